@@ -35,7 +35,7 @@ class Refusal:
 
 
 @dataclass(slots=True)
-class Placement:
+class PoolPlacement:
     """One dispatch: what was wanted, what was passed over, where it went."""
 
     stage: str
@@ -94,7 +94,7 @@ class RequestDecision:
     """Revision of the document that it was served under."""
     hints: RequestHints
     expected: ExpectedOutput
-    placements: list[Placement] = field(default_factory=list)
+    placements: list[PoolPlacement] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     outcome: str = "under way"
     """``under way``, a finish reason, or ``refused: code``."""

@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from poolgrid.global_router.core.document.axis import Axis, StageName
-from poolgrid.global_router.core.document.grid_document import GridDocument, Pool, Stage
+from poolgrid.global_router.core.document.grid_document import GridDocument, GridStage, Pool
 from poolgrid.process.figures import percent
 from poolgrid.process.terminal_table import Heading, TerminalTable
 
@@ -29,14 +29,14 @@ _SPEEDS = ("#2e9e4f", "#8fbf3f", "#d9c33b", "#e8963a", "#d9573b", "#a83246")
 """Fast to slow; readable with black text."""
 
 
-def _colors(stage: Stage) -> dict[str, str]:
+def _colors(stage: GridStage) -> dict[str, str]:
     ranks = stage.speed_ranks()
     levels = sorted(set(ranks.values()))
     span = max(1, len(levels) - 1)
     return {pool: _SPEEDS[round(levels.index(rank) / span * (len(_SPEEDS) - 1))] for pool, rank in ranks.items()}
 
 
-def _letters(stage: Stage) -> dict[str, str]:
+def _letters(stage: GridStage) -> dict[str, str]:
     alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
     return {pool.name: alphabet[index % len(alphabet)] for index, pool in enumerate(stage.pools)}
 
@@ -71,14 +71,14 @@ def terminal_map(document: GridDocument, width: int = 80) -> RenderableType:
     return Group(*parts)
 
 
-def _layers(stage: Stage) -> Iterator[tuple[tuple[int, ...], str]]:
+def _layers(stage: GridStage) -> Iterator[tuple[tuple[int, ...], str]]:
     layers = stage.axes[:-2]
     for cell in product(*(_sampled(axis, LAYERS_MAX) for axis in layers)):
         labels = [f", {_title(axis)} {_range(axis, index)}" for axis, index in zip(layers, cell, strict=True)]
         yield cell, "".join(labels)
 
 
-def _grid_tables(name: StageName, stage: Stage, width: int) -> Iterator[RenderableType]:
+def _grid_tables(name: StageName, stage: GridStage, width: int) -> Iterator[RenderableType]:
     rows, columns = stage.axes[-2:]
     shown_rows, shown_columns = _sampled(rows, ROWS_MAX), _sampled(columns, COLUMNS_MAX)
     for layer, label in _layers(stage):
@@ -90,7 +90,7 @@ def _grid_tables(name: StageName, stage: Stage, width: int) -> Iterator[Renderab
 
 
 def _grid_table(
-    stage: Stage, cells: Sequence[Sequence[str]], shown_rows: range, shown_columns: range, width: int
+    stage: GridStage, cells: Sequence[Sequence[str]], shown_rows: range, shown_columns: range, width: int
 ) -> TerminalTable:
     """Return a layer of a grid: with names of pools where they fit, with letters where columns do, else as a strip."""
     rows, columns = stage.axes[-2:]
@@ -118,7 +118,7 @@ def _cost(pool: Pool) -> str:
     return "" if pool.cost_per_million_tokens is None else f"{pool.cost_per_million_tokens:g} / M tokens"
 
 
-def _pool_table(stage: Stage) -> TerminalTable:
+def _pool_table(stage: GridStage) -> TerminalTable:
     count = Counter(_all_pools(stage.mapping))
     total = sum(count.values())
     colors, letters, ranks = _colors(stage), _letters(stage), stage.speed_ranks()

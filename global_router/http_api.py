@@ -147,7 +147,7 @@ def _model_row(model: ModelStatus) -> PoolModelRow:
     return msgspec.convert({**asdict(model), "roles": roles}, PoolModelRow)
 
 
-class StateCollector(Collector):
+class PoolStateCollector(Collector):
     """Reads the global router's state at a scrape."""
 
     def __init__(self, service: GlobalRouterService) -> None:
@@ -182,4 +182,4 @@ class StateCollector(Collector):
 
 def register_views(registry: CollectorRegistry, service: GlobalRouterService) -> None:
     """Have the state read at every scrape."""
-    registry.register(StateCollector(service))
+    registry.register(PoolStateCollector(service))

@@ -20,7 +20,7 @@ from poolgrid.global_router.core.choice.destination import Destination, destinat
 from poolgrid.global_router.core.choice.fallback import FallbackChoice, PoolStanding
 from poolgrid.global_router.core.choice.grid import GridRequest
 from poolgrid.global_router.core.document.axis import StageName
-from poolgrid.global_router.decisions import Placement, Refusal
+from poolgrid.global_router.decisions import PoolPlacement, Refusal
 from poolgrid.global_router.flight import Flight, ReservedLeg
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pools import PoolConnection, Pools, model_status
@@ -157,7 +157,7 @@ class PoolPlacer:
             if not machine.migrations:
                 self._metrics.targets.placed(where.selection, pool.name, flight.config.revision)
         flight.record.placements.append(
-            Placement(
+            PoolPlacement(
                 stage,
                 work.name.lower(),
                 cause,

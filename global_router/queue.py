@@ -92,7 +92,9 @@ class GlobalRouterQueue(AdmissionQueue[WaitingFlight]):
         ask_pools: Callable[[], None],
         status_interval_ms: float,
     ) -> None:
-        super().__init__(settings.queue_limit, settings.queue_prompt_tokens, settings.queue_timeout_ms, metrics, clock)
+        super().__init__(
+            settings.max_queue_requests, settings.max_queue_prompt_tokens, settings.queue_timeout_ms, metrics, clock
+        )
         self._ask_pools = ask_pools
         self._ask_interval_s = status_interval_ms / 1000 / ASKS_PER_STATUS_INTERVAL
         self._changes = 0

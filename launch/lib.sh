@@ -72,7 +72,7 @@ overrides() {
 up() {
     local options=(--engine trtllm --host "$HOST" --port "$PORT" --log-level "$LOG_LEVEL" --log-dir "$LOG_DIR"
         --model-path "$MODEL_PATH" --served-model-name "$SERVED_MODEL_NAME" --modality "$MODALITY"
-        --start-timeout-s "$START_TIMEOUT_S")
+        --start-timeout-ms "$((START_TIMEOUT_S * 1000))")
     local rest=() each found kind
     for each in "$@"; do
         if [[ $each == --enable-otel ]]; then

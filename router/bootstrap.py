@@ -167,7 +167,7 @@ def vocabulary_check(model: PromptModel, card: WorkerCard) -> str:
     return (
         f"its card says that token ids are below {card.vocabulary_size}, the tokenizer of model {model.name!r} here "
         f"has {model.vocab_size} tokens: most of its output would have no text. Start the worker with the vocabulary "
-        "of this model (simulated: --vocabulary-size, --tokenizer-path), or the router with the worker's (--model-path)"
+        "of this model (simulated: --vocabulary-size, --model-path), or the router with the worker's (--model-path)"
     )
 
 

@@ -1,8 +1,8 @@
 """Requests that wait for a worker with room, placed by whatever may have made room.
 
 Rules
-    1. A request that finds every worker busy waits in the lane of its model. Beyond ``queue_limit`` requests or
-       ``queue_prompt_tokens``, or this router's part of them, the lowest priority gives way and is refused.
+    1. A request that finds every worker busy waits in the lane of its model. Beyond ``max_queue_requests`` requests or
+       ``max_queue_prompt_tokens``, or this router's part of them, the lowest priority gives way and is refused.
     2. *Resumed* requests (their clients are being served already) go before all others, and are refused by time only.
     3. The head of each lane is placed as soon as it can be; no other request of its lane overtakes it.
     4. Once the queue is closed no request is placed any more.
@@ -51,8 +51,8 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         """``place`` puts a request on a worker or returns why not; ``give_up`` ends one that was served before."""
         self._order = QueueOrder(settings.queue_order)
         super().__init__(
-            settings.queue_limit,
-            settings.queue_prompt_tokens,
+            settings.max_queue_requests,
+            settings.max_queue_prompt_tokens,
             settings.queue_timeout_ms,
             metrics,
             clock,

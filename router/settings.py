@@ -33,7 +33,7 @@ class EndpointPickerSettings(Settings):
             "none. Needs poolgrid[ext-proc]."
         ),
     )
-    ext_proc_streams: int = Field(
+    max_ext_proc_streams: int = Field(
         4096,
         ge=1,
         le=1_000_000,
@@ -100,31 +100,27 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
     decode_weight: float = Field(
         0.02, ge=0, le=1000, description=("Set the cost of one KV block of a worker's active requests.")
     )
-    device_weight: float = Field(
-        1.0, ge=0, le=1000, description=("Set the credit for one block cached in device memory; 0 ignores caches.")
+    overlap_weight: float = Field(
+        1.0, ge=0, le=1000, description="Multiply the credit for cached blocks by this; 0 ignores caches."
     )
-    host_weight: float = Field(
-        0.75, ge=0, le=1000, description=("Set the credit for one block cached in host memory only.")
-    )
-    disk_weight: float = Field(0.25, ge=0, le=1000, description="Set the credit for one block cached on disk only.")
+    device_weight: ClassVar[float] = 1.0
+    """Credit for one block cached in device memory: what computing it costs."""
+    host_weight: ClassVar[float] = 0.75
+    """Credit for one block cached in host memory only: it is copied back in a fraction of what computing it takes."""
+    disk_weight: ClassVar[float] = 0.25
+    """Credit for one block cached on disk only: reading it takes most of what computing it takes."""
     temperature: float = Field(
         0.0, ge=0, le=1000, description=("Sample workers by cost with this temperature; 0 = take the cheapest.")
     )
-    approximate_ttl_ms: float = Field(
-        APPROXIMATE_TTL_MS,
-        gt=0,
-        description=("Assume with policy approximate that a worker keeps a prompt's blocks for this time."),
-    )
+    approximate_ttl_ms: ClassVar[float] = APPROXIMATE_TTL_MS
+    """How long policy approximate believes that a worker keeps what it was sent, as Dynamo does."""
     index_budget_bytes: int = Field(
         4 * 1024**3,
         ge=1024,
         description=("Limit the memory of the prefix index; beyond it the oldest paths are removed."),
     )
-    ledger_budget_bytes: int = Field(
-        LEDGER_BYTES,
-        ge=65_536,
-        description=("Limit the memory of the load ledger; further requests do not count as load."),
-    )
+    ledger_budget_bytes: ClassVar[int] = LEDGER_BYTES
+    """Memory of the load ledger, of far more requests than a pool runs; further ones do not count as load."""
     router_id: str = Field(
         "router",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
@@ -149,12 +145,8 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
             "Order requests of one priority and tenant by arrival, or by fewest prompt tokens to compute (with ageing)."
         ),
     )
-    hold_limit_ms: float = Field(
-        HOLD_LIMIT_MS,
-        ge=0,
-        le=600_000,
-        description=("With policy predicted, hold a request for its best worker at most this long; 0 = never."),
-    )
+    hold_limit_ms: ClassVar[float] = HOLD_LIMIT_MS
+    """How long policy predicted holds a request for its best worker at most; 0 = never."""
     local_prefill_max_tokens: int = Field(
         256,
         ge=0,
@@ -164,18 +156,17 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
             "not cached there."
         ),
     )
-    reservation_ttl_ms: float = Field(
-        30_000, ge=100, le=3_600_000, description="Expire unconfirmed load predictions after this time."
-    )
+    reservation_ttl_ms: ClassVar[float] = 30_000
+    """Load that was predicted and that no worker confirmed is forgotten after this time. Events are earlier."""
 
     def cost_weights(self) -> CostWeights:
         """Return the weights of the kv policy."""
         return CostWeights(
             queue_weight=self.queue_weight,
             decode_weight=self.decode_weight,
-            device_weight=self.device_weight,
-            host_weight=self.host_weight,
-            disk_weight=self.disk_weight,
+            device_weight=self.device_weight * self.overlap_weight,
+            host_weight=self.host_weight * self.overlap_weight,
+            disk_weight=self.disk_weight * self.overlap_weight,
         )
 
     @model_validator(mode="after")

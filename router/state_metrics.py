@@ -91,8 +91,7 @@ class StateCollector(Collector):
         )
         yield _counter(
             "expired_reservations",
-            "Reservations that no worker confirmed in time. Events are missing, or `reservation_ttl_ms` is "
-            "shorter than the queues.",
+            "Reservations that no worker confirmed in time. Events are missing, or 30 s are shorter than the queues.",
             ledger.expired_reservations,
         )
         yield from self._of_workers()
@@ -199,6 +198,6 @@ class DecisionRecordCollector(Collector):
         )
         yield _gauge(
             "decision_journal_bytes",
-            "Size of the decision recording, bounded by `retention_bytes`.",
+            "Size of the decision recording, bounded by `journal_retention_bytes`.",
             recorder.segments.sizes()[1],
         )

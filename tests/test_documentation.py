@@ -64,7 +64,7 @@ def test_what_pages_say_of_settings_is_what_the_settings_say(path: Path, text: s
 
 @needs_checkout
 def test_a_marked_table_that_is_out_of_date_is_written_anew() -> None:
-    assert "| `queue_limit` | `1024` |" in table(["ServingSettings"])
+    assert "| `max_queue_requests` | `1024` |" in table(["ServingSettings"])
     assert {path.name for path in pages()} >= {"configuration.md"}
     with pytest.raises(KeyError, match="NoSettings"):
         table(["NoSettings"])
@@ -72,7 +72,8 @@ def test_a_marked_table_that_is_out_of_date_is_written_anew() -> None:
 
 def _settings_models(base: type[Settings] = Settings) -> Iterator[type[Settings]]:
     for model in base.__subclasses__():
-        if model.__module__.startswith("tests."):
+        is_changed = getattr(sys.modules[model.__module__], model.__name__, None) is not model
+        if model.__module__.startswith("tests.") or is_changed:
             continue
         yield model
         yield from _settings_models(model)

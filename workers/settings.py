@@ -19,7 +19,7 @@ from poolgrid.wire.addresses import host_problem
 from poolgrid.wire.card import NO_STEP_TIMES, ReasoningParser, StepTimes, ToolCallParser, parser_name
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 from poolgrid.wire.names import CONSOLIDATOR, EndpointName, is_name
-from poolgrid.workers.core.timing import PUBLISHED, TimingName, step_times_of, timing_model
+from poolgrid.workers.core.timing import TIMINGS, Timing, step_times_of, timing_model
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=IDENTIFIER_BYTES_MAX)]
 
@@ -53,9 +53,8 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
         0, ge=0, le=65535, description=("Receive requests from routers at this port; 0 = any free port.")
     )
     http_port: int = Field(0, ge=0, le=65535, description=("Serve health and metrics at this port; 0 = any free port."))
-    peer_lease_ms: int = Field(
-        10_000, ge=100, le=3_600_000, description=("Cancel the requests of a router that is silent for this time.")
-    )
+    peer_lease_ms: ClassVar[int] = 10_000
+    """Requests of a router that is silent for this time are cancelled: routers say every second that they are there."""
     drain_timeout_ms: int = Field(
         30_000, ge=0, le=86_400_000, description=("Let running requests finish for this time after SIGTERM.")
     )
@@ -174,13 +173,13 @@ class StepTimesSettings(Settings):
 
     panel: ClassVar[str] = "Worker"
 
-    timing: TimingName | None = Field(
+    timing: Timing | None = Field(
         None,
-        description=("Announce these step times to routers for policy predicted."),
-    )
-    timing_table: InputFile | None = Field(
-        None,
-        description=("Read measured step times from this JSON file, instead of timing; real engines announce them."),
+        examples=list(TIMINGS),
+        description=(
+            "Announce these step times to policy predicted: published, h100-qwen3-8b, h200-qwen3-8b, or your own JSON "
+            "file. Unset = published."
+        ),
     )
 
     @model_validator(mode="after")
@@ -189,7 +188,5 @@ class StepTimesSettings(Settings):
         return self
 
     def step_times(self) -> StepTimes:
-        """Return what the card says; raises ``TableError`` for a table that cannot be used, and for both at once."""
-        if self.timing is None and self.timing_table is None:
-            return NO_STEP_TIMES
-        return step_times_of(timing_model(self.timing or PUBLISHED, self.timing_table))
+        """Return what the card says; raises ``TableError`` for a table that cannot be used."""
+        return NO_STEP_TIMES if self.timing is None else step_times_of(timing_model(self.timing))

@@ -35,7 +35,7 @@ HASTY = Shape(router=("--http-request-timeout-ms", str(TIMEOUT_MS)))
 
 HASTY_S = 8.0
 CROWDED_CONNECTIONS = 400
-CROWDED = Shape(router=("--http-connections", str(CROWDED_CONNECTIONS)))
+CROWDED = Shape(router=("--max-connections", str(CROWDED_CONNECTIONS)))
 
 
 async def dial(scene: Scene) -> tuple[StreamReader, StreamWriter]:

@@ -10,7 +10,7 @@ import httpx
 from lab.attacks.attack import Outcome, Scene
 from lab.attacks.bystanders import BLOCK_TOKENS, TOKENS
 from lab.attacks.requests import client, in_words, post
-from poolgrid.tools.bench.client import Exchange
+from poolgrid.tools.bench.client import BenchExchange
 from poolgrid.tools.bench.prompt import PlannedRequest
 from poolgrid.wire.hashing import pack_tokens
 from tests.e2e.expectation import expected_text
@@ -55,7 +55,7 @@ async def crossing(scene: Scene) -> Outcome:
 
 async def _stream(http: httpx.AsyncClient, body: dict[str, object], name: str) -> str:
     """Return the text that a request under this id is answered with."""
-    exchange = Exchange()
+    exchange = BenchExchange()
     async with http.stream("POST", "/v1/completions", json=body, headers={"x-request-id": name}) as answer:
         exchange.status = answer.status_code
         async for data in answer.aiter_bytes():

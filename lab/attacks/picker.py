@@ -28,7 +28,7 @@ BODY_BYTES_MAX = 64 * 2**20
 PICKING = Shape(
     "front",
     router=(
-        *("--ext-proc-port", "0", "--ext-proc-streams", str(STREAMS_MAX)),
+        *("--ext-proc-port", "0", "--max-ext-proc-streams", str(STREAMS_MAX)),
         *("--ext-proc-body-bytes", str(BODY_BYTES_MAX), "--http-request-timeout-ms", "3000"),
     ),
 )

@@ -26,7 +26,7 @@ import psutil
 
 from lab.attacks.engine_server import EngineServer
 from lab.benchmarks.services import ROUTER_BOOKS, WORKER_BOOKS, PoolFailed, Service, get, plain_client, summed
-from lab.benchmarks.soak_pool import JOURNAL_BOUNDS, ROUTER_BOUNDS
+from lab.benchmarks.soak_pool import JOURNAL_BOUNDS
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
@@ -202,7 +202,7 @@ class AttackedPool:
         await self.until_ready(router.url, len(roles))
 
     async def _start_finding(self) -> None:
-        self._found_by = ["--names", "directory", "--names-dir", str(self.names), "--names-lease-s", "2"]
+        self._found_by = ["--names", "directory", "--names-dir", str(self.names), "--names-lease-ms", "2000"]
         planes = [f"--{plane}-endpoint=dyn://{NAMESPACE}.consolidator.{plane}" for plane in ("feed", "query")]
         journal = ["--data-dir", str(self.directory / "data"), *_flags(JOURNAL_BOUNDS)]
         consolidators = ["consolidator"]
@@ -212,7 +212,7 @@ class AttackedPool:
             self.nats = NatsServer(directory, "attacked")
             await asyncio.to_thread(self.nats.start)
             self._found_by = ["--event-plane", "nats", "--names", "nats", "--nats-url", self.nats.url]
-            planes, journal = [], ["--leader-lease-s", "2"]
+            planes, journal = [], ["--leader-lease-ms", "2000"]
             consolidators.append("consolidator-2")
         self._found_by += ["--namespace", NAMESPACE]
         for name in consolidators:
@@ -261,14 +261,13 @@ class AttackedPool:
     def _router(self) -> list[str]:
         keys = ["--api-keys", str(self._key_path)]
         local = ["--local-prefill-max-tokens", "0"] if self.shape.topology == "disaggregated" else []
-        bounds = [*_flags(ROUTER_BOUNDS), *_flags(JOURNAL_BOUNDS)]
+        bounds = [*_flags(JOURNAL_BOUNDS)]
         return ["--port", "0", *keys, *bounds, *local, *self.shape.router]
 
     def worker_arguments(self, name: str, ingest: str, *options: str, role: str = "aggregated") -> list[str]:
         """Return the options of a worker of this pool."""
-        first = max(self.model.tokenizer.get_added_tokens_decoder(), default=-1) + 1
         return [
-            *("--worker-id", name, "--role", role, "--model", self.model.name),
+            *("--worker-id", name, "--role", role, "--served-model-name", self.model.name),
             *(("--consolidator", ingest) if ingest else self._found_by),
             *(
                 "--speedup",
@@ -278,8 +277,8 @@ class AttackedPool:
                 "--drain-timeout-ms",
                 "2000",
             ),
-            *("--vocabulary-size", str(self.model.vocab_size), "--first-token-id", str(first)),
-            *("--tokenizer-path", str(TINY_MODEL_PATH), *self.shape.worker, *options),
+            *("--vocabulary-size", str(self.model.vocab_size)),
+            *("--model-path", str(TINY_MODEL_PATH), *self.shape.worker, *options),
         ]
 
     async def start_worker(self, name: str, ingest: str, *options: str, role: str = "aggregated") -> Service:

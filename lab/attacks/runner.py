@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from lab.attacks import slow_disk
 from lab.attacks.attack import Attack, Outcome, Part, Scene
 from lab.attacks.bystanders import Bystanders, BystanderSpec, Window
@@ -197,8 +199,9 @@ async def run_parts(
                     row = await _run(
                         part, attack, stage, attacker, options, random.Random(f"{options.seed}/{attack.name}")
                     )
-                except (PoolFailed, TimeoutError) as error:
-                    row = Row(part.name, attack.name, "fell", "", [f"it could not be run: {error or 'timed out'}"])
+                except (PoolFailed, TimeoutError, httpx.HTTPError) as error:
+                    what = str(error) or type(error).__name__
+                    row = Row(part.name, attack.name, "fell", "", [f"it could not be run: {what}"])
             row.took_s = time.monotonic() - started
             rows.append(row)
             show(row)

@@ -306,7 +306,7 @@ class Plane:
 
     async def start(self, ingest_port: int) -> None:
         """Start the consolidator, and wait until it takes events."""
-        lease = ["--leader-lease-s", str(LEADER_LEASE_S)]
+        lease = ["--leader-lease-ms", str(1000 * LEADER_LEASE_S)]
         where = (
             [*self._journal, *lease] if self._server is not None else ["--data-dir", str(self._directory / "journal")]
         )

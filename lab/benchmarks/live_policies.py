@@ -8,7 +8,7 @@ Each run starts a router of its own, so what a policy learns it learns anew; ask
 and then plays conversations: each begins with a system prompt that every fourth has in common, and each turn sends the
 turns before again, with other tokens in the place of the answers. Who asks how much and when is drawn from the seed,
 the same for each router. Prompts are token ids, drawn anew for each run, for engines may still hold those of the run
-before. ``policy/0`` is a policy with ``--hold-limit-ms 0``. With ``--servers``, the vLLM servers behind the workers,
+before. With ``--servers``, the vLLM servers behind the workers,
 their caches are emptied before each run (``POST /reset_prefix_cache``), and two more ways can be compared, without a
 router: ``direct`` sends requests to the servers round robin, ``sticky`` each conversation to one server.
 
@@ -36,9 +36,9 @@ from rich.table import Table
 from lab.benchmarks.http_load import quantiles
 from lab.benchmarks.services import Service, get, plain_client
 from poolgrid.http.http_client import HttpClient
-from poolgrid.http.http_target import Target
+from poolgrid.http.http_target import HttpTarget
 from poolgrid.process.clock import SystemClock
-from poolgrid.tools.bench.client import Exchange
+from poolgrid.tools.bench.client import BenchExchange
 
 EMPTYING_TIMEOUT_S = 30.0
 """Several times what a server takes to end what the run before left behind; then the run fails."""
@@ -78,19 +78,16 @@ class Said(NamedTuple):
     """One counted request."""
 
     turn: int
-    exchange: Exchange
+    exchange: BenchExchange
     ttft_s: float
     decision: dict[str, Any]
 
 
 async def started(policy: str, options: argparse.Namespace, logs: Path) -> Service:
     """Return a router of a policy before the pool, which is ready; raises ``PoolFailed`` when it does not start."""
-    name, _, hold_limit_ms = policy.partition("/")
-    command = ["router", "--port", "0", "--log-level", "warning", "--policy", name]
+    command = ["router", "--port", "0", "--log-level", "warning", "--policy", policy]
     command += ["--feed-endpoint", options.feed_endpoint, "--query-endpoint", options.query_endpoint]
-    command += ["--model-path", str(options.model_path), "--model-name", options.model_name]
-    if hold_limit_ms:
-        command += ["--hold-limit-ms", hold_limit_ms]
+    command += ["--model-path", str(options.model_path), "--served-model-name", options.model_name]
     router = await Service.start("router", command, logs)
     try:
         await router.wait_ready()
@@ -118,10 +115,10 @@ class Run:
         self._tokens_of = random.Random(f"{seed}/{number}")
         self._clock = SystemClock()
         headers = ["Content-Type: application/json"]
-        self._clients = [HttpClient(Target(url), self._clock, headers) for url in urls]
+        self._clients = [HttpClient(HttpTarget(url), self._clock, headers) for url in urls]
         self._sticky = sticky
         self._numbers = 0
-        self._said: list[tuple[int, str, int, Exchange, float]] = []
+        self._said: list[tuple[int, str, int, BenchExchange, float]] = []
 
     async def play(self) -> list[Said]:
         """Ask everything, and return what was counted; raises ``RequestFailed`` when a request fails."""
@@ -159,7 +156,9 @@ class Run:
             request_id, server, exchange, ttft_s = await self._ask(prompt, self._shape.answer_tokens, number)
             self._said.append((turn, request_id, server, exchange, ttft_s))
 
-    async def _ask(self, prompt: list[int], answer_tokens: int, conversation: int) -> tuple[str, int, Exchange, float]:
+    async def _ask(
+        self, prompt: list[int], answer_tokens: int, conversation: int
+    ) -> tuple[str, int, BenchExchange, float]:
         server = (conversation if self._sticky else self._numbers) % len(self._clients)
         self._numbers += 1
         request_id = f"live-{self._numbers}"
@@ -173,7 +172,7 @@ class Run:
             "stream_options": {"include_usage": True},
         }
         started_ms = self._clock.monotonic_ms()
-        exchange = Exchange()
+        exchange = BenchExchange()
         named = (f"X-Request-Id: {request_id}",)
         await self._clients[server].send(
             "POST", "/v1/completions", msgspec.json.encode(body), exchange, named, timeout_s=ANSWER_TIMEOUT_S

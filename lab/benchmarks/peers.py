@@ -140,7 +140,7 @@ class Peers:
                 *planes,
                 "--model-path",
                 str(self._model),
-                "--model-name",
+                "--served-model-name",
                 MODEL,
                 *level,
             ],

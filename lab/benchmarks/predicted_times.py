@@ -100,7 +100,7 @@ def limits_of(workload: Workload, blocks: int) -> SimulatedLimits:
 def play(run: Run) -> tuple[Run, RunResult]:
     """Simulate one run."""
     workload = build_workload(rows_of(run), run.speed, BLOCK_SIZE)
-    timing = timing_model(run.timing)  # type: ignore[arg-type]
+    timing = timing_model(run.timing)
     limits = limits_of(workload, run.blocks)
     if run.policy == LEAST:
         return run, least_result(run, workload, timing, limits.max_num_tokens)

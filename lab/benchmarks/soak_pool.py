@@ -39,10 +39,7 @@ BASELINE_INTERVAL_S = 0.3
 
 WARM_ROUNDS = 6
 
-ROUTER_BOUNDS = {
-    "tokenization-cache-bytes": 2 * MIB,
-}
-JOURNAL_BOUNDS = {"retention-bytes": 4 * MIB}
+JOURNAL_BOUNDS = {"journal-retention-bytes": 4 * MIB}
 STOP_ORDER = {"router": 0, "consolidator": 2}
 """Workers end between the two."""
 
@@ -78,8 +75,7 @@ class SoakPool:
         self._http = plain_client()
         model = PromptModel.load(TINY_MODEL_PATH)
         self.model: str = model.name
-        first = max(model.tokenizer.get_added_tokens_decoder(), default=-1) + 1
-        self._vocabulary = ["--vocabulary-size", str(model.vocab_size), "--first-token-id", str(first)]
+        self._vocabulary = ["--vocabulary-size", str(model.vocab_size), "--model-path", str(TINY_MODEL_PATH)]
 
     @property
     def url(self) -> str:
@@ -96,7 +92,7 @@ class SoakPool:
         consolidator = await self._start("consolidator", ["--data-dir", data, *_flags(JOURNAL_BOUNDS)])
         planes = ["--feed-endpoint", consolidator.word("feed"), "--query-endpoint", consolidator.word("query")]
         local = ["--local-prefill-max-tokens", "0"] if shape.prefill_workers else []
-        bounds = [*_flags(ROUTER_BOUNDS), *_flags(JOURNAL_BOUNDS), "--data-dir", data, *local]
+        bounds = [*_flags(JOURNAL_BOUNDS), "--data-dir", data, *local]
         router = self._start("router", ["--port", "0", "--http-workers", str(shape.http_workers), *planes, *bounds])
         roles = ["aggregated"] * shape.workers
         if shape.prefill_workers:
@@ -110,8 +106,17 @@ class SoakPool:
 
     def _worker(self, number: int, role: str, ingest: str) -> list[str]:
         return [
-            *("--worker-id", f"{role}-{number}", "--role", role, "--model", self.model, "--consolidator", ingest),
-            *("--speedup", str(self._shape.speedup), "--block-size", str(BLOCK_SIZE)),
+            *(
+                "--worker-id",
+                f"{role}-{number}",
+                "--role",
+                role,
+                "--served-model-name",
+                self.model,
+                "--consolidator",
+                ingest,
+            ),
+            *("--speedup", str(self._shape.speedup), "--kv-block-size", str(BLOCK_SIZE)),
             *("--total-kv-blocks", str(BLOCKS_PER_WORKER), "--drain-timeout-ms", "2000", *self._vocabulary),
         ]
 

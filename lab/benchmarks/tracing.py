@@ -47,7 +47,7 @@ class Routers:
         for number in range(ENGINES):
             command = [sys.executable, "-m", "lab.benchmarks.http_worker", words["ingest"], f"worker-{number}"]
             fleet.start(f"worker{number}", [*command, str(BLOCK_SIZE)])
-        command = [*ours, "router", "--port", "0", "--model-path", str(model), "--model-name", MODEL, *level]
+        command = [*ours, "router", "--port", "0", "--model-path", str(model), "--served-model-name", MODEL, *level]
         command += ["--feed-endpoint", words["feed"], "--query-endpoint", words["query"]]
         self.places: dict[str, tuple[int, int]] = {}
         """Port and process id, by what is traced."""

@@ -161,7 +161,7 @@ EVENTS = Board(
                             "decisions {{pool}}",
                         ),
                     ),
-                    "Each is bounded by `retention_bytes`.",
+                    "Each is bounded by `journal_retention_bytes`.",
                     "Compare with the free disk space.",
                     "journal-trouble",
                     no_value=NO_CONSOLIDATOR,

@@ -219,7 +219,7 @@ OVERVIEW = Board(
                         for q in (0.5, 0.95, 0.99)
                     ),
                     "Time to tokenize a prompt, waiting for a tokenizer thread included. Part of TTFT.",
-                    "If it grows: raise `tokenizer_threads` or `http_workers`, and check that `fastokens` is used.",
+                    "If it grows: raise `http_workers`, and check that `fastokens` is used.",
                     "latency-objective",
                 ),
             ),

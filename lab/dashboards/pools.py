@@ -211,7 +211,7 @@ POOLS_BOARD = Board(
                         Query(rate(f"poolgrid_global_router_queue_evictions_total{{{NAMESPACE}}}"), "gave way/s"),
                     ),
                     "Requests for which no pool has capacity.",
-                    "Add workers, or refuse low priorities sooner (`queue_limit`).",
+                    "Add workers, or refuse low priorities sooner (`max_queue_requests`).",
                     "queue-filling",
                     no_value="no global router is scraped",
                     needs=GLOBAL,

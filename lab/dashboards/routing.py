@@ -150,7 +150,7 @@ ROUTING = Board(
                     "Wait of requests that had to wait, by cause.",
                     "`workers_full`, `pools_full`: add workers. `unreachable`: network, or hanging workers. "
                     "`worker_lost`: crashes. `held`: normal, requests wait for the best worker; near "
-                    "`hold_limit_ms` it means overload.",
+                    "4 s it means overload.",
                     "queue-filling",
                     no_value="nobody waited",
                 ),

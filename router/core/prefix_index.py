@@ -103,6 +103,219 @@ class IndexCounters:
     """Events that name another parent for an edge of a run, or a block twice in one chain; the rest was ignored."""
 
 
+class Holdings:
+    """What workers hold, by their bits: runs within reach, orphans, and on which lower tier a block lies.
+
+    ``PrefixIndex`` decides the usual cases of its calls itself; what cuts runs or brings orphans back is decided here.
+    """
+
+    def __init__(self, reach: RunMap, orphans: Orphans, lower: LowerTiers) -> None:
+        self.reach = reach
+        self.orphans = orphans
+        self.lower = lower
+        self.contradictions = 0
+        """Not counted yet by the index."""
+
+    def store(self, bit: int, parent: int | None, hashes: array[int]) -> int:
+        """Store a chain for one worker; return how many blocks the worker did not hold before."""
+        run: Run | None = None
+        position = 0
+        if parent is not None:
+            run = self.reach.run_of(parent, bit)
+            if run is None:
+                return self._store_orphans(bit, parent, hashes)
+            position = run.blocks.index(parent) + 1
+        if self.orphans.entries and self.orphans.concern(hashes):
+            return self._store_among_orphans(bit, parent, hashes)
+        at = 0
+        stored = 0
+        end = len(hashes)
+        while at < end:
+            if run is not None and position < len(run.blocks):
+                # Held already: skip what the chain shares with the rest of its run.
+                shared = common_prefix(run.blocks[position : position + end - at], hashes[at:])
+                if not shared:
+                    # It branches off, and nothing below a block that is not resident can be resident.
+                    return stored + self._add_blocks(bit, run, parent, hashes[at:])
+                at += shared
+                position += shared
+            else:
+                below = self.reach.child(parent, hashes[at])
+                if below is None:
+                    return stored + self._add_blocks(bit, run, parent, hashes[at:])
+                run = below
+                position = 0
+                if run.mask & bit:
+                    continue
+                blocks = run.blocks
+                part = hashes[at : at + len(blocks)]
+                position = len(blocks) if blocks == part else common_prefix(blocks, part)
+                if position < len(blocks):
+                    run = self.reach.split(run, position)
+                run.mask |= bit
+                run.used = True
+                at += position
+                stored += position
+            parent = hashes[at - 1]
+        return stored
+
+    def _add_blocks(self, bit: int, above: Run | None, parent: int | None, blocks: array[int]) -> int:
+        added = self.reach.add_blocks(bit, above, parent, blocks)
+        if added < len(blocks):
+            self.contradictions += 1
+        return added
+
+    def _store_orphans(self, bit: int, parent: int, hashes: Sequence[int]) -> int:
+        """Keep blocks apart whose worker does not hold the block before them; reach resumes where it can."""
+        stored = 0
+        orphans = self.orphans
+        for sequence_hash in hashes:
+            if not orphans.mask(sequence_hash) & bit:
+                if orphans.add(sequence_hash, bit, parent):
+                    stored += 1
+                else:
+                    self.contradictions += 1
+            parent = sequence_hash
+        return stored
+
+    def _store_among_orphans(self, bit: int, parent: int | None, hashes: Sequence[int]) -> int:
+        """Store block by block, bringing orphans back into reach where the chain reconnects them."""
+        stored = 0
+        orphans = self.orphans
+        pending: list[tuple[int | None, int]] = []
+        for sequence_hash in hashes:
+            pending.append((parent, sequence_hash))
+            while pending:
+                before, block = pending.pop()
+                above = None if before is None else self.reach.run_of(before, bit)
+                if above is None or before is None or above.blocks[-1] == before:
+                    run = self.reach.child(before, block)
+                else:
+                    following = above.blocks.index(before) + 1
+                    run = above if above.blocks[following] == block else None
+                if run is None or not run.mask & bit:
+                    if run is None:
+                        if not self.reach.add_run(bit, above, before, array("Q", (block,))):
+                            self.contradictions += 1
+                            return stored
+                    else:
+                        if len(run.blocks) > 1:
+                            run = self.reach.split(run, 1)
+                        run.mask |= bit
+                        run.used = True
+                    orphan = orphans.get(block)
+                    if orphan is not None and orphan.mask & bit:
+                        orphans.clear(orphan, bit)
+                    else:
+                        stored += 1
+                pending.extend((block, each) for each in orphans.below(block, bit))
+            parent = sequence_hash
+        return stored
+
+    def remove_reached(self, run: Run, going: array[int], at: int, bit: int) -> int:
+        """Remove a block of a run, and what goes next as far as that is the run backwards; return how many went."""
+        sequence_hash = going[at]
+        if run.blocks[-1] != sequence_hash:
+            run = self.reach.split(run, run.blocks.index(sequence_hash) + 1)
+        blocks = run.blocks
+        child = run.child
+        if child is not None:
+            for each in [each for each in _siblings(child) if each.mask & bit]:
+                self._demote(each, bit)
+            child = run.child
+        held = len(blocks)
+        most = min(held, len(going) - at)
+        count = common_prefix(blocks[: -most - 1 : -1], going[at : at + most])
+        rest = run.mask ^ bit
+        if not rest:
+            self.reach.shorten(run, count)
+        elif count == held:
+            run.mask = rest
+        elif (
+            child is not None
+            and child.right is None
+            and child.mask == rest
+            and len(child.blocks) + count <= RUN_BLOCKS_MAX
+        ):
+            # The border between "all holders" and "all but this one" moves up.
+            moved = blocks[-count:]
+            del blocks[-count:]
+            if len(child.blocks) > 1:
+                self.reach.no_edge(child.blocks[0], child)
+            if count > 1:
+                self.reach.no_edge(sequence_hash, run)
+            child.blocks[:0] = moved
+            child.parent = blocks[-1]
+            self.reach.places.take(run, moved)
+            self.reach.places.add(child, moved)
+            self.reach.set_edge(moved[0], child, run)
+            self.reach.set_edge(blocks[-1], run, run)
+        else:
+            tail = self.reach.split(run, held - count).child
+            assert tail is not None, "a run that was split has no tail"
+            tail.mask = rest
+        return count
+
+    def _demote(self, top: Run, bit: int) -> None:
+        """Take a worker's blocks out of reach, from a run on downwards: an ancestor of theirs is gone."""
+        pending = [top]
+        while pending:
+            run = pending.pop()
+            if run.child is not None:
+                pending.extend(child for child in _siblings(run.child) if child.mask & bit)
+            parent = run.parent
+            assert parent is not None, "a run without a parent lost its ancestor"
+            for block in run.blocks:
+                self.orphans.demote(block, bit, parent)
+                parent = block
+            run.mask ^= bit
+            if not run.mask:
+                self.reach.delete(run)
+
+    def store_lower(self, bit: int, hashes: Sequence[int], tier: Tier) -> int:
+        """Store blocks on a tier below the device; return how many that tier did not have of the worker."""
+        lower = self.lower
+        where = lower.tier(tier)
+        added = 0
+        run: Run | None = None
+        position = 0
+        reaches = True
+        for sequence_hash in hashes:
+            if not (where.get(sequence_hash) or 0) & bit:
+                add_bits(where, sequence_hash, bit)
+                added += 1
+            if run is not None and position < len(run.blocks) and run.blocks[position] == sequence_hash:
+                position += 1
+                continue
+            if reaches:
+                run = self.reach.run_of(sequence_hash, bit)
+                if run is not None:
+                    position = run.blocks.index(sequence_hash) + 1
+                    continue
+                # Nor is in reach what is behind it.
+                reaches = False
+            if not self.orphans.mask(sequence_hash) & bit:
+                add_bits(lower.off_device, sequence_hash, bit)
+        return added
+
+    def holdings_from(self, bit: int, first: int, entries: int) -> tuple[list[tuple[int, Tier]], int]:
+        """Return what ``PrefixIndex.holdings_from`` does."""
+        found: list[tuple[int, Tier]] = []
+        while entries > 0 and first < HASHES_END:
+            blocks, runs, end = self.reach.places.shard_from(first)
+            held = [h for h, run in zip(blocks, runs, strict=True) if h >= first and run.mask & bit]
+            looked = self.orphans.held_between(bit, first, end, held)
+            held.sort()
+            if self.lower.in_use:
+                for h in held:
+                    found.extend((h, tier) for tier in self.lower.tiers_of(h, bit))
+            else:
+                found.extend((h, Tier.DEVICE) for h in held)
+            entries -= len(blocks) + looked + 1
+            first = end
+        return found, first
+
+
 class PrefixIndex:
     """Exact overlap of any path with every worker, in a handful of map look-ups."""
 
@@ -124,6 +337,7 @@ class PrefixIndex:
         self._reach = RunMap(shard_entries, first_depth)
         self._orphans = Orphans(min(shard_entries, SHARD_ENTRIES))
         self.lower = LowerTiers(min(shard_entries, SHARD_ENTRIES))
+        self._holdings = Holdings(self._reach, self._orphans, self.lower)
         self._slots: dict[WorkerKey, int] = {}
         self._workers: list[WorkerKey | None] = []
         self._held: list[int] = []
@@ -187,7 +401,7 @@ class PrefixIndex:
             slot = self.slot(worker)
         bit = 1 << slot
         if tier is not DEVICE:
-            self._store_lower(slot, bit, hashes, tier)
+            self._lower_blocks[slot] += self._holdings.store_lower(bit, hashes, tier)
         elif self.lower.off_device.entries:
             self.lower.onboard(bit, hashes)
         if type(hashes) is not array:
@@ -205,7 +419,11 @@ class PrefixIndex:
             or (orphans.entries and orphans.concern(hashes))
             or count > RUN_BLOCKS_MAX
         ):
-            stored = self._store(bit, parent, hashes)
+            holdings = self._holdings
+            stored = holdings.store(bit, parent, hashes)
+            if holdings.contradictions:
+                self.counters.contradictions += holdings.contradictions
+                holdings.contradictions = 0
         elif (
             above is not None
             and above.mask == bit
@@ -313,7 +531,7 @@ class PrefixIndex:
                 run = self._reach.inside(sequence_hash, bit)
                 if run is None:
                     continue
-            gone = self._remove_reached(run, in_order, at - 1, bit)
+            gone = self._holdings.remove_reached(run, in_order, at - 1, bit)
             removed += gone
             at += gone - 1
         self._held[slot] -= removed
@@ -399,24 +617,8 @@ class PrefixIndex:
         Looks at about that many entries, and at a shard at least. A walk meets every block that is held all the while,
         once, however the index changes between two calls. Hashes are in order, and for each its tiers by name.
         """
-        found: list[tuple[int, Tier]] = []
         slot = self._slots.get(worker)
-        if slot is None:
-            return found, HASHES_END
-        bit = 1 << slot
-        while entries > 0 and first < HASHES_END:
-            blocks, runs, end = self._reach.places.shard_from(first)
-            held = [h for h, run in zip(blocks, runs, strict=True) if h >= first and run.mask & bit]
-            looked = self._orphans.held_between(bit, first, end, held)
-            held.sort()
-            if self.lower.in_use:
-                for h in held:
-                    found.extend((h, tier) for tier in self.lower.tiers_of(h, bit))
-            else:
-                found.extend((h, Tier.DEVICE) for h in held)
-            entries -= len(blocks) + looked + 1
-            first = end
-        return found, first
+        return ([], HASHES_END) if slot is None else self._holdings.holdings_from(1 << slot, first, entries)
 
     @property
     def workers(self) -> tuple[WorkerKey, ...]:
@@ -431,191 +633,6 @@ class PrefixIndex:
         """Return a close estimate: the maps exactly, 40 bytes a block for its key and place in its run."""
         orphans = self._orphans.size_bytes() + 32 * self._orphans.entries
         return self._reach.size_bytes() + orphans + self.lower.size_bytes()
-
-    # -- storing ---------------------------------------------------------------------------------------------------
-
-    def _store(self, bit: int, parent: int | None, hashes: array[int]) -> int:
-        """Store a chain for one worker; return how many blocks the worker did not hold before."""
-        run: Run | None = None
-        position = 0
-        if parent is not None:
-            run = self._reach.run_of(parent, bit)
-            if run is None:
-                return self._store_orphans(bit, parent, hashes)
-            position = run.blocks.index(parent) + 1
-        if self._orphans.entries and self._orphans.concern(hashes):
-            return self._store_among_orphans(bit, parent, hashes)
-        at = 0
-        stored = 0
-        end = len(hashes)
-        while at < end:
-            if run is not None and position < len(run.blocks):
-                # Held already: skip what the chain shares with the rest of its run.
-                shared = common_prefix(run.blocks[position : position + end - at], hashes[at:])
-                if not shared:
-                    # It branches off, and nothing below a block that is not resident can be resident.
-                    return stored + self._add_blocks(bit, run, parent, hashes[at:])
-                at += shared
-                position += shared
-            else:
-                below = self._reach.child(parent, hashes[at])
-                if below is None:
-                    return stored + self._add_blocks(bit, run, parent, hashes[at:])
-                run = below
-                position = 0
-                if run.mask & bit:
-                    continue
-                blocks = run.blocks
-                part = hashes[at : at + len(blocks)]
-                position = len(blocks) if blocks == part else common_prefix(blocks, part)
-                if position < len(blocks):
-                    run = self._reach.split(run, position)
-                run.mask |= bit
-                run.used = True
-                at += position
-                stored += position
-            parent = hashes[at - 1]
-        return stored
-
-    def _add_blocks(self, bit: int, above: Run | None, parent: int | None, blocks: array[int]) -> int:
-        added = self._reach.add_blocks(bit, above, parent, blocks)
-        if added < len(blocks):
-            self.counters.contradictions += 1
-        return added
-
-    def _store_orphans(self, bit: int, parent: int, hashes: Sequence[int]) -> int:
-        """Keep blocks apart whose worker does not hold the block before them; reach resumes where it can."""
-        stored = 0
-        orphans = self._orphans
-        for sequence_hash in hashes:
-            if not orphans.mask(sequence_hash) & bit:
-                if orphans.add(sequence_hash, bit, parent):
-                    stored += 1
-                else:
-                    self.counters.contradictions += 1
-            parent = sequence_hash
-        return stored
-
-    def _store_among_orphans(self, bit: int, parent: int | None, hashes: Sequence[int]) -> int:
-        """Store block by block, bringing orphans back into reach where the chain reconnects them."""
-        stored = 0
-        orphans = self._orphans
-        pending: list[tuple[int | None, int]] = []
-        for sequence_hash in hashes:
-            pending.append((parent, sequence_hash))
-            while pending:
-                before, block = pending.pop()
-                above = None if before is None else self._reach.run_of(before, bit)
-                if above is None or before is None or above.blocks[-1] == before:
-                    run = self._reach.child(before, block)
-                else:
-                    following = above.blocks.index(before) + 1
-                    run = above if above.blocks[following] == block else None
-                if run is None or not run.mask & bit:
-                    if run is None:
-                        if not self._reach.add_run(bit, above, before, array("Q", (block,))):
-                            self.counters.contradictions += 1
-                            return stored
-                    else:
-                        if len(run.blocks) > 1:
-                            run = self._reach.split(run, 1)
-                        run.mask |= bit
-                        run.used = True
-                    orphan = orphans.get(block)
-                    if orphan is not None and orphan.mask & bit:
-                        orphans.clear(orphan, bit)
-                    else:
-                        stored += 1
-                pending.extend((block, each) for each in orphans.below(block, bit))
-            parent = sequence_hash
-        return stored
-
-    # -- removing --------------------------------------------------------------------------------------------------
-
-    def _remove_reached(self, run: Run, going: array[int], at: int, bit: int) -> int:
-        """Remove a block of a run, and what goes next as far as that is the run backwards; return how many went."""
-        sequence_hash = going[at]
-        if run.blocks[-1] != sequence_hash:
-            run = self._reach.split(run, run.blocks.index(sequence_hash) + 1)
-        blocks = run.blocks
-        child = run.child
-        if child is not None:
-            for each in [each for each in _siblings(child) if each.mask & bit]:
-                self._demote(each, bit)
-            child = run.child
-        held = len(blocks)
-        most = min(held, len(going) - at)
-        count = common_prefix(blocks[: -most - 1 : -1], going[at : at + most])
-        rest = run.mask ^ bit
-        if not rest:
-            self._reach.shorten(run, count)
-        elif count == held:
-            run.mask = rest
-        elif (
-            child is not None
-            and child.right is None
-            and child.mask == rest
-            and len(child.blocks) + count <= RUN_BLOCKS_MAX
-        ):
-            # The border between "all holders" and "all but this one" moves up.
-            moved = blocks[-count:]
-            del blocks[-count:]
-            if len(child.blocks) > 1:
-                self._reach.no_edge(child.blocks[0], child)
-            if count > 1:
-                self._reach.no_edge(sequence_hash, run)
-            child.blocks[:0] = moved
-            child.parent = blocks[-1]
-            self._reach.places.take(run, moved)
-            self._reach.places.add(child, moved)
-            self._reach.set_edge(moved[0], child, run)
-            self._reach.set_edge(blocks[-1], run, run)
-        else:
-            tail = self._reach.split(run, held - count).child
-            assert tail is not None, "a run that was split has no tail"
-            tail.mask = rest
-        return count
-
-    def _demote(self, top: Run, bit: int) -> None:
-        """Take a worker's blocks out of reach, from a run on downwards: an ancestor of theirs is gone."""
-        pending = [top]
-        while pending:
-            run = pending.pop()
-            if run.child is not None:
-                pending.extend(child for child in _siblings(run.child) if child.mask & bit)
-            parent = run.parent
-            assert parent is not None, "a run without a parent lost its ancestor"
-            for block in run.blocks:
-                self._orphans.demote(block, bit, parent)
-                parent = block
-            run.mask ^= bit
-            if not run.mask:
-                self._reach.delete(run)
-
-    # -- lower tiers -----------------------------------------------------------------------------------------------
-
-    def _store_lower(self, slot: int, bit: int, hashes: Sequence[int], tier: Tier) -> None:
-        lower = self.lower
-        where = lower.tier(tier)
-        run: Run | None = None
-        position = 0
-        reaches = True
-        for sequence_hash in hashes:
-            if not (where.get(sequence_hash) or 0) & bit:
-                add_bits(where, sequence_hash, bit)
-                self._lower_blocks[slot] += 1
-            if run is not None and position < len(run.blocks) and run.blocks[position] == sequence_hash:
-                position += 1
-                continue
-            if reaches:
-                run = self._reach.run_of(sequence_hash, bit)
-                if run is not None:
-                    position = run.blocks.index(sequence_hash) + 1
-                    continue
-                # Nor is in reach what is behind it.
-                reaches = False
-            if not self._orphans.mask(sequence_hash) & bit:
-                add_bits(lower.off_device, sequence_hash, bit)
 
     # -- sweeping and eviction -------------------------------------------------------------------------------------
 
@@ -695,6 +712,7 @@ _CONTENTS = (
     "_reach",
     "_orphans",
     "lower",
+    "_holdings",
     "_slots",
     "_workers",
     "_held",

@@ -9,6 +9,7 @@ from poolgrid.consolidator.journal.posix_disk import DirectoryInUse, PosixDisk
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.consolidator.tuning import Tuning
 from poolgrid.process.clock import Clock
+from poolgrid.process.settings import with_constants
 from poolgrid.router.core.policy import Policy
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.decision_journal.entries import RouterSettingsNoted
@@ -23,6 +24,7 @@ DECIDING_SETTINGS = (
     "policy",
     "queue_weight",
     "decode_weight",
+    "overlap_weight",
     "device_weight",
     "host_weight",
     "disk_weight",
@@ -33,13 +35,13 @@ DECIDING_SETTINGS = (
     "worker_queue_factor",
     "reservation_ttl_ms",
 )
-"""Settings that a decision depends on, besides its inputs."""
+"""Settings and constants that a decision depends on, besides its inputs."""
 
 
 def settings_of(noted: RouterSettingsNoted) -> RouterSettings:
     """Return recorded settings; those that an old recording does not name have their defaults."""
     known = {name: value for name, value in noted.settings.items() if name in DECIDING_SETTINGS}
-    return RouterSettings.model_validate(known)
+    return with_constants(RouterSettings, known)
 
 
 def policy_of(noted: RouterSettingsNoted) -> Policy:
@@ -68,7 +70,7 @@ def open_recorder(
         log.error("recording decisions in %s: %s; decisions are not recorded", directory, error)
         return None
     try:
-        segments = DecisionSegments(disk, data.retention_bytes, data.retention_ms)
+        segments = DecisionSegments(disk, data.journal_retention_bytes, data.journal_retention_ms)
     except OSError as error:
         disk.close()
         log.error("recording decisions in %s: %s; decisions are not recorded", directory, error)
@@ -81,5 +83,5 @@ def open_recorder(
         state,
         settings_noted(settings.router_id, metadata.version("poolgrid"), values),
         clock,
-        Tuning().segment_bytes_of(data.retention_bytes),
+        Tuning().segment_bytes_of(data.journal_retention_bytes),
     )

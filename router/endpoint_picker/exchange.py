@@ -137,7 +137,7 @@ class _Phases:
         self.reached = END if ends or phase == TRAILERS else phase
 
 
-class Exchange:
+class PickerExchange:
     """The phases of one request. Implements ``poolgrid.router.endpoint_picker.stream_table.Held``."""
 
     def __init__(self, picks: Picker, table: StreamTable) -> None:
@@ -244,7 +244,7 @@ class Exchange:
         head_bytes_max = self._table.limits.head_bytes
         if head_bytes > head_bytes_max:
             message = f"the request's path and headers have {head_bytes} bytes, allowed are {head_bytes_max}"
-            return [self._shed_at_once(Shed(431, "head_too_large", f"{message} (setting http_head_bytes)"))]
+            return [self._shed_at_once(Shed(431, "head_too_large", f"{message}"))]
         if self._announced_bytes() > self._table.body_bytes_max:
             return [self._shed_at_once(self._too_large())]
         self._table.await_body(self)

@@ -51,13 +51,13 @@ class PickerMetrics:
         )
         self.streams = Gauge(
             "poolgrid_router_gateway_streams",
-            "Open streams of gateways, one per request. Limit: `ext_proc_streams`.",
+            "Open streams of gateways, one per request. Limit: `max_ext_proc_streams`.",
             registry=registry,
         )
         self.streams_ended = Counter(
             "poolgrid_router_gateway_streams_ended_total",
             "Streams ended by the endpoint picker without an answer, by reason: `refused` (at "
-            "`ext_proc_streams`), `silent` (no request, or no end after the answer), `protocol` (an "
+            "`max_ext_proc_streams`), `silent` (no request, or no end after the answer), `protocol` (an "
             "undecodable or misplaced message), `write_timeout` (the gateway read nothing).",
             ["reason"],
             registry=registry,

@@ -14,7 +14,7 @@ from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.process.clock import Clock
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.endpoint_picker.exchange import Exchange
+from poolgrid.router.endpoint_picker.exchange import PickerExchange
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.endpoint_picker.picker import Picker
 from poolgrid.router.endpoint_picker.prompt_reading import PromptReader
@@ -45,7 +45,7 @@ async def open_endpoint_picker(
     assert settings.ext_proc_port is not None, "nobody asks for a picker without a port"
     metrics = PickerMetrics(registry)
     limits = replace(
-        settings.http_limits(), connections=settings.ext_proc_streams, unfinished_bytes=settings.ext_proc_body_bytes
+        settings.http_limits(), connections=settings.max_ext_proc_streams, unfinished_bytes=settings.ext_proc_body_bytes
     )
     table = StreamTable(limits, frontend.max_body_bytes)
     metrics.body_bytes.set_function(lambda: float(table.used_bytes))
@@ -70,7 +70,7 @@ async def open_endpoint_picker(
     )
     server = EndpointPickerServer(
         table,
-        lambda: Exchange(picker, table),
+        lambda: PickerExchange(picker, table),
         picker.renew,
         settings.reservation_ttl_ms / 1000 / RENEWALS_PER_LEASE,
         metrics,

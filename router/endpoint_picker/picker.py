@@ -31,7 +31,7 @@ from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import DECODE_ROLES, WHOLE_ROLES
 from poolgrid.router.core.stream_health import TOKENS_MIN
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
-from poolgrid.router.endpoint_picker.prompt_reading import PromptReader, Reading
+from poolgrid.router.endpoint_picker.prompt_reading import PromptReader, PromptReading
 from poolgrid.router.service import RouterService
 from poolgrid.wire.identifiers import Role, WorkerKey
 from poolgrid.wire.request_ids import dispatch_id
@@ -179,7 +179,7 @@ class Picker:
             if asked.body:
                 reading = await self._reader.read(asked.path, asked.body, request_id)
             else:
-                reading = Reading("", None, why=asked.unread)
+                reading = PromptReading("", None, why=asked.unread)
             path = self._path_of(reading.request) if reading.request is not None else ()
             found = self._place(asked, reading, path, request_id)
         else:
@@ -194,7 +194,7 @@ class Picker:
     def count_shed(self, shed: Shed) -> None:
         self._metrics.picks.labels(shed.code).inc()
 
-    def _place(self, asked: Asked, reading: Reading, path: Sequence[int], request_id: str) -> Picked | Shed:
+    def _place(self, asked: Asked, reading: PromptReading, path: Sequence[int], request_id: str) -> Picked | Shed:
         model = reading.model or self._any_model()
         excluded = self._pods.excluded(asked.candidates)
         wanted = self._wanted(request_id, model, reading, path, excluded)
@@ -222,7 +222,7 @@ class Picker:
         self,
         request_id: str,
         model: str,
-        reading: Reading,
+        reading: PromptReading,
         path: Sequence[int],
         excluded: Mapping[WorkerKey, str],
         attempt: int = 0,

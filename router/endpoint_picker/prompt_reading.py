@@ -75,7 +75,7 @@ class _ResponsesFields(_PromptFields, kw_only=True, omit_defaults=True):
     prompt: Kept = UNSET
 
 
-class Reading(Struct, frozen=True):
+class PromptReading(Struct, frozen=True):
     """What was read of a body."""
 
     model: str
@@ -113,18 +113,18 @@ class PromptReader:
             raise unsupported("previous_response_id", "the engine keeps the conversation")
         return self._preparation.responses(body, ())
 
-    async def read(self, path: str, body: bytes, request_id: str) -> Reading:
+    async def read(self, path: str, body: bytes, request_id: str) -> PromptReading:
         """Return what a body of ``POST path`` asks for, ``request_id`` being what it is called here."""
         known = self._prepare.get(path.partition("?")[0])
         if known is None:
-            return Reading("", None, why="another API")
+            return PromptReading("", None, why="another API")
         decoder, prepare = known
         try:
             if len(body) > SHORT_BYTES:
                 await check_shape(body, self._values_max, self._tokenization)
             job = prepare(msgspec.json.encode(decoder.decode(body)))
             if job.media:
-                return Reading(job.served.name, None, why="media")
+                return PromptReading(job.served.name, None, why="media")
             self._domains.claim(job, None, ())
             prompts = await self._tokenization.run(len(body), partial(tokenize, job), job.model.tokenizes_fast())
             # One entry on the books for the whole body: choices and further prompts go to the same engine.
@@ -132,5 +132,5 @@ class PromptReader:
         except (RequestError, msgspec.MsgspecError, RecursionError) as error:
             why = error.code if isinstance(error, RequestError) else "invalid_json"
             log.debug("a body of %d bytes is placed by load: %s", len(body), error)
-            return Reading("", None, why=why)
-        return Reading(request.model, request, sum(prompt.isl for prompt in prompts))
+            return PromptReading("", None, why=why)
+        return PromptReading(request.model, request, sum(prompt.isl for prompt in prompts))

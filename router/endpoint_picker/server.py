@@ -16,7 +16,7 @@ from poolgrid.process.clock import Clock
 from poolgrid.process.complaints import Complaints
 from poolgrid.process.tasks import Restart, cancel_all, supervised
 from poolgrid.router.endpoint_picker import envoy_messages as envoy
-from poolgrid.router.endpoint_picker.exchange import Exchange, ProtocolError
+from poolgrid.router.endpoint_picker.exchange import PickerExchange, ProtocolError
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.endpoint_picker.picker import Booking
 from poolgrid.router.endpoint_picker.stream_table import StreamTable
@@ -45,7 +45,7 @@ class EndpointPickerServer:
     def __init__(
         self,
         table: StreamTable,
-        make_exchange: Callable[[], Exchange],
+        make_exchange: Callable[[], PickerExchange],
         renew: Callable[[Iterable[Booking]], None],
         renew_interval_s: float,
         metrics: PickerMetrics,
@@ -108,7 +108,8 @@ class EndpointPickerServer:
             self._ended.labels("refused").inc()
             most = self._table.limits.connections
             await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{most} requests have an endpoint, the limit (ext_proc_streams)"
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{most} requests have an endpoint, the limit (max_ext_proc_streams)",
             )
         stream = _Stream(context, exchange, self._table)
         try:
@@ -148,7 +149,7 @@ class EndpointPickerServer:
 class _Stream:
     """Reads and answers one stream, until the gateway or its exchange ends it."""
 
-    def __init__(self, context: Any, exchange: Exchange, table: StreamTable) -> None:
+    def __init__(self, context: Any, exchange: PickerExchange, table: StreamTable) -> None:
         self._context = context
         self._exchange = exchange
         self._table = table

@@ -49,7 +49,7 @@ class Held(Protocol):
         ...
 
 
-class Queue(dict[Held, float]):
+class StreamQueue(dict[Held, float]):
     """Exchanges in the order of their coming, with the time of it."""
 
     def first(self) -> Held | None:
@@ -68,11 +68,11 @@ class StreamTable:
         """What is held of requests without an endpoint."""
         self._now_s = now_s
         self._open: set[Held] = set()
-        self._silent = Queue()
+        self._silent = StreamQueue()
         """Without a request, or after the end of the answer."""
-        self._bodies = Queue()
+        self._bodies = StreamQueue()
         """With an unfinished request."""
-        self._writing = Queue()
+        self._writing = StreamQueue()
         """In the middle of a write."""
 
     def __len__(self) -> int:
@@ -172,7 +172,7 @@ def bodies_full() -> Shed:
     return Shed(429, "bodies_full", "there is no room for the body now; try again later", 1.0)
 
 
-def _until(queue: Queue, before_s: float) -> list[Held]:
+def _until(queue: StreamQueue, before_s: float) -> list[Held]:
     found = []
     for exchange, since_s in queue.items():
         if since_s > before_s:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from poolgrid.process.clock import SystemClock
-from poolgrid.tools.bench.client import Client, Exchange, RequestFailed, Target
+from poolgrid.tools.bench.client import BenchExchange, Client, HttpTarget, RequestFailed
 from poolgrid.tools.bench.conversations import ConversationShape, PlannedConversation, plan_conversations, synthetic
 from poolgrid.tools.bench.prompt import PlannedRequest, PromptMaker, WordScale
 from poolgrid.tools.bench.runner import Planned, RequestLine, RequestShape, Result, measure_word_scale, run
@@ -36,7 +36,7 @@ def drive(
     **options: Any,
 ) -> Result:
     clock = SystemClock()
-    client = Client(Target(endpoint.url), clock, request_timeout_s=request_timeout_s, api_key=api_key)
+    client = Client(HttpTarget(endpoint.url), clock, request_timeout_s=request_timeout_s, api_key=api_key)
     shape = RequestShape("fake-model", api, text)
     return asyncio.run(run(client, shape, PROMPTS, planned, clock, **options))
 
@@ -82,7 +82,7 @@ class TestWhatIsSent:
     @pytest.mark.parametrize("key", ["two\r\nlines", "ümlaut"])
     def test_an_api_key_that_is_no_header_is_refused(self, key: str) -> None:
         with pytest.raises(ValueError, match="API key"):
-            Client(Target("http://127.0.0.1"), SystemClock(), api_key=key)
+            Client(HttpTarget("http://127.0.0.1"), SystemClock(), api_key=key)
 
 
 class TestWhatIsCounted:
@@ -214,7 +214,7 @@ class TestWordScale:
     @pytest.mark.parametrize("isl", [40, 1000])
     def test_words_are_as_many_as_make_the_tokens_that_were_asked_for(self, isl: int) -> None:
         with serving(FakeEndpoint(tokens_per_word=1.9, overhead_tokens=7)) as endpoint:
-            client = Client(Target(endpoint.url), SystemClock())
+            client = Client(HttpTarget(endpoint.url), SystemClock())
             shape = RequestShape("fake-model", "chat")
 
             async def go() -> Result:
@@ -228,7 +228,7 @@ class TestWordScale:
 
     def test_an_endpoint_without_usage_is_taken_at_a_token_a_word(self) -> None:
         with serving(FakeEndpoint(fault=lambda _: "no-usage", tokens_per_word=2)) as endpoint:
-            client = Client(Target(endpoint.url), SystemClock())
+            client = Client(HttpTarget(endpoint.url), SystemClock())
 
             async def go() -> WordScale:
                 try:
@@ -283,7 +283,7 @@ class TestSchedules:
             watcher = threading.Thread(target=when_held)
             watcher.start()
             try:
-                client = Client(Target(endpoint.url), clock)
+                client = Client(HttpTarget(endpoint.url), clock)
                 return await run(client, RequestShape("m"), PROMPTS, planned, clock, stop=stop, **options)  # type: ignore[arg-type]
             finally:
                 watcher.join(10)
@@ -352,8 +352,8 @@ class TestFaults:
                 drive(endpoint, requests(3, at_ms=[0.0] * 3), verify=broken, **options)
 
 
-def stream(*pieces: bytes, status: int = 200) -> Exchange:
-    exchange = Exchange()
+def stream(*pieces: bytes, status: int = 200) -> BenchExchange:
+    exchange = BenchExchange()
     exchange.status = status
     for number, piece in enumerate(pieces):
         exchange.now_ms = 10.0 * number
@@ -410,13 +410,13 @@ class TestTarget:
         ],
     )
     def test_urls(self, url: str, parts: tuple[object, ...]) -> None:
-        target = Target(url)
+        target = HttpTarget(url)
 
         assert (target.host, target.port, target.secure, target.path, target.url) == parts
 
     @pytest.mark.parametrize("url", ["h:8000", "ftp://h", "http://", "http://h:port", "http://h:99999", ""])
     def test_what_is_no_url_is_refused_with_its_value(self, url: str) -> None:
         with pytest.raises(ValueError, match="reading the URL") as caught:
-            Target(url)
+            HttpTarget(url)
 
         assert repr(url) in str(caught.value)

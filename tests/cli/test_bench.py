@@ -51,8 +51,8 @@ def test_a_refused_connection_is_a_clear_error(capsys: pytest.CaptureFixture[str
     with serving(FakeEndpoint()) as endpoint:
         pass
 
-    assert run_bench(BenchSettings(url=endpoint.url, ready_timeout_s=0)) == 1
-    assert run_bench(BenchSettings(url=endpoint.url, ready_timeout_s=0.1, model="named")) == 1
+    assert run_bench(BenchSettings(url=endpoint.url, start_timeout_ms=0)) == 1
+    assert run_bench(BenchSettings(url=endpoint.url, start_timeout_ms=100, model="named")) == 1
 
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -127,7 +127,7 @@ def test_json_goes_to_standard_output_in_place_of_the_tables(capsys: pytest.Capt
 def test_an_endpoint_that_is_not_ready_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(FakeEndpoint(unready=2)) as waited, serving(FakeEndpoint(unready=9)) as given_up:
         assert run_bench(BenchSettings(url=waited.url, requests=1)) == 0
-        assert run_bench(BenchSettings(url=given_up.url, requests=1, ready_timeout_s=0)) == 1
+        assert run_bench(BenchSettings(url=given_up.url, requests=1, start_timeout_ms=0)) == 1
 
     assert waited.unready == -1
     assert "status 503" in capsys.readouterr().err
@@ -177,7 +177,7 @@ def test_conversations_report_what_could_be_reused_and_leave_a_line_for_each_tur
     logs = tmp_path / "logs"
 
     with serving(FakeEndpoint(overhead_tokens=3)) as endpoint:
-        settings = BenchSettings(url=endpoint.url, turns=3, shared_prefix=40, isl=20, osl=4, requests=7, logs=logs)
+        settings = BenchSettings(url=endpoint.url, turns=3, shared_prefix=40, isl=20, osl=4, requests=7, out=logs)
         code = run_bench(settings)
 
     report = json.loads((logs / "report.json").read_text())

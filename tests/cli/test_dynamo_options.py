@@ -56,7 +56,6 @@ def _cells(function: Any, inner: Any) -> list[Any]:
 WORKS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("worker", ("--model", "Qwen/Qwen3-0.6B", "--engine", "trtllm"), {"model_path": "Qwen/Qwen3-0.6B"}),
     ("worker", ("--engine=trtllm", "--model=m"), {"model_path": "m"}),
-    ("worker", ("--model", "other"), {"model": "other"}),
     ("worker", (*TRTLLM, "--dyn-reasoning-parser", "gpt_oss"), {"reasoning_parser": "harmony"}),
     ("worker", (*TRTLLM, "--dyn-reasoning-parser", "basic"), {"reasoning_parser": "qwen3"}),
     ("worker", (*TRTLLM, "--dyn-tool-call-parser", "harmony"), {"tool_call_parser": "harmony"}),

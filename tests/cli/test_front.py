@@ -1,4 +1,4 @@
-"""`poolgrid up --backend-url`: what is asked of servers, and what becomes a pool."""
+"""`poolgrid up --engine-url`: what is asked of servers, and what becomes a pool."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def server(url: str, role: str = "aggregated", **facts: Any) -> FrontServer:
 
 
 def planned(*servers: FrontServer, **settings: Any) -> FrontPlan:
-    return make_plan(UpSettings(backend_url=tuple(each.url for each in servers), **settings), servers)
+    return make_plan(UpSettings(engine_url=tuple(each.url for each in servers), **settings), servers)
 
 
 def test_servers_of_one_model_become_a_pool() -> None:
@@ -47,7 +47,7 @@ def test_servers_of_one_model_become_a_pool() -> None:
 
 
 def test_prompt_and_output_may_have_servers_of_their_own() -> None:
-    settings = UpSettings(backend_url=("prefill=http://a", "decode=http://b"))
+    settings = UpSettings(engine_url=("prefill=http://a", "decode=http://b"))
     plan = make_plan(settings, [server("http://a", "prefill"), server("http://b", "decode")])
 
     roles = [worker.arguments[worker.arguments.index("--role") + 1] for worker in plan.workers]
@@ -76,7 +76,7 @@ def test_what_cannot_be_one_pool_is_refused_with_what_to_do(servers: tuple[Front
 def test_a_block_size_that_was_given_stands_in_for_one_that_is_not_told() -> None:
     plan = planned(server("http://a", block_size=None), part_option=("worker.kv-block-size=64",))
 
-    assert plan.settings.block_size == 64
+    assert plan.settings.kv_block_size == 64
 
 
 def test_without_any_events_the_router_goes_by_its_own_choices() -> None:
@@ -93,23 +93,23 @@ def test_without_any_events_the_router_goes_by_its_own_choices() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"backend_url": ("http://a",), "workers": 2},
-        {"backend_url": ("http://a",), "engine": "trtllm", "model_path": TINY_MODEL_PATH},
-        {"backend_url": ("http://a",), "block_size": 16},
-        {"backend_url": ("prefill=http://a",)},
+        {"engine_url": ("http://a",), "workers": 2},
+        {"engine_url": ("http://a",), "engine": "trtllm", "model_path": TINY_MODEL_PATH},
+        {"engine_url": ("http://a",), "kv_block_size": 16},
+        {"engine_url": ("prefill=http://a",)},
     ],
 )
 def test_options_of_workers_of_ours_do_not_go_with_it(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match=r"with backend_url|no decode=URL"):
+    with pytest.raises(ValidationError, match=r"with engine_url|no decode=URL"):
         UpSettings(**wrong)
 
 
 def test_a_server_that_does_not_answer_in_time_or_is_none_is_named() -> None:
-    nowhere = UpSettings(backend_url=("http://127.0.0.1:9",), start_timeout_s=0.2)
-    with pytest.raises(FrontProblem, match=r"backend_url http://127.0.0.1:9: no answer within"):
+    nowhere = UpSettings(engine_url=("http://127.0.0.1:9",), start_timeout_ms=200)
+    with pytest.raises(FrontProblem, match=r"engine_url http://127.0.0.1:9: no answer within"):
         asyncio.run(ask_all(nowhere))
     with pytest.raises(FrontProblem, match="allowed are http://HOST"):
-        asyncio.run(ask_all(UpSettings(backend_url=("gpu1:8000",))))
+        asyncio.run(ask_all(UpSettings(engine_url=("gpu1:8000",))))
 
 
 @contextmanager
@@ -149,7 +149,7 @@ def held(url: str, worker: str, dp_rank: int) -> set[int]:
 def test_one_command_goes_in_front_of_what_runs_already() -> None:
     """Two servers, the second one with two ranks behind its URL."""
     with servers_running(2) as servers:
-        fronts = [word for each in servers for word in ("--backend-url", each.url)]
+        fronts = [word for each in servers for word in ("--engine-url", each.url)]
         with Process("up", *fronts, "--port", "0", "--model-path", str(TINY_MODEL_PATH)) as up:
             url = up.wait_ready().url
             body = {"model": "tiny", "prompt": list(range(100, 180)), "max_tokens": 4}
@@ -189,7 +189,7 @@ def test_second_turn_of_claude_code_reuses_what_an_engine_alone_would() -> None:
     second = [*first, {"role": "assistant", "content": "North."}, {"role": "user", "content": "And the one after it?"}]
     with servers_running(2) as (front, alone):
         options = ("--port", "0", "--model-path", str(TINY_MODEL_PATH))
-        with Process("up", "--backend-url", front.url, *options) as up, httpx.Client(timeout=30) as client:
+        with Process("up", "--engine-url", front.url, *options) as up, httpx.Client(timeout=30) as client:
             url = up.wait_ready().url
 
             def cached_through_poolgrid(turns: list[dict[str, str]], tag: str) -> int:

@@ -102,12 +102,12 @@ def test_verify_names_a_torn_tail_unless_the_journal_is_being_written(directory:
 
 def test_compact_drops_what_a_snapshot_covers_and_refuses_a_journal_in_use(directory: Path) -> None:
     disk = PosixDisk(directory)
-    assert "nothing was changed" in run("compact", directory, "--retention-bytes", 0, status=1)
+    assert "nothing was changed" in run("compact", directory, "--journal-retention-bytes", 0, status=1)
     disk.close()
     before = json.loads(run("state", directory, "--json"))
 
     segments = [path.stat().st_size for path in directory.glob("*.segment")]
-    told = json.loads(run("compact", directory, "--retention-bytes", 0, "--json"))
+    told = json.loads(run("compact", directory, "--journal-retention-bytes", 0, "--json"))
 
     assert (told["segments_removed"], told["offset"]) == (len(segments) - 1, 40)
     assert told["bytes_before"] >= sum(segments) > told["bytes_after"]
@@ -122,7 +122,7 @@ def test_compact_keeps_what_retention_keeps(directory: Path) -> None:
     names = sorted(path.name for path in directory.glob("*.segment"))
 
     # 1970 is long ago for the age limit; the size limit is not reached, so age alone decides.
-    run("compact", directory, "--retention-ms", 10**15)
+    run("compact", directory, "--journal-retention-ms", 10**15)
 
     assert sorted(path.name for path in directory.glob("*.segment")) == names
 

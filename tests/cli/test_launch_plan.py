@@ -48,6 +48,11 @@ EPD = {**PAIR, "encode": 1}
 
 EXPECTED: dict[str, tuple[dict[str, Any], dict[int, str]]] = {
     "qwen3 agg": (files("qwen3", workers=1), {1: "0", 2: "0", 4: "0", 8: "0"}),
+    "Qwen-VL agg": (files("qwen2.5-vl", workers=1), {1: "0", 2: "0", 4: "0", 8: "0"}),
+    "Qwen-VL EPD": (
+        files("qwen2.5-vl", **EPD),
+        {1: "3 needed", 2: "3 needed", 4: "0 1 2", 8: "0 1 2"},
+    ),
     "qwen3 agg twice": (files("qwen3", workers=2), {1: "2 needed", 2: "0 1", 4: "0 1", 8: "0 1"}),
     "qwen3 disagg": (files("qwen3", **PAIR), {1: "2 needed", 2: "0 1", 4: "0 1", 8: "0 1"}),
     "qwen3 disagg, two prefill": (
@@ -305,7 +310,7 @@ def test_the_same_topology_of_simulated_workers_has_the_limits_of_the_files() ->
         ["decode-0", "-"],
     ]
     assert "--max-batch-size=16" in commands
-    assert "--max-sequence-length=40960" in commands
+    assert "--max-seq-len=40960" in commands
 
 
 def test_a_plan_that_cannot_be_is_said_in_one_line_with_status_2() -> None:

@@ -24,7 +24,7 @@ COMMANDS = (
     ("explain", "r"),
     ("drain", "--all"),
     ("config", "rollback"),
-    ("bench", "--ready-timeout-s", "0.2"),
+    ("bench", "--start-timeout-ms", "200"),
 )
 
 

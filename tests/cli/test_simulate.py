@@ -64,10 +64,10 @@ def test_options_reach_the_policy_and_the_engines(tmp_path: Path) -> None:
     base = ("--requests", "200", "--policy", "kv", "--speed", "4")
     plain = report(tmp_path, *base)
     slow_worker = report(tmp_path, *base, "--worker-speeds", "1,0.1")
-    small = report(tmp_path, *base, "--blocks-per-worker", "2200")
+    small = report(tmp_path, *base, "--total-kv-blocks", "2200")
     table = tmp_path / "slow.json"
     table.write_text('{"prefill": [[512, 500], [8192, 4000]], "decode": [[0, 50]]}')
-    slow = report(tmp_path, *base, "--timing-table", str(table))
+    slow = report(tmp_path, *base, "--timing", str(table))
     measured = report(tmp_path, *base, "--timing", "h100-qwen3-8b")
 
     assert slow_worker["policies"]["kv"]["ttft_ms"]["mean"] > plain["policies"]["kv"]["ttft_ms"]["mean"]
@@ -100,13 +100,12 @@ def test_the_table_names_every_policy() -> None:
         ((CONVERSATION, "--policy", "approximate"), "policy 'approximate' is unknown"),
         ((CONVERSATION, "--policy", ""), "is unknown"),
         ((CONVERSATION, "--policy", "kv,no_such_module:Policy"), "No module named 'no_such_module'"),
-        ((CONVERSATION, "--requests", "5", "--blocks-per-worker", "3"), "blocks_per_worker is 3, the longest request"),
-        ((CONVERSATION, "--requests", "5", "--timing-table", "none.json"), "none.json"),
+        ((CONVERSATION, "--requests", "5", "--total-kv-blocks", "3"), "total_kv_blocks is 3, the longest request"),
+        ((CONVERSATION, "--requests", "5", "--timing", "none.json"), "none.json"),
         (
             (CONVERSATION, "--timing", "h200"),
-            "--timing h200: must be 'published', 'h100-qwen3-8b' or 'h200-qwen3-8b'",
+            "--timing h200: must be published, h100-qwen3-8b, h200-qwen3-8b or a JSON file",
         ),
-        ((CONVERSATION, "--timing", "h100-qwen3-8b", "--timing-table", CONVERSATION), "timing is 'h100-qwen3-8b' and"),
         ((CONVERSATION, "--workers", "0"), "--workers"),
         ((CONVERSATION, "--speed", "0"), "--speed"),
     ],

@@ -82,8 +82,8 @@ def test_simulated_engines_are_played_as_fast_as_they_were_when_they_were_record
 
     real = ttft_ms(recording, said="")
     assert ttft_ms(fast, said="20 times as fast as real ones; so are these") < real / 10
-    assert ttft_ms(fast, "--engine-speedup", "1", said="and these are 1 times as fast") > real / 2
-    assert ttft_ms(recording, "--engine-speedup", "20", said="") < real / 10
+    assert ttft_ms(fast, "--speedup", "1", said="and these are 1 times as fast") > real / 2
+    assert ttft_ms(recording, "--speedup", "20", said="") < real / 10
 
 
 def test_what_if_is_a_function_of_its_arguments(recording: Path, tmp_path: Path) -> None:

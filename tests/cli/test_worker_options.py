@@ -59,8 +59,8 @@ def test_the_engine_decides_which_settings_there_are(chosen: list[Settings]) -> 
     ("arguments", "words"),
     [
         (("--engine", "trtllm", "--speedup", "2"), "--speedup: --engine trtllm has no such option"),
-        (("--engine", "trtllm", "--block-size", "16"), "did you mean --kv-block-size?"),
-        (("--model-path", "m"), "--model-path: --engine simulated has no such option; did you mean --model?"),
+        (("--kv-events-endpoint", "tcp://a:1"), "--kv-events-endpoint: --engine simulated has no such option"),
+        (("--engine", "vllm", "--total-kv-blocks", "9"), "did you mean --kv-block-size?"),
         (("--engine", "vllm"), "neither --engine-url nor --model-path is given"),
         (("--engine", "vllm", "--engine-url", "gpu1:8000"), "--engine-url gpu1:8000: reading the URL 'gpu1:8000'"),
         (("--engine", "none"), "--engine none: must be 'simulated'"),
@@ -79,10 +79,10 @@ def test_an_option_of_the_other_engine_is_an_error(
 def test_the_model_that_ships_brings_its_tokenizer(chosen: list[Settings], tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     for arguments in (
-        ("--model", "tiny"),
-        ("--model", "other"),
-        ("--model", "tiny", "--vocabulary-size", "99"),
-        ("--model", "tiny", "--tokenizer-path", str(tmp_path)),
+        ("--served-model-name", "tiny"),
+        ("--served-model-name", "other"),
+        ("--served-model-name", "tiny", "--vocabulary-size", "99"),
+        ("--served-model-name", "tiny", "--model-path", str(tmp_path)),
     ):
         assert worker(*arguments).exit_code == 0
     simulated = [each for each in chosen if isinstance(each, SimulatedWorkerSettings)]

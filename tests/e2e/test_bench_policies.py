@@ -28,7 +28,7 @@ def printed() -> list[str]:
 
 def test_the_printed_comparison_shows_a_hit_rate_that_matters_and_the_gain_over_round_robin(tmp_path: Path) -> None:
     # Smaller than printed, in all that costs time.
-    small = ("--requests", "72", "--rounds", "1", "--think-time-s", "0.05", "--logs", str(tmp_path))
+    small = ("--requests", "72", "--rounds", "1", "--think-time-s", "0.05", "--out", str(tmp_path))
     result = CliRunner().invoke(app, [*printed(), *small, "--pool-options", "--workers 2 --speedup 10"])
 
     assert result.exit_code == 0, result.output

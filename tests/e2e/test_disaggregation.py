@@ -26,7 +26,7 @@ from tests.e2e.processes import (
 
 pytestmark = pytest.mark.e2e
 
-MAKER = ("--model", "tiny", "--vocabulary-size", "4096", "--speedup", "50")
+MAKER = ("--served-model-name", "tiny", "--vocabulary-size", "4096", "--speedup", "50")
 
 
 LEGS = ("queue", "prefill", "transfer", "decode")

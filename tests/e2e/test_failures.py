@@ -33,7 +33,7 @@ from tests.wire.test_guide_limits import chain, rules
 
 pytestmark = pytest.mark.e2e
 
-MAKER = ("--model", "tiny", "--vocabulary-size", "4096")
+MAKER = ("--served-model-name", "tiny", "--vocabulary-size", "4096")
 
 TRACE = Path(__file__).parent.parent / "data" / "conversation_1000.jsonl"
 TRACE_REQUESTS = int(os.environ.get("POOLGRID_TRACE_REQUESTS", "500"))
@@ -141,7 +141,17 @@ def test_a_router_killed_and_restarted_knows_what_the_workers_hold_before_it_is_
         first.wait_ready()
         ingest = first.word("ingest")
         with Process(
-            *("worker", "--worker-id", "w", "--model", "tiny", "--consolidator", ingest, "--speedup", "100"),
+            *(
+                "worker",
+                "--worker-id",
+                "w",
+                "--served-model-name",
+                "tiny",
+                "--consolidator",
+                ingest,
+                "--speedup",
+                "100",
+            ),
             *("--vocabulary-size", "4096"),
         ) as worker:
             worker.wait_ready()
@@ -173,7 +183,7 @@ def test_requests_on_a_router_that_died_are_given_up_by_their_worker(tmp_path: P
     with Process("router", "--port", "0", "--data-dir", str(tmp_path)) as router:
         router.wait_ready()
         with Process(
-            *("worker", *MAKER, "--consolidator", router.word("ingest"), "--peer-lease-ms", "500"),
+            *("worker", *MAKER, "--consolidator", router.word("ingest")),
         ) as worker:
             worker.wait_ready()
             eventually("the worker is reachable", lambda: len(ready_workers(router.url)) == 1)
@@ -187,7 +197,7 @@ def test_requests_on_a_router_that_died_are_given_up_by_their_worker(tmp_path: P
 
 
 def test_no_worker_is_503_and_too_many_requests_are_429_with_a_time_to_come_back(tmp_path: Path) -> None:
-    with Process("router", "--port", "0", "--queue-limit", "2", "--worker-queue-factor", "1") as router:
+    with Process("router", "--port", "0", "--max-queue-requests", "2", "--worker-queue-factor", "1") as router:
         router.wait_ready()
         body = {"model": "tiny", "prompt": "x", "max_tokens": 10_000, "ignore_eos": True}
         nobody = httpx.post(f"{router.url}/v1/completions", json=body)

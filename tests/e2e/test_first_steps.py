@@ -55,7 +55,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     directory = tmp_path_factory.mktemp("first")
     keys, settings = directory / "keys.json", directory / "tuned.toml"
     made = CliRunner().invoke(app, ["keys", "create", str(keys), "acme", "--operator"])
-    settings.write_text('policy = "least-loaded"\nqueue_limit = 7\n')
+    settings.write_text('policy = "least-loaded"\nmax_queue_requests = 7\n')
     arguments = [
         "--prefill",
         "1",

@@ -61,10 +61,10 @@ def group(tmp_path: Path) -> Iterator[Process]:
     port, ingest = free_port(), free_port()
     grid = tmp_path / "grid.json"
     grid.write_text(document(f"http://127.0.0.1:{port}", 1000))
-    worker = ("worker", "--consolidator", f"tcp://127.0.0.1:{ingest}", "--model", "tiny", "--speedup", "20")
+    worker = ("worker", "--consolidator", f"tcp://127.0.0.1:{ingest}", "--served-model-name", "tiny", "--speedup", "20")
     small = ("--max-batch-size", str(CAPACITY // 2), "--vocabulary-size", "4096")
     options = ("--config", str(grid), "--port", "0", "--http-workers", "2")
-    limits = ("--api-keys", str(keys(tmp_path / "keys.json")), "--queue-limit", str(QUEUE_LIMIT))
+    limits = ("--api-keys", str(keys(tmp_path / "keys.json")), "--max-queue-requests", str(QUEUE_LIMIT))
     # All at once: each waits for whom it needs.
     with (
         Process("router", "--port", str(port), "--ingest-port", str(ingest)) as pool,

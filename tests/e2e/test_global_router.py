@@ -206,7 +206,7 @@ def free_port() -> int:
 def test_a_pool_may_be_missing_at_the_start_and_documents_may_change_while_it_runs(tmp_path: Path) -> None:
     document = tmp_path / "grid.json"
     late_port = free_port()
-    vocabulary = ("--vocabulary-size", str(MODEL.vocab_size), "--speedup", "50", "--model", "tiny")
+    vocabulary = ("--vocabulary-size", str(MODEL.vocab_size), "--speedup", "50", "--served-model-name", "tiny")
     with Process("router", "--port", "0") as here:
         here.wait_ready()
         urls = {"late": f"http://127.0.0.1:{late_port}", "here": here.url}

@@ -94,7 +94,7 @@ def test_processes_share_a_port_divide_limits_and_are_replaced_when_they_die(tmp
         router.wait_ready()
         url = router.url
         with Process(
-            *("worker", "--worker-id", "w", "--model", "tiny", "--consolidator", router.word("ingest")),
+            *("worker", "--worker-id", "w", "--served-model-name", "tiny", "--consolidator", router.word("ingest")),
             *("--speedup", "50", "--vocabulary-size", "4096", "--chat-template", str(template)),
         ) as worker:
             worker.wait_ready()

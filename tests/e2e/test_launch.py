@@ -233,6 +233,7 @@ def test_a_chain_answers_as_one_worker_does_token_for_token(name: str, aggregate
             eventually("the router knows what is cached", partial(script.is_settled, silent))
         again = script.chat(WORDS)
         assert text_of(again) == aggregated_text
+        asks_what_agents_ask(script.url)
         if "router" in name:
             assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
         health = httpx.get(f"{script.url}/health").json()
@@ -244,6 +245,25 @@ def test_a_chain_answers_as_one_worker_does_token_for_token(name: str, aggregate
             assert_ends_when_a_part_is_lost(script)
         else:
             assert_ends_cleanly(script)
+
+
+def asks_what_agents_ask(url: str) -> None:
+    """See that the fields work that agents and the documents' clients send on first contact."""
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    for fields in (
+        {"response_format": {"type": "json_object"}},
+        {"tools": [tool], "tool_choice": "required"},
+        {"seed": 3, "temperature": 0.7},
+        {"frequency_penalty": 0.5, "presence_penalty": 0.5},
+        {"nvext": {"ignore_eos": True}, "chat_template_args": {"reasoning_effort": "low"}},
+    ):
+        (model,) = (each["id"] for each in httpx.get(f"{url}/v1/models").json()["data"])
+        body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, **fields}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+        assert answer.status_code == 200, (fields, answer.text)
+    health = httpx.get(f"{url}/health?form=dynamo").text
+    assert '"healthy"' in health
+    assert '"dyn://poolgrid.tensorrt_llm.generate"' in health
 
 
 def png(color: str) -> bytes:

@@ -19,7 +19,16 @@ WEIGHTS = 16_000_000_000
 
 
 def worker(pool: Process, name: str, *more: str) -> Process:
-    there = ("--worker-id", name, "--model", "tiny", "--speedup", "50", "--consolidator", pool.word("ingest"))
+    there = (
+        "--worker-id",
+        name,
+        "--served-model-name",
+        "tiny",
+        "--speedup",
+        "50",
+        "--consolidator",
+        pool.word("ingest"),
+    )
     return Process("worker", *there, *more)
 
 

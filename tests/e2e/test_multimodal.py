@@ -27,7 +27,7 @@ TRANSPORT = os.environ.get("POOLGRID_TEST_TENSOR_TRANSPORT", "zmq")
 """How embeddings travel; ``python -m tests.nixl`` says ``nixl``."""
 
 MAKER = (
-    *("--model", "tiny", "--vocabulary-size", "4096", "--speedup", "50", "--modality", "multimodal"),
+    *("--served-model-name", "tiny", "--vocabulary-size", "4096", "--speedup", "50", "--modality", "multimodal"),
     *("--tensor-transport", TRANSPORT),
 )
 CAT, DOG = png(color=(1, 1, 1)), image("JPEG", color=(2, 2, 2))

@@ -53,14 +53,23 @@ class NamedPool:
         # All at once: whoever is first waits for the others.
         consolidator = self.begin("consolidator", "--http-port", "0")
         routers = [self.begin_router(f"router-{number}") for number in range(2)]
-        worker = self.begin("worker", "--worker-id", "w", "--model", "tiny", "--speedup", "50")
+        worker = self.begin("worker", "--worker-id", "w", "--served-model-name", "tiny", "--speedup", "50")
         for process in (consolidator, *routers, worker):
             process.wait_ready()
         self.consolidator, self.routers, self.worker = consolidator, routers, worker
         self.front = self.begin("global-router", "--config", str(document), "--port", "0").wait_ready()
 
     def begin(self, *arguments: str) -> Process:
-        names = ("--names", "directory", "--names-dir", str(self.names), "--names-lease-s", "2", "--namespace", POOL)
+        names = (
+            "--names",
+            "directory",
+            "--names-dir",
+            str(self.names),
+            "--names-lease-ms",
+            "2000",
+            "--namespace",
+            POOL,
+        )
         return self._opened.enter_context(Process(*arguments, *names))
 
     def begin_router(self, name: str) -> Process:
@@ -110,7 +119,7 @@ def test_operators_see_everybody_at_any_router(pool: NamedPool) -> None:
 
 
 def test_a_worker_that_loads_says_so_to_the_consolidator_that_it_finds_by_name(pool: NamedPool) -> None:
-    with pool.begin("worker", "--worker-id", "late", "--model", "tiny", "--load-ms", "600000"):
+    with pool.begin("worker", "--worker-id", "late", "--served-model-name", "tiny", "--load-ms", "600000"):
         eventually("it is seen to load", lambda: pool.loading() == ["late"])
 
 
@@ -192,7 +201,7 @@ def test_an_entry_moves_nobody_who_is_connected_and_the_next_consolidator_is_fou
 ) -> None:
     """It names an address at which nothing listens, and its life is the latest there can be."""
     router = pool.routers[-1]
-    worker = pool.begin("worker", "--worker-id", "stays", "--model", "tiny", "--speedup", "50").wait_ready()
+    worker = pool.begin("worker", "--worker-id", "stays", "--served-model-name", "tiny", "--speedup", "50").wait_ready()
     life, dead = "f" * 24, "tcp://127.0.0.1:9"
     entry = {
         "namespace": POOL, "component": "consolidator", "instance": "forged", "life": life, "lease_ms": 600_000,
@@ -211,7 +220,7 @@ def test_an_entry_moves_nobody_who_is_connected_and_the_next_consolidator_is_fou
     file.write_text(json.dumps(entry))
     try:
         # Also one that comes now finds the consolidator that answers.
-        with pool.begin("worker", "--worker-id", "joins", "--model", "tiny", "--speedup", "50") as late:
+        with pool.begin("worker", "--worker-id", "joins", "--served-model-name", "tiny", "--speedup", "50") as late:
             late.wait_ready()
             for process in said:
                 eventually("the log names both entries", partial(has_said, process, both))

@@ -78,7 +78,17 @@ class Observed:
         self.workers = {
             name: self._start(
                 name,
-                *("worker", "--worker-id", name, "--role", role, "--consolidator", ingest, "--model", "tiny"),
+                *(
+                    "worker",
+                    "--worker-id",
+                    name,
+                    "--role",
+                    role,
+                    "--consolidator",
+                    ingest,
+                    "--served-model-name",
+                    "tiny",
+                ),
                 *("--vocabulary-size", "4096", "--speedup", "0.5"),
             )
             for name, role in (("p0", "prefill"), ("d0", "decode"), ("d1", "decode"))

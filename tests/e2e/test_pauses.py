@@ -16,7 +16,7 @@ from tests.e2e.processes import Process, eventually, is_settled, metric, ready_w
 
 pytestmark = pytest.mark.e2e
 
-MAKER = ("--model", "tiny", "--vocabulary-size", "4096", "--speedup", "10")
+MAKER = ("--served-model-name", "tiny", "--vocabulary-size", "4096", "--speedup", "10")
 LEASE_MS = 1000
 """Long enough that a process which is not stopped is never silent for so long, also on a loaded machine."""
 PAUSE_S = 3.0
@@ -34,7 +34,6 @@ def pool_with_short_leases(directory: Path) -> Iterator[tuple[Process, list[Proc
             stack.enter_context(
                 Process(
                     *("worker", "--worker-id", name, "--consolidator", router.word("ingest"), *MAKER),
-                    *("--peer-lease-ms", str(LEASE_MS)),
                 )
             )
             for name in ("w0", "w1")

@@ -17,7 +17,7 @@ from tests.transport.test_tls import Files
 
 pytestmark = pytest.mark.e2e
 
-MAKER = ("--model", "tiny", "--speedup", "50", "--vocabulary-size", "4096")
+MAKER = ("--served-model-name", "tiny", "--speedup", "50", "--vocabulary-size", "4096")
 BODY = {"model": "tiny", "prompt": "x" * 300, "max_tokens": 8}
 
 

@@ -29,7 +29,7 @@ from tests.e2e.test_failures import TRACE
 pytestmark = pytest.mark.e2e
 
 WORKERS = 3
-MODEL_OPTIONS = ("--model", MODEL.name, "--vocabulary-size", str(MODEL.vocab_size))
+MODEL_OPTIONS = ("--served-model-name", MODEL.name, "--vocabulary-size", str(MODEL.vocab_size))
 REQUESTS = 300
 
 

@@ -73,9 +73,9 @@ def sources_file(tmp_path: Path, publisher: Publisher, **changes: object) -> Pat
 
 @contextlib.contextmanager
 def a_worker(router: Process) -> Iterator[Process]:
-    options = ("--worker-id", "w", "--model", MODEL.name, "--vocabulary-size", str(MODEL.vocab_size))
+    options = ("--worker-id", "w", "--served-model-name", MODEL.name, "--vocabulary-size", str(MODEL.vocab_size))
     with Process(
-        "worker", *options, "--block-size", str(BLOCK), "--consolidator", router.word("ingest"), "--speedup", "50"
+        "worker", *options, "--kv-block-size", str(BLOCK), "--consolidator", router.word("ingest"), "--speedup", "50"
     ) as worker:
         worker.wait_ready()
         eventually("the worker is ready", lambda: ready_workers(router.url) == ["w"])

@@ -92,7 +92,17 @@ def _timeout() -> tuple[str, str]:
 @contextmanager
 def slow_worker(ingest: str) -> Iterator[None]:
     with Process(
-        *("worker", "--model", "tiny", "--consolidator", ingest, "--speedup", "0.2", "--max-batch-size", "2"),
+        *(
+            "worker",
+            "--served-model-name",
+            "tiny",
+            "--consolidator",
+            ingest,
+            "--speedup",
+            "0.2",
+            "--max-batch-size",
+            "2",
+        ),
         *("--vocabulary-size", "4096"),
         *("--max-num-tokens", "64", "--drain-timeout-ms", "100"),
     ) as worker:

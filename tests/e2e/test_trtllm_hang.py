@@ -22,7 +22,6 @@ from tests.fakes import FAKES_PATH
 pytestmark = pytest.mark.e2e
 
 COMMON = ("worker", "--engine", "trtllm", "--model-path", "tiny", "--kv-block-size", "16", "--max-batch-size", "64")
-QUICK = ("--answer-timeout-ms", "500")
 TOKENS = 400
 PROMPT = [5 + at for at in range(64)]
 
@@ -70,7 +69,7 @@ def test_a_stopped_engine_costs_no_client_anything_and_its_worker_comes_back(
             behaviour = {"vocabulary_size": 4096, "speedup": 1.0, "stop_file": str(tmp_path / name)}
             monkeypatch.setenv("TRTLLM_FAKE", json.dumps(behaviour))
             ingest = ("--consolidator", router.word("ingest"))
-            workers[name] = stack.enter_context(Process(*COMMON, *QUICK, *ingest, "--worker-id", name))
+            workers[name] = stack.enter_context(Process(*COMMON, *ingest, "--worker-id", name))
         for worker in workers.values():
             worker.wait_ready()
         eventually("both are there", lambda: states(router.url) == dict.fromkeys("ab", "ready"))

@@ -23,13 +23,13 @@ from lab.benchmarks.fleet import free_port
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.process.leash import leashed
+from poolgrid.process.settings import with_constants
 from poolgrid.router.bootstrap import Endpoints
 from poolgrid.router.bootstrap import serve as serve_router
 from poolgrid.router.settings import RouterSettings
 from poolgrid.workers.bootstrap import serve as serve_worker
 from poolgrid.workers.engines.registry import engine_definition
 from tests.fakes.engine_server.vllm import Options, VllmServer
-from tests.workers.running import with_constants
 
 T = TypeVar("T")
 

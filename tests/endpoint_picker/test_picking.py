@@ -18,10 +18,10 @@ from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.endpoint_picker import envoy_messages as envoy
-from poolgrid.router.endpoint_picker.exchange import TAIL_BYTES, AnswerReader, Exchange, ProtocolError
+from poolgrid.router.endpoint_picker.exchange import TAIL_BYTES, AnswerReader, PickerExchange, ProtocolError
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.endpoint_picker.picker import Picker
-from poolgrid.router.endpoint_picker.prompt_reading import PromptReader, Reading
+from poolgrid.router.endpoint_picker.prompt_reading import PromptReader, PromptReading
 from poolgrid.router.endpoint_picker.stream_table import StreamTable
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.router.service import RouterService
@@ -65,9 +65,9 @@ class View:
 class OnePrompt:
     """Reads every body as the same prompt of three blocks."""
 
-    async def read(self, path: str, body: bytes, request_id: str) -> Reading:
+    async def read(self, path: str, body: bytes, request_id: str) -> PromptReading:
         request = InferenceRequest(request_id, "m", bytes(4 * 3 * BLOCK_SIZE), Sampling(max_tokens=1))
-        return Reading("m", request, 3 * BLOCK_SIZE)
+        return PromptReading("m", request, 3 * BLOCK_SIZE)
 
 
 class Gateway:
@@ -101,8 +101,8 @@ class Gateway:
             for rank in range(card.dp_size):
                 self.pool.say(worker_key(name, rank), WorkerJoined(card))
 
-    def exchange(self) -> Exchange:
-        exchange = Exchange(self.picker, self.table)
+    def exchange(self) -> PickerExchange:
+        exchange = PickerExchange(self.picker, self.table)
         assert self.table.enter(exchange)
         return exchange
 
@@ -114,7 +114,7 @@ class Gateway:
         return int(self.pool.projection.ledger.prefill_tokens.sum())
 
 
-def say(exchange: Exchange, message: Any) -> list[Any]:
+def say(exchange: PickerExchange, message: Any) -> list[Any]:
     """What it answers, after a journey over the wire."""
     given = envoy.ProcessingRequest.FromString(message.SerializeToString())
     answers = asyncio.run(exchange.on(given))
@@ -156,7 +156,7 @@ def response_headers(status: str = "200", served: str = "") -> Any:
     return message
 
 
-def asked(gateway: Gateway, name: str = "r", **head: Any) -> tuple[Exchange, list[Any]]:
+def asked(gateway: Gateway, name: str = "r", **head: Any) -> tuple[PickerExchange, list[Any]]:
     exchange = gateway.exchange()
     assert say(exchange, request_headers(x_request_id=name, **head)) == []
     return exchange, say(exchange, body(BODY))
@@ -480,7 +480,7 @@ def test_with_an_endpoint_for_each_stream_a_new_one_is_refused() -> None:
     gateway.joined(a=card_at("10.0.0.1:80"))
     gateway.table.limits = HttpLimits(connections=1)
     working, _ = asked(gateway)
-    assert not gateway.table.enter(Exchange(gateway.picker, gateway.table))
+    assert not gateway.table.enter(PickerExchange(gateway.picker, gateway.table))
     assert not working.is_over
     assert len(gateway.table) == 1
 

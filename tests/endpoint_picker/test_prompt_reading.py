@@ -16,7 +16,7 @@ from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import ServedModel
-from poolgrid.router.endpoint_picker.prompt_reading import PromptReader, Reading
+from poolgrid.router.endpoint_picker.prompt_reading import PromptReader, PromptReading
 from tests.frontend.inference_requests import fields_of
 
 MODEL = PromptModel.load(TINY_MODEL_PATH, "tiny")
@@ -31,8 +31,8 @@ class Backend:
         raise AssertionError("nothing is sent")
 
 
-def read(path: str, body: bytes | dict[str, Any]) -> Reading:
-    async def whole() -> Reading:
+def read(path: str, body: bytes | dict[str, Any]) -> PromptReading:
+    async def whole() -> PromptReading:
         tokenization = TokenizationPool(1, 1, 10_000)
         preparation = Preparation(Backend(), {"tiny": MODEL}, FrontendSettings())
         try:
@@ -50,7 +50,7 @@ def asked(path: str, body: dict[str, Any]) -> dict[str, Any]:
     return fields_of(request)
 
 
-def text_of(reading: Reading) -> str:
+def text_of(reading: PromptReading) -> str:
     assert reading.request is not None, reading.why
     assert reading.isl == len(reading.request.token_ids) // 4
     return MODEL.decode(reading.request.token_ids)

@@ -16,7 +16,7 @@ import trustme
 from poolgrid.http.http_settings import HttpLimits
 from poolgrid.process.tasks import cancel_all
 from poolgrid.router.endpoint_picker import envoy_messages as envoy
-from poolgrid.router.endpoint_picker.exchange import Exchange
+from poolgrid.router.endpoint_picker.exchange import PickerExchange
 from poolgrid.router.endpoint_picker.picker import Booking
 from poolgrid.router.endpoint_picker.server import EndpointPickerServer
 from poolgrid.router.endpoint_picker.stream_table import StreamTable
@@ -26,7 +26,7 @@ BODY_MAX = 6 * 2**20
 PATIENCE_S = 60
 
 
-class Watched(Exchange):
+class Watched(PickerExchange):
     """Says when it is over."""
 
     def __init__(self, gateway: Gateway, over: asyncio.Event) -> None:
@@ -50,7 +50,7 @@ class Asking:
         self.over = asyncio.Event()
         """Set when a stream has ended."""
 
-    def exchange(self) -> Exchange:
+    def exchange(self) -> PickerExchange:
         return Watched(self.gateway, self.over)
 
     def server(self) -> EndpointPickerServer:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.tools.engine_check.core.evidence import Evidence, Exchange, Heard
+from poolgrid.tools.engine_check.core.evidence import Evidence, Heard, ProbeExchange
 
 DIRECTORY = Path(__file__).parents[1] / "data" / "engine_records"
 NAMES = sorted(path.name.removesuffix(".json.gz") for path in DIRECTORY.glob("*.json.gz"))
@@ -56,7 +56,7 @@ def with_stored(evidence: Evidence, change: Callable[[dict[str, Any]], Any]) -> 
     return with_events(evidence, lambda event: change(event) if event["type"] == "BlockStored" else event)
 
 
-def with_exchanges(evidence: Evidence, change: Callable[[Exchange], Exchange]) -> Evidence:
+def with_exchanges(evidence: Evidence, change: Callable[[ProbeExchange], ProbeExchange]) -> Evidence:
     return msgspec.structs.replace(evidence, exchanges=tuple(map(change, evidence.exchanges)))
 
 
@@ -92,5 +92,5 @@ def numbered(message: tuple[bytes, ...], sequence: int) -> tuple[bytes, ...]:
     return (*message[:-2], sequence.to_bytes(8, "big"), message[-1])
 
 
-def first_salted(evidence: Evidence) -> Exchange:
+def first_salted(evidence: Evidence) -> ProbeExchange:
     return next(each for each in evidence.exchanges if each.probe.salt)

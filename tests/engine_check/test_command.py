@@ -82,7 +82,7 @@ def test_without_a_replay_and_cached_tokens_it_passes_with_warnings(capsys: pyte
 
 def test_endpoints_that_are_given_win_over_those_that_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     with engine_server(Habits(swapped=True)) as server:
-        given = {"events": (server.endpoint,), "replay": (server.replay_endpoint,)}
+        given = {"kv_events_endpoint": (server.endpoint,), "kv_events_replay_endpoint": (server.replay_endpoint,)}
         status, _, _ = check(server.url, capsys, **given)
 
     assert status == 0
@@ -103,7 +103,10 @@ def test_what_cannot_be_checked_ends_with_status_2_and_says_why(
     ("options", "words"),
     [
         ({}, "url is not given"),
-        ({"url": "http://h", "replay": ("tcp://h:1",)}, "replay is given 1 times and events 0 times"),
+        (
+            {"url": "http://h", "kv_events_replay_endpoint": ("tcp://h:1",)},
+            "kv_events_replay_endpoint is given 1 times",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], words: str) -> None:
@@ -119,7 +122,7 @@ def test_measured_step_times_are_a_table_that_simulated_engines_take(
         status, text, _ = check(server.url, capsys, measure_timing=table, concurrency=4)
 
     assert status == 0
-    assert squeezed("--timing-table") in squeezed(text)
+    assert squeezed("--timing") in squeezed(text)
     found = json.loads(table.read_text())
     assert [tokens for tokens, _ in found["prefill"]] == [
         16,

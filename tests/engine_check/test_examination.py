@@ -8,9 +8,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from poolgrid.tools.engine_check.core.evidence import Contact, Evidence, Exchange, RecordError, Replay, Source
+from poolgrid.tools.engine_check.core.evidence import (
+    Contact,
+    Evidence,
+    ProbeExchange,
+    RecordError,
+    ReplayAnswer,
+    Source,
+)
 from poolgrid.tools.engine_check.core.examination import Examination, examine
-from poolgrid.tools.engine_check.core.finding import Kind, Severity
+from poolgrid.tools.engine_check.core.finding import FindingSeverity, Kind
 from tests.engine_check.records import (
     NAMES,
     Batch,
@@ -30,12 +37,12 @@ replace = msgspec.structs.replace
 of_every_record = pytest.mark.parametrize("name", NAMES)
 
 
-def kinds(found: Examination, *severities: Severity) -> list[Kind]:
+def kinds(found: Examination, *severities: FindingSeverity) -> list[Kind]:
     return [each.kind for each in found.findings if not severities or each.severity in severities]
 
 
 def faults(evidence: Evidence) -> list[Kind]:
-    return kinds(examine(evidence), Severity.FAULT)
+    return kinds(examine(evidence), FindingSeverity.FAULT)
 
 
 def test_there_are_records_of_several_versions() -> None:
@@ -46,7 +53,7 @@ def test_there_are_records_of_several_versions() -> None:
 def test_a_real_engine_has_no_fault_and_the_index_holds_all_that_its_tokens_imply(name: str) -> None:
     found = examine(record(name))
 
-    assert kinds(found, Severity.FAULT) == []
+    assert kinds(found, FindingSeverity.FAULT) == []
     assert found.blocks.expected == found.blocks.taken_in > 15
     assert found.reuse.comparisons
     assert found.reuse.equal == len(found.reuse.comparisons)
@@ -118,7 +125,7 @@ def signed(event: dict[str, Any]) -> dict[str, Any]:
 def test_the_same_in_another_form_is_no_fault(name: str, change: Callable[[Evidence], Evidence], forms: str) -> None:
     found = examine(change(record(name)))
 
-    assert kinds(found, Severity.FAULT) == []
+    assert kinds(found, FindingSeverity.FAULT) == []
     assert found.forms == f"batches are {forms}"
     assert found.blocks.expected == found.blocks.taken_in
 
@@ -138,7 +145,7 @@ def refused(evidence: Evidence, contact: Contact = Contact.REFUSED) -> Evidence:
 
 def all_replayed(evidence: Evidence) -> Evidence:
     messages = tuple(each.message[-2:] for each in evidence.heard)
-    return replace(evidence, replays=(Replay(0, 0, messages, True),))
+    return replace(evidence, replays=(ReplayAnswer(0, 0, messages, True),))
 
 
 def second_rank(evidence: Evidence, endpoint: str, replay: str) -> Evidence:
@@ -176,7 +183,7 @@ PUBLISHERS: list[tuple[str, Callable[[Evidence], Evidence], Kind]] = [
 def test_a_publisher_that_is_not_heard_is_named(name: str, change: Callable[[Evidence], Evidence], kind: Kind) -> None:
     found = examine(change(record(name)))
 
-    assert kinds(found, Severity.FAULT)[0] is kind
+    assert kinds(found, FindingSeverity.FAULT)[0] is kind
     assert found.findings[0].remedy
 
 
@@ -216,69 +223,79 @@ def of_rank_1(batch: Batch) -> Batch:
     return [*batch[:2], 1]
 
 
-def replay_of(evidence: Evidence, change: Callable[[Replay], Replay]) -> Evidence:
+def replay_of(evidence: Evidence, change: Callable[[ReplayAnswer], ReplayAnswer]) -> Evidence:
     whole = all_replayed(evidence)
     return replace(whole, replays=tuple(map(change, whole.replays)))
 
 
-MESSAGES: list[tuple[str, Callable[[Evidence], Evidence], Kind, Severity]] = [
-    ("cut", lambda e: with_messages(e, cut), Kind.UNDECODABLE, Severity.FAULT),
-    ("one part", lambda e: with_messages(e, one_part), Kind.MESSAGE_SHAPE, Severity.FAULT),
+MESSAGES: list[tuple[str, Callable[[Evidence], Evidence], Kind, FindingSeverity]] = [
+    ("cut", lambda e: with_messages(e, cut), Kind.UNDECODABLE, FindingSeverity.FAULT),
+    ("one part", lambda e: with_messages(e, one_part), Kind.MESSAGE_SHAPE, FindingSeverity.FAULT),
     (
         "arrays and maps",
         lambda e: with_messages(replace(e, replays=()), another_form),
         Kind.FORMS_MIXED,
-        Severity.WARNING,
+        FindingSeverity.WARNING,
     ),
     (
         "an event of the future",
         lambda e: with_events(e, lambda event: [event, {"type": "BlockPinned"}]),
         Kind.UNKNOWN_EVENTS,
-        Severity.WARNING,
+        FindingSeverity.WARNING,
     ),
-    ("begun again", lambda e: with_messages(replace(e, replays=()), begun_again), Kind.RESTARTED, Severity.FAULT),
+    (
+        "begun again",
+        lambda e: with_messages(replace(e, replays=()), begun_again),
+        Kind.RESTARTED,
+        FindingSeverity.FAULT,
+    ),
     (
         "lost for good",
         lambda e: without_messages(replace(e, replays=()), [2, 3]),
         Kind.SEQUENCE_JUMPS,
-        Severity.FAULT,
+        FindingSeverity.FAULT,
     ),
     (
         "lost, and replayed",
         lambda e: without_messages(all_replayed(e), [2, 3]),
         Kind.SEQUENCE_JUMPS,
-        Severity.WARNING,
+        FindingSeverity.WARNING,
     ),
-    ("of another rank", lambda e: with_batches(replace(e, replays=()), of_rank_1), Kind.WRONG_RANK, Severity.FAULT),
+    (
+        "of another rank",
+        lambda e: with_batches(replace(e, replays=()), of_rank_1),
+        Kind.WRONG_RANK,
+        FindingSeverity.FAULT,
+    ),
     (
         "no replay",
         lambda e: replace(e, replays=(), sources=(replace(e.sources[0], replay_endpoint=""),)),
         Kind.REPLAY_MISSING,
-        Severity.WARNING,
+        FindingSeverity.WARNING,
     ),
     (
         "a replay that does not answer",
         lambda e: replay_of(e, lambda replay: replace(replay, messages=(), ended=False)),
         Kind.REPLAY_SILENT,
-        Severity.FAULT,
+        FindingSeverity.FAULT,
     ),
     (
         "a replay that breaks off",
         lambda e: replay_of(e, lambda replay: replace(replay, ended=False)),
         Kind.REPLAY_SILENT,
-        Severity.WARNING,
+        FindingSeverity.WARNING,
     ),
     (
         "another rank's replay",
         lambda e: replace(e, replays=with_batches(all_replayed(e), of_rank_1).replays),
         Kind.REPLAY_DIFFERS,
-        Severity.FAULT,
+        FindingSeverity.FAULT,
     ),
     (
         "a short replay",
         lambda e: replay_of(e, lambda replay: replace(replay, messages=replay.messages[4:])),
         Kind.REPLAY_DIFFERS,
-        Severity.NOTE,
+        FindingSeverity.NOTE,
     ),
 ]
 
@@ -288,14 +305,14 @@ MESSAGES: list[tuple[str, Callable[[Evidence], Evidence], Kind, Severity]] = [
     ("change", "kind", "severity"), [row[1:] for row in MESSAGES], ids=[row[0] for row in MESSAGES]
 )
 def test_messages_that_are_wrong_are_named(
-    name: str, change: Callable[[Evidence], Evidence], kind: Kind, severity: Severity
+    name: str, change: Callable[[Evidence], Evidence], kind: Kind, severity: FindingSeverity
 ) -> None:
     found = examine(change(record(name)))
 
     assert (kind, severity) in [(each.kind, each.severity) for each in found.findings]
-    others = set(kinds(found, Severity.FAULT)) - {kind}
+    others = set(kinds(found, FindingSeverity.FAULT)) - {kind}
     # What hangs on a message that is lost is lost too, and a message without a number is missed by its number.
-    assert others <= ({Kind.PARENT_UNKNOWN, Kind.SEQUENCE_JUMPS} if severity is Severity.FAULT else set())
+    assert others <= ({Kind.PARENT_UNKNOWN, Kind.SEQUENCE_JUMPS} if severity is FindingSeverity.FAULT else set())
 
 
 # Blocks
@@ -328,68 +345,68 @@ def without_what_follows(event: dict[str, Any]) -> dict[str, Any]:
     return {**event, "block_hashes": event["block_hashes"][:1], "token_ids": event["token_ids"][:size]}
 
 
-BLOCKS: list[tuple[str, Callable[[Evidence], Evidence], Kind, Severity]] = [
+BLOCKS: list[tuple[str, Callable[[Evidence], Evidence], Kind, FindingSeverity]] = [
     (
         "the server says another size",
         lambda e: replace(e, told=replace(e.told, block_size=48)),
         Kind.BLOCK_SIZE,
-        Severity.FAULT,
+        FindingSeverity.FAULT,
     ),
-    ("no size", lambda e: with_stored(e, without("block_size")), Kind.BLOCK_SIZE, Severity.FAULT),
-    ("no tokens", lambda e: with_stored(e, without("token_ids")), Kind.TOKENS_MISSING, Severity.FAULT),
+    ("no size", lambda e: with_stored(e, without("block_size")), Kind.BLOCK_SIZE, FindingSeverity.FAULT),
+    ("no tokens", lambda e: with_stored(e, without("token_ids")), Kind.TOKENS_MISSING, FindingSeverity.FAULT),
     (
         "half of the tokens",
         lambda e: with_stored(e, lambda event: {**event, "token_ids": event["token_ids"][::2]}),
         Kind.TOKENS_AND_HASHES,
-        Severity.FAULT,
+        FindingSeverity.FAULT,
     ),
-    ("no first blocks", lambda e: with_stored(e, without_roots), Kind.PARENT_UNKNOWN, Severity.FAULT),
-    ("first blocks only", lambda e: with_stored(e, without_what_follows), Kind.PARENT_UNKNOWN, Severity.FAULT),
+    ("no first blocks", lambda e: with_stored(e, without_roots), Kind.PARENT_UNKNOWN, FindingSeverity.FAULT),
+    ("first blocks only", lambda e: with_stored(e, without_what_follows), Kind.PARENT_UNKNOWN, FindingSeverity.FAULT),
     (
         "layers with a window too",
         lambda e: with_stored(e, in_two_groups(kv_cache_spec_kind="sliding_window")),
         Kind.WINDOWS,
-        Severity.WARNING,
+        FindingSeverity.WARNING,
     ),
     (
         "layers with a window only",
         lambda e: with_stored(e, set_to(kv_cache_spec_kind="sliding_window")),
         Kind.WINDOWS,
-        Severity.FAULT,
+        FindingSeverity.FAULT,
     ),
     (
         "groups of no kind",
         lambda e: with_stored(with_stored(e, in_two_groups()), without("kv_cache_spec_kind")),
         Kind.GROUPS_UNNAMED,
-        Severity.FAULT,
+        FindingSeverity.FAULT,
     ),
     (
         "blocks on the network",
         lambda e: with_stored(e, lambda event: [event, {**event, "medium": "NETWORK"}]),
         Kind.OTHER_MEDIUM,
-        Severity.NOTE,
+        FindingSeverity.NOTE,
     ),
-    ("keys that nobody said", lambda e: with_stored(e, strange_keys), Kind.KEYS_UNKNOWN, Severity.FAULT),
-    ("no keys", lambda e: with_stored(e, set_to(extra_keys=None)), Kind.SALT_MISSING, Severity.FAULT),
+    ("keys that nobody said", lambda e: with_stored(e, strange_keys), Kind.KEYS_UNKNOWN, FindingSeverity.FAULT),
+    ("no keys", lambda e: with_stored(e, set_to(extra_keys=None)), Kind.SALT_MISSING, FindingSeverity.FAULT),
     (
         "nothing is stored, nothing reused",
         lambda e: with_exchanges(
             with_batches(e, lambda batch: [batch[0], [], *batch[2:]]), lambda each: replace(each, cached_tokens=0)
         ),
         Kind.CACHING_OFF,
-        Severity.FAULT,
+        FindingSeverity.FAULT,
     ),
     (
         "nothing is reused",
         lambda e: with_exchanges(e, lambda each: replace(each, cached_tokens=0)),
         Kind.CACHED_TOKENS_DIFFER,
-        Severity.FAULT,
+        FindingSeverity.FAULT,
     ),
     (
         "cached tokens are not said",
         lambda e: with_exchanges(e, lambda each: replace(each, cached_tokens=None)),
         Kind.CACHED_TOKENS_UNSAID,
-        Severity.WARNING,
+        FindingSeverity.WARNING,
     ),
 ]
 
@@ -397,16 +414,16 @@ BLOCKS: list[tuple[str, Callable[[Evidence], Evidence], Kind, Severity]] = [
 @of_every_record
 @pytest.mark.parametrize(("change", "kind", "severity"), [row[1:] for row in BLOCKS], ids=[row[0] for row in BLOCKS])
 def test_blocks_that_are_wrong_are_named(
-    name: str, change: Callable[[Evidence], Evidence], kind: Kind, severity: Severity
+    name: str, change: Callable[[Evidence], Evidence], kind: Kind, severity: FindingSeverity
 ) -> None:
     found = examine(change(record(name)))
 
     assert (kind, severity) in [(each.kind, each.severity) for each in found.findings]
-    if severity is not Severity.FAULT:
-        assert kinds(found, Severity.FAULT) == []
+    if severity is not FindingSeverity.FAULT:
+        assert kinds(found, FindingSeverity.FAULT) == []
 
 
-def less_a_block(evidence: Evidence, exchange: Exchange) -> Exchange:
+def less_a_block(evidence: Evidence, exchange: ProbeExchange) -> ProbeExchange:
     cached = exchange.cached_tokens
     return replace(exchange, cached_tokens=cached - (evidence.told.block_size or 0) if cached else cached)
 
@@ -418,7 +435,7 @@ def test_an_engine_that_computes_the_last_cached_block_again_is_told_from_one_th
     found = examine(with_exchanges(evidence, lambda each: less_a_block(evidence, each)))
 
     (finding,) = [each for each in found.findings if each.kind is Kind.CACHED_TOKENS_DIFFER]
-    assert finding.severity is Severity.WARNING
+    assert finding.severity is FindingSeverity.WARNING
     assert "speculative decoding" in finding.words
 
 
@@ -430,7 +447,7 @@ def test_blocks_that_nobody_told_of_are_missing_and_their_place_is_said(name: st
 
     found = examine(replace(evidence, exchanges=(*evidence.exchanges, more)))
 
-    (finding,) = [each for each in found.findings if each.severity is Severity.FAULT]
+    (finding,) = [each for each in found.findings if each.severity is FindingSeverity.FAULT]
     assert finding.kind is Kind.BLOCKS_MISSING
     assert finding.place.startswith("probe 'never sent', block 0 of")
 
@@ -444,7 +461,9 @@ def test_a_salt_that_the_engine_ignores_is_named(name: str) -> None:
         for each in evidence.exchanges
         if not each.probe.salt and len(each.probe.tokens) > (evidence.told.block_size or 0)
     )
-    ignored = Exchange(replace(plain.probe, name="ignored", salt="s"), len(evidence.heard), len(evidence.heard), (), 32)
+    ignored = ProbeExchange(
+        replace(plain.probe, name="ignored", salt="s"), len(evidence.heard), len(evidence.heard), (), 32
+    )
     others = tuple(each for each in evidence.exchanges if each.probe.salt != salted.probe.salt)
 
     assert Kind.SALT_IGNORED in faults(replace(evidence, exchanges=(*others, ignored)))
@@ -485,7 +504,7 @@ def test_an_adapter_beside_a_salt_is_no_fault(name: str) -> None:
 
     found = examine(with_adapter(record(name), lambda event: adapted(event, "sql", salt)))
 
-    assert kinds(found, Severity.FAULT) == []
+    assert kinds(found, FindingSeverity.FAULT) == []
     assert found.blocks.expected == found.blocks.taken_in
 
 
@@ -507,5 +526,5 @@ def test_a_probe_without_an_answer_is_named_and_the_others_are_judged(name: str)
 
     found = examine(replace(evidence, exchanges=(first, *evidence.exchanges[1:])))
 
-    assert kinds(found, Severity.FAULT) == [Kind.PROBE_FAILED]
+    assert kinds(found, FindingSeverity.FAULT) == [Kind.PROBE_FAILED]
     assert found.blocks.taken_in == found.blocks.expected

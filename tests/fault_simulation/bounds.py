@@ -54,7 +54,7 @@ def router_faults(router: RouterProcess) -> str | None:
     if not router.alive or service is None:
         return None
     waiting = len(service.queue) - len(service.queue.resumed())
-    if waiting > router.settings.queue_limit:
+    if waiting > router.settings.max_queue_requests:
         return f"{router.life}: {waiting} requests wait, those that moved left out"
     faults = ledger_faults(service.projection.ledger)
     return None if faults is None else f"{router.life}: {faults}"

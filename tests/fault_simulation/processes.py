@@ -35,6 +35,7 @@ from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
 from poolgrid.nats.leader import LeaderWatch
 from poolgrid.nats.message import BODY_BYTES
 from poolgrid.process.awake_clock import AwakeClock
+from poolgrid.process.settings import with_constants
 from poolgrid.process.tasks import detached
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
@@ -93,10 +94,7 @@ NARROW_BYTES = 1_500
 NARROW_BODY_BYTES = 1_000
 BLOCKS_PER_WORKER_MAX = 1024
 
-_ROUTER_SETTINGS = RouterSettings(
-    worker_timeout_ms=1_000,
-    reservation_ttl_ms=3_000,
-)
+_ROUTER_SETTINGS = with_constants(RouterSettings, {"worker_timeout_ms": 1_000, "reservation_ttl_ms": 3_000})
 
 
 def kept_transfers_max(scenario: Scenario) -> int:
@@ -331,7 +329,7 @@ class SucceedingProcess(Process):
         link = self._servers.link(life)
         await link.open()
         settings = ConsolidatorProcessSettings.model_construct(
-            **{**ConsolidatorProcessSettings().model_dump(), "leader_lease_s": LEADER_LEASE_S}
+            **{**ConsolidatorProcessSettings().model_dump(), "leader_lease_ms": 1000 * LEADER_LEASE_S}
         )
         self.succession = LeaderElection(
             settings,
@@ -462,7 +460,7 @@ class RouterProcess(Process):
             update={
                 "local_prefill_max_tokens": world.scenario.local_prefill_max_tokens,
                 "queue_timeout_ms": 60_000.0 if world.scenario.strict else 4_000.0,
-                "queue_limit": world.scenario.queue_limit,
+                "max_queue_requests": world.scenario.max_queue_requests,
                 "worker_queue_factor": world.scenario.worker_queue_factor,
                 "select_port": world.port(),
             }

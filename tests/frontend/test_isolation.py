@@ -216,12 +216,9 @@ def test_a_tokenizer_of_tenants_remembers_no_words() -> None:
         ({}, True),
         ({"isolate_tenants": True}, False),
         ({"api_keys": "keys.json"}, False),
-        ({"api_keys": "keys.json", "share_word_cache": True}, True),
     ],
 )
-def test_words_are_remembered_where_there_is_one_tenant_or_an_operator_says_so(
-    settings: dict[str, Any], expected: bool
-) -> None:
+def test_words_are_remembered_where_there_is_one_tenant(settings: dict[str, Any], expected: bool) -> None:
     made = FrontendSettings(**settings)
 
     assert made.word_cache is expected

@@ -13,7 +13,7 @@ from poolgrid.global_router.core.choice.destination import Destination, destinat
 from poolgrid.global_router.core.choice.fallback import PASSING, Candidate, PoolStanding, fallback_order
 from poolgrid.global_router.core.choice.grid import Grid, GridRequest
 from poolgrid.global_router.core.choice.request_hints import RequestHints, Target
-from poolgrid.global_router.core.document.grid_document import Stage
+from poolgrid.global_router.core.document.grid_document import GridStage
 from tests.global_router.documents import aggregated, document
 
 UP = PoolStanding.AVAILABLE
@@ -114,7 +114,7 @@ def _after_first(there: Destination) -> list[str]:
 def test_every_pool_stands_once_the_wanted_one_before_its_fallbacks(
     there: Destination, states: dict[str, PoolStanding]
 ) -> None:
-    stage: Stage = there.stage
+    stage: GridStage = there.stage
 
     assert len(set(there.pools)) == len(there.pools)
     assert there.pools[: len(there.first)] == tuple(candidate.pool for candidate in there.first)

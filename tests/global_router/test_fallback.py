@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from poolgrid.global_router.core.choice.fallback import PoolStanding, choose_available, fallback_order
-from poolgrid.global_router.core.document.grid_document import Stage
+from poolgrid.global_router.core.document.grid_document import GridStage
 from tests.global_router.documents import document
 
 UP = PoolStanding.AVAILABLE
 
 
-def stage(ranks: dict[str, int], fallback: dict[str, Any] | None = None) -> Stage:
+def stage(ranks: dict[str, int], fallback: dict[str, Any] | None = None) -> GridStage:
     raw = {
         "mode": "aggregated",
         "accept": ["unreachable-pool"],

@@ -187,7 +187,7 @@ class TestPoolsThatCannotBeUsed:
         fleet.assert_nothing_is_left()
 
     async def test_when_every_pool_is_full_the_client_may_come_back(self) -> None:
-        fleet = FakeFleet(aggregated(), queue_limit=0)
+        fleet = FakeFleet(aggregated(), max_queue_requests=0)
         for name in "abc":
             fleet.pool(name).refuse = BUSY
 

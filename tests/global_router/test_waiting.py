@@ -196,7 +196,7 @@ async def test_full_pools_are_asked_how_they_are_while_somebody_waits_and_no_lon
 
 
 async def test_beyond_the_limit_the_last_of_the_lowest_priority_gives_way() -> None:
-    scene = Scene(queue_limit=2)
+    scene = Scene(max_queue_requests=2)
     await scene.submit("first")
     low = await scene.submit("low", priority=-1)
     await scene.submit("x")
@@ -309,7 +309,7 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing_behind(during: str)
 
 
 async def test_an_attempt_that_is_under_way_for_one_who_gave_way_is_taken_back() -> None:
-    scene = Scene(queue_limit=1)
+    scene = Scene(max_queue_requests=1)
     await scene.submit("first")
     low = await scene.submit("low", priority=-1)
     pool = scene.fleet.pool("a")

@@ -127,7 +127,7 @@ class Fleet:
                 )
             for host in hosts:
                 name = f"{pool}-{host.number}"
-                engine = ("--worker-id", name, "--model", "tiny", "--speedup", str(SPEEDUP))
+                engine = ("--worker-id", name, "--served-model-name", "tiny", "--speedup", str(SPEEDUP))
                 self._add(
                     "worker", pool, host.number, port + 2, "--http-port", str(port + 2), *engine, *self._journal(pool)
                 )
@@ -136,11 +136,11 @@ class Fleet:
 
     def _journal(self, pool: str, consolidates: bool = False) -> list[str]:
         words = ["--event-plane", "nats", "--nats-pool", pool, "--namespace", pool]
-        return [*words, "--leader-lease-s", str(LEASE_S)] if consolidates else words
+        return [*words, "--leader-lease-ms", str(1000 * LEASE_S)] if consolidates else words
 
     def _add(self, command: str, pool: str, number: int, port: int, *arguments: str) -> None:
         host = self.hosts[number - 1]
-        names = ["--names", "nats", "--names-lease-s", str(NAMES_LEASE_S), "--nats-replicas", "3"]
+        names = ["--names", "nats", "--names-lease-ms", str(1000 * NAMES_LEASE_S), "--nats-replicas", "3"]
         urls = [word for server in self.servers for word in ("--nats-url", f"nats://{server.url.rpartition('/')[2]}")]
         where = ["--host", "0.0.0.0", "--advertise-host", host.address]
         words = [command, *where, *names, *urls, *arguments]

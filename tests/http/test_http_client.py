@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from poolgrid.http.http_client import HEADERS_BYTES_MAX, Connection, Exchange, HttpClient, RequestFailed
-from poolgrid.http.http_target import Target
+from poolgrid.http.http_client import HEADERS_BYTES_MAX, ClientExchange, Connection, HttpClient, RequestFailed
+from poolgrid.http.http_target import HttpTarget
 from poolgrid.process.clock import SystemClock
 
 LOOPS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
@@ -48,7 +48,7 @@ async def test_nothing_is_sent_or_awaited_on_one_that_was_lost_before() -> None:
     connection.connection_made(transport)
     connection.connection_lost(None)
     with pytest.raises(RequestFailed, match="disconnect: the server closed the connection before"):
-        await connection.send((b"head", b"body"), Exchange())
+        await connection.send((b"head", b"body"), ClientExchange())
     assert transport.sent == []
 
 
@@ -60,16 +60,16 @@ def test_a_server_that_hangs_up_on_everybody_fails_every_request_at_once(run: Ru
     async def scenario() -> None:
         async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server, asyncio.timeout(TIMEOUT_S):
             port = server.sockets[0].getsockname()[1]
-            client = HttpClient(Target(f"http://127.0.0.1:{port}"), SystemClock())
+            client = HttpClient(HttpTarget(f"http://127.0.0.1:{port}"), SystemClock())
             for _ in range(20):
                 with pytest.raises(RequestFailed, match="disconnect"):
-                    await client.send("GET", "/", b"", Exchange())
+                    await client.send("GET", "/", b"", ClientExchange())
             client.close()
 
     run(scenario())
 
 
-class _Taken(Exchange):
+class _Taken(ClientExchange):
     """Counts what it is given."""
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ def test_whole_answers_of_any_size_and_in_any_pieces_are_read() -> None:
 
 
 async def test_the_failure_of_an_answer_does_not_keep_what_arrived() -> None:
-    class Unread(Exchange):
+    class Unread(ClientExchange):
         def take_body(self, data: bytes) -> None:
             raise RequestFailed("protocol", "it cannot be read")
 

@@ -41,7 +41,7 @@ ALL_ON: Values = {
     "image": {"pullSecrets": [{"name": "registry"}]},
     "model": {"name": "m", "path": "/models/m", "volume": {"hostPath": {"path": "/srv/models"}}},
     "router": {
-        "options": {"queue-limit": 4194304, "queue-weight": 0.5, "fleet-page": False, "access-log": True},
+        "options": {"max-queue-requests": 4194304, "queue-weight": 0.5, "fleet-page": False, "access-log": True},
         "env": [{"name": "A", "value": "b"}],
         "podAnnotations": {"a": "b"},
         "service": {"type": "LoadBalancer", "annotations": {"a": "b"}},
@@ -115,7 +115,7 @@ REFUSED: dict[str, tuple[Values, str]] = {
     "group-without-name": ({"workers": [{"role": "prefill"}]}, "name"),
     "group-called-as-a-part": ({"workers": [{"name": "router"}]}, "name"),
     "negative": ({"workerDefaults": {"gpus": -1}}, "gpus"),
-    "option-with-dashes": ({"router": {"options": {"--queue-limit": 1}}}, "--queue-limit"),
+    "option-with-dashes": ({"router": {"options": {"--max-queue-requests": 1}}}, "--max-queue-requests"),
     "unknown-scaler": ({"workerDefaults": {"autoscaling": {"kind": "cluster"}}}, "kind"),
     "percent": ({"workerDefaults": {"maxUnavailable": "most"}}, "maxUnavailable"),
     "more-ranks-than-a-pool-has": ({"gateway": {"enabled": True, "targetPorts": list(range(1, 10))}}, "targetPorts"),

@@ -63,7 +63,7 @@ def failures() -> None:
         plane = [word for server in servers for word in ("--nats-url", server.url)]
         further = (
             "--part-option",
-            f"consolidator.leader-lease-s={LEASE_S}",
+            f"consolidator.leader-lease-ms={1000 * LEASE_S}",
             "--part-option",
             "consolidator.nats-replicas=3",
         )
@@ -159,7 +159,7 @@ def fleet() -> None:
         path = Path(directory) / "fleet.json"
         path.write_text(json.dumps({"version": 1, "mode": "aggregated", "aggregated": grid}))
         plane = ("--event-plane", "nats", "--nats-url", server.url, "--consolidators", "2")
-        with running_fleet(path, *plane, "--part-option", f"consolidator.leader-lease-s={LEASE_S}") as up:
+        with running_fleet(path, *plane, "--part-option", f"consolidator.leader-lease-ms={1000 * LEASE_S}") as up:
             for target in ("100", "900"):
                 body = {"model": "tiny", "prompt": "What is said here is cached there. " * 8, "max_tokens": 4}
                 answer = httpx.post(f"{up.url}/v1/completions", json=body, headers={"x-ttft-target-ms": target})

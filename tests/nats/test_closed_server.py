@@ -38,7 +38,7 @@ def test_a_process_with_certificate_and_key_gets_in_and_one_without_does_not(tmp
         known = EventPlaneSettings(
             event_plane="nats",
             nats_url=url,
-            nats_nkey=tmp_path / "user.nk",
+            nats_credentials=tmp_path / "user.nk",
             nats_tls_ca=tmp_path / "ca.pem",
             nats_tls_certificate=tmp_path / "client.pem",
             nats_tls_key=tmp_path / "client.key",

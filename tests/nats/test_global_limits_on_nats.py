@@ -54,7 +54,7 @@ def test_two_global_routers_divide_the_limits_and_the_queue_and_one_that_is_left
 
     async def scenario(url: str) -> None:
         settings = GlobalRouterSettings(
-            config=document, port=0, names="nats", nats_url=(url,), share_state="nats", queue_limit=100
+            config=document, port=0, names="nats", nats_url=(url,), share_state="nats", max_queue_requests=100
         )
         stops = [asyncio.Event() for _ in range(2)]
         urls: list[asyncio.Future[str]] = [asyncio.get_running_loop().create_future() for _ in stops]

@@ -35,7 +35,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pool(server: NatsServer, data_dir: Path) -> Iterator[Process]:
     plane = ("--event-plane", "nats", "--nats-url", server.url, "--consolidators", "2")
-    options = ("--part-option", "consolidator.leader-lease-s=1", "--part-option", f"router.data-dir={data_dir}")
+    options = ("--part-option", "consolidator.leader-lease-ms=1000", "--part-option", f"router.data-dir={data_dir}")
     with running_pool(*plane, *options, workers=1) as up:
         yield up
 
@@ -60,7 +60,7 @@ def test_a_worker_that_loads_says_so_to_the_active_consolidator_and_routers_hear
         return [each["worker_id"] for each in httpx.get(f"{pool.url}/v1/workers").json()["loading"]]
 
     plane = ("--event-plane", "nats", "--nats-url", server.url)
-    with Process("worker", "--worker-id", "late", "--model", "tiny", "--load-ms", "600000", *plane):
+    with Process("worker", "--worker-id", "late", "--served-model-name", "tiny", "--load-ms", "600000", *plane):
         eventually("it is seen to load", lambda: loading() == ["late"])
 
 

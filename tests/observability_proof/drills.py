@@ -173,7 +173,7 @@ def silent_engine(fleet: Fleet) -> Iterator[None]:
 def hanging_engine(fleet: Fleet) -> Iterator[None]:
     stop = fleet.directory / "hang"
     behaviour = {"vocabulary_size": 4096, "speedup": 1.0, "stop_file": str(stop)}
-    fleet.start_trtllm("hanging", behaviour, "--answer-timeout-ms", "500")
+    fleet.start_trtllm("hanging", behaviour)
     stop.touch()
     try:
         yield
@@ -193,7 +193,7 @@ def short_certificate(fleet: Fleet) -> Iterator[None]:
 @contextlib.contextmanager
 def skewed_clock(fleet: Fleet) -> Iterator[None]:
     ingest = fleet.processes["consolidator"].word("ingest")
-    arguments = ("worker", "--worker-id", "skewed", "--model", "another", "--vocabulary-size", "4096")
+    arguments = ("worker", "--worker-id", "skewed", "--served-model-name", "another", "--vocabulary-size", "4096")
     environment = {"LD_PRELOAD": faketime(), "FAKETIME": "+30s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
     worker = fleet.run("skewed", *arguments, "--consolidator", ingest, environment=environment).wait_ready()
     fleet.stack.scrape("skewed", [worker.url], namespace="skewed", pool="skewed", component="worker")

@@ -153,7 +153,7 @@ class Fleet:
 
     def _worker(self, name: str, ingest: str, *options: str) -> Process:
         return self.run(
-            name, "worker", "--worker-id", name, "--model", "tiny", "--vocabulary-size", "4096",
+            name, "worker", "--worker-id", name, "--served-model-name", "tiny", "--vocabulary-size", "4096",
             "--output-tokens-mean", "0", "--consolidator", ingest, *options,
         )  # fmt: skip
 
@@ -186,7 +186,7 @@ class Fleet:
         router = self.run(
             "staged router", "router", "--port", "0", "--feed-endpoint", consolidator.word("feed"),
             "--query-endpoint", consolidator.word("query"), "--data-dir", str(self.directory / "decisions"),
-            "--queue-limit", "24", "--worker-queue-factor", "1", "--ttft-target-ms", "1500",
+            "--max-queue-requests", "24", "--worker-queue-factor", "1", "--ttft-target-ms", "1500",
         )  # fmt: skip
         ingest = consolidator.word("ingest")
         # Small batches, so that there is something to wait for.
@@ -243,7 +243,7 @@ class Fleet:
 
     def lone_worker(self, name: str, ingest: str) -> Process:
         """Start one that has a small cache."""
-        return self._worker(name, ingest, *self.curve, "--total-kv-blocks", "192", "--block-size", "16")
+        return self._worker(name, ingest, *self.curve, "--total-kv-blocks", "192", "--kv-block-size", "16")
 
     def issue(self, days: float) -> None:
         """Make a certificate for the lone router that ends in so many days."""

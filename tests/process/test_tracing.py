@@ -16,7 +16,7 @@ from opentelemetry.trace import StatusCode
 
 from poolgrid.process.tracing.otel import OtelSink
 from poolgrid.process.tracing.record import EVENTS_MAX, SPANS_MAX, SpanKind, TraceRecord
-from poolgrid.process.tracing.sampling import Sampler, Sampling
+from poolgrid.process.tracing.sampling import Sampler, TraceSampling
 from poolgrid.process.tracing.settings import TraceSettings, trace_target
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.wire.limits import TRACE_STATE_CHARS_MAX
@@ -50,7 +50,7 @@ class Sink:
 
 def _tracing(ratio: float = 1.0, follows: bool = True) -> tuple[Tracing, Sink, Clock]:
     sink, clock = Sink(), Clock()
-    return Tracing(Sampling(ratio, follows), sink, clock, seed=1), sink, clock
+    return Tracing(TraceSampling(ratio, follows), sink, clock, seed=1), sink, clock
 
 
 def _headers(place: TracePlace, state: bytes = b"") -> list[tuple[bytes, bytes]]:
@@ -72,7 +72,7 @@ def test_the_caller_decides_where_there_is_one(ratio: float) -> None:
 
 
 def test_a_share_of_the_others_is_kept() -> None:
-    drawn = Sampler(Sampling(0.25), random.Random(5).getrandbits)
+    drawn = Sampler(TraceSampling(0.25), random.Random(5).getrandbits)
     kept = [found for found in (drawn.draw(None) for _ in range(4000)) if found is not None]
     assert 900 < len(kept) < 1100
     assert all(trace_id and flags == 1 for trace_id, flags in kept)
@@ -84,7 +84,7 @@ def test_all_who_go_by_the_id_draw_alike_and_a_larger_share_holds_a_smaller_one(
     place = TracePlace(trace_id, 1, 0)
 
     def kept(ratio: float) -> bool:
-        return Sampler(Sampling(ratio, follows_callers=False), random.Random().getrandbits).draw(place) is not None
+        return Sampler(TraceSampling(ratio, follows_callers=False), random.Random().getrandbits).draw(place) is not None
 
     assert kept(ratio) == kept(ratio)
     assert kept(1.0)
@@ -116,7 +116,7 @@ def test_work_that_another_process_asks_for_is_kept_when_its_own_is() -> None:
 # -- where they go ---------------------------------------------------------------------------------------------------
 
 GRPC, HTTP = "grpc", "http/protobuf"
-ALL = Sampling(1.0)
+ALL = TraceSampling(1.0)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ ALL = Sampling(1.0)
         (
             {"trace_endpoint": "http://c:1", "trace_sample_ratio": 0.01},
             {"OTEL_TRACES_SAMPLER": "always_off", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://other:4317"},
-            ("http://c:1", GRPC, Sampling(0.01)),
+            ("http://c:1", GRPC, TraceSampling(0.01)),
         ),
         ({}, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://tempo:4317"}, ("http://tempo:4317", GRPC, ALL)),
         ({}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317"}, ("http://c:4317", GRPC, ALL)),
@@ -161,17 +161,17 @@ ALL = Sampling(1.0)
                 "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
                 "OTEL_TRACES_SAMPLER_ARG": "0.25",
             },
-            ("http://localhost:4317", GRPC, Sampling(0.25)),
+            ("http://localhost:4317", GRPC, TraceSampling(0.25)),
         ),
         (
             {"trace_endpoint": "http://c:4317"},
             {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.5"},
-            ("http://c:4317", GRPC, Sampling(0.5, follows_callers=False)),
+            ("http://c:4317", GRPC, TraceSampling(0.5, follows_callers=False)),
         ),
         (
             {"trace_endpoint": "http://c:4317"},
             {"OTEL_TRACES_SAMPLER": "parentbased_always_off"},
-            ("http://c:4317", GRPC, Sampling(0.0)),
+            ("http://c:4317", GRPC, TraceSampling(0.0)),
         ),
     ],
 )

@@ -57,7 +57,7 @@ def apart(vllm: Path, model: Path, directory: Path) -> Found:
             each.start()
         for each in servers:
             each.wait()
-        fronts = ("--backend-url", f"prefill={prefill.url}", "--backend-url", f"decode={decode.url}", "--port", "0")
+        fronts = ("--engine-url", f"prefill={prefill.url}", "--engine-url", f"decode={decode.url}", "--port", "0")
         options = ("--model-path", str(model), "--part-option", "router.local-prefill-max-tokens=16")
         with Process("up", *fronts, *options, log=directory / "apart.log") as up:
             return _through(up.wait_ready().url, prefill, decode)

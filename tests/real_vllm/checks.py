@@ -228,7 +228,7 @@ def started(pool: Pool) -> Found:
         words = (
             *("worker", "--engine", "vllm", "--model-path", str(pool.model), "--worker-id", OWN),
             *("--engine-command", f"nice -n 10 {pool.vllm / 'bin' / 'vllm'} serve", "--served-model-name", "tiny"),
-            *("--engine-log-dir", directory, "--consolidator", pool.ingest, "--", *ARGUMENTS),
+            *("--log-dir", directory, "--consolidator", pool.ingest, "--", *ARGUMENTS),
         )
         log = Path(directory, "worker.log")
         with Process(*words, log=log, environment=environment(pool.vllm)) as worker:
@@ -333,7 +333,7 @@ def _bench(url: str, seed: int) -> Found:
                 str(seed),
                 "--json",
             ),
-            *("--ready-timeout-s", "0", *LOAD),
+            *("--start-timeout-ms", "0", *LOAD),
         ],
         capture_output=True,
         check=False,

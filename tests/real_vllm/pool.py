@@ -64,7 +64,15 @@ class Pool:
                 )
             )
         planes = ("--feed-endpoint", consolidator.word("feed"), "--query-endpoint", consolidator.word("query"))
-        common = ("--port=0", "--select-port=0", "--model-path", str(self.model), "--model-name", "tiny", *planes)
+        common = (
+            "--port=0",
+            "--select-port=0",
+            "--model-path",
+            str(self.model),
+            "--served-model-name",
+            "tiny",
+            *planes,
+        )
         routers = [self._part("router", *common, "--policy", each) for each in ("kv", "round-robin")]
         self.router, self.turns = (each.wait_ready().url for each in routers)
         for each in workers:

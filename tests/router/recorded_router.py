@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.process.settings import with_constants
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (
@@ -82,7 +83,7 @@ class RecordedRouter:
 
         ``starts_late``: a worker says that a request began after the router has released it.
         """
-        self.settings = RouterSettings.model_validate({"reservation_ttl_ms": 500, **given})
+        self.settings = with_constants(RouterSettings, {"reservation_ttl_ms": 500, **given})
         self.clock = TurnedClock()
         self.pool_disk = FakeDisk()
         self.decisions_disk = FakeDisk()

@@ -211,7 +211,7 @@ async def test_the_shortest_work_goes_first_when_that_is_wanted() -> None:
 
 
 async def test_whoever_leaves_the_queue_gives_up_the_place() -> None:
-    async with scene(queue_limit=1) as pool:
+    async with scene(max_queue_requests=1) as pool:
         await pool.submit("first")
         leaving = await pool.submit("leaving")
         leaving.cancel()
@@ -235,7 +235,7 @@ async def test_waiting_too_long_is_429_and_leaves_nothing_behind() -> None:
 
 
 async def test_a_request_that_must_move_is_never_refused_and_holds_up_nobody() -> None:
-    async with scene("m", "m", queue_limit=1, worker_timeout_ms=600_000) as pool:
+    async with scene("m", "m", max_queue_requests=1, worker_timeout_ms=600_000) as pool:
         await pool.submit("a")
         await pool.submit("b")
         holder = {}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poolgrid.router.core.candidates import RoutingRequest
-from poolgrid.router.policies.predicted.batch_planner import PlannedRequest, PlanningBatch, divide, plan
+from poolgrid.router.policies.predicted.batch_planner import BatchedRequest, PlanningBatch, divide, plan
 
 STEP_TOKENS = 8192
 
@@ -102,7 +102,7 @@ def test_what_is_planned_behind_is_said_for_each_worker() -> None:
 
     [goes] = plan(waits, np.zeros(1), np.full(1, float(STEP_TOKENS)), step_ms)
 
-    assert goes == PlannedRequest(2, 0, {0: 2})
+    assert goes == BatchedRequest(2, 0, {0: 2})
 
 
 def sum_of_ttfts(times: Sequence[Sequence[float]]) -> float:

@@ -128,7 +128,7 @@ async def test_housekeeping_looks_after_those_that_waited_too_long() -> None:
 
 
 async def test_nobody_is_refused_because_others_are_held() -> None:
-    async with routed(make_policy("predicted"), queue_limit=2) as router:
+    async with routed(make_policy("predicted"), max_queue_requests=2) as router:
         join(router, A, AT_A)
         tasks = await submit(router, *(named(f"r{number}", 6000 + number) for number in range(6)))
 
@@ -136,7 +136,7 @@ async def test_nobody_is_refused_because_others_are_held() -> None:
         assert (active + waiting, waiting) == (6, 2)
         await end(*tasks)
 
-    async with routed(make_policy("predicted"), queue_prompt_tokens=10_000) as router:
+    async with routed(make_policy("predicted"), max_queue_prompt_tokens=10_000) as router:
         join(router, A, AT_A)
         tasks = await submit(router, *(named(f"r{number}", 6000 + number) for number in range(4)))
         assert router.service.counts() == (3, 1)

@@ -14,7 +14,7 @@ from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.consolidator.journal.posix_disk import PosixDisk
 from poolgrid.fleet_page.playback.leg_times import Leg, fill
 from poolgrid.fleet_page.playback.player import Player
-from poolgrid.fleet_page.playback.reel import WORKER_COLUMNS, Frame, Reel, held_depth, make_reel, moments
+from poolgrid.fleet_page.playback.reel import WORKER_COLUMNS, Reel, ReelFrame, held_depth, make_reel, moments
 from poolgrid.frontend.errors import RequestError
 from poolgrid.wire import codec
 from poolgrid.wire.events import (
@@ -89,7 +89,7 @@ class Shown:
         self.holders: dict[str, dict[str, int]] = {}
         self.active = {each[0] for each in reel.active}
 
-    def see(self, frame: Frame) -> None:
+    def see(self, frame: ReelFrame) -> None:
         self.workers.update(frame.workers)
         for name in frame.gone:
             del self.workers[name]

@@ -19,6 +19,7 @@ from poolgrid.router.core.lower_tiers import TierOverlap
 from poolgrid.router.core.prefix_index import (
     BYTES_PER_BLOCK,
     HASHES_END,
+    Holdings,
     PrefixIndex,
     slots_of,
 )
@@ -589,14 +590,14 @@ def test_what_a_worker_evicts_of_a_path_that_others_hold_costs_as_much_as_there_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     steps = 0
-    remove_reached = PrefixIndex._remove_reached
+    remove_reached = Holdings.remove_reached
 
     def counted(*arguments: Any) -> int:
         nonlocal steps
         steps += 1
         return remove_reached(*arguments)
 
-    monkeypatch.setattr(PrefixIndex, "_remove_reached", counted)
+    monkeypatch.setattr(Holdings, "remove_reached", counted)
     index = PrefixIndex()
     path = [stable_u64("path", position) for position in range(900)]
     for worker, depth in ((A, 900), (B, 700), (C, 300)):

@@ -20,6 +20,7 @@ from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import Refused, TokenStream
 from poolgrid.process.clock import SystemClock
+from poolgrid.process.settings import with_constants
 from poolgrid.router import fleet_links
 from poolgrid.router.bootstrap import vocabulary_check
 from poolgrid.router.core.candidates import Candidates, RoutingRequest
@@ -134,7 +135,7 @@ class Routed:
         objection: CompatibilityCheck = lambda _: "",
         **settings_: Any,
     ) -> None:
-        settings = RouterSettings.model_validate(settings_)
+        settings = with_constants(RouterSettings, settings_)
         projection = Projection(PrefixIndex(), LoadLedger())
         state = RouterState(Selector(projection, policy or make_policy("kv", settings.cost_weights(), 0.0)))
         self.feed = ToldFeed()
@@ -259,7 +260,7 @@ async def test_a_request_moves_to_a_worker_that_joins_in_the_turn_in_which_its_o
 async def test_routers_that_share_their_state_have_a_part_of_the_queue_each(
     limit: int, routers: int, requests: int
 ) -> None:
-    async with routed(queue_limit=limit, queue_prompt_tokens=1000) as router:
+    async with routed(max_queue_requests=limit, max_queue_prompt_tokens=1000) as router:
         router.service.queue.divide(routers)
 
         view = router.service.queue.view()

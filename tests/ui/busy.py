@@ -30,7 +30,7 @@ TALKERS = 50
 SPEEDUP = 0.35
 """Slow engines: 25 ms between tokens, so that two cores can stream to all."""
 
-LEASE_MS = 30_000
+LEASE_MS = 120_000
 """A killed worker stays on the page as unreachable so long."""
 
 DRAINED, KILLED = "worker-2", "worker-5"
@@ -81,8 +81,8 @@ def busy_pool() -> Iterator[BusyPool]:
         router = ("router", "--port", "0", "--worker-queue-factor", "1", "--lease-ms", str(LEASE_MS))
         front = stack.enter_context(Process(*router, "--data-dir", directory, "--log-level", "error"))
         front.wait_ready()
-        engine = (
-            "--model",
+        simulated = (
+            "--served-model-name",
             "tiny",
             "--max-batch-size",
             str(BATCH),
@@ -91,7 +91,7 @@ def busy_pool() -> Iterator[BusyPool]:
             "--speedup",
             str(SPEEDUP),
         )
-        engine = (*engine, "--timing", "h100-qwen3-8b", "--vocabulary-size", "4096", "--log-level", "error")
+        engine = (*simulated, "--timing", "h100-qwen3-8b", "--vocabulary-size", "4096", "--log-level", "error")
         named = {f"worker-{number}": number for number in range(1, WORKERS + 1)}
         workers = {
             name: stack.enter_context(

@@ -60,7 +60,8 @@ def said(draw: random.Random, least: int, most: int) -> str:
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any], headers: dict[str, str]) -> str | None:
     """Return the answer that is streamed; ``None`` when the stream ends early or is refused."""
-    content, ended = [], False
+    content: list[str] = []
+    ended = False
     request = client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}, headers=headers)
     async with request as answer:
         async for line in answer.aiter_lines():

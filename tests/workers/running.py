@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from poolgrid.process.settings import with_constants
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Generate
 from poolgrid.workers import bootstrap
@@ -66,13 +67,13 @@ class RunningWorker:
 def make_settings(endpoint: str, **changes: object) -> SimulatedWorkerSettings:
     fields: dict[str, object] = {
         "worker_id": "w0",
-        "model": "m",
+        "served_model_name": "m",
         "consolidator": endpoint,
-        "block_size": 4,
+        "kv_block_size": 4,
         "total_kv_blocks": 256,
         "max_batch_size": 8,
         "max_num_tokens": 64,
-        "max_sequence_length": 4096,
+        "max_seq_len": 4096,
         "vocabulary_size": VOCABULARY.size,
         "output_tokens_mean": 0,
         "first_token_id": VOCABULARY.first_token_id,
@@ -80,15 +81,6 @@ def make_settings(endpoint: str, **changes: object) -> SimulatedWorkerSettings:
         "heartbeat_ms": 50,
     }
     return with_constants(SimulatedWorkerSettings, fields | changes)
-
-
-def with_constants(model: type[S], values: dict[str, Any]) -> S:
-    """Return settings in which values of no field stand in for the class's constants."""
-    constants = {name: values.pop(name) for name in list(values) if name not in model.model_fields}
-    for name in constants:
-        assert hasattr(model, name), f"{name} is no setting and no constant"
-    kind: type[S] = type(model.__name__, (model,), {"__module__": model.__module__, **constants})
-    return kind.model_validate(values)
 
 
 @asynccontextmanager

@@ -25,15 +25,13 @@ def test_every_setting_is_documented_with_its_description() -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"block_size": 0}, "block_size"),
+        ({"kv_block_size": 0}, "kv_block_size"),
         ({"max_num_tokens": 10}, "max_num_tokens is 10, allowed are integers from max_batch_size"),
-        ({"first_token_id": 32_000}, "first_token_id is 32000"),
         ({"host": "0.0.0.0"}, "set advertise_host"),
         ({"speedup": 0}, "speedup"),
         ({"bloc_size": 4}, "bloc_size"),
         ({"role": "encode"}, "an encode worker needs modality multimodal"),
         ({"role": "prefil"}, "role"),
-        ({"kv_transfer_gigabytes_per_s": 0}, "kv_transfer_gigabytes_per_s"),
     ],
 )
 def test_impossible_settings_are_refused_naming_the_field(fields: dict[str, object], named: str) -> None:

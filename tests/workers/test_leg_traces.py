@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from poolgrid.process.tracing.record import TraceRecord
-from poolgrid.process.tracing.sampling import Sampling
+from poolgrid.process.tracing.sampling import TraceSampling
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Stage
@@ -46,7 +46,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.sink = Sink()
-        self.legs = LegTraces(Tracing(Sampling(0.0), self.sink, Clock(), seed=1), "w1", "aggregated")
+        self.legs = LegTraces(Tracing(TraceSampling(0.0), self.sink, Clock(), seed=1), "w1", "aggregated")
 
     def begin(self, stage: Stage = Stage.WHOLE, flags: int = 1) -> Generate:
         context = TraceContext(CALLER._replace(flags=flags).traceparent, "vendor=1")

@@ -567,6 +567,7 @@ from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.publisher import EventPublisher
 from poolgrid.workers.service import ServiceLimits, WorkerService
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
+SimulatedWorkerSettings.first_token_id = 10  # a constant, so not among the settings
 settings = SimulatedWorkerSettings.model_validate_json(sys.argv[1])
 async def main(stop):
     await serve(settings, stop, lambda url: print("ready", url, flush=True))

@@ -80,6 +80,6 @@ def test_a_worker_has_as_many_token_ids_as_its_tokenizer_unless_it_is_told() -> 
 
     tokens = PromptModel.load(TINY_MODEL_PATH).tokenizer.get_vocab_size()
     assert asyncio.run(said()) == 32_000
-    assert asyncio.run(said(tokenizer_path=TINY_MODEL_PATH)) == tokens
-    assert asyncio.run(said(tokenizer_path=TINY_MODEL_PATH, vocabulary_size=99)) == 99
-    assert asyncio.run(said(tokenizer_path=TINY_MODEL_PATH, role="encode", modality="multimodal")) == tokens
+    assert asyncio.run(said(model_path=str(TINY_MODEL_PATH))) == tokens
+    assert asyncio.run(said(model_path=str(TINY_MODEL_PATH), vocabulary_size=99)) == 99
+    assert asyncio.run(said(model_path=str(TINY_MODEL_PATH), role="encode", modality="multimodal")) == tokens

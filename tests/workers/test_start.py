@@ -77,8 +77,9 @@ def test_one_that_breaks_around_its_engine_leaves_nothing(
     ended_leaving_nothing(starting(modality="multimodal"), Broken)
 
 
-def test_one_whose_timing_table_is_missing_leaves_nothing(tmp_path: Path) -> None:
-    ended_leaving_nothing(starting(timing_table=tmp_path / "none.csv"), TableError)
+def test_one_whose_timing_table_is_none_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "none.json").write_text("{}")
+    ended_leaving_nothing(starting(timing=str(tmp_path / "none.json")), TableError)
 
 
 def test_one_that_cannot_say_that_it_is_ready_ends_and_leaves_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,7 @@ def test_a_measurement_of_ones_own_is_said(tmp_path: Path) -> None:
     table = tmp_path / "own.json"
     table.write_text(json.dumps(OWN))
 
-    times = StepTimesSettings(timing_table=table).step_times()
+    times = StepTimesSettings(timing=str(table)).step_times()
 
     assert dict(times.prefill)[1] == 10.0
     assert dict(times.decode)[0.5] == 12.5
@@ -33,7 +33,7 @@ def test_a_table_that_cannot_be_used_is_refused_before_an_engine_is_loaded(engin
     table.write_text(json.dumps({**OWN, "prefill": [[1, -3.0]]}))
 
     with pytest.raises(ValueError, match=r"own\.json: prefill\[0\] has -3"):
-        engine_definition(engine).settings(model_path="m", timing_table=table)
+        engine_definition(engine).settings(model_path="m", timing=str(table))
 
 
 def test_the_card_of_a_worker_before_a_server_says_them() -> None:

@@ -95,13 +95,11 @@ def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
         shipped_timing("h200")
 
 
-def test_a_name_and_a_table_at_once_are_refused(tmp_path: Path) -> None:
+def test_a_table_is_named_by_its_path(tmp_path: Path) -> None:
     table = tmp_path / "own.json"
     table.write_text('{"prefill": [[1, 2]], "decode": [[0, 3]], "source": "here"}')
 
-    assert timing_model(table=table).prefill_ms(1) == 2
-    with pytest.raises(TableError, match=r"timing is 'h100-qwen3-8b' and timing_table is .*own\.json', give one"):
-        timing_model("h100-qwen3-8b", table)
+    assert timing_model(str(table)).prefill_ms(1) == 2
 
 
 def test_a_speedup_divides_every_time() -> None:

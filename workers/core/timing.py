@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Annotated, Protocol
 
 import msgspec
+from pydantic import AfterValidator
 
 from poolgrid.wire.card import StepTimes
 
@@ -175,13 +176,13 @@ class ScaledTiming:
         return self._model.decode_ms(used_share) / self._speedup
 
 
-TimingName = Literal["published", "h100-qwen3-8b", "h200-qwen3-8b"]
-"""The names there are; ``published`` are the formulas, every other is a file."""
+TIMINGS = ("published", "h100-qwen3-8b", "h200-qwen3-8b")
+"""The names there are; ``published`` are the formulas, every other is a file of ours."""
 
 DIRECTORY = Path(__file__).parent / "timings"
 
-PUBLISHED: TimingName = "published"
-MEASURED: tuple[str, ...] = tuple(name for name in get_args(TimingName) if name != PUBLISHED)
+PUBLISHED = "published"
+MEASURED: tuple[str, ...] = TIMINGS[1:]
 
 TIMING_TEXT = (
     "Step times of the engine: published are the formulas of the field's simulator, h100-qwen3-8b and h200-qwen3-8b "
@@ -189,17 +190,26 @@ TIMING_TEXT = (
 )
 
 
-def timing_model(timing: TimingName = PUBLISHED, table: Path | None = None) -> TimingModel:
-    """Return the step times of a name, or of a file of one's own; raises ``TableError`` for both at once."""
-    if table is not None:
-        if timing != PUBLISHED:
-            raise TableError(f"choosing step times: timing is {timing!r} and timing_table is {str(table)!r}, give one")
-        return TableTiming.from_file(table)
-    return PolynomialTiming() if timing == PUBLISHED else shipped_timing(timing)
+def timing_model(timing: str = PUBLISHED) -> TimingModel:
+    """Return the step times of a name, or of a file of one's own; raises ``TableError`` for a file that is no table."""
+    if timing == PUBLISHED:
+        return PolynomialTiming()
+    return shipped_timing(timing) if timing in MEASURED else TableTiming.from_file(Path(timing))
+
+
+def checked_timing(timing: str) -> str:
+    """Return what names step times; raises ``ValueError`` for no name and no file."""
+    if timing not in TIMINGS and not Path(timing).is_file():
+        raise ValueError(f"must be {', '.join(TIMINGS)} or a JSON file of step times, and there is no such file")
+    return timing
+
+
+Timing = Annotated[str, AfterValidator(checked_timing)]
+"""A setting that chooses step times."""
 
 
 def shipped_timing(name: str) -> TableTiming:
     """Return a measurement that comes with the package; raises ``TableError`` naming those that there are."""
     if name not in MEASURED:
-        raise TableError(f"choosing step times: {name!r} is unknown, there are {', '.join(get_args(TimingName))}")
+        raise TableError(f"choosing step times: {name!r} is unknown, there are {', '.join(TIMINGS)}")
     return TableTiming.from_file(DIRECTORY / f"{name}.json")

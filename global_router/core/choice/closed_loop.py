@@ -33,7 +33,7 @@ import msgspec
 from poolgrid.global_router.core.choice.fallback import retry_order
 from poolgrid.global_router.core.choice.grid import Selection
 from poolgrid.global_router.core.document.axis import StageName
-from poolgrid.global_router.core.document.grid_document import ClosedLoopSettings, GridDocument, Stage
+from poolgrid.global_router.core.document.grid_document import ClosedLoopSettings, GridDocument, GridStage
 from poolgrid.wire.answers import LoopStepRow, MeasuredRow
 
 CELLS_MAX = 4096
@@ -73,7 +73,7 @@ class CellKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class LoopMeasurement:
     """A p95 beside its target."""
 
     pool: str
@@ -93,7 +93,7 @@ class LoopStep:
     share_before: float
     share_after: float
     verdict: Verdict
-    measured: tuple[Measured, ...]
+    measured: tuple[LoopMeasurement, ...]
     reason: str
 
     def explanation(self) -> LoopStepRow:
@@ -149,7 +149,7 @@ class ClosedLoop:
     def __init__(self, document: GridDocument, cells_max: int = CELLS_MAX, before: ClosedLoop | None = None) -> None:
         self._settings: ClosedLoopSettings = document.closed_loop
         self._enabled = document.adapt
-        self._stages: dict[StageName, Stage] = document.stages
+        self._stages: dict[StageName, GridStage] = document.stages
         self._cells_max = cells_max
         self._watched: OrderedDict[CellKey, _Watched] = OrderedDict()
         if before is not None and self._enabled:
@@ -199,7 +199,7 @@ class ClosedLoop:
 
     def evaluate(self, now_ms: float) -> list[LoopStep]:
         """Judge every watched cell; return the steps that follow. Meant to be called about once a second."""
-        measured: dict[CellKey, tuple[Measured, ...]] = {}
+        measured: dict[CellKey, tuple[LoopMeasurement, ...]] = {}
         missing_since_ms: dict[str, float] = {}
         """By pool, since when the cell of it that came to miss its target last has missed it."""
         for key, watched in self._watched.items():
@@ -271,7 +271,9 @@ class ClosedLoop:
         after = self._less(watched.share)
         return self._step(key, watched, after, Verdict.CROWDED, measured, now_ms, f"{why}, for {lasted_ms:g} ms")
 
-    def _judge(self, key: CellKey, watched: _Watched, measured: tuple[Measured, ...], now_ms: float) -> LoopStep | None:
+    def _judge(
+        self, key: CellKey, watched: _Watched, measured: tuple[LoopMeasurement, ...], now_ms: float
+    ) -> LoopStep | None:
         settings = self._settings
         verdict = watched.verdict
         lasted_ms = now_ms - watched.since_ms
@@ -302,7 +304,7 @@ class ClosedLoop:
         watched: _Watched,
         after: float,
         verdict: Verdict,
-        measured: tuple[Measured, ...],
+        measured: tuple[LoopMeasurement, ...],
         now_ms: float,
         reason: str,
     ) -> LoopStep | None:
@@ -331,7 +333,7 @@ class ClosedLoop:
 
     def _measured(
         self, pool: str, all_samples: Samples, targets: dict[str, float], now_ms: float
-    ) -> tuple[Measured, ...]:
+    ) -> tuple[LoopMeasurement, ...]:
         measured = []
         for metric, samples in all_samples.items():
             while samples and samples[0][0] <= now_ms - self._settings.window_ms:
@@ -339,10 +341,10 @@ class ClosedLoop:
             if len(samples) >= self._settings.samples_min:
                 values = sorted(value for _, value in samples)
                 p95 = values[ceil(PERCENTILE * len(values)) - 1]
-                measured.append(Measured(pool, metric, p95, targets[metric], len(values)))
+                measured.append(LoopMeasurement(pool, metric, p95, targets[metric], len(values)))
         return tuple(measured)
 
-    def _verdict(self, measured: tuple[Measured, ...]) -> Verdict:
+    def _verdict(self, measured: tuple[LoopMeasurement, ...]) -> Verdict:
         if not measured:
             return Verdict.QUIET
         if any(m.p95_ms > m.target_ms for m in measured):
@@ -352,12 +354,12 @@ class ClosedLoop:
         return Verdict.BETWEEN
 
 
-def _next_faster(stage: Stage, pool: str) -> str | None:
+def _next_faster(stage: GridStage, pool: str) -> str | None:
     faster = retry_order(stage, pool)
     return faster[0] if faster else None
 
 
-def _is_unchanged(key: CellKey, spill_pool: str | None, old: Stage, new: Stage) -> bool:
+def _is_unchanged(key: CellKey, spill_pool: str | None, old: GridStage, new: GridStage) -> bool:
     """Tell whether what was measured of a cell under one document holds under another."""
     ranks = new.speed_ranks()
     if old.axes != new.axes or old.pool_at(key.cell) != new.pool_at(key.cell) or key.pool not in ranks:

@@ -28,7 +28,7 @@ from poolgrid.global_router.core.choice.fallback import (
     retry_order,
 )
 from poolgrid.global_router.core.choice.grid import GridRequest, Selection, StageGrid
-from poolgrid.global_router.core.document.grid_document import Stage
+from poolgrid.global_router.core.document.grid_document import GridStage
 from poolgrid.wire.identifiers import Stage as Work
 
 How = Literal["grid", "override", "spill", "fallback", "retry", "same-pool"]
@@ -43,7 +43,7 @@ SPILLED_FROM = "spilled from"
 class Destination:
     """Where one request may go in one stage of a document."""
 
-    stage: Stage
+    stage: GridStage
     selection: Selection
     spill: Spill | None = None
     first: tuple[Candidate, ...] = ()

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from poolgrid.global_router.core.document.grid_document import Stage
+from poolgrid.global_router.core.document.grid_document import GridStage
 
 
 class PoolStanding(StrEnum):
@@ -83,7 +83,7 @@ class FallbackChoice:
         }
 
 
-def fallback_order(stage: Stage, chosen: str) -> tuple[Candidate, ...]:
+def fallback_order(stage: GridStage, chosen: str) -> tuple[Candidate, ...]:
     """Return the pools to try, the chosen one first; raise ``KeyError`` if it is no pool of the stage."""
     ranks = stage.speed_ranks()
     rank = ranks[chosen]
@@ -103,7 +103,7 @@ def fallback_order(stage: Stage, chosen: str) -> tuple[Candidate, ...]:
     return (first, *candidates)
 
 
-def retry_order(stage: Stage, used: str) -> tuple[str, ...]:
+def retry_order(stage: GridStage, used: str) -> tuple[str, ...]:
     """Return the pools for a priority retry after ``used`` failed: strictly faster, from the slowest to the fastest."""
     ranks = stage.speed_ranks()
     faster = [pool for pool in ranks if ranks[pool] < ranks[used]]

@@ -22,7 +22,7 @@ from typing import Any, assert_never
 
 from poolgrid.global_router.core.choice.request_hints import NO_HINTS, ExpectedOutput, RequestHints, Target
 from poolgrid.global_router.core.document.axis import TARGETS, Axis, StageName
-from poolgrid.global_router.core.document.grid_document import GridDocument, PriorityOverride, Stage
+from poolgrid.global_router.core.document.grid_document import GridDocument, GridStage, PriorityOverride
 
 DEFAULT_SOURCE = "default of the document"
 MIDDLE_SOURCE = "middle of the range"
@@ -117,7 +117,7 @@ class Selection:
 class StageGrid:
     """One stage of a document, ready to be asked."""
 
-    def __init__(self, name: StageName, stage: Stage, document: GridDocument) -> None:
+    def __init__(self, name: StageName, stage: GridStage, document: GridDocument) -> None:
         self.name = name
         self.stage = stage
         self.axes = stage.axes

@@ -129,7 +129,7 @@ class Fallback(DocumentModel):
     )
 
 
-class Stage(DocumentModel):
+class GridStage(DocumentModel):
     """What the three kinds of stages have in common; a pool is named as in ``pools``."""
 
     name: ClassVar[StageName]
@@ -171,7 +171,7 @@ class Stage(DocumentModel):
         return {pool.name: index if pool.priority is None else pool.priority for index, pool in enumerate(self.pools)}
 
 
-class PrefillStage(Stage):
+class PrefillStage(GridStage):
     """Prefill pools by prompt length and TTFT target: ``mapping[isl][ttft]``."""
 
     name: ClassVar[StageName] = "prefill"
@@ -184,7 +184,7 @@ class PrefillStage(Stage):
     mapping: PoolRows = Field(description="isl_resolution rows of ttft_resolution pools.")
 
 
-class DecodeStage(Stage):
+class DecodeStage(GridStage):
     """Decode pools by context length (prompt and expected output) and ITL target: ``mapping[context_length][itl]``."""
 
     name: ClassVar[StageName] = "decode"
@@ -197,7 +197,7 @@ class DecodeStage(Stage):
     mapping: PoolRows = Field(description="context_length_resolution rows of itl_resolution pools.")
 
 
-class AggregatedStage(Stage):
+class AggregatedStage(GridStage):
     """Pools that do both, by TTFT and ITL target: ``mapping[ttft][itl]``.
 
     With ``isl_*`` or ``context_length_*`` or both, ``mapping[isl][context_length][ttft][itl]``.
@@ -294,9 +294,9 @@ class GridDocument(DocumentModel):
     accept: tuple[Accepted, ...] = Field((), max_length=3, description="Rules that this document breaks knowingly.")
 
     @property
-    def stages(self) -> dict[StageName, Stage]:
+    def stages(self) -> dict[StageName, GridStage]:
         """Return the stages that there are, in the order in which a request passes them."""
-        named: list[tuple[StageName, Stage | None]] = [
+        named: list[tuple[StageName, GridStage | None]] = [
             ("prefill", self.prefill),
             ("decode", self.decode),
             ("aggregated", self.aggregated),

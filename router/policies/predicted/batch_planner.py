@@ -127,7 +127,7 @@ class PlanningBatch(msgspec.Struct, frozen=True, gc=False):
     priorities: Sequence[int]
 
 
-class PlannedRequest(msgspec.Struct, frozen=True, gc=False):
+class BatchedRequest(msgspec.Struct, frozen=True, gc=False):
     """A request and the worker that it was given."""
 
     request: int
@@ -143,7 +143,7 @@ def plan(
     queued_tokens: FloatArray,
     step_tokens: FloatArray,
     step_ms: Callable[[int, float], float],
-) -> list[PlannedRequest]:
+) -> list[BatchedRequest]:
     """Return who goes now, in order.
 
     ``queued_tokens`` are the prompt tokens that each worker has to compute, ``step_tokens`` how many a step of it may
@@ -151,7 +151,7 @@ def plan(
     """
     ahead_ms = np.zeros(len(queued_tokens))
     is_taken = np.zeros(len(queued_tokens), np.bool_)
-    placed: list[PlannedRequest] = []
+    placed: list[BatchedRequest] = []
     for priority in sorted(set(waiting.priorities), reverse=True):
         rows = [row for row, each in enumerate(waiting.priorities) if each == priority]
         for worker, requests in divide(waiting, rows, ahead_ms).items():
@@ -163,7 +163,7 @@ def plan(
     return placed
 
 
-def divide(waiting: PlanningBatch, rows: Sequence[int], ahead_ms: FloatArray) -> dict[int, list[PlannedRequest]]:
+def divide(waiting: PlanningBatch, rows: Sequence[int], ahead_ms: FloatArray) -> dict[int, list[BatchedRequest]]:
     """Return the requests of each worker that gets any, in the order in which they are computed.
 
     ``rows`` are the requests to divide, ``ahead_ms`` is what each worker was given before. Who can go nowhere is in
@@ -171,14 +171,14 @@ def divide(waiting: PlanningBatch, rows: Sequence[int], ahead_ms: FloatArray) ->
     """
     least_ms = waiting.own_ms.min(axis=1)
     behind = np.zeros(len(ahead_ms))
-    given: dict[int, list[PlannedRequest]] = {}
+    given: dict[int, list[BatchedRequest]] = {}
     for request in sorted(rows, key=lambda row: -least_ms[row]):
         costs = waiting.costs[request] + ahead_ms + behind * waiting.own_ms[request]
         if np.isinf(costs).all():
             continue
         worker, _ = lowest(costs, waiting.requests[request])
         known = {each: len(requests) for each, requests in given.items()}
-        given.setdefault(worker, []).append(PlannedRequest(request, worker, known))
+        given.setdefault(worker, []).append(BatchedRequest(request, worker, known))
         behind[worker] += 1
     for worker, requests in given.items():
         requests.sort(key=lambda each: (waiting.own_ms[each.request, worker], each.request))

@@ -22,7 +22,7 @@ from poolgrid.cli.router_client import api_key_headers, refusal
 from poolgrid.global_router.core.builder.grid_builder import build_grid
 from poolgrid.global_router.core.builder.pool_profiles import load_profiles
 from poolgrid.global_router.core.document.diff import document_text, json_text
-from poolgrid.global_router.core.document.grid_document import GridDocument, Stage
+from poolgrid.global_router.core.document.grid_document import GridDocument, GridStage
 from poolgrid.global_router.core.document.problems import GridDocumentError, Problem
 from poolgrid.global_router.core.document.reader import LoadedDocument, load_document
 from poolgrid.global_router.document_file import read_bytes, read_document_file
@@ -114,7 +114,7 @@ def show(path: Path, as_json: bool = False) -> int:
     return 0
 
 
-def _grid_row(stage: Stage) -> dict[str, Any]:
+def _grid_row(stage: GridStage) -> dict[str, Any]:
     """Return what a heat map shows of a grid: the bounds of its cells, and the pool of each."""
     axes = [
         {"name": axis.name, "unit": axis.unit, "bounds": [axis.bounds(index) for index in range(axis.resolution)]}

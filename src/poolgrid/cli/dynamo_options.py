@@ -14,9 +14,9 @@ _TLS = "ZMQ has keys of its own, --curve-key and --curve-allowed-keys; HTTP has 
 _NATS_TLS = "use --nats-tls-ca, --nats-tls-certificate and --nats-tls-key."
 _DIFFUSION = "models that generate images or video are not served; text and multimodal models are."
 _INDEX = "the index lives in every router; --event-plane and --data-dir keep it over restarts."
-_COST = "use --prefill-weight, --queue-weight and --decode-weight."
-_QUEUE = "use --queue-limit, --queue-order and --worker-queue-factor."
-_BUSY = "busy workers are known by their load reports; use --worker-queue-factor and --queue-limit."
+_COST = "use --overlap-weight, --queue-weight and --decode-weight."
+_QUEUE = "use --max-queue-requests, --queue-order and --worker-queue-factor."
+_BUSY = "busy workers are known by their load reports; use --worker-queue-factor and --max-queue-requests."
 
 OPTIONS: dict[str, str] = {
     # workers
@@ -104,8 +104,8 @@ OPTIONS: dict[str, str] = {
     **dict.fromkeys(
         ("router --no-use-kv-events", "router --no-kv-events", "router --no-router-kv-events"), "--policy=approximate"
     ),
-    "router --router-ttl": "use --approximate-ttl-ms.",
-    "router --router-ttl-secs": "use --approximate-ttl-ms.",
+    "router --router-ttl": "policy approximate believes for 120 s that a worker keeps a prompt.",
+    "router --router-ttl-secs": "policy approximate believes for 120 s that a worker keeps a prompt.",
     **dict.fromkeys(("router --kv-overlap-score-weight", "router --router-kv-overlap-score-weight"), _COST),
     **dict.fromkeys(
         ("router --router-reset-states", "router --router-snapshot-threshold", "router --serve-indexer"), _INDEX
@@ -184,7 +184,7 @@ def in_our_words(command: str, words: Sequence[str], environment: Mapping[str, s
         at += 1
         meaning = OPTIONS.get(f"{command} {name}", OPTIONS.get(name))
         if name == "--model" and command == "worker" and engine == "simulated":
-            meaning = None  # an option of its own
+            meaning = None  # it was the served name, and is refused with the new one
         if meaning is None and name not in VALUES:
             ours.append(name + equals + value)
             continue

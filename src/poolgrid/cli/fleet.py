@@ -72,7 +72,7 @@ class LocalFleet:
         pools = [(stage, pool) for stage, found in self._document.stages.items() for pool in found.pools]
         level = settings.log_choice.arguments
         common = ["--host", self._host, *level]
-        model = ["--model-path", str(settings.model_path), "--model-name", settings.model_name]
+        model = ["--model-path", str(settings.model_path), "--served-model-name", settings.model_name]
         if settings.on_nats:
             for _, pool in pools:
                 self._plan_consolidators(pool, common)
@@ -138,7 +138,7 @@ class LocalFleet:
         simulate = pool.simulate or PoolSimulation()
         timing = ["--timing", self._settings.timing]
         if simulate.timing_table is not None:
-            timing = ["--timing-table", str(self._path.parent / simulate.timing_table)]
+            timing = ["--timing", str(self._path.parent / simulate.timing_table)]
         # Workers that know roles are given the one of their stage; those that do not serve every stage.
         role = [] if stage == "aggregated" or "role" not in SimulatedWorkerSettings.model_fields else ["--role", stage]
         if self._settings.on_nats:
@@ -146,11 +146,11 @@ class LocalFleet:
         else:
             pushes = ["--consolidator", self._routers[pool.name].word("ingest")]
         return [
-            *("worker", "--worker-id", name, "--model", self._settings.model_name, *timing, *role, *pushes),
+            *("worker", "--worker-id", name, "--served-model-name", self._settings.model_name, *timing, *role, *pushes),
             *("--speedup", str(simulate.speedup * self._settings.speedup)),
-            *("--block-size", str(simulate.block_size), "--total-kv-blocks", str(simulate.total_kv_blocks)),
+            *("--kv-block-size", str(simulate.block_size), "--total-kv-blocks", str(simulate.total_kv_blocks)),
             *("--max-batch-size", str(simulate.max_batch_size), "--max-num-tokens", str(simulate.max_num_tokens)),
-            *("--max-sequence-length", str(simulate.max_sequence_length)),
+            *("--max-seq-len", str(simulate.max_sequence_length)),
             *output_arguments(self._settings, self._model),
             *("--drain-timeout-ms", "2000"),
             *self._settings.options_of("worker", stage),

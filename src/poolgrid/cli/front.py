@@ -1,4 +1,4 @@
-"""`poolgrid up --backend-url URL`: a pool in front of engine servers that run already.
+"""`poolgrid up --engine-url URL`: a pool in front of engine servers that run already.
 
 Rules
     1. Each server is asked what it is. They must serve one model with one block size; their kinds may differ.
@@ -70,7 +70,7 @@ def plan_front(settings: UpSettings) -> FrontPlan:
 async def ask_all(settings: UpSettings) -> list[FrontServer]:
     """Return what every server says, in the order in which they were given."""
     wanted = [(url, role) for role, urls in settings.backends().items() for url in urls]
-    timeout_s = settings.start_timeout_s or REAL_START_TIMEOUT_S
+    timeout_s = settings.start_timeout_s(REAL_START_TIMEOUT_S)
     facts = await asyncio.gather(*(_ask(url, settings, timeout_s) for url, _ in wanted))
     return [FrontServer(url, role, each) for (url, role), each in zip(wanted, facts, strict=True)]
 
@@ -80,23 +80,23 @@ async def _ask(url: str, settings: UpSettings, timeout_s: float) -> ServerFacts:
     try:
         client = ServerClient(url, SystemClock(), settings.engine_api_key)
     except ValueError as error:
-        raise FrontProblem(f"backend_url: {error}") from None
+        raise FrontProblem(f"engine_url: {error}") from None
     try:
         async with asyncio.timeout(timeout_s):
             while True:
                 try:
                     return await learn(client, server_kinds(), "", settings.served_model_name)
                 except KeyRefused as error:
-                    raise FrontProblem(f"backend_url {url}: {error}") from None
+                    raise FrontProblem(f"engine_url {url}: {error}") from None
                 except (ServerError, DecodeError) as error:
                     if str(error) != said:
                         said = str(error)
                         log.warning("waiting for an engine server: %s", said)
                 await asyncio.sleep(ASK_AGAIN_S)
     except TimeoutError:
-        raise FrontProblem(f"backend_url {url}: no answer within {timeout_s:.0f} s (start_timeout_s): {said}") from None
+        raise FrontProblem(f"engine_url {url}: no answer within {timeout_s:.0f} s (start_timeout_ms): {said}") from None
     except ValueError as error:
-        raise FrontProblem(f"backend_url {url}: {error}") from None
+        raise FrontProblem(f"engine_url {url}: {error}") from None
     finally:
         client.close()
 
@@ -109,7 +109,7 @@ def make_plan(settings: UpSettings, servers: Sequence[FrontServer]) -> FrontPlan
     unknown = [url for url, size in sizes.items() if size is None]
     if unknown:
         raise FrontProblem(
-            f"backend_url {unknown[0]}: the server does not say how many tokens a KV block has: give --part-option "
+            f"engine_url {unknown[0]}: the server does not say how many tokens a KV block has: give --part-option "
             "worker.kv-block-size=N"
         )
     block_size = _the_same(
@@ -123,7 +123,7 @@ def make_plan(settings: UpSettings, servers: Sequence[FrontServer]) -> FrontPlan
     changes: dict[str, object] = {
         "model_path": _tokenizer(settings, servers),
         "served_model_name": model,
-        "block_size": int(block_size),
+        "kv_block_size": int(block_size),
     }
     if len(notes) == len(servers) and "policy" not in settings.model_fields_set:
         changes["policy"] = APPROXIMATE
@@ -161,7 +161,7 @@ def _the_same(what: str, said: Mapping[str, object], advice: str) -> str:
     values = {str(value) for value in said.values()}
     if len(values) > 1:
         listed = "; ".join(f"{url}: {value}" for url, value in said.items())
-        raise FrontProblem(f"backend_url: the servers differ in their {what} ({listed}); {advice}")
+        raise FrontProblem(f"engine_url: the servers differ in their {what} ({listed}); {advice}")
     return values.pop()
 
 
@@ -181,7 +181,7 @@ def _tokenizer(settings: UpSettings, servers: Sequence[FrontServer]) -> Path:
             return path
     loaded = ", ".join(sorted({each.facts.model_path or "nothing that they name" for each in servers}))
     raise FrontProblem(
-        f"backend_url: the router needs the model's tokenizer, and the servers loaded {loaded}, which "
+        f"engine_url: the router needs the model's tokenizer, and the servers loaded {loaded}, which "
         "is no directory of this machine: give --model-path, a directory with config.json, tokenizer.json and "
         "tokenizer_config.json"
     )

@@ -24,7 +24,7 @@ from poolgrid.process.tasks import unless
 from poolgrid.transport.bound_socket import bind
 
 
-class Group(Protocol):
+class HttpGroup(Protocol):
     """The processes of a command."""
 
     async def start(self) -> list[str]:
@@ -60,7 +60,7 @@ async def start_members(parts: list[Part]) -> str:
 async def run_group(
     host: str,
     port: int,
-    make_group: Callable[[int, Path], Group],
+    make_group: Callable[[int, Path], HttpGroup],
     stop: asyncio.Event,
     ready: Callable[..., None],
 ) -> None:

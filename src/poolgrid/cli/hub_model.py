@@ -60,7 +60,7 @@ def with_directory(settings: S, name_field: str, *, weights: bool, fetch: bool =
 def router_model(settings: FrontendSettings) -> FrontendSettings:
     """Return a router's settings with the directory of its model; ends with status 2 where there is none."""
     try:
-        return with_directory(settings, "model_name", weights=False)
+        return with_directory(settings, "served_model_name", weights=False)
     except ValueError as error:
         click.echo(str(error), err=True)
         raise SystemExit(2) from None

@@ -49,7 +49,7 @@ class PlannedWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LaunchGroup:
     """Workers of one kind, as the command line describes them."""
 
     names: tuple[str, ...]
@@ -92,7 +92,7 @@ def options_as_settings(options: Sequence[str]) -> dict[str, Any]:
 
 def plan_real(
     engine: str,
-    groups: Sequence[Group],
+    groups: Sequence[LaunchGroup],
     common: Mapping[str, str],
     usable: Sequence[str],
     environment: Mapping[str, str],

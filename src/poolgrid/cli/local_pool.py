@@ -16,7 +16,6 @@ Rules
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +29,7 @@ from poolgrid.cli.greeting import greeting
 from poolgrid.cli.launch_plan import (
     ANY,
     INGEST,
-    Group,
+    LaunchGroup,
     PlannedPart,
     PlannedWorker,
     described_parts,
@@ -49,7 +48,7 @@ from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.settings import InputFile
 from poolgrid.process.tasks import cancel_all, owned
 from poolgrid.transport.bound_socket import ReservedPorts
-from poolgrid.workers.core.timing import PUBLISHED, TimingName
+from poolgrid.workers.core.timing import PUBLISHED, TIMINGS, Timing
 
 DEFAULT_LOG_DIR = Path("poolgrid-logs")
 
@@ -83,7 +82,18 @@ PARTS = ("router", "global-router", "consolidator", *ROLES)
 
 _OF_SIMULATED = ("speedup", "timing")
 _OF_OWN_WORKERS = (
-    *("engine", "workers", "prefill", "decode", "encode", "modality", "pools", "dry_run", "block_size", "engine_args"),
+    *(
+        "engine",
+        "workers",
+        "prefill",
+        "decode",
+        "encode",
+        "modality",
+        "pools",
+        "dry_run",
+        "kv_block_size",
+        "engine_args",
+    ),
 )
 
 
@@ -110,7 +120,7 @@ class UpSettings(EventPlaneSettings):
         ),
     )
 
-    backend_url: tuple[Option, ...] = Field(
+    engine_url: tuple[Option, ...] = Field(
         (),
         max_length=256,
         description=(
@@ -155,11 +165,12 @@ class UpSettings(EventPlaneSettings):
             "each pool's own factor."
         ),
     )
-    timing: TimingName = Field(
+    timing: Timing = Field(
         PUBLISHED,
+        examples=list(TIMINGS),
         description=(
-            "Choose the step times of the simulated engines: published formulas, or measured on an H100 or "
-            "H200 with Qwen3-8B."
+            "Choose the step times of the simulated engines: published (formulas), h100-qwen3-8b, h200-qwen3-8b "
+            "(measured), or your own JSON file."
         ),
     )
     data_dir: Path | None = Field(
@@ -197,7 +208,7 @@ class UpSettings(EventPlaneSettings):
             "workers need no weights."
         ),
     )
-    block_size: int = Field(32, ge=1, le=4096, description="Set the number of tokens in a KV block.")
+    kv_block_size: int = Field(32, ge=1, le=4096, description="Set the number of tokens in a KV block.")
     log_level: str = Field("warning", description=LEVEL_HELP)
     log_format: Literal["text", "json"] | None = Field(None, description=FORMAT_HELP)
     served_model_name: str = Field(
@@ -244,11 +255,11 @@ class UpSettings(EventPlaneSettings):
             "standard error otherwise."
         ),
     )
-    start_timeout_s: float | None = Field(
+    start_timeout_ms: float | None = Field(
         None,
         gt=0,
-        le=86_400,
-        description=("Give up when a worker is not ready after this time. Unset = 60, or 1800 with trtllm."),
+        le=86_400_000,
+        description=("Give up when a worker is not ready after this time. Unset = 60,000, or 1,800,000 with trtllm."),
     )
 
     @model_validator(mode="after")
@@ -266,7 +277,7 @@ class UpSettings(EventPlaneSettings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_roles()
-        if self.backend_url:
+        if self.engine_url:
             return self._check_front()
         wrong = _OF_SIMULATED if self.real else ("gpus",)
         for name in wrong:
@@ -290,11 +301,11 @@ class UpSettings(EventPlaneSettings):
         for name in (*_OF_SIMULATED, "gpus", *_OF_OWN_WORKERS):
             if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)!r} with backend_url: the servers run already, and have theirs"
+                    f"{name} is {getattr(self, name)!r} with engine_url: the servers run already, and have theirs"
                 )
         given = self.backends()
         if given["prefill"] and not given["decode"]:
-            raise ValueError("backend_url names prefill servers and no decode=URL to continue their requests")
+            raise ValueError("engine_url names prefill servers and no decode=URL to continue their requests")
         return self
 
     def _check_roles(self) -> None:
@@ -307,12 +318,12 @@ class UpSettings(EventPlaneSettings):
                     raise ValueError(
                         f"{name} is given {len(values)} times for {role or 'no role'}: give ROLE=VALUE, once for each"
                     )
-        if "encode" in by_role(self.backend_url):
-            raise ValueError("backend_url has encode=URL: servers in front of others are prefill and decode")
+        if "encode" in by_role(self.engine_url):
+            raise ValueError("engine_url has encode=URL: servers in front of others are prefill and decode")
 
     def backends(self) -> dict[str, list[str]]:
         """Return the URLs of servers that run already, by the role of their worker."""
-        given = by_role(self.backend_url)
+        given = by_role(self.engine_url)
         whole = [*given.get("", ()), *given.get("worker", ())]
         return {"aggregated": whole, "prefill": given.get("prefill", []), "decode": given.get("decode", [])}
 
@@ -320,6 +331,10 @@ class UpSettings(EventPlaneSettings):
         """Return the further options of parts as arguments; raises ``OptionProblem``."""
         found = (option.removeprefix("--").partition(".") for option in self.part_option)
         return options_as_arguments([option for part, _, option in found if part in parts])
+
+    def start_timeout_s(self, default: float) -> float:
+        """Return how long the start may take."""
+        return default if self.start_timeout_ms is None else self.start_timeout_ms / 1000
 
     @property
     def real(self) -> bool:
@@ -335,14 +350,14 @@ class UpSettings(EventPlaneSettings):
         """Return whether requests may carry media."""
         return self.modality == "multimodal" or (self.modality is None and bool(self.encode))
 
-    def groups(self, workers: Mapping[str, str] | None = None) -> list[Group]:
+    def groups(self, workers: Mapping[str, str] | None = None) -> list[LaunchGroup]:
         """Return the workers by kind, in the order in which they get GPUs; ``workers`` are roles by name."""
         names = self.workers_by_name() if workers is None else workers
         engine_args, gpus = by_role(self.engine_args), by_role(self.gpus)
         engine_args["worker"] = engine_args.get("worker") or engine_args.get("", [])
         kinds = {"aggregated": "worker", "prefill": "prefill", "decode": "decode", "encode": "encode"}
         return [
-            Group(
+            LaunchGroup(
                 tuple(name for name, each in names.items() if each == role),
                 "prefill_and_decode" if role == "aggregated" else role,
                 Path(engine_args[word][0]) if engine_args.get(word) else None,
@@ -425,7 +440,7 @@ def plan(
 
 
 def plan_engines(
-    settings: UpSettings, groups: Sequence[Group], usable: Callable[[str], Sequence[str]]
+    settings: UpSettings, groups: Sequence[LaunchGroup], usable: Callable[[str], Sequence[str]]
 ) -> list[PlannedWorker]:
     """Return workers with a real engine, with their GPUs; raises ``ValueError`` with what is wrong."""
     common = {
@@ -434,13 +449,15 @@ def plan_engines(
         "served-model-name": settings.model_name,
         "modality": "multimodal" if settings.multimodal else "text",
     }
-    if "block_size" in settings.model_fields_set:
-        common["kv-block-size"] = str(settings.block_size)
+    if "kv_block_size" in settings.model_fields_set:
+        common["kv-block-size"] = str(settings.kv_block_size)
     planned = plan_real(settings.engine, groups, common, usable(settings.usable_gpus), os.environ)
     return [replace(each, arguments=(*each.arguments, *settings.log_choice.arguments)) for each in planned]
 
 
-def simulated_arguments(settings: UpSettings, model: PromptModel, name: str, role: str, group: Group) -> list[str]:
+def simulated_arguments(
+    settings: UpSettings, model: PromptModel, name: str, role: str, group: LaunchGroup
+) -> list[str]:
     """Return the command of a simulated worker."""
     return [
         *(
@@ -451,14 +468,14 @@ def simulated_arguments(settings: UpSettings, model: PromptModel, name: str, rol
             name,
             "--role",
             role,
-            "--model",
+            "--served-model-name",
             settings.model_name,
             "--host",
             settings.host,
         ),
         *("--modality", "multimodal" if settings.multimodal else "text"),
         *("--consolidator", INGEST, "--timing", settings.timing, "--speedup", str(settings.speedup)),
-        *("--block-size", str(settings.block_size)),
+        *("--kv-block-size", str(settings.kv_block_size)),
         *output_arguments(settings, model),
         *("--drain-timeout-ms", "2000", *settings.log_choice.arguments),
         # What the command line says last wins.
@@ -584,7 +601,7 @@ def worker_part(
         pushing(settings, planned.arguments, ingest, pool),
         {**environment, **planned.environment()},
         REAL_STOP_TIMEOUT_S if real else STOP_TIMEOUT_S,
-        settings.start_timeout_s or (REAL_START_TIMEOUT_S if real else START_TIMEOUT_S),
+        settings.start_timeout_s(REAL_START_TIMEOUT_S if real else START_TIMEOUT_S),
         None if log_dir is None else log_dir / f"{planned.name}.log",
         REAL_RESTARTS_MAX if real else None,
     )
@@ -604,7 +621,7 @@ async def first_given_up(workers: Sequence[Part]) -> str:
 
 def router_arguments(settings: UpSettings, port: str, select_port: str) -> list[str]:
     """Return the command of the router, but for where the consolidator is."""
-    named = ["--model-name", settings.served_model_name] if settings.served_model_name else []
+    named = ["--served-model-name", settings.served_model_name] if settings.served_model_name else []
     return [
         *("router", "--host", settings.host, "--port", port),
         *("--select-port", select_port, "--model-path", str(settings.model_path), *named),
@@ -672,10 +689,7 @@ async def warm_up(url: str, settings: UpSettings) -> None:
 
 def output_arguments(settings: UpSettings, model: PromptModel) -> list[str]:
     """Return what simulated workers are told of their answers: which tokens there are, and how many come."""
-    added = model.tokenizer.get_added_tokens_decoder()
-    first = next(token_id for token_id in itertools.count() if token_id not in added)
-    end = ["--eos-token-id", str(model.eos_token_ids[0])] if model.eos_token_ids else []
     return [
-        *("--vocabulary-size", str(model.vocab_size), "--first-token-id", str(first), *end),
-        *("--tokenizer-path", str(settings.model_path)),
+        *("--vocabulary-size", str(model.vocab_size)),
+        *("--model-path", str(settings.model_path)),
     ]

@@ -35,7 +35,7 @@ def run_up(settings: UpSettings, as_json: bool = False) -> int:
     try:
         settings.log_choice.configure("up")
         settings = with_directory(settings, "served_model_name", weights=settings.real, fetch=not settings.dry_run)
-        if settings.backend_url:
+        if settings.engine_url:
             return run_front(settings)
         # A plan with a real engine needs no model: it may be on another machine.
         model = None if settings.dry_run and settings.real else PromptModel.load(settings.model_path)

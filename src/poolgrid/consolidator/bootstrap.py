@@ -53,7 +53,9 @@ def open_journal(settings: ConsolidatorSettings, tuning: Tuning) -> Journal:
         return FileJournal(
             disk,
             JournalSettings(
-                tuning.segment_bytes_of(settings.retention_bytes), settings.retention_bytes, settings.retention_ms
+                tuning.segment_bytes_of(settings.journal_retention_bytes),
+                settings.journal_retention_bytes,
+                settings.journal_retention_ms,
             ),
         )
     except BaseException:

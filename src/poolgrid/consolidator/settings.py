@@ -41,12 +41,12 @@ class ConsolidatorSettings(SecuritySettings, EventPlaneSettings, DiscoverySettin
     lease_ms: int = Field(
         default=3000, ge=50, le=600_000, description=("Treat a worker as gone after this time without a message.")
     )
-    retention_bytes: int = Field(
+    journal_retention_bytes: int = Field(
         default=1024 * MIB,
         ge=MIB,
         description=("Remove old journal segments behind a snapshot when the journal is larger than this."),
     )
-    retention_ms: int = Field(
+    journal_retention_ms: int = Field(
         default=24 * 3600 * 1000,
         ge=1000,
         description=("Remove journal segments behind a snapshot when they are older than this."),
@@ -83,20 +83,22 @@ class ConsolidatorProcessSettings(ConsolidatorSettings, HttpSettings):
             "host is 0.0.0.0 or ::."
         ),
     )
-    leader_lease_s: int = Field(
-        default=3,
-        ge=1,
-        le=600,
+    leader_lease_ms: int = Field(
+        default=3000,
+        ge=1000,
+        le=600_000,
+        multiple_of=1000,
         description=(
-            "With event_plane nats, let another consolidator take over when the active one is silent for this time."
+            "With event_plane nats, let another consolidator take over when the active one is silent for this time, "
+            "in whole seconds."
         ),
     )
 
     @model_validator(mode="after")
     def _check_plane(self) -> Self:
         if self.event_plane == "zmq":
-            if self.leader_lease_s != type(self).model_fields["leader_lease_s"].default:
-                raise ValueError(f"leader_lease_s is {self.leader_lease_s!r} and event_plane is zmq: it is for nats")
+            if self.leader_lease_ms != type(self).model_fields["leader_lease_ms"].default:
+                raise ValueError(f"leader_lease_ms is {self.leader_lease_ms!r} and event_plane is zmq: it is for nats")
             return self
         if self.data_dir is not None:
             raise ValueError(f"data_dir is {self.data_dir} and event_plane is nats: the journal is in the stream")

@@ -19,7 +19,7 @@ async def open_discovery(
     opened: AsyncExitStack, settings: DiscoverySettings, clock: Clock, registry: CollectorRegistry | None = None
 ) -> Discovery:
     """Return the names that settings ask for, reached; raises ``ValueError`` or ``OSError``."""
-    names = Discovery(_store(settings, clock), settings.namespace, settings.names_lease_s, clock, registry)
+    names = Discovery(_store(settings, clock), settings.namespace, settings.names_lease_ms // 1000, clock, registry)
     opened.push_async_callback(names.close)
     await names.open()
     return names

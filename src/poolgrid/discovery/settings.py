@@ -53,12 +53,14 @@ class DiscoverySettings(NatsSettings):
             "host is 0.0.0.0 or ::."
         ),
     )
-    names_lease_s: int = Field(
-        10,
-        ge=1,
-        le=600,
+    names_lease_ms: int = Field(
+        10_000,
+        ge=1000,
+        le=600_000,
+        multiple_of=1000,
         description=(
-            "Remove a registration that was not renewed for this time. Processes renew it three times as often."
+            "Remove a registration that was not renewed for this time, in whole seconds. Processes "
+            "renew it three times as often."
         ),
     )
 

@@ -7,7 +7,7 @@ Rules
        answered 503.
     3. Nothing waits for a viewer. The last ``CHANGES_KEPT`` changes are kept; a viewer that is slower gets the ones it
        missed in one piece, and beyond them the whole picture again. The server cuts one that takes nothing at all
-       (``http_write_timeout_ms``).
+       (60 s).
     4. Putting a picture together takes at most a fifth of the time: what takes longer is done less often.
 """
 

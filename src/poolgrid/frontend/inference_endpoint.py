@@ -196,7 +196,7 @@ class _Exchange:
         self._metrics = endpoint._metrics
         self._clock = endpoint._clock
         self._scope = scope
-        self._headers = headers = dict(scope["headers"])
+        self.headers = headers = dict(scope["headers"])
         self._wanted_id = endpoint._request_ids.wanted(headers.get(b"x-request-id"))
         self._arrived_ms = arrived_ms
         self._caller = caller_of(scope)
@@ -219,7 +219,7 @@ class _Exchange:
         """Types of the client's tools that cannot run here."""
         self.model = ""
         """What was asked for, once the body is read."""
-        self._series: ModelSeries | None = None
+        self.series: ModelSeries | None = None
         """The instruments of its model, once there is a token."""
         self.error = ""
         """Code of the error that it was answered with."""
@@ -234,7 +234,7 @@ class _Exchange:
         self._endpoint.begin(self)
         try:
             limit = self._endpoint._body_bytes_max
-            headers = self._headers
+            headers = self.headers
             content_type, content_length = headers.get(b"content-type", b""), headers.get(b"content-length", b"")
             check_announced(content_type, content_length, limit, self._scope["headers"])
             body = None if self._direct is None else self._direct.body()
@@ -350,7 +350,7 @@ class _Exchange:
         return prompts
 
     async def _serve(self, job: PreparedRequest, prompts: Sequence[Prompt], request_ids: list[str]) -> None:
-        requests = sequences_of(job, prompts, request_ids, _hints_of(self._headers))
+        requests = sequences_of(job, prompts, request_ids, _hints_of(self.headers))
         if self.trace is not None:
             for request in requests:
                 request.trace = self.trace
@@ -384,223 +384,17 @@ class _Exchange:
             encoder.count_in_chunks(
                 lambda index: counts_so_far(prompts[index // per_prompt].isl, outputs[index].completion_tokens)
             )
-        pumps = _Pumps(outputs) if len(outputs) > 1 else None
+        answer = _Answer(self, job, prompts, encoder)
         try:
             if self.streaming:
-                await self._stream(job, prompts, encoder, pumps)
+                await answer.stream()
             else:
-                await self._whole(job, prompts, encoder, pumps)
+                await answer.whole()
         finally:
-            if pumps is not None:
-                pumps.close()
+            if answer.pumps is not None:
+                answer.pumps.close()
 
-    async def _stream(
-        self,
-        job: PreparedRequest,
-        prompts: Sequence[Prompt],
-        encoder: AnswerEncoder,
-        pumps: _Pumps | None,
-    ) -> None:
-        head = StreamHead(self._start_stream, self._write, encoder.begin(), partial(_wait_for_room, self._outputs))
-
-        async def comment(body: bytes) -> None:
-            if not head.is_sent and _wait_for_room(self._outputs):
-                return
-            await self._write(await head.before(body))
-
-        keep_alive = KeepAlive(comment, KEEP_ALIVE_S)
-        try:
-            await self._events(job, prompts, encoder, pumps, head, keep_alive)
-        finally:
-            head.close()
-            if keep_alive is not None:
-                keep_alive.close()
-
-    async def _events(
-        self,
-        job: PreparedRequest,
-        prompts: Sequence[Prompt],
-        encoder: AnswerEncoder,
-        pumps: _Pumps | None,
-        head: StreamHead,
-        keep_alive: KeepAlive | None,
-    ) -> None:
-        if pumps is None:
-            await self._events_of_one(job, prompts, encoder, head, keep_alive)
-            return
-        unfinished = len(self._outputs)
-        while unfinished:
-            parts: list[bytes] = []
-            failed: SequenceOutput | None = None
-            for output in self._take(await pumps.next()):
-                finish_reason = output.finish_reason
-                if finish_reason is not None:
-                    unfinished -= 1
-                    if finish_reason == "error":
-                        failed = output
-                        finish_reason = None
-                if output.text or finish_reason is not None:
-                    if not output.started:
-                        output.started = True
-                        parts.append(encoder.role(output.index))
-                    parts.append(encoder.chunk(output.index, output.take_text(), output.take_logprobs(), finish_reason))
-            if any(parts) and (unfinished or failed is not None):
-                await self._write(await head.before(b"".join(parts)))
-                if keep_alive is not None:
-                    keep_alive.wrote = True
-            if failed is not None:
-                await head.settled()
-                raise _generation_failed(failed)
-        parts.append(encoder.end(self._usage(job, prompts)))
-        last = await head.before(b"".join(parts))
-        if keep_alive is not None:
-            keep_alive.close()
-        await self._end(last)
-
-    async def _events_of_one(
-        self,
-        job: PreparedRequest,
-        prompts: Sequence[Prompt],
-        encoder: AnswerEncoder,
-        head: StreamHead,
-        keep_alive: KeepAlive | None,
-    ) -> None:
-        """As ``_events``, for one sequence: what happens for every token of nearly every stream."""
-        [output] = self._outputs
-        stream = output.stream
-        assert stream is not None, "submitted before anything is awaited from it"
-        index = output.index
-        while True:
-            self._absorb(output, await stream.next())
-            finish_reason = output.finish_reason
-            last = finish_reason is not None
-            failed = finish_reason == "error"
-            if failed:
-                finish_reason = None
-            part = b""
-            if output.text or finish_reason is not None:
-                if not output.started:
-                    output.started = True
-                    part = encoder.role(index)
-                part += encoder.chunk(index, output.take_text(), output.take_logprobs(), finish_reason)
-            if last and not failed:
-                break
-            if part:
-                await self._write(part if head.is_sent else await head.before(part))
-                if keep_alive is not None:
-                    keep_alive.wrote = True
-            if failed:
-                await head.settled()
-                raise _generation_failed(output)
-        end = await self._completed(job, encoder, partial(encoder.end, self._usage(job, prompts)))
-        part = await head.before(part + end)
-        if keep_alive is not None:
-            keep_alive.close()
-        await self._end(part)
-
-    async def _whole(
-        self,
-        job: PreparedRequest,
-        prompts: Sequence[Prompt],
-        encoder: AnswerEncoder,
-        pumps: _Pumps | None,
-    ) -> None:
-        if pumps is None:
-            [output] = self._outputs
-            stream = output.stream
-            assert stream is not None, "submitted before anything is awaited from it"
-            while output.finish_reason is None:
-                self._absorb(output, await stream.next(output.waits_for_end()))
-            if output.finish_reason == "error":
-                raise _generation_failed(output)
-        else:
-            unfinished = len(self._outputs)
-            while unfinished:
-                for output in self._take(await pumps.next()):
-                    if output.finish_reason is not None:
-                        unfinished -= 1
-                        if output.finish_reason == "error":
-                            raise _generation_failed(output)
-        counts = self._usage(job, prompts)
-        if job.form is None:
-            body = encoder.whole(self._outputs, counts)
-        else:
-            body = await self._completed(job, encoder, partial(encoder.whole, self._outputs, counts))
-        headers = [*self._response_headers(), (b"content-type", b"application/json")]
-        if len(body) >= GZIP_BYTES_MIN:
-            headers.append((b"vary", b"accept-encoding"))
-            if accepts_gzip(self._headers.get(b"accept-encoding", b"")):
-                body = compressed(body)
-                headers.append((b"content-encoding", b"gzip"))
-        self._begin(200, headers)
-        await self._answer(200, headers, body)
-
-    async def _completed(self, job: PreparedRequest, encoder: AnswerEncoder, complete: Callable[[], bytes]) -> bytes:
-        """Return the end of an answer. A response counts the tokens of its reasoning, in a thread when it is long, and
-        is kept before its client can go on from it."""
-        form = job.form
-        if form is None:
-            return complete()
-        pool = self._endpoint._tokenization
-        generated_bytes = TOKEN_BYTES * sum(output.completion_tokens for output in self._outputs)
-        if form.counts_reasoning and not pool.is_short(generated_bytes, job.model.tokenizes_fast()):
-            end = await pool.run_in_thread(complete, is_due=True)
-        else:
-            end = complete()
-        if form.keep is not None:
-            await form.keep(encoder)
-        return end
-
-    def _take(self, arrivals: Arrivals) -> Iterable[SequenceOutput]:
-        """Absorb everything that arrived and return each sequence that it was for, once."""
-        touched: dict[int, SequenceOutput] = {}
-        for output, deltas in arrivals:
-            # What arrives after a stop string was found is not part of the answer.
-            if output.finish_reason is None or output.index in touched:
-                touched[output.index] = output
-                if output.finish_reason is None:
-                    self._absorb(output, deltas)
-        return touched.values()
-
-    def _absorb(self, output: SequenceOutput, deltas: Sequence[StreamDelta]) -> None:
-        tokens = output.absorb(deltas)
-        if output.stopped_here and output.stream is not None:
-            output.stream.cancel()
-        if tokens == 0:
-            return
-        now_ms = self._clock.monotonic_ms()
-        previous_ms = output.last_token_at_ms
-        series = self._series
-        if previous_ms is None:
-            if series is None:
-                series = self._series = self._metrics.of_model(self.model)
-            ttft_ms = now_ms - self._arrived_ms
-            if self.trace is None:
-                series.ttft.observe(ttft_ms / 1000)
-            else:
-                series.ttft.observe_traced(ttft_ms / 1000, self.trace.trace_id)
-            (series.ttft_met if ttft_ms <= self._metrics.ttft_target_ms else series.ttft_missed).value += 1
-            self.first_token_ms = self.first_token_ms or now_ms
-            output.first_tokens = tokens
-            output.first_token_at_ms = now_ms
-        else:
-            assert series is not None, "the first tokens came before these"
-            series.itl.observe((now_ms - previous_ms) / 1000 / tokens)
-        output.last_token_at_ms = now_ms
-
-    def _usage(self, job: PreparedRequest, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        """Return the counts: every prompt once, with the reuse that its first choice found."""
-        if len(self._outputs) == 1:
-            [output] = self._outputs
-            return usage(len(prompts[0].token_ids) // TOKEN_BYTES, output.completion_tokens, output.cached_tokens or 0)
-        first_choices = self._outputs[:: job.choices_per_prompt]
-        return usage(
-            sum(prompt.isl for prompt in prompts),
-            sum(output.completion_tokens for output in self._outputs),
-            sum(output.cached_tokens or 0 for output in first_choices),
-        )
-
-    def _response_headers(self) -> list[tuple[bytes, bytes]]:
+    def response_headers(self) -> list[tuple[bytes, bytes]]:
         named = self._endpoint._dialect.headers(self._wanted_id)
         if self._tools_left_out:
             left_out = _header_value(", ".join(self._tools_left_out)[:LEFT_OUT_CHARS_MAX])
@@ -626,19 +420,19 @@ class _Exchange:
             headers.append((b"traceresponse", self.trace.root.place.traceparent.encode()))
         return headers
 
-    def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """Complete the headers of an answer that begins."""
         self.status = status
         if self._caller is not None:
             headers += limit_headers(self._caller.standing(self._clock.monotonic_ms()))
         self._started = True
 
-    async def _start_stream(self) -> None:
-        headers = [*self._response_headers(), *_STREAM_HEADERS]
-        self._begin(200, headers)
+    async def start_stream(self) -> None:
+        headers = [*self.response_headers(), *_STREAM_HEADERS]
+        self.begin(200, headers)
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
-    def _write(self, body: bytes) -> Awaitable[None]:
+    def write(self, body: bytes) -> Awaitable[None]:
         if self._direct is not None and not self.done:
             return self._direct.write(body)
         return self._send_part(body)
@@ -647,7 +441,7 @@ class _Exchange:
         if not self.done:
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
-    async def _answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+    async def answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         self.done = True
         if self._direct is not None:
             await self._direct.answer(status, headers, body)
@@ -656,7 +450,7 @@ class _Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
-    async def _end(self, body: bytes) -> None:
+    async def end(self, body: bytes) -> None:
         self.done = True
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -674,11 +468,11 @@ class _Exchange:
             if self._started:
                 self.status = error.status
                 assert self._encoder is not None, "a stream has begun, so there is an encoder"
-                await self._end(self._encoder.error(error))
+                await self.end(self._encoder.error(error))
                 return
             headers = [(b"content-type", b"application/json"), *dialect.headers(self._wanted_id), *error.headers]
-            self._begin(error.status, headers)
-            await self._answer(error.status, headers, body)
+            self.begin(error.status, headers)
+            await self.answer(error.status, headers, body)
         except asyncio.CancelledError:
             # The client left while its error was being written.
             if not self.left:
@@ -715,15 +509,214 @@ class _Exchange:
             metrics.osl.observe(completion_tokens)
             # Of the tokens that came after the first ones: those came together.
             later_tokens = completion_tokens - output.first_tokens
-            if self._series is not None and output.last_token_at_ms is not None and later_tokens > 0:
+            if self.series is not None and output.last_token_at_ms is not None and later_tokens > 0:
                 itl_ms = (output.last_token_at_ms - output.first_token_at_ms) / later_tokens
                 met = itl_ms <= metrics.itl_target_ms
-                (self._series.itl_met if met else self._series.itl_missed).value += 1
+                (self.series.itl_met if met else self.series.itl_missed).value += 1
         if self._caller is not None:
             self._caller.generated(sum(output.completion_tokens for output in self._outputs))
             if all(output.stream is None for output in self._outputs):
                 self._caller.not_dispatched(self._clock.monotonic_ms())
         return account
+
+
+class _Answer:
+    """What workers generate for one request, on its way into the body of its answer."""
+
+    def __init__(
+        self, exchange: _Exchange, job: PreparedRequest, prompts: Sequence[Prompt], encoder: AnswerEncoder
+    ) -> None:
+        self._exchange = exchange
+        self._metrics = exchange._metrics
+        self._clock = exchange._clock
+        self._job = job
+        self._prompts = prompts
+        self._encoder = encoder
+        self._outputs = outputs = exchange._outputs
+        self.pumps = _Pumps(outputs) if len(outputs) > 1 else None
+
+    async def stream(self) -> None:
+        """Write the answer as events, as it is generated."""
+        exchange = self._exchange
+        waits = partial(_wait_for_room, self._outputs)
+        head = StreamHead(exchange.start_stream, exchange.write, self._encoder.begin(), waits)
+
+        async def comment(body: bytes) -> None:
+            if not head.is_sent and _wait_for_room(self._outputs):
+                return
+            await exchange.write(await head.before(body))
+
+        keep_alive = KeepAlive(comment, KEEP_ALIVE_S)
+        try:
+            if self.pumps is None:
+                await self._events_of_one(head, keep_alive)
+            else:
+                await self._events(self.pumps, head, keep_alive)
+        finally:
+            head.close()
+            keep_alive.close()
+
+    async def _events(self, pumps: _Pumps, head: StreamHead, keep_alive: KeepAlive) -> None:
+        exchange, encoder = self._exchange, self._encoder
+        unfinished = len(self._outputs)
+        while unfinished:
+            parts: list[bytes] = []
+            failed: SequenceOutput | None = None
+            for output in self._take(await pumps.next()):
+                finish_reason = output.finish_reason
+                if finish_reason is not None:
+                    unfinished -= 1
+                    if finish_reason == "error":
+                        failed = output
+                        finish_reason = None
+                if output.text or finish_reason is not None:
+                    if not output.started:
+                        output.started = True
+                        parts.append(encoder.role(output.index))
+                    parts.append(encoder.chunk(output.index, output.take_text(), output.take_logprobs(), finish_reason))
+            if any(parts) and (unfinished or failed is not None):
+                await exchange.write(await head.before(b"".join(parts)))
+                keep_alive.wrote = True
+            if failed is not None:
+                await head.settled()
+                raise _generation_failed(failed)
+        parts.append(encoder.end(self._usage()))
+        last = await head.before(b"".join(parts))
+        keep_alive.close()
+        await exchange.end(last)
+
+    async def _events_of_one(self, head: StreamHead, keep_alive: KeepAlive) -> None:
+        """As ``_events``, for one sequence: what happens for every token of nearly every stream."""
+        exchange, encoder = self._exchange, self._encoder
+        [output] = self._outputs
+        stream = output.stream
+        assert stream is not None, "submitted before anything is awaited from it"
+        index = output.index
+        while True:
+            self._absorb(output, await stream.next())
+            finish_reason = output.finish_reason
+            last = finish_reason is not None
+            failed = finish_reason == "error"
+            if failed:
+                finish_reason = None
+            part = b""
+            if output.text or finish_reason is not None:
+                if not output.started:
+                    output.started = True
+                    part = encoder.role(index)
+                part += encoder.chunk(index, output.take_text(), output.take_logprobs(), finish_reason)
+            if last and not failed:
+                break
+            if part:
+                await exchange.write(part if head.is_sent else await head.before(part))
+                keep_alive.wrote = True
+            if failed:
+                await head.settled()
+                raise _generation_failed(output)
+        end = await self._completed(partial(encoder.end, self._usage()))
+        part = await head.before(part + end)
+        keep_alive.close()
+        await exchange.end(part)
+
+    async def whole(self) -> None:
+        """Write the answer at once, when all of it is there."""
+        exchange, encoder, pumps = self._exchange, self._encoder, self.pumps
+        if pumps is None:
+            [output] = self._outputs
+            stream = output.stream
+            assert stream is not None, "submitted before anything is awaited from it"
+            while output.finish_reason is None:
+                self._absorb(output, await stream.next(output.waits_for_end()))
+            if output.finish_reason == "error":
+                raise _generation_failed(output)
+        else:
+            unfinished = len(self._outputs)
+            while unfinished:
+                for output in self._take(await pumps.next()):
+                    if output.finish_reason is not None:
+                        unfinished -= 1
+                        if output.finish_reason == "error":
+                            raise _generation_failed(output)
+        counts = self._usage()
+        if self._job.form is None:
+            body = encoder.whole(self._outputs, counts)
+        else:
+            body = await self._completed(partial(encoder.whole, self._outputs, counts))
+        headers = [*exchange.response_headers(), (b"content-type", b"application/json")]
+        if len(body) >= GZIP_BYTES_MIN:
+            headers.append((b"vary", b"accept-encoding"))
+            if accepts_gzip(exchange.headers.get(b"accept-encoding", b"")):
+                body = compressed(body)
+                headers.append((b"content-encoding", b"gzip"))
+        exchange.begin(200, headers)
+        await exchange.answer(200, headers, body)
+
+    async def _completed(self, complete: Callable[[], bytes]) -> bytes:
+        """Return the end of an answer. A response counts the tokens of its reasoning, in a thread when it is long, and
+        is kept before its client can go on from it."""
+        form = self._job.form
+        if form is None:
+            return complete()
+        pool = self._exchange._endpoint._tokenization
+        generated_bytes = TOKEN_BYTES * sum(output.completion_tokens for output in self._outputs)
+        if form.counts_reasoning and not pool.is_short(generated_bytes, self._job.model.tokenizes_fast()):
+            end = await pool.run_in_thread(complete, is_due=True)
+        else:
+            end = complete()
+        if form.keep is not None:
+            await form.keep(self._encoder)
+        return end
+
+    def _take(self, arrivals: Arrivals) -> Iterable[SequenceOutput]:
+        """Absorb everything that arrived and return each sequence that it was for, once."""
+        touched: dict[int, SequenceOutput] = {}
+        for output, deltas in arrivals:
+            # What arrives after a stop string was found is not part of the answer.
+            if output.finish_reason is None or output.index in touched:
+                touched[output.index] = output
+                if output.finish_reason is None:
+                    self._absorb(output, deltas)
+        return touched.values()
+
+    def _absorb(self, output: SequenceOutput, deltas: Sequence[StreamDelta]) -> None:
+        tokens = output.absorb(deltas)
+        if output.stopped_here and output.stream is not None:
+            output.stream.cancel()
+        if tokens == 0:
+            return
+        exchange, metrics = self._exchange, self._metrics
+        now_ms = self._clock.monotonic_ms()
+        previous_ms = output.last_token_at_ms
+        series = exchange.series
+        if previous_ms is None:
+            if series is None:
+                series = exchange.series = metrics.of_model(exchange.model)
+            ttft_ms = now_ms - exchange._arrived_ms
+            if exchange.trace is None:
+                series.ttft.observe(ttft_ms / 1000)
+            else:
+                series.ttft.observe_traced(ttft_ms / 1000, exchange.trace.trace_id)
+            (series.ttft_met if ttft_ms <= metrics.ttft_target_ms else series.ttft_missed).value += 1
+            exchange.first_token_ms = exchange.first_token_ms or now_ms
+            output.first_tokens = tokens
+            output.first_token_at_ms = now_ms
+        else:
+            assert series is not None, "the first tokens came before these"
+            series.itl.observe((now_ms - previous_ms) / 1000 / tokens)
+        output.last_token_at_ms = now_ms
+
+    def _usage(self) -> dict[str, Any]:
+        """Return the counts: every prompt once, with the reuse that its first choice found."""
+        prompts = self._prompts
+        if len(self._outputs) == 1:
+            [output] = self._outputs
+            return usage(len(prompts[0].token_ids) // TOKEN_BYTES, output.completion_tokens, output.cached_tokens or 0)
+        first_choices = self._outputs[:: self._job.choices_per_prompt]
+        return usage(
+            sum(prompt.isl for prompt in prompts),
+            sum(output.completion_tokens for output in self._outputs),
+            sum(output.cached_tokens or 0 for output in first_choices),
+        )
 
 
 def account_of(exchange: _Exchange) -> TokenTotals:

@@ -278,7 +278,7 @@ class TokenizationCollector(Collector):
         tokens = CounterMetricFamily(
             "poolgrid_frontend_tokenized_tokens",
             "Prompt tokens that were `computed` or came from the `cache` of prompt segments. If the share of "
-            "`cache` is small with conversations, raise `tokenization_cache_bytes`.",
+            "`cache` is small with conversations, add `http_workers`.",
             labels=["model", "source"],
         )
         used = GaugeMetricFamily(

@@ -35,7 +35,7 @@ class FrontendSettings(MediaSettings):
             "hub. Unset = the tiny model of the simulated engine."
         ),
     )
-    model_name: str = Field(
+    served_model_name: str = Field(
         default="",
         max_length=256,
         description=("Serve the model under this name. Unset = the name of its directory."),
@@ -72,13 +72,6 @@ class FrontendSettings(MediaSettings):
             "set and overwrite it."
         ),
     )
-    share_word_cache: bool = Field(
-        default=False,
-        description=(
-            "Share the tokenizer's word cache between isolated tenants: faster, but timing can reveal which "
-            "words others sent."
-        ),
-    )
     metrics_need_key: bool = Field(
         default=False, description=("Require an operator's API key for /metrics; needs api_keys.")
     )
@@ -110,20 +103,10 @@ class FrontendSettings(MediaSettings):
             "Serve the fleet page, a live view of the pool, at /ui. With API keys it needs an operator's key."
         ),
     )
-    tokenizer_threads: int = Field(
-        default=2,
-        ge=1,
-        le=64,
-        description=("Tokenize long prompts on this many threads, so that one long prompt does not delay the next."),
-    )
-    tokenization_cache_bytes: int = Field(
-        default=CACHE_BYTES_DEFAULT,
-        ge=0,
-        le=1024**4,
-        description=(
-            "Cache the token ids of repeated prompt segments (earlier turns) in this much memory; 0 = no cache."
-        ),
-    )
+    tokenizer_threads: ClassVar[int] = 2
+    """Threads for long prompts: one long prompt does not delay the next. For more throughput there is http_workers."""
+    tokenization_cache_bytes: ClassVar[int] = CACHE_BYTES_DEFAULT
+    """Memory for token ids of repeated prompt segments (earlier turns)."""
     response_store_bytes: int = Field(
         default=64 * 1024 * 1024,
         ge=0,
@@ -170,7 +153,7 @@ class FrontendSettings(MediaSettings):
     @property
     def word_cache(self) -> bool:
         """Return whether the tokenizer may remember words."""
-        return self.share_word_cache or not (self.isolate_tenants or self.api_keys is not None)
+        return not (self.isolate_tenants or self.api_keys is not None)
 
     @model_validator(mode="after")
     def _tenants_are_told_one_way(self) -> Self:

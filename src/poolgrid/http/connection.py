@@ -335,7 +335,7 @@ class HttpConnection(asyncio.Protocol):
             503,
             "unfinished_bytes",
             f"reading the request body: more than {self.table.limits.unfinished_bytes} bytes of unfinished requests "
-            "are held, the limit (setting http_unfinished_bytes), and this one began first; try again later",
+            "are held, the limit, and this one began first; try again later",
             is_noted=True,
         )
 

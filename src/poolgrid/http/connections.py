@@ -126,13 +126,13 @@ class HttpConnections:
         self._say_at_s: dict[str, float] = {}
         opened = Gauge(
             "poolgrid_http_connections",
-            "Open connections of the HTTP server. Limit: `http_connections`.",
+            "Open connections of the HTTP server. Limit: `max_connections`.",
             registry=registry,
         )
         opened.set_function(lambda: float(self._count))
         unfinished = Gauge(
             "poolgrid_http_unfinished_bytes",
-            "Memory for incomplete and pipelined requests. Limit: `http_unfinished_bytes`.",
+            "Memory for incomplete and pipelined requests. Limit: 512 MiB.",
             registry=registry,
         )
         unfinished.set_function(lambda: float(self.unfinished_bytes))
@@ -288,7 +288,7 @@ def connections_that_fit(wanted: int) -> int:
     fit = max(1, min(wanted, allowed - min(OTHER_FILES, allowed // 2)))
     if fit < wanted:
         log.warning(
-            "setting http_connections: %d are wanted, %d fit into the limit of %d open files with %d kept for the rest "
+            "setting max_connections: %d are wanted, %d fit into the limit of %d open files with %d kept for the rest "
             "of the process. Raise the limit (ulimit -n, LimitNOFILE) or lower the setting",
             wanted,
             fit,

@@ -1,7 +1,7 @@
 """A lean HTTP/1.1 client: asyncio protocols, httptools, a keep-alive pool. For many long streams at a time.
 
-One ``Connection`` carries one ``Exchange`` at a time, which is told of each piece of the answer as it arrives: no task,
-queue or copy lies in between. Everything the network does wrong becomes ``RequestFailed`` with a kind that can be
+One ``Connection`` carries one ``ClientExchange`` at a time, which is told of each piece of the answer as it arrives: no
+task, queue or copy lies in between. Everything the network does wrong becomes ``RequestFailed`` with a kind that can be
 counted. Whoever stops waiting for an exchange closes its connection, which is how a stream is cancelled.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import httptools
 
-from poolgrid.http.http_target import Target
+from poolgrid.http.http_target import HttpTarget
 from poolgrid.process.clock import Clock
 
 HEADERS_BYTES_MAX = 64 * 1024
@@ -36,7 +36,7 @@ class RequestFailed(Exception):
         super().__init__(f"{kind}: {detail}")
 
 
-class Exchange:
+class ClientExchange:
     """One request and what its answer has brought so far; a subclass takes it."""
 
     __slots__ = ("now_ms", "status")
@@ -75,7 +75,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._parser = httptools.HttpResponseParser(self)
-        self._exchange: Exchange | None = None
+        self._exchange: ClientExchange | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._complete = False
         self._fault: RequestFailed | None = None
@@ -88,7 +88,7 @@ class Connection(asyncio.Protocol):
         self.used = False
         """Whether an exchange ended well on it before: then an early end may be the server's idle timeout."""
 
-    async def send(self, head_and_body: tuple[bytes, bytes], exchange: Exchange) -> None:
+    async def send(self, head_and_body: tuple[bytes, bytes], exchange: ClientExchange) -> None:
         """Send a request and fill ``exchange`` from the answer, to its end; raises ``RequestFailed``."""
         assert self._transport is not None
         if not self.usable:  # whoever waits for an answer on it is never told that it has ended
@@ -224,7 +224,7 @@ class HttpClient:
 
     def __init__(
         self,
-        target: Target,
+        target: HttpTarget,
         clock: Clock,
         headers: Iterable[str] = (),
         *,
@@ -247,7 +247,7 @@ class HttpClient:
         method: str,
         path: str,
         body: bytes,
-        exchange: Exchange,
+        exchange: ClientExchange,
         headers: Iterable[str] = (),
         timeout_s: float | None = None,
     ) -> None:

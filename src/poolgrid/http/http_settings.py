@@ -20,8 +20,9 @@ class HttpLimits:
     """The limits of one server, times in seconds. ``HttpSettings`` has the help of those that operators may set."""
 
     head_bytes: int = 32 * 1024
+    """Longest head: what nginx takes."""
     header_line_bytes: int = 8 * 1024
-    """Longest line of a head: what nginx and Apache take, and a quarter of the head where that is set."""
+    """Longest line of a head: what nginx and Apache take."""
     headers: int = 100
     """Most header fields; Apache's limit. Clients send some 20."""
     header_timeout_s: float = 20.0
@@ -32,11 +33,13 @@ class HttpLimits:
     """A bad mobile connection. Slower bodies hold memory that others need."""
     keep_alive_timeout_s: float = 5.0
     write_timeout_s: float = 60.0
+    """After so long without a byte taken a client that reads nothing of its answer is cut off; nginx's 60 s."""
     pipeline_bytes: int = 64 * 1024
     """What is read of further requests while one is in flight."""
     connections: int = 16_384
     connections_per_address: int = 0
     unfinished_bytes: int = 512 * MIB
+    """Memory for requests that are not complete: sixteen of the largest bodies. Beyond it the oldest gets 503."""
     hosts: tuple[str, ...] = ()
 
     def body_time_s(self, received_bytes: int) -> float:
@@ -52,15 +55,6 @@ class HttpSettings(SecuritySettings):
 
     panel: ClassVar[str] = "HTTP limits"
 
-    http_head_bytes: int = Field(
-        _DEFAULTS.head_bytes,
-        ge=1024,
-        le=16 * MIB,
-        description=(
-            "Limit the head of a request, and its longest line to a quarter of that; larger ones get 431. "
-            "Raise it for large tokens or cookies."
-        ),
-    )
     http_request_timeout_ms: float = Field(
         _DEFAULTS.header_timeout_s * 1000,
         gt=0,
@@ -73,13 +67,7 @@ class HttpSettings(SecuritySettings):
         le=86_400_000,
         description=("Close a connection that is idle for this time. Set it above the proxy's own idle timeout."),
     )
-    http_write_timeout_ms: float = Field(
-        _DEFAULTS.write_timeout_s * 1000,
-        gt=0,
-        le=86_400_000,
-        description=("Close the connection of a client that reads nothing of its answer for this time."),
-    )
-    http_connections: int = Field(
+    max_connections: int = Field(
         _DEFAULTS.connections,
         ge=1,
         le=1_000_000,
@@ -88,21 +76,13 @@ class HttpSettings(SecuritySettings):
             "idle, the new one gets 503."
         ),
     )
-    http_connections_per_address: int = Field(
+    max_connections_per_address: int = Field(
         _DEFAULTS.connections_per_address,
         ge=0,
         le=1_000_000,
         description=(
             "Limit the connections from one IPv4 address or IPv6 /64 network; more get 503. 0 = three "
-            "quarters of http_connections."
-        ),
-    )
-    http_unfinished_bytes: int = Field(
-        _DEFAULTS.unfinished_bytes,
-        ge=1024,
-        le=2**40,
-        description=(
-            "Limit the memory for requests that are not complete; beyond it the oldest incomplete request gets 503."
+            "quarters of max_connections."
         ),
     )
     http_hosts: tuple[str, ...] = Field(
@@ -116,15 +96,11 @@ class HttpSettings(SecuritySettings):
     def http_limits(self) -> HttpLimits:
         """Return the limits as the server wants them."""
         return HttpLimits(
-            head_bytes=self.http_head_bytes,
-            header_line_bytes=self.http_head_bytes // 4,
             header_timeout_s=self.http_request_timeout_ms / 1000,
             body_timeout_s=self.http_request_timeout_ms / 1000,
             keep_alive_timeout_s=self.http_keep_alive_timeout_ms / 1000,
-            write_timeout_s=self.http_write_timeout_ms / 1000,
-            connections=self.http_connections,
-            connections_per_address=self.http_connections_per_address,
-            unfinished_bytes=self.http_unfinished_bytes,
+            connections=self.max_connections,
+            connections_per_address=self.max_connections_per_address,
             hosts=self.http_hosts,
         )
 

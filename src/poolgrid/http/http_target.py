@@ -5,7 +5,7 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 
-class Target:
+class HttpTarget:
     """Where requests go: the parts of an endpoint's URL, with or without a trailing ``/v1``."""
 
     def __init__(self, url: str) -> None:

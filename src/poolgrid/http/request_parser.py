@@ -142,7 +142,7 @@ class RequestParser:
                     head_max = self._limits.head_bytes
                     if self.head_bytes > head_max:
                         message = f"reading a request: its head has more than {head_max} bytes, the limit"
-                        raise RequestRefusedError(431, "head_too_large", f"{message} (setting http_head_bytes)")
+                        raise RequestRefusedError(431, "head_too_large", f"{message}")
             part = memoryview(data)[at:end] if end - at > COPIED_BYTES_MAX else data[at:end]
             self._feed(part, end - at)
             at = end

@@ -28,8 +28,8 @@ import msgspec
 from poolgrid.discovery.ports import DiscoveryUnavailable, Scope
 from poolgrid.discovery.registry import Seen
 from poolgrid.discovery.settings import DiscoverySettings
-from poolgrid.http.http_client import Exchange, HttpClient, RequestFailed, bearer
-from poolgrid.http.http_target import Target
+from poolgrid.http.http_client import ClientExchange, HttpClient, RequestFailed, bearer
+from poolgrid.http.http_target import HttpTarget
 from poolgrid.kubernetes.slices import COMPONENT_LABEL, NAMESPACE_LABEL, EndpointSlice, decode_slices, seen_in
 from poolgrid.process.clock import Clock
 from poolgrid.wire.registration import Registration
@@ -86,7 +86,7 @@ class _Status(msgspec.Struct):
     message: str = ""
 
 
-class _Answer(Exchange):
+class _Answer(ClientExchange):
     __slots__ = ("body", "retry_after")
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class KubernetesRegistrations:
         ``chance`` is a number between 0 and 1, of which the pace is made.
         """
         self.where = api
-        self._target = Target(api)
+        self._target = HttpTarget(api)
         self._account_dir = account_dir
         self._namespaces = tuple(namespaces)
         self._clock = clock

@@ -26,7 +26,7 @@ CONNECT_TIMEOUT_S = 10.0
 
 CLOSE_TIMEOUT_S = 2.0
 
-FROM_ENVIRONMENT = ("nats_credentials", "nats_nkey", "nats_tls_ca", "nats_tls_certificate", "nats_tls_key")
+FROM_ENVIRONMENT = ("nats_credentials", "nats_tls_ca", "nats_tls_certificate", "nats_tls_key")
 """Settings that are the same for every pool of an account: commands take them where services find them."""
 
 

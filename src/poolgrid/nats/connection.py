@@ -126,11 +126,9 @@ class NatsConnection:
         if context is not None:
             more["tls"] = context
         if settings.nats_credentials is not None:
-            settings.nats_credentials.read_bytes()  # a file that is not there is an error now, and not at each attempt
-            more["user_credentials"] = str(settings.nats_credentials)
-        if settings.nats_nkey is not None:
-            settings.nats_nkey.read_bytes()
-            more["nkeys_seed"] = str(settings.nats_nkey)
+            # A file that is not there is an error now, and not at each attempt.
+            is_seed = settings.nats_credentials.read_bytes().lstrip().startswith(b"SU")
+            more["nkeys_seed" if is_seed else "user_credentials"] = str(settings.nats_credentials)
         with keep_cancellation():
             await client.connect(
                 servers=list(settings.nats_url),

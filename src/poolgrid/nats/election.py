@@ -114,7 +114,9 @@ class LeaderElection:
     async def _live(self) -> None:
         consolidator_id = self._new_id()
         await self._journal.open()
-        lease = LeaderLease(self._journal.connection, consolidator_id, self._settings.leader_lease_s, self._clock)
+        lease = LeaderLease(
+            self._journal.connection, consolidator_id, self._settings.leader_lease_ms // 1000, self._clock
+        )
         fenced = asyncio.Event()
         service: ConsolidatorService | None = None
         try:

@@ -31,7 +31,7 @@ BUCKET = "poolgrid-{pool}"
 KEY = "leader"
 
 LEASE_S_MAX = 600
-"""Longest lease that a consolidator may have (``leader_lease_s``)."""
+"""Longest lease that a consolidator may have (``leader_lease_ms``)."""
 
 RENEWALS_PER_LEASE = 3
 

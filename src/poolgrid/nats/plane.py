@@ -46,9 +46,9 @@ async def serve_consolidator(
     connection = NatsConnection(settings, "poolgrid consolidator", clock)
     connection.foreign.count_in(registry)
     opened.push_async_callback(connection.close)
-    bytes_max = bytes_max_of(settings.retention_bytes)
+    bytes_max = bytes_max_of(settings.journal_retention_bytes)
     journal = JetStreamJournal(connection, StreamShape(settings.nats_replicas, bytes_max))
-    sizes = StreamJournalSettings(settings.retention_bytes, settings.retention_ms, bytes_max)
+    sizes = StreamJournalSettings(settings.journal_retention_bytes, settings.journal_retention_ms, bytes_max)
 
     def make_service(consolidator_id: str, on_fenced: Callable[[JournalFenced], None]) -> ConsolidatorService:
         return ConsolidatorService(

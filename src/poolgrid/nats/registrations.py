@@ -116,4 +116,4 @@ class NatsRegistrations:
 
 def open_store(settings: DiscoverySettings, clock: Clock) -> NatsRegistrations:
     """Return the registrations in NATS (entry point of ``poolgrid.discovery``)."""
-    return NatsRegistrations(settings, settings.names_lease_s, settings.nats_replicas, clock)
+    return NatsRegistrations(settings, settings.names_lease_ms // 1000, settings.nats_replicas, clock)

@@ -41,10 +41,7 @@ class NatsSettings(Settings):
         ),
     )
     nats_credentials: InputFile | None = Field(
-        None, description=("Read the NATS account's JWT and key from this credentials file (.creds).")
-    )
-    nats_nkey: InputFile | None = Field(
-        None, description=("Read the seed of a NATS user's nkey from this file, instead of --nats-credentials.")
+        None, description=("Read the NATS user from this file: credentials (.creds), or the seed of an nkey.")
     )
     nats_tls_ca: InputFile | None = Field(
         None,
@@ -78,8 +75,6 @@ class NatsSettings(Settings):
             raise ValueError(f"nats_replicas is {self.nats_replicas} and {said}: it is for nats")
         if (self.nats_tls_certificate is None) != (self.nats_tls_key is None):
             raise ValueError("nats_tls_certificate and nats_tls_key go together: give both, or neither")
-        if self.nats_credentials is not None and self.nats_nkey is not None:
-            raise ValueError("nats_credentials and nats_nkey are both given: a connection has one user")
         return self
 
 

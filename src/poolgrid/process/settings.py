@@ -8,8 +8,9 @@ environment variables (``POOLGRID_LEASE_TTL_MS``); a test fails when ``docs/conf
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
@@ -34,6 +35,24 @@ class Settings(BaseModel):
         return next(
             each.panel for each in cls.__mro__ if issubclass(each, Settings) and name in inspect.get_annotations(each)
         )
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def with_constants(model: type[S], values: Mapping[str, Any]) -> S:
+    """Return settings in which values that are of no field stand in for the class's constants.
+
+    For tests, and for recordings of a version in which a constant was a setting.
+    """
+    constants = {name: value for name, value in values.items() if name not in model.model_fields}
+    for name in constants:
+        if not hasattr(model, name):
+            raise ValueError(f"{name} is no setting and no constant of {model.__name__}")
+    kind: type[S] = (
+        type(model.__name__, (model,), {"__module__": model.__module__, **constants}) if constants else model
+    )
+    return kind.model_validate({name: value for name, value in values.items() if name not in constants})
 
 
 class OptionError(ValueError):

@@ -182,17 +182,18 @@ def queue_metrics(prefix: str, active: int, queue: AdmissionQueue[Any]) -> Itera
         ("active_requests", "Requests on workers, or on their way to one.", active),
         (
             "queued_requests",
-            "Requests waiting for a worker. At `queue_limit` the next one is refused.",
+            "Requests waiting for a worker. At `max_queue_requests` the next one is refused.",
             view.requests,
         ),
         (
             "queued_prompt_tokens",
-            "Prompt tokens of waiting requests. At `queue_prompt_tokens` the lowest priority gets 429.",
+            "Prompt tokens of waiting requests. At `max_queue_prompt_tokens` the lowest priority gets 429.",
             view.prompt_tokens,
         ),
         (
             "queue_fill_ratio",
-            "The larger used share of `queue_limit` and `queue_prompt_tokens`. At 1 the lowest priority gets 429.",
+            "The larger used share of `max_queue_requests` and `max_queue_prompt_tokens`. At 1 the lowest priority "
+            "gets 429.",
             view.fill,
         ),
         (

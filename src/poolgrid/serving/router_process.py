@@ -66,7 +66,7 @@ class RouterProcess:
         self.place = place
         self.prompt_model = PromptModel.load(
             frontend.model_path,
-            frontend.model_name,
+            frontend.served_model_name,
             chat_template=frontend.chat_template,
             tokenization_cache_bytes=frontend.tokenization_cache_bytes,
             word_cache=frontend.word_cache,
@@ -122,7 +122,7 @@ class RouterProcess:
         # A port that is given has one process at a time; one of the system's choice may have been anybody's.
         address = settings.advertise_host or settings.host
         where = f"{socket.gethostname()} {address}:{settings.port} {instance}" if settings.port else ""
-        sharing = Sharing(scope, where, settings.names_lease_s, settings.nats_replicas)
+        sharing = Sharing(scope, where, settings.names_lease_ms // 1000, settings.nats_replicas)
         plane = load_plugin(EVENT_PLANES, settings.share_state)
         shared = plane.open_shared_state(self.opened, settings, self.frontend, sharing, self.clock, self.registry)
         self.shared = cast(SharedState, shared)

@@ -16,10 +16,10 @@ class ServingSettings(ServerSettings, TraceSettings, DiscoverySettings):
 
     panel: ClassVar[str] = "Queue and retries"
 
-    queue_limit: int = Field(
+    max_queue_requests: int = Field(
         1024, ge=0, le=1_000_000, description=("Limit the requests that wait for a worker; more get 429.")
     )
-    queue_prompt_tokens: int = Field(
+    max_queue_prompt_tokens: int = Field(
         4_194_304,
         ge=0,
         le=2**40,

@@ -273,7 +273,7 @@ async def test_the_media_of_a_request_are_bounded_by_number_and_by_bytes(monkeyp
         error = await media.refused(*[data_url(noise)] * 3)
         assert (error.status, error.code) == (413, "media_too_large")
     monkeypatch.undo()
-    async with loading(media_memory_mb=1) as media:
+    async with loading(media_memory_bytes=2**20) as media:
         error = await media.refused(*[data_url(noise)] * 3)
         assert (error.status, error.code) == (429, "media_busy")
         assert dict(error.headers)[b"retry-after"] == b"1"

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.http.http_client import Exchange, RequestFailed
+from poolgrid.http.http_client import ClientExchange, RequestFailed
 from poolgrid.process.clock import SystemClock
 from poolgrid.wire import codec
 from poolgrid.wire.card import WorkerCard, WorkerLimits
@@ -86,7 +86,7 @@ def event(value: Any) -> bytes:
 class Stream:
     """One answer, which the test writes."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: ClientExchange) -> None:
         self.exchange = exchange
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -119,7 +119,7 @@ class _Http:
     def __init__(self) -> None:
         self.streams: dict[str, Stream] = {}
 
-    async def send(self, method: str, path: str, body: bytes, exchange: Exchange, *_: Any, **__: Any) -> None:
+    async def send(self, method: str, path: str, body: bytes, exchange: ClientExchange, *_: Any, **__: Any) -> None:
         """Wait for the answer's end."""
         exchange.status = 200
         asked = json.loads(body)

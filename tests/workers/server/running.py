@@ -10,13 +10,13 @@ from typing import Any
 
 import zmq.asyncio
 
+from poolgrid.process.settings import with_constants
 from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared, SnapshotBegan
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.workers import bootstrap
 from poolgrid.workers.engines.registry import engine_definition
 from tests.fakes.engine_server.vllm import Options, VllmServer
 from tests.workers.fakes import PATIENCE_S, FakeConsolidator, FakeRouter, Journal, fake_router
-from tests.workers.running import with_constants
 
 
 def index_of(events: Iterable[AnyEvent]) -> set[int]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from poolgrid.http.http_client import RequestFailed
 from poolgrid.tools.bench.client import EVENT_BYTES_MAX
-from poolgrid.tools.bench.client import Exchange as Loaded
+from poolgrid.tools.bench.client import BenchExchange as Loaded
 from poolgrid.workers.engines.server.core.calls import LINE_BYTES_MAX, LineTooLong, ServerSentEvents
 
 

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.process.settings import with_constants
 from poolgrid.router import bootstrap as router
 from poolgrid.router.settings import RouterSettings
 from poolgrid.workers import bootstrap as worker
@@ -27,7 +28,6 @@ from tests.fakes.engine_server.sglang import SglangServer
 from tests.fakes.engine_server.trtllm_serve import TrtllmServe
 from tests.fakes.engine_server.vllm import Options, VllmServer, answer_of
 from tests.workers.fakes import PATIENCE_S
-from tests.workers.running import with_constants
 
 BLOCK = 16
 PROMPTS = [list(range(1000 + 100 * number, 1060 + 100 * number)) for number in range(6)]

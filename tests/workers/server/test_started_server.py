@@ -34,7 +34,7 @@ def own_server(directory: Path, *arguments: str, **changes: Any) -> dict[str, An
         "model_path": str(directory / "tiny"),
         "engine_command": COMMAND,
         "engine_argument": arguments,
-        "engine_log_dir": directory / "logs",
+        "log_dir": directory / "logs",
         **changes,
     }
 
@@ -114,8 +114,8 @@ def test_one_that_does_not_start_ends_its_worker_with_its_last_words(tmp_path: P
         wrong(engine_argument=("--fails", "3"))()
     assert str(failed.value).endswith("    loading weights\n    ValueError: no such model architecture")
     sleeps = f"{sys.executable} -I -S -c 'import signal; signal.pause()'"
-    with pytest.raises(RuntimeError, match=r"did not answer within 0.3 s .engine_start_timeout_s.*no word of it"):
-        wrong(engine_command=sleeps, engine_start_timeout_s=0.3)()
+    with pytest.raises(RuntimeError, match=r"did not answer within 0.3 s .start_timeout_ms.*no word of it"):
+        wrong(engine_command=sleeps, start_timeout_ms=300)()
     with pytest.raises(ValueError, match="engine_command is 'no-such-engine serve', and there is no such program"):
         wrong(engine_command="no-such-engine serve")()
 

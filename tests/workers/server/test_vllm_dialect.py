@@ -22,7 +22,7 @@ from poolgrid.wire.requests import (
 )
 from poolgrid.wire.trace_context import TraceContext
 from poolgrid.workers.core.refusal import RefusedError, UnableError
-from poolgrid.workers.engines.server.core.calls import AnswerPiece
+from poolgrid.workers.engines.server.core.calls import ServerAnswerPiece
 from poolgrid.workers.engines.server.core.openai_words import refusal_of, retry_after_ms
 from poolgrid.workers.engines.server.dialects.vllm import VllmDialect
 
@@ -131,7 +131,7 @@ def test_what_it_cannot_do_is_refused_by_name(asking: Generate, error: type[Refu
     assert words in str(caught.value)
 
 
-def pieces(lines: list[str], **sampling: Any) -> list[AnswerPiece | None]:
+def pieces(lines: list[str], **sampling: Any) -> list[ServerAnswerPiece | None]:
     read = DIALECT.call(request(**sampling)).read
     return [read(line.encode()) for line in lines]
 

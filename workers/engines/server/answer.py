@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from poolgrid.http.http_client import Exchange, RequestFailed
+from poolgrid.http.http_client import ClientExchange, RequestFailed
 from poolgrid.wire.errors import DecodeError
-from poolgrid.workers.engines.server.core.calls import AnswerPiece, Call, LineTooLong, ServerSentEvents
+from poolgrid.workers.engines.server.core.calls import Call, LineTooLong, ServerAnswerPiece, ServerSentEvents
 
 WHOLE_BYTES_MAX = 256 * 1024 * 1024
 """Largest whole answer: the log probabilities of a long prompt."""
@@ -15,7 +15,7 @@ ERROR_BYTES_MAX = 64 * 1024
 """How much of an error answer is read: validation errors repeat the prompt."""
 
 
-class AnswerStream(Exchange):
+class AnswerStream(ClientExchange):
     """Carries pieces from the connection to the engine, in the turn in which they arrive."""
 
     __slots__ = (
@@ -30,7 +30,7 @@ class AnswerStream(Exchange):
         "retry_after",
     )
 
-    def __init__(self, call: Call, on_piece: Callable[[AnswerPiece], None], on_over: Callable[[], None]) -> None:
+    def __init__(self, call: Call, on_piece: Callable[[ServerAnswerPiece], None], on_over: Callable[[], None]) -> None:
         """``on_over`` is called when the stream's end mark has come; its connection may stay open."""
         super().__init__()
         self._call = call

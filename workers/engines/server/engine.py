@@ -45,11 +45,11 @@ from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError
 from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.engines.server.answer import AnswerStream
 from poolgrid.workers.engines.server.cache_events import CacheEvents
-from poolgrid.workers.engines.server.core.calls import AnswerPiece, Failure, ServerDialect
+from poolgrid.workers.engines.server.core.calls import Failure, ServerAnswerPiece, ServerDialect
 from poolgrid.workers.engines.server.core.openai_words import refusal_of, retry_after_ms
 from poolgrid.workers.engines.server.core.room import ServerRoom
 from poolgrid.workers.engines.server.health import ServerHealth
-from poolgrid.workers.engines.server.request_ledger import ActiveRequest, RequestLedger
+from poolgrid.workers.engines.server.request_ledger import RequestLedger, ServerRequest
 from poolgrid.workers.engines.server.server_client import ServerClient
 from poolgrid.workers.engines.server.started_server import StartedServer
 from poolgrid.workers.metrics import WorkerMetrics
@@ -148,10 +148,10 @@ class ServerEngine:
         )
         self._health.observe(self._on_health)
         self._observer: Callable[[], None] | None = None
-        self._active: dict[str, ActiveRequest] = {}
-        self._kept: dict[str, ActiveRequest] = {}
+        self._active: dict[str, ServerRequest] = {}
+        self._kept: dict[str, ServerRequest] = {}
         """In order of their deadlines: all wait equally long."""
-        self._exchanges: dict[asyncio.Task[None], ActiveRequest] = {}
+        self._exchanges: dict[asyncio.Task[None], ServerRequest] = {}
         self._room = ServerRoom()
         self._said = Complaints(log, clock)
         self._watching: list[asyncio.Task[None]] = []
@@ -205,7 +205,7 @@ class ServerEngine:
         """Ask the server, or raise ``RefusedError`` and change nothing. What it answers comes as deltas."""
         prompt_tokens = self._admit(request)
         call = self._dialect.call(request)
-        active = ActiveRequest(request, call, prompt_tokens)
+        active = ServerRequest(request, call, prompt_tokens)
         active.answer = AnswerStream(
             call, lambda piece: self._on_piece(active, piece), lambda: self._on_end(active, None)
         )
@@ -259,7 +259,7 @@ class ServerEngine:
                 )
         return prompt_tokens
 
-    async def _ask(self, active: ActiveRequest) -> None:
+    async def _ask(self, active: ServerRequest) -> None:
         """Carry out a request's exchange, and take its end."""
         answer = active.answer
         call = active.call
@@ -289,7 +289,7 @@ class ServerEngine:
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
-    def _on_piece(self, active: ActiveRequest, piece: AnswerPiece) -> None:
+    def _on_piece(self, active: ServerRequest, piece: ServerAnswerPiece) -> None:
         if self._active.get(active.request_id) is not active:
             return  # it was taken away; or its decode leg has it all
         try:
@@ -297,7 +297,7 @@ class ServerEngine:
         except Exception as error:
             self._break(active, error)
 
-    def _take(self, active: ActiveRequest, piece: AnswerPiece) -> None:
+    def _take(self, active: ServerRequest, piece: ServerAnswerPiece) -> None:
         cached = piece.cached_tokens
         if cached is not None:
             # The server counts the tokens of pictures too, and nobody else knows how many those are.
@@ -317,7 +317,7 @@ class ServerEngine:
             self._books.grow(active, piece, self._clock.monotonic_ms())
             self._report.flush_soon()
 
-    def _cut(self, active: ActiveRequest, piece: AnswerPiece, left: int) -> None:
+    def _cut(self, active: ServerRequest, piece: ServerAnswerPiece, left: int) -> None:
         self._metrics.overlong_answers.inc()
         log.warning(
             "request %s: the engine server sent more than max_tokens (%d): its answer is cut there",
@@ -330,7 +330,7 @@ class ServerEngine:
         self._close(active)
         self._finish(active, FinishReason.LENGTH, piece)
 
-    def _break(self, active: ActiveRequest, error: Exception) -> None:
+    def _break(self, active: ServerRequest, error: Exception) -> None:
         """End one request as broken, for an exception that is its own."""
         log.error("request %s failed: this is a bug", active.request_id, exc_info=error)
         self._metrics.request_faults.inc()
@@ -339,7 +339,7 @@ class ServerEngine:
             failure = Failure(f"reading the engine's answer failed: {error!r}", BROKEN)
             self._finish(active, ERROR, failure=failure)
 
-    def _on_end(self, active: ActiveRequest, failure: Failure | None) -> None:
+    def _on_end(self, active: ServerRequest, failure: Failure | None) -> None:
         """Take the end of an exchange."""
         request_id = active.request_id
         if self._kept.get(request_id) is active:
@@ -356,10 +356,10 @@ class ServerEngine:
                 self._fail(active, failure)
                 return
             whole = active.taken >= active.request.sampling.max_tokens
-            last = AnswerPiece(finish=FinishReason.LENGTH if whole else FinishReason.STOP)
+            last = ServerAnswerPiece(finish=FinishReason.LENGTH if whole else FinishReason.STOP)
         self._finish(active, last.finish or ERROR, last)
 
-    def _fail(self, active: ActiveRequest, failure: Failure) -> None:
+    def _fail(self, active: ServerRequest, failure: Failure) -> None:
         """End a request with the kind of the server's failure; the server's own words are for the log."""
         kind, pause_ms = failure.kind, None
         if kind is RefusalKind.CANNOT_DO and active.taken:
@@ -377,19 +377,19 @@ class ServerEngine:
         )
         self._finish(active, ERROR, failure=structs.replace(failure, kind=kind, retry_after_ms=pause_ms))
 
-    def _left(self, active: ActiveRequest, params: bytes) -> None:
+    def _left(self, active: ServerRequest, params: bytes) -> None:
         if self._active.get(active.request_id) is not active:
             return
         try:
-            self._finish(active, PREFILLED, AnswerPiece(finish=PREFILLED, params=params))
+            self._finish(active, PREFILLED, ServerAnswerPiece(finish=PREFILLED, params=params))
         except Exception as error:
             self._break(active, error)
 
     def _finish(
         self,
-        active: ActiveRequest,
+        active: ServerRequest,
         reason: FinishReason,
-        piece: AnswerPiece | None = None,
+        piece: ServerAnswerPiece | None = None,
         failure: Failure | None = None,
     ) -> None:
         """Give out a request's last delta, and take it off the books, or keep it."""
@@ -402,7 +402,7 @@ class ServerEngine:
             self._report.kept_transfers = len(self._kept)
         self._report.flush_soon()
 
-    def _release(self, active: ActiveRequest, reason: FinishReason) -> None:
+    def _release(self, active: ServerRequest, reason: FinishReason) -> None:
         """Take a kept prefill leg off the books; the server lets go of its KV by itself."""
         del self._kept[active.request_id]
         self._report.kept_transfers = len(self._kept)
@@ -410,7 +410,7 @@ class ServerEngine:
         self._books.release(active, reason)
         self._report.flush_soon()
 
-    def _close(self, active: ActiveRequest) -> None:
+    def _close(self, active: ServerRequest) -> None:
         if active.exchange is not None and active.exchange is not asyncio.current_task():
             active.exchange.cancel()
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import msgspec
 
-from poolgrid.http.http_target import Target
+from poolgrid.http.http_target import HttpTarget
 from poolgrid.transport.security import is_loopback
 from poolgrid.wire.addresses import ip_endpoint_problem
 from poolgrid.wire.card import MediaSpec, WorkerCard, WorkerLimits
@@ -253,7 +253,7 @@ def _serving(settings: EngineServerSettings, started: bool) -> tuple[str, ...]:
     """Return where gateways reach the server; empty where nobody said, and its URL does not tell."""
     if settings.serving_endpoint:
         return settings.serving_endpoint
-    target = Target(settings.engine_url)
+    target = HttpTarget(settings.engine_url)
     if target.secure or started:
         # Gateways speak plain HTTP to pods. A server of the worker's own is on loopback, unless its arguments say more.
         return ()

@@ -27,7 +27,7 @@ from poolgrid.workers.engines.lifecycle.progress import ProgressMonitor, Stall
 from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
 from poolgrid.workers.engines.lifecycle.report_buffer import ReportBuffer
 from poolgrid.workers.engines.server.answer import AnswerStream
-from poolgrid.workers.engines.server.core.calls import AnswerPiece, Call, Failure
+from poolgrid.workers.engines.server.core.calls import Call, Failure, ServerAnswerPiece
 
 PREFILLED = FinishReason.PREFILLED
 
@@ -39,7 +39,7 @@ PREFILL_TOKENS_PER_S_MIN = 250.0
 
 
 @dataclass(slots=True, eq=False)
-class ActiveRequest:
+class ServerRequest:
     """A request that the server has, or is about to get."""
 
     request: Generate
@@ -49,7 +49,7 @@ class ActiveRequest:
     exchange: asyncio.Task[None] | None = None
     taken: int = 0
     """Tokens that were reported."""
-    last_piece: AnswerPiece | None = None
+    last_piece: ServerAnswerPiece | None = None
     """The piece with the finish reason: it goes out with the request's last delta."""
     cached_tokens: int | None = None
     cached_is_reported: bool = False
@@ -101,15 +101,15 @@ class RequestLedger:
     def load(self, dp_rank: int) -> LoadReported:
         return self._loads[dp_rank].report(self._cached_blocks(dp_rank))
 
-    def enter(self, active: ActiveRequest, now_ms: float) -> None:
+    def enter(self, active: ServerRequest, now_ms: float) -> None:
         """Book a request that the server is given."""
         self._loads[active.rank].entered(active.request_id, active.prompt_tokens, computes=not active.transfers)
         self._progress[active.rank].entered(active.request_id, active.transfers, now_ms)
 
     def grow(
         self,
-        active: ActiveRequest,
-        piece: AnswerPiece,
+        active: ServerRequest,
+        piece: ServerAnswerPiece,
         now_ms: float,
         finish: FinishReason | None = None,
         params: bytes | None = None,
@@ -135,7 +135,7 @@ class RequestLedger:
             )
         )
 
-    def _book(self, active: ActiveRequest, fresh: int, now_ms: float) -> None:
+    def _book(self, active: ServerRequest, fresh: int, now_ms: float) -> None:
         request_id = active.request_id
         active.taken += fresh
         self._progress[active.rank].moved(request_id, now_ms)
@@ -158,10 +158,10 @@ class RequestLedger:
 
     def end(
         self,
-        active: ActiveRequest,
+        active: ServerRequest,
         reason: FinishReason,
         now_ms: float,
-        piece: AnswerPiece | None = None,
+        piece: ServerAnswerPiece | None = None,
         failure: Failure | None = None,
     ) -> None:
         """Report a request's last delta, with its last piece or how it failed. A prefilled one stays on the books."""
@@ -190,7 +190,7 @@ class RequestLedger:
         later = None if piece is None or self._tells_reuse_first else active.cached_tokens
         self.report.rank(active.rank).append(RequestFinished(request_id, reason, later))
 
-    def release(self, active: ActiveRequest, reason: FinishReason) -> None:
+    def release(self, active: ServerRequest, reason: FinishReason) -> None:
         """Take a prefilled request off the books."""
         request_id = active.request_id
         self._loads[active.rank].left(request_id)
@@ -208,7 +208,7 @@ class RequestLedger:
     def silent_ms(self, now_ms: float) -> float:
         return max(each.silent_ms(now_ms) for each in self._progress)
 
-    def stall(self, active: Collection[ActiveRequest], now_ms: float) -> str:
+    def stall(self, active: Collection[ServerRequest], now_ms: float) -> str:
         """Return what has not moved for too long; empty = nothing."""
         for dp_rank, monitor in enumerate(self._progress):
             stall = monitor.stall(now_ms)
@@ -218,7 +218,7 @@ class RequestLedger:
                 return stall.reason
         return ""
 
-    def _lives(self, dp_rank: int, active: Collection[ActiveRequest], stall: Stall, now_ms: float) -> bool:
+    def _lives(self, dp_rank: int, active: Collection[ServerRequest], stall: Stall, now_ms: float) -> bool:
         """Tell whether a rank without output is at work: on a long prompt, or its events or answers show it."""
         life_ms, prompt_tokens = self._cache_ms[dp_rank], 0
         for each in active:
@@ -230,6 +230,6 @@ class RequestLedger:
             return True
         return stall.silent_ms <= self._timeout_ms + prompt_tokens / PREFILL_TOKENS_PER_S_MIN * 1e3
 
-    def lives_since(self, active: Collection[ActiveRequest], since_ms: float) -> bool:
+    def lives_since(self, active: Collection[ServerRequest], since_ms: float) -> bool:
         """Tell whether anything came from the server after a time: of an answer, or of its cache."""
         return max(*self._cache_ms, *(each.answer.now_ms for each in active), 0.0) > since_ms

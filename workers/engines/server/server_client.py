@@ -6,8 +6,8 @@ from typing import TypeVar
 
 import msgspec
 
-from poolgrid.http.http_client import Exchange, HttpClient, RequestFailed, bearer
-from poolgrid.http.http_target import Target
+from poolgrid.http.http_client import ClientExchange, HttpClient, RequestFailed, bearer
+from poolgrid.http.http_target import HttpTarget
 from poolgrid.process.clock import Clock
 from poolgrid.wire.errors import DecodeError
 from poolgrid.workers.engines.server.core.openai_words import KEY_REFUSED
@@ -39,7 +39,7 @@ class KeyRefused(ServerError):
     """The server does not take the API key, or asks for one."""
 
 
-class _Answer(Exchange):
+class _Answer(ClientExchange):
     """A whole answer in memory."""
 
     __slots__ = ("body",)
@@ -62,7 +62,7 @@ class ServerClient:
     """Asks one server; ``url`` may end in ``/v1``. Raises ``ValueError`` for a URL or key that is none."""
 
     def __init__(self, url: str, clock: Clock, api_key: str = "") -> None:
-        self.target = Target(url)
+        self.target = HttpTarget(url)
         headers = ["Content-Type: application/json", "User-Agent: poolgrid"]
         self._has_key = bool(api_key)
         if api_key:

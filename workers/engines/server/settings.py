@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from poolgrid.http.http_target import Target
+from poolgrid.http.http_target import HttpTarget
 from poolgrid.process.settings import ZmqEndpoint
 from poolgrid.wire.addresses import ip_endpoint_problem
 from poolgrid.wire.identifiers import Role
@@ -24,7 +24,7 @@ TIMEOUT_MS_MAX = 86_400_000.0
 
 Argument = Annotated[str, StringConstraints(min_length=1, max_length=65_536)]
 
-OF_OWN_SERVERS = ("engine_argument", "engine_port", "engine_start_timeout_s")
+OF_OWN_SERVERS = ("engine_argument", "engine_port", "start_timeout_ms")
 """Settings that say nothing of a server that runs already."""
 
 OF_RUNNING_SERVERS = ("kv_events_endpoint", "kv_events_replay_endpoint", "data_parallel_size")
@@ -62,14 +62,14 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
     engine_port: int = Field(
         0, ge=0, le=65535, description=("Start the server at this port of the loopback interface; 0 = any free port.")
     )
-    engine_log_dir: Path = Field(
+    log_dir: Path = Field(
         Path("poolgrid-logs"),
         description=("Write the server's log into this directory, in a file with the worker's name."),
     )
-    engine_start_timeout_s: float = Field(
-        1800.0,
+    start_timeout_ms: float = Field(
+        1_800_000.0,
         gt=0,
-        le=86_400,
+        le=86_400_000,
         description=(
             "Give up when the server does not answer after this time. Large models may load for half an hour."
         ),
@@ -174,7 +174,7 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
     @classmethod
     def _check_url(cls, url: str) -> str:
         if url:
-            Target(url)
+            HttpTarget(url)
         return url
 
     @model_validator(mode="after")

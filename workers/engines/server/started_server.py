@@ -131,7 +131,7 @@ class StartedServer:
             try:
                 output = opened.enter_context(self._log_file.open("ab"))
             except OSError as error:
-                raise ServerEnded(f"writing the log of {self.title} (engine_log_dir): {error}") from None
+                raise ServerEnded(f"writing the log of {self.title} (log_dir): {error}") from None
             self._log_begins = output.tell()
             self._process = await asyncio.create_subprocess_exec(
                 *leashed(self.settings.engine_stop_timeout_s, self._command),
@@ -147,7 +147,7 @@ class StartedServer:
         log.info("starting %s: %s; its log is %s", self.title, shlex.join(shown(self._command)), self._log_file)
         exited = owned(self._process.wait(), "end of the server")
         try:
-            async with asyncio.timeout(self.settings.engine_start_timeout_s):
+            async with asyncio.timeout(self.settings.start_timeout_ms / 1000):
                 while not exited.done():
                     if await self._is_ready():
                         self._ready_s = asyncio.get_running_loop().time()
@@ -160,8 +160,8 @@ class StartedServer:
             self._end_group()
             await self._process.wait()
             raise ServerEnded(
-                f"{self.title} did not answer within {self.settings.engine_start_timeout_s:g} s "
-                f"(engine_start_timeout_s){self._last_lines()}"
+                f"{self.title} did not answer within {self.settings.start_timeout_ms / 1000:g} s "
+                f"(start_timeout_ms){self._last_lines()}"
             ) from None
         finally:
             await cancel_all([exited])
@@ -313,13 +313,13 @@ def _prepared(settings: EngineServerSettings, around: EngineHost, kind: ServerKi
     known = settings.model_copy(update=_known(settings, wanted, command))
     client = ServerClient(known.engine_url, around.clock, settings.engine_api_key)
     opened.callback(client.close)
-    settings.engine_log_dir.mkdir(parents=True, exist_ok=True)
+    settings.log_dir.mkdir(parents=True, exist_ok=True)
     return StartedServer(
         f"the {kind.title} server of {settings.worker_id}",
         known,
         [*executable, *command.arguments],
         command.environment,
-        settings.engine_log_dir / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', settings.worker_id)}-server.log",
+        settings.log_dir / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', settings.worker_id)}-server.log",
         partial(_answers, client),
         around.say_start,
     )

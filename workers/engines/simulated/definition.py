@@ -22,9 +22,9 @@ def _shortest_timeout_ms(settings: SimulatedWorkerSettings) -> float:
 
 def _with_model(settings: SimulatedWorkerSettings, path: Path) -> SimulatedWorkerSettings:
     """Of a model it needs the tokenizer, if anything."""
-    if settings.tokenizer_path is not None or not (path / "tokenizer.json").is_file():
+    if settings.model_path or not (path / "tokenizer.json").is_file():
         return settings
-    return settings.model_copy(update={"tokenizer_path": path})
+    return settings.model_copy(update={"model_path": str(path)})
 
 
 ENGINE = EngineDefinition(
@@ -33,7 +33,7 @@ ENGINE = EngineDefinition(
     open=_open,
     shortest_timeout_ms=_shortest_timeout_ms,
     about="With `--engine simulated`.",
-    serves=lambda settings: (settings.model, settings.role),
+    serves=lambda settings: (settings.served_model_name, settings.role),
     loads=lambda settings: "",
     with_model=_with_model,
     tables=(SimulatedWorkerSettings, TensorSettings),

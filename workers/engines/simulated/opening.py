@@ -50,7 +50,7 @@ async def _load(settings: SimulatedWorkerSettings, around: EngineHost) -> None:
 
 def make_timing(settings: SimulatedWorkerSettings) -> TimingModel:
     """Return the step times; raises ``TableError`` when the table cannot be used."""
-    model = timing_model(settings.timing, settings.timing_table)
+    model = timing_model(settings.timing)
     return model if settings.speedup == 1.0 else ScaledTiming(model, settings.speedup)
 
 
@@ -64,14 +64,14 @@ def make_tensor_transfer(settings: SimulatedWorkerSettings, around: EngineHost) 
     return open_tensor_transfer(settings, settings.tensor_transport, around)
 
 
-async def _with_tokenizer(settings: SimulatedWorkerSettings) -> tuple[SimulatedWorkerSettings, tuple[int, ...]]:
-    """Return settings that say how many token ids there are, and the words that answers are made of."""
+async def _with_tokenizer(settings: SimulatedWorkerSettings) -> tuple[SimulatedWorkerSettings, TokenizerWords]:
+    """Return settings that say how many token ids there are, and what is known of the tokenizer."""
     path = settings.tokenizer_path
     # In a thread: a large tokenizer takes a second, in which probes are answered.
     found = TokenizerWords() if path is None else await asyncio.to_thread(read_words, path)
     if settings.vocabulary_size is None and found.size:
         settings = settings.model_copy(update={"vocabulary_size": found.size})
-    return settings, found.words
+    return settings, found
 
 
 @asynccontextmanager
@@ -96,11 +96,11 @@ async def _open_whole(settings: SimulatedWorkerSettings, around: EngineHost) -> 
 
     Raises ``TableError`` when the timing table cannot be used, and what ``make_tensor_transfer`` raises.
     """
-    settings, words = await _with_tokenizer(settings)
+    settings, found = await _with_tokenizer(settings)
     timing = make_timing(settings)
-    card = make_card(settings, around.request_port, around.http_port, timing)
+    vocabulary = settings.vocabulary(found.words, found.end)
+    card = make_card(settings, around.request_port, around.http_port, timing, vocabulary.eos_token_id)
     path = settings.tokenizer_path
-    vocabulary = settings.vocabulary(words)
     engine = RealTimeSimulatedEngine(
         settings.engine_limits(),
         vocabulary,
@@ -133,26 +133,30 @@ ENGINE_NAME = "poolgrid-simulated"
 
 
 def make_card(
-    settings: SimulatedWorkerSettings, request_port: int, http_port: int, timing: TimingModel | None = None
+    settings: SimulatedWorkerSettings,
+    request_port: int,
+    http_port: int,
+    timing: TimingModel | None = None,
+    eos_token_id: int = SimulatedWorkerSettings.eos_token_id,
 ) -> WorkerCard:
     """Return what the worker says of itself, with the ports it got; an encode worker has no ``timing``."""
     host = settings.advertised_host
     return WorkerCard(
-        model=settings.model,
+        model=settings.served_model_name,
         role=settings.card_role,
-        block_size=settings.block_size,
+        block_size=settings.kv_block_size,
         limits=WorkerLimits(
             max_batch_size=settings.max_batch_size,
             max_num_tokens=settings.max_num_tokens,
             total_kv_blocks=settings.total_kv_blocks,
-            max_sequence_length=settings.max_sequence_length,
+            max_sequence_length=settings.max_seq_len,
             host_kv_blocks=settings.host_kv_blocks,
         ),
         request_endpoint=f"tcp://{host}:{request_port}",
         http_endpoint=f"{settings.http_scheme}://{host}:{http_port}",
         loras=settings.loras,
         engine=ENGINE_NAME,
-        eos_token_ids=(settings.eos_token_id,),
+        eos_token_ids=(eos_token_id,),
         vocabulary_size=settings.token_ids,
         media=media_spec(settings),
         simulated_speedup=settings.speedup,

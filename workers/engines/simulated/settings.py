@@ -9,10 +9,9 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from poolgrid.process.settings import InputFile
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, LORAS_PER_WORKER_MAX
-from poolgrid.workers.core.timing import PUBLISHED, SPEEDUP_MAX, TimingName
+from poolgrid.workers.core.timing import PUBLISHED, SPEEDUP_MAX, TIMINGS, Timing
 from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 from poolgrid.workers.engines.simulated.core.kv_transfer import (
     KEPT_TRANSFERS_MAX_DEFAULT,
@@ -43,7 +42,7 @@ class SimulatedWorkerSettings(TensorSettings):
 
     engine_name: ClassVar[str] = "simulated"
 
-    model: Name = Field("simulated", description="Serve the model under this name.")
+    served_model_name: Name = Field("simulated", description="Serve the model under this name.")
     role: Literal["aggregated", "prefill", "decode", "encode"] = Field(
         "aggregated",
         description=(
@@ -51,21 +50,17 @@ class SimulatedWorkerSettings(TensorSettings):
             "images (some engines)."
         ),
     )
-    block_size: int = Field(32, ge=1, le=4096, description="Set the number of tokens in a KV block.")
+    kv_block_size: int = Field(32, ge=1, le=4096, description="Set the number of tokens in a KV block.")
     total_kv_blocks: int = Field(
         16_384, ge=1, le=BLOCKS_PER_EVENT_MAX, description="Set the number of KV blocks on the device."
     )
-    host_kv_blocks: int = Field(
-        0,
-        ge=0,
-        le=BLOCKS_PER_EVENT_MAX,
-        description=("Set the number of KV blocks in host memory, which receive evicted blocks; 0 = none."),
-    )
+    host_kv_blocks: ClassVar[int] = 0
+    """KV blocks in host memory, which receive evicted blocks: none."""
     max_batch_size: int = Field(256, ge=1, le=65_536, description="Limit the requests of one engine step.")
     max_num_tokens: int = Field(
         8192, ge=1, le=1_048_576, description=("Limit the tokens of one engine step; at least max_batch_size.")
     )
-    max_sequence_length: int = Field(
+    max_seq_len: int = Field(
         131_072,
         ge=2,
         le=4_194_304,
@@ -78,27 +73,26 @@ class SimulatedWorkerSettings(TensorSettings):
         ge=1,
         le=2**32,
         description=(
-            "Generate token ids below this number. Unset = the size of the tokenizer at tokenizer_path, else 32,000."
+            "Generate token ids below this number. Unset = the size of the tokenizer at model_path, else 32,000."
         ),
     )
-    first_token_id: int = Field(3, ge=0, le=2**32 - 1, description="Set the lowest token id that is generated.")
-    eos_token_id: int = Field(2, ge=0, le=2**32 - 1, description="Set the token id that ends an output.")
+    first_token_id: ClassVar[int] = 3
+    """The lowest token id that is generated, without a tokenizer: those below are mostly special ones."""
+    eos_token_id: ClassVar[int] = 2
+    """The token id that ends an output, without a tokenizer that has one of its own."""
     output_tokens_mean: float = Field(
         MEAN_DEFAULT,
         ge=0.0,
         le=TOKENS_MAX,
         description=("Set the mean length of outputs that end by themselves, in tokens; 0 = none does."),
     )
-    output_tokens_stddev: float = Field(
-        STDDEV_DEFAULT,
-        ge=0.0,
-        le=TOKENS_MAX,
-        description=("Set the standard deviation of these lengths; 0 = all are equal."),
-    )
+    output_tokens_stddev: ClassVar[float] = STDDEV_DEFAULT
+    """Standard deviation of the lengths of outputs."""
     eos_probability: ClassVar[float] = 0.0
     """Chance of the end-of-sequence token at each position, beside the lengths of answers."""
-    tokenizer_path: Path | None = Field(
-        None,
+    model_path: str = Field(
+        "",
+        max_length=4096,
         description=(
             "Generate words with the tokenizer in this model directory, as structured output needs. Unset = "
             "arbitrary token ids."
@@ -107,22 +101,18 @@ class SimulatedWorkerSettings(TensorSettings):
     speedup: float = Field(
         1.0, gt=0.0, le=SPEEDUP_MAX, description=("Run the engine this many times faster than its step times.")
     )
-    timing: TimingName = Field(
+    timing: Timing = Field(
         PUBLISHED,
-        description=("Choose the step times of the engine."),
-    )
-    timing_table: InputFile | None = Field(
-        None,
-        description=("Read measured step times from this JSON file, instead of timing; real engines announce them."),
+        examples=list(TIMINGS),
+        description=(
+            "Choose the step times: published (formulas), h100-qwen3-8b or h200-qwen3-8b (measured), or your own "
+            "JSON file."
+        ),
     )
     kv_bytes_per_token: ClassVar[int] = KV_BYTES_PER_TOKEN_DEFAULT
     """KV of one token, for the time that a transfer takes."""
-    kv_transfer_gigabytes_per_s: float = Field(
-        KV_TRANSFER_GIGABYTES_PER_S_DEFAULT,
-        gt=0.0,
-        le=1e6,
-        description=("Set the bandwidth of a KV transfer, in 10^9 bytes per second; speedup multiplies it."),
-    )
+    kv_transfer_gigabytes_per_s: ClassVar[float] = KV_TRANSFER_GIGABYTES_PER_S_DEFAULT
+    """Bandwidth of a KV transfer, in 10^9 bytes per second; ``speedup`` multiplies it."""
     kv_transfer_latency_ms: ClassVar[float] = KV_TRANSFER_LATENCY_MS_DEFAULT
     """Set-up time of a KV transfer, whatever its size; divided by ``speedup``."""
     kv_transfer_timeout_ms: ClassVar[float] = KV_TRANSFER_TIMEOUT_MS_DEFAULT
@@ -163,19 +153,22 @@ class SimulatedWorkerSettings(TensorSettings):
             raise ValueError("role is 'encode' and modality is 'text': an encode worker needs modality multimodal")
         path = self.tokenizer_path
         if path is not None and not (path / "tokenizer.json").is_file() and not path.is_file():
-            raise ValueError(
-                f"tokenizer_path is {str(path)!r}: allowed is a directory with a tokenizer.json, or that file"
-            )
+            raise ValueError(f"model_path is {self.model_path!r}: give a directory with a tokenizer.json, or that file")
         return self
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """Return the directory whose tokenizer answers are written with; ``None`` without one."""
+        return Path(self.model_path) if self.model_path else None
 
     def engine_limits(self) -> SimulatedLimits:
         return SimulatedLimits(
-            block_size=self.block_size,
+            block_size=self.kv_block_size,
             total_kv_blocks=self.total_kv_blocks,
             host_kv_blocks=self.host_kv_blocks,
             max_batch_size=self.max_batch_size,
             max_num_tokens=self.max_num_tokens,
-            max_sequence_length=self.max_sequence_length,
+            max_sequence_length=self.max_seq_len,
             max_waiting_requests=self.max_waiting_requests,
         )
 
@@ -183,13 +176,13 @@ class SimulatedWorkerSettings(TensorSettings):
     def token_ids(self) -> int:
         return self.vocabulary_size or VOCABULARY_SIZE_DEFAULT
 
-    def vocabulary(self, words: tuple[int, ...] = ()) -> Vocabulary:
-        """Return the token ids that the simulated engine produces; of ``words`` those that it may produce."""
+    def vocabulary(self, words: tuple[int, ...] = (), end: int | None = None) -> Vocabulary:
+        """Return the token ids that the engine produces; of ``words`` those it may produce; ``end`` ends outputs."""
         mean = self.output_tokens_mean
         return Vocabulary(
             self.token_ids,
             self.first_token_id,
-            self.eos_token_id,
+            self.eos_token_id if end is None else end,
             self.eos_probability,
             AnswerLengths(mean, self.output_tokens_stddev) if mean else None,
             tuple(word for word in words if word < self.token_ids),

@@ -7,6 +7,7 @@ tokenizers look at one by one, and of those only such as come back as they were.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -33,6 +34,8 @@ class TokenizerWords(NamedTuple):
     words: tuple[int, ...] = ()
     size: int = 0
     """Its tokens, added ones included; 0 = it could not be read."""
+    end: int | None = None
+    """The token that ends an output, where the model's directory says so."""
 
 
 def surviving_words(path: Path) -> tuple[int, ...]:
@@ -62,7 +65,16 @@ def read_words(path: Path) -> TokenizerWords:
     if len(words) < WORDS_MIN:
         log.warning("the answers will not be words: the tokenizer at %s has no words that survive encoding", file)
         words = ()
-    return TokenizerWords(words, tokenizer.get_vocab_size())
+    return TokenizerWords(words, tokenizer.get_vocab_size(), _end(file.parent))
+
+
+def _end(directory: Path) -> int | None:
+    try:
+        found = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
+        return None
+    first = found[0] if isinstance(found, list) and found else found
+    return first if type(first) is int and first >= 0 else None
 
 
 def _words(tokenizer: Tokenizer) -> tuple[int, ...]:

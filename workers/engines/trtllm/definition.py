@@ -43,10 +43,10 @@ def _read_limits(path: Path) -> dict[str, int]:
 
     values = read_yaml(path)
     found = {
-        "block-size": look_up(values, "kv_cache_config.tokens_per_block"),
+        "kv-block-size": look_up(values, "kv_cache_config.tokens_per_block"),
         "max-batch-size": look_up(values, "max_batch_size"),
         "max-num-tokens": look_up(values, "max_num_tokens"),
-        "max-sequence-length": look_up(values, "max_seq_len"),
+        "max-seq-len": look_up(values, "max_seq_len"),
     }
     return {option: value for option, value in found.items() if value is not None}
 

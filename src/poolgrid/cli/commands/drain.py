@@ -40,7 +40,7 @@ class Named(msgspec.Struct, frozen=True):
     worker_id: str
 
 
-class WorkerState(msgspec.Struct, frozen=True):
+class WorkerHealth(msgspec.Struct, frozen=True):
     """What a worker says of itself in ``/health``, as far as it matters here."""
 
     status: str
@@ -135,7 +135,7 @@ async def _drain_here(client: httpx.AsyncClient, told: Told, as_json: bool) -> i
     worker = (await _tell(client, "/drain", told)).worker_id
 
     async def left() -> dict[str, str]:
-        state = _decoded(await _ask(client, "GET", "/health", frozenset({200, 503})), WorkerState)
+        state = _decoded(await _ask(client, "GET", "/health", frozenset({200, 503})), WorkerHealth)
         requests = counted(state.running_requests + state.waiting_requests, "request")
         return {} if state.status == "drained" else {worker: requests}
 

@@ -22,7 +22,7 @@ BASICS = (
     "api_keys",
     "tls_certificate",
     "tls_key",
-    "queue_limit",
+    "max_queue_requests",
     "http_workers",
 )
 

@@ -278,25 +278,25 @@ def _verified_row(found: Verified) -> dict[str, Any]:
 @journal.command()
 @directory
 @click.option(
-    "--retention-bytes",
+    "--journal-retention-bytes",
     type=click.IntRange(0),
-    default=_SETTINGS.retention_bytes,
-    help=f"Keep the newest segments up to this size; 0 keeps only the open one. [default: {_SETTINGS.retention_bytes}]",
+    default=_SETTINGS.journal_retention_bytes,
+    help="Keep the newest segments up to this size; 0 keeps only the open one. [default: 1GiB]",
 )
 @click.option(
-    "--retention-ms",
+    "--journal-retention-ms",
     type=click.IntRange(0),
-    default=_SETTINGS.retention_ms,
-    help=f"Keep segments that are younger than this (milliseconds). [default: {_SETTINGS.retention_ms}]",
+    default=_SETTINGS.journal_retention_ms,
+    help=f"Keep segments that are younger than this (milliseconds). [default: {_SETTINGS.journal_retention_ms}]",
 )
 @as_json
-def compact(directory: str, retention_bytes: int, retention_ms: int, as_json: bool) -> None:
+def compact(directory: str, journal_retention_bytes: int, journal_retention_ms: int, as_json: bool) -> None:
     """Write a snapshot at the end, check it, and drop what it covers beyond retention; refuses a journal in use."""
     with journal_errors():
         if directory.startswith(STREAM_SCHEMES):
             raise UsageError(
-                f"{directory} is a stream: its consolidator keeps it small (retention_bytes, retention_ms); nothing "
-                "was changed"
+                f"{directory} is a stream: its consolidator keeps it small (journal_retention_bytes, "
+                "journal_retention_ms); nothing was changed"
             )
         path = Path(directory)
         before = survey_bytes(open_directory(path))
@@ -307,7 +307,10 @@ def compact(directory: str, retention_bytes: int, retention_ms: int, as_json: bo
             raise SystemExit(1) from None
         try:
             files = FileJournal(
-                disk, JournalSettings(Tuning().segment_bytes_of(retention_bytes), retention_bytes, retention_ms)
+                disk,
+                JournalSettings(
+                    Tuning().segment_bytes_of(journal_retention_bytes), journal_retention_bytes, journal_retention_ms
+                ),
             )
             with progress_bar("folding", 1, as_bytes=False):
                 pool = files.recover(BLOCKS_PER_WORKER_MAX)

@@ -11,7 +11,7 @@ from poolgrid.cli.up import run_up
 
 BASICS = (
     "engine",
-    "backend_url",
+    "engine_url",
     "model_path",
     "workers",
     "prefill",

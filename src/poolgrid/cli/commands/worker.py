@@ -30,7 +30,7 @@ BASICS = (
     "served_model_name",
     "role",
     "disaggregation_mode",
-    "block_size",
+    "kv_block_size",
 )
 """On the first page of the help, after ``--engine``."""
 
@@ -82,13 +82,13 @@ def with_shipped_tokenizer(settings: WorkerProcessSettings) -> WorkerProcessSett
     """Return settings with the tokenizer of the model that ships, where its name is given and nothing else is said."""
     from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
 
-    if not isinstance(settings, SimulatedWorkerSettings) or settings.model != SHIPPED_MODEL:
+    if not isinstance(settings, SimulatedWorkerSettings) or settings.served_model_name != SHIPPED_MODEL:
         return settings
-    if {"tokenizer_path", "vocabulary_size"} & settings.model_fields_set:
+    if {"model_path", "vocabulary_size"} & settings.model_fields_set:
         return settings
     from poolgrid.frontend.models import TINY_MODEL_PATH
 
-    return settings.model_copy(update={"tokenizer_path": TINY_MODEL_PATH})
+    return settings.model_copy(update={"model_path": str(TINY_MODEL_PATH)})
 
 
 def check_template(path: Path) -> None:

@@ -37,7 +37,7 @@ Path = tuple[str, Sequence[int], int]
 WorkerFrame = tuple[str, str, int, int, int, int, int, int, int, str]
 
 
-class Frame(msgspec.Struct):
+class ReelFrame(msgspec.Struct):
     """One moment."""
 
     time_ms: int
@@ -64,8 +64,8 @@ class Reel(msgspec.Struct):
     conversations: list[tuple[str, int, int]]
     """Names, with the whole blocks of their prompts and the tokens of a block."""
     active: list[tuple[str, str, int, int]]
-    """Requests that were on workers when it begins, as in ``Frame.began``."""
-    frames: list[Frame]
+    """Requests that were on workers when it begins, as in ``ReelFrame.began``."""
+    frames: list[ReelFrame]
     records: int
     """Records folded."""
     cut: str
@@ -120,7 +120,7 @@ class _Camera:
         self._untold += full
         return not full
 
-    def take(self, time_ms: int) -> Frame:
+    def take(self, time_ms: int) -> ReelFrame:
         """Return what changed since the last frame."""
         workers: dict[str, WorkerFrame] = {}
         gone: list[str] = []
@@ -137,7 +137,7 @@ class _Camera:
         # What flowed in this frame is over in the next: its worker is looked at once more.
         self._touched = set(self._flows)
         self._flows = {}
-        frame = Frame(
+        frame = ReelFrame(
             time_ms, self._pool.offset, workers, gone, self._look_at_holders(), self._began, self._ended, self._untold
         )
         self._began, self._ended, self._untold = [], [], 0

@@ -27,7 +27,6 @@ from poolgrid.frontend.media.settings import (
     FETCHES_MAX,
     FILE_BYTES_MAX,
     ITEMS_MAX,
-    MEGABYTE,
     REQUEST_BYTES_MAX,
     MediaSettings,
 )
@@ -71,7 +70,7 @@ class MediaLoader:
         path = settings.allowed_local_media_path
         self._files = LocalFiles(path) if path is not None else None
         self._caches = TenantCaches(CACHE_BYTES, self._new_cache)
-        self._budget = MediaBudget(settings.media_memory_mb * MEGABYTE)
+        self._budget = MediaBudget(settings.media_memory_bytes)
         self._turn = asyncio.Semaphore(FETCHES_MAX)
         self._threads: ThreadPoolExecutor | None = None
         metrics.held_bytes.set_function(lambda: self._budget.held)

@@ -57,7 +57,7 @@ class MediaLease:
             raise MediaRefused(
                 "media_busy",
                 f"media of other requests hold {self._budget.held} bytes of {self._budget.bytes_max} "
-                "(media-memory-mb); try again",
+                "(media-memory-bytes); try again",
             )
         if not self._closed:
             self._held += size

@@ -15,7 +15,7 @@ ID_HALF = 1 << 64
 """A trace's id is drawn by its lower half, as OpenTelemetry does."""
 
 
-class Sampling(NamedTuple):
+class TraceSampling(NamedTuple):
     """What is kept."""
 
     ratio: float
@@ -27,7 +27,7 @@ class Sampling(NamedTuple):
 class Sampler:
     """Draws for one process."""
 
-    def __init__(self, sampling: Sampling, bits: Callable[[int], int]) -> None:
+    def __init__(self, sampling: TraceSampling, bits: Callable[[int], int]) -> None:
         """``bits`` returns so many random bits."""
         self.sampling = sampling
         self._bits = bits

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from poolgrid.process.settings import Settings
-from poolgrid.process.tracing.sampling import Sampling
+from poolgrid.process.tracing.sampling import TraceSampling
 
 Protocol = Literal["grpc", "http/protobuf"]
 
@@ -54,7 +54,7 @@ class TraceTarget(NamedTuple):
     endpoint: str
     """The receiver's URL; for HTTP with its path."""
     protocol: Protocol
-    sampling: Sampling
+    sampling: TraceSampling
 
 
 def trace_target(settings: TraceSettings, environment: Mapping[str, str]) -> TraceTarget | None:
@@ -118,16 +118,16 @@ def _protocol_of(environment: Mapping[str, str]) -> Protocol | None:
     return None
 
 
-def _sampling(settings: TraceSettings, environment: Mapping[str, str]) -> Sampling:
+def _sampling(settings: TraceSettings, environment: Mapping[str, str]) -> TraceSampling:
     if settings.trace_sample_ratio is not None:
-        return Sampling(settings.trace_sample_ratio)
+        return TraceSampling(settings.trace_sample_ratio)
     name = environment.get("OTEL_TRACES_SAMPLER", "").strip() or "parentbased_always_on"
     kind = name.removeprefix("parentbased_")
     follows = kind != name
     if kind == "always_on":
-        return Sampling(1.0, follows)
+        return TraceSampling(1.0, follows)
     if kind == "always_off":
-        return Sampling(0.0, follows)
+        return TraceSampling(0.0, follows)
     if kind != "traceidratio":
         raise ValueError(
             f"sending traces: OTEL_TRACES_SAMPLER is {name!r}, allowed are always_on, always_off, traceidratio, and "
@@ -140,4 +140,4 @@ def _sampling(settings: TraceSettings, environment: Mapping[str, str]) -> Sampli
         ratio = -1.0
     if not 0 <= ratio <= 1:
         raise ValueError(f"sending traces: OTEL_TRACES_SAMPLER_ARG is {argument!r}, allowed are numbers from 0 to 1")
-    return Sampling(ratio, follows)
+    return TraceSampling(ratio, follows)

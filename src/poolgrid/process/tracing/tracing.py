@@ -14,7 +14,7 @@ from typing import Protocol
 
 from poolgrid.process.clock import Clock
 from poolgrid.process.tracing.record import SpanKind, TraceRecord
-from poolgrid.process.tracing.sampling import Sampler, Sampling
+from poolgrid.process.tracing.sampling import Sampler, TraceSampling
 from poolgrid.wire.limits import TRACE_STATE_CHARS_MAX
 from poolgrid.wire.trace_context import TraceContext, TracePlace, read_traceparent
 
@@ -34,7 +34,7 @@ class TraceSink(Protocol):
 class Tracing:
     """The traces of one process."""
 
-    def __init__(self, sampling: Sampling, sink: TraceSink, clock: Clock, seed: int | None = None) -> None:
+    def __init__(self, sampling: TraceSampling, sink: TraceSink, clock: Clock, seed: int | None = None) -> None:
         """``seed`` makes ids that can be foretold, for tests."""
         self._sampler = Sampler(sampling, random.Random(seed).getrandbits)
         self._sink = sink

@@ -12,10 +12,10 @@ import msgspec
 
 from poolgrid.http import http_client
 from poolgrid.http.http_client import HttpClient, RequestFailed, bearer, excerpt
-from poolgrid.http.http_target import Target
+from poolgrid.http.http_target import HttpTarget
 from poolgrid.process.clock import Clock
 
-__all__ = ["Client", "Exchange", "RequestFailed", "Target", "Usage"]
+__all__ = ["BenchExchange", "Client", "HttpTarget", "RequestFailed", "Usage"]
 
 ERROR_BODY_BYTES_MAX = 2048
 """How much of an error answer is kept for the report."""
@@ -65,7 +65,7 @@ class _Chunk(msgspec.Struct, gc=False):
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
-class Exchange(http_client.Exchange):
+class BenchExchange(http_client.ClientExchange):
     """One request and what its answer has brought so far."""
 
     __slots__ = (
@@ -196,7 +196,7 @@ class Client:
 
     def __init__(
         self,
-        target: Target,
+        target: HttpTarget,
         clock: Clock,
         *,
         api_key: str | None = None,
@@ -209,9 +209,9 @@ class Client:
             headers.append(bearer(api_key))
         self._http = HttpClient(target, clock, headers, connect_timeout_s=connect_timeout_s)
 
-    async def post(self, path: str, body: bytes) -> Exchange:
+    async def post(self, path: str, body: bytes) -> BenchExchange:
         """Send one request and return its finished exchange, or raise ``RequestFailed``."""
-        exchange = Exchange()
+        exchange = BenchExchange()
         await self._http.send("POST", path, body, exchange, timeout_s=self._request_timeout_s)
         return exchange
 

@@ -26,7 +26,7 @@ from poolgrid.process import lifecycle
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.tasks import unless
 from poolgrid.process.terminal_table import terminal
-from poolgrid.tools.bench.client import Client, RequestFailed, Target
+from poolgrid.tools.bench.client import Client, HttpTarget, RequestFailed
 from poolgrid.tools.bench.conversations import ConversationShape, plan_conversations, poisson, synthetic, until
 from poolgrid.tools.bench.pools import PoolsFailed, open_pools
 from poolgrid.tools.bench.prompt import ONE_TOKEN_A_WORD, WORDS, PlannedRequest, PromptMaker, digits_of
@@ -58,13 +58,13 @@ class BenchError(Exception):
     """The run cannot start; the message says why and what to do."""
 
 
-async def until_ready(target: Target, settings: BenchSettings) -> None:
+async def until_ready(target: HttpTarget, settings: BenchSettings) -> None:
     """Wait until an endpoint says that it can serve; raise ``BenchError`` when it does not in time.
 
     One without ``/ready`` (404) counts as ready.
     """
     loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + settings.ready_timeout_s
+    deadline_s = loop.time() + settings.start_timeout_ms / 1000
     url = f"{target.url}/ready"
     async with _http() as client:
         while True:
@@ -77,13 +77,13 @@ async def until_ready(target: Target, settings: BenchSettings) -> None:
                 why = str(error)
             if loop.time() >= deadline_s:
                 raise BenchError(
-                    f"asking {url} for {settings.ready_timeout_s:g} s: {why}; is the endpoint running, and is --url "
-                    "right? --ready-timeout-s waits longer"
+                    f"asking {url} for {settings.start_timeout_ms / 1000:g} s: {why}; is the endpoint running, and "
+                    "is --url right? --start-timeout-ms waits longer"
                 )
             await asyncio.sleep(READY_INTERVAL_S)
 
 
-async def detect_model(target: Target, settings: BenchSettings) -> str:
+async def detect_model(target: HttpTarget, settings: BenchSettings) -> str:
     """Return the model to ask for, having made sure that the endpoint answers; raise ``BenchError`` otherwise."""
     url = f"{target.url}/v1/models"
     try:
@@ -154,7 +154,7 @@ def _conversation_shape(settings: BenchSettings) -> ConversationShape:
         settings.prompt_tokens,
         settings.output_tokens,
         settings.shared_prefix,
-        settings.shared_prefixes,
+        1,
         settings.think_time_s,
     )
 
@@ -176,7 +176,7 @@ class _Endpoint:
     """One of the endpoints that are measured."""
 
     name: str
-    target: Target
+    target: HttpTarget
     model: str
     prompts: PromptMaker
 
@@ -251,7 +251,7 @@ class _Bench:
 
     async def _endpoint(self, name: str, url: str) -> _Endpoint:
         settings = self._settings
-        target = Target(url)
+        target = HttpTarget(url)
         await until_ready(target, settings)
         model = await detect_model(target, settings)
         scale = ONE_TOKEN_A_WORD
@@ -265,7 +265,7 @@ class _Bench:
                 client.close()
         return _Endpoint(name, target, model, PromptMaker(TOKEN_ID_MIN, TOKEN_ID_MAX, scale))
 
-    def _client(self, target: Target) -> Client:
+    def _client(self, target: HttpTarget) -> Client:
         return Client(
             target, self._clock, api_key=os.environ.get(API_KEY_VARIABLE), connect_timeout_s=CONNECT_TIMEOUT_S
         )
@@ -381,8 +381,8 @@ def measure(
     it cannot start.
     """
     logs = None
-    if settings.logs is not None:
-        logs = RunLogs(settings.logs, settings.model_dump_json(indent=2).encode() + b"\n")
+    if settings.directory is not None:
+        logs = RunLogs(settings.directory, settings.model_dump_json(indent=2).encode() + b"\n")
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -436,7 +436,7 @@ def bench(settings: BenchSettings) -> None:
 def run_bench(settings: BenchSettings) -> int:
     """Run ``poolgrid bench`` and return its exit code: 0, or 1 when the run could not start or nothing succeeded."""
     errors = Console(stderr=True, highlight=False)
-    if fault := cannot_write(settings.out):
+    if settings.directory is None and (fault := cannot_write(settings.out)):
         errors.print(f"poolgrid bench: --out: {fault}; nothing was sent", markup=False, soft_wrap=True)
         return 2
     try:
@@ -462,10 +462,9 @@ def run_bench(settings: BenchSettings) -> int:
 
 def _write(settings: BenchSettings, shown: RenderableType, content: str) -> None:
     """Write what the settings ask for; raises ``OSError``."""
-    if settings.out is not None:
+    if settings.out is not None and settings.directory is None:
         _write_file(settings.out, content)
-    if settings.logs is not None:
-        logs = settings.logs
+    if (logs := settings.directory) is not None:
         _write_file(logs / "report.json", content)
         with (logs / "report.txt").open("w", encoding="utf-8") as file:
             terminal(file).print(shown)

@@ -29,7 +29,7 @@ import msgspec
 
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import cancel_all, owned
-from poolgrid.tools.bench.client import Client, Exchange, RequestFailed
+from poolgrid.tools.bench.client import BenchExchange, Client, RequestFailed
 from poolgrid.tools.bench.conversations import PlannedConversation
 from poolgrid.tools.bench.prompt import ONE_TOKEN_A_WORD, PlannedRequest, PromptMaker, WordScale
 from poolgrid.tools.bench.statistics import Measurements, Outcome
@@ -258,7 +258,7 @@ class Runner:
         due_ms: float | None,
         turn: int = 0,
         reusable_tokens: int | None = None,
-    ) -> Exchange | None:
+    ) -> BenchExchange | None:
         """Send one request and count what came of it; ``None`` when it failed."""
         self._note_sent(request)
         started_ms = due_ms if due_ms is not None else self._clock.monotonic_ms()
@@ -306,7 +306,7 @@ def _line(line: RequestLine, outcome: Outcome) -> RequestLine:
 
 
 def _outcome(
-    exchange: Exchange, request: PlannedRequest, started_ms: float, reusable_tokens: int | None = None
+    exchange: BenchExchange, request: PlannedRequest, started_ms: float, reusable_tokens: int | None = None
 ) -> Outcome:
     usage = exchange.usage
     # An answer whose tokens are no text yet (half a character, say) has its first moment at its end.

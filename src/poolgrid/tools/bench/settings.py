@@ -95,7 +95,6 @@ class BenchSettings(Settings):
         le=2**22,
         description=("Begin each prompt with a shared system prompt of this many tokens, in addition to --isl."),
     )
-    shared_prefixes: int = Field(1, ge=1, le=10**6, description="Use this many different system prompts.")
     isl: int | None = Field(
         None,
         ge=1,
@@ -116,14 +115,19 @@ class BenchSettings(Settings):
     )
     duration_s: float | None = Field(None, gt=0, le=10**7, description="Stop sending requests after this time.")
     warmup: int = Field(0, ge=0, le=10**6, description="Send this many requests before the measurement.")
-    ready_timeout_s: float = Field(10.0, ge=0, le=86_400, description="Wait this long for the endpoint's /ready.")
+    start_timeout_ms: float = Field(
+        10_000.0, ge=0, le=86_400_000, description="Give up when the endpoint is not ready after this time."
+    )
     seed: int = Field(
         0, ge=0, le=2**63 - 1, description=("Seed arrivals and prompts; equal seeds send equal requests.")
     )
     as_json: bool = Field(False, description=("Print the report to standard output as JSON instead of a table."))
-    out: Path | None = Field(None, description="Write the report to this file too, as JSON.")
-    logs: Path | None = Field(
-        None, description=("Write report, table, settings and one line per request into this directory.")
+    out: Path | None = Field(
+        None,
+        description=(
+            "Write the report to this file (NAME.json); or report, table, settings and a line per request into "
+            "this directory."
+        ),
     )
 
     @model_validator(mode="after")
@@ -143,6 +147,13 @@ class BenchSettings(Settings):
         if len(self.concurrency) > 1 and self.mode != "closed":
             raise ValueError(f"concurrency has {len(self.concurrency)} values: only a closed loop has a concurrency")
         return self
+
+    @property
+    def directory(self) -> Path | None:
+        """Return where everything is written that is known of a run; ``None`` where that is not asked for."""
+        if self.out is None or self.out.is_dir():
+            return self.out
+        return None if self.out.suffix or self.out.exists() else self.out
 
     @property
     def mode(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import zmq
 
 from poolgrid.process.clock import Clock
-from poolgrid.tools.engine_check.core.evidence import Evidence, Exchange, Source, Told
+from poolgrid.tools.engine_check.core.evidence import Evidence, ProbeExchange, ServerStatement, Source
 from poolgrid.tools.engine_check.core.probe_plan import PlanLimits, plan
 from poolgrid.tools.engine_check.listening import Listener
 from poolgrid.tools.engine_check.server import EngineServer
@@ -30,15 +30,15 @@ REPLAYED_BEFORE = 4
 """How many messages before the first that was heard are asked for too: they show that the replay goes back."""
 
 
-def told_by(facts: ServerFacts, settings: EngineCheckSettings) -> Told:
+def told_by(facts: ServerFacts, settings: EngineCheckSettings) -> ServerStatement:
     """Return what a check starts from: what the server says, and what options say in its place."""
     listed = any(source.endpoint for source in facts.sources)
-    return Told(
+    return ServerStatement(
         facts.kind if settings.engine == "auto" else settings.engine,
         facts.model,
         facts.version,
-        settings.block_size or facts.block_size,
-        max(facts.ranks, len(settings.events)),
+        settings.kv_block_size or facts.block_size,
+        max(facts.ranks, len(settings.kv_events_endpoint)),
         True if listed else False if facts.events_missing else None,
         kind.events_option if (kind := server_kinds().get(facts.kind)) is not None else "",
     )
@@ -46,16 +46,16 @@ def told_by(facts: ServerFacts, settings: EngineCheckSettings) -> Told:
 
 def sources_of(facts: ServerFacts, settings: EngineCheckSettings) -> list[Source]:
     """Return where to listen: as the options say, else as the server does."""
-    if not settings.events:
+    if not settings.kv_events_endpoint:
         return [
             Source(each.dp_rank, each.endpoint, each.replay_endpoint, each.topic, each.doubt)
             for each in facts.sources
             if each.endpoint
         ]
-    replays = settings.replay or ("",) * len(settings.events)
+    replays = settings.kv_events_replay_endpoint or ("",) * len(settings.kv_events_endpoint)
     return [
         Source(rank, endpoint, replay)
-        for rank, (endpoint, replay) in enumerate(zip(settings.events, replays, strict=True))
+        for rank, (endpoint, replay) in enumerate(zip(settings.kv_events_endpoint, replays, strict=True))
     ]
 
 
@@ -75,7 +75,7 @@ async def gather_evidence(
     if not sources and facts.drained_events:
         raise ServerError(
             f"its events are handed out at {facts.drained_events} to one reader, from whom a check would take them; "
-            "what it publishes over ZMQ can be checked, give --events"
+            "what it publishes over ZMQ can be checked, give --kv-events-endpoint"
         )
     limits = PlanLimits(
         seed=f"{clock.wall_ms()}",
@@ -106,12 +106,12 @@ async def _probe(
     limits: PlanLimits,
     settings: EngineCheckSettings,
     server: EngineServer,
-    told: Told,
+    told: ServerStatement,
     listener: Listener,
     clock: Clock,
     tell: Callable[[str], None],
-) -> list[Exchange]:
-    exchanges: dict[str, Exchange] = {}
+) -> list[ProbeExchange]:
+    exchanges: dict[str, ProbeExchange] = {}
     for name, make in plan(limits):
         first = exchanges.get("first")
         if first is not None and first.failure:
@@ -124,7 +124,7 @@ async def _probe(
         answer = await server.probe(probe, told)
         ended_ms = clock.monotonic_ms()
         await listener.settle(SETTLE_MS)
-        exchanges[name] = Exchange(
+        exchanges[name] = ProbeExchange(
             probe,
             before,
             len(listener.heard),

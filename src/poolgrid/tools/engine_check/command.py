@@ -25,7 +25,7 @@ from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.tools.engine_check.check import gather_evidence
 from poolgrid.tools.engine_check.core.evidence import Evidence, RecordError
 from poolgrid.tools.engine_check.core.examination import Examination, examine
-from poolgrid.tools.engine_check.core.finding import Finding, Severity
+from poolgrid.tools.engine_check.core.finding import Finding, FindingSeverity
 from poolgrid.tools.engine_check.core.timing_points import timing_table
 from poolgrid.tools.engine_check.measuring import MEASURE_TIMEOUT_S, REPEATS, Measurement
 from poolgrid.tools.engine_check.server import EngineServer
@@ -38,14 +38,14 @@ AREAS = ("publishers", "messages", "replay", "blocks", "salts and adapters", "re
 TIMEOUT_S = 60.0
 """How long an answer may take."""
 
-STYLES = {Severity.FAULT: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
+STYLES = {FindingSeverity.FAULT: "bold red", FindingSeverity.WARNING: "yellow", FindingSeverity.NOTE: "dim"}
 
 BASICS = (
     "url",
     "engine",
     "events",
     "model",
-    "block_size",
+    "kv_block_size",
     "measure_timing",
     "as_json",
 )
@@ -158,7 +158,7 @@ def _keep(path: Path, data: bytes) -> None:
 
 
 def _show_timing(table: dict[str, Any], path: Path) -> None:
-    shown = TerminalTable([Heading("prefill tokens"), Heading("ms")], note=f"written to {path}; use it: --timing-table")
+    shown = TerminalTable([Heading("prefill tokens"), Heading("ms")], note=f"written to {path}; use it: --timing")
     for tokens, ms in table["prefill"]:
         shown.add(f"{tokens:,.0f}", f"{ms:,.2f}")
     decode = TerminalTable([Heading("used share"), Heading("ms a decode step")])
@@ -198,14 +198,14 @@ def check_table(evidence: Evidence, found: Examination) -> TerminalTable:
     for area in AREAS:
         of_area = [each for each in found.findings if each.kind.area == area]
         severities = {each.severity for each in of_area}
-        worst = next((each for each in Severity if each in severities), None)
+        worst = next((each for each in FindingSeverity if each in severities), None)
         seen = _seen(area, evidence, found)
-        result = "ok" if worst is None or worst is Severity.NOTE else worst.value
-        if worst in (None, Severity.NOTE) and not seen:
+        result = "ok" if worst is None or worst is FindingSeverity.NOTE else worst.value
+        if worst in (None, FindingSeverity.NOTE) and not seen:
             result = "not seen"
         style = STYLES.get(worst, "") if worst else ""
         if result == "ok" and _lacks(area, found):
-            result, style = "lacking", STYLES[Severity.FAULT]
+            result, style = "lacking", STYLES[FindingSeverity.FAULT]
         table.add(area, Text(result, style), seen or UNKNOWN)
     return table
 

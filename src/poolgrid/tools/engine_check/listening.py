@@ -16,7 +16,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from poolgrid.process.clock import Clock
-from poolgrid.tools.engine_check.core.evidence import Contact, Heard, Replay, Source
+from poolgrid.tools.engine_check.core.evidence import Contact, Heard, ReplayAnswer, Source
 from poolgrid.transport.planes import leave_plain
 from poolgrid.transport.zmq_socket import BatchSocket
 from poolgrid.wire.limits import FRAME_BYTES_MAX
@@ -194,7 +194,7 @@ class Listener:
             except TimeoutError:
                 return
 
-    async def replay(self, source: Source, from_seq: int) -> Replay:
+    async def replay(self, source: Source, from_seq: int) -> ReplayAnswer:
         """Ask a replay socket for all from a number on."""
         socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
         leave_plain(socket)
@@ -228,7 +228,7 @@ class Listener:
         finally:
             inbox.stop()
             socket.close()
-        return Replay(source.rank, from_seq, tuple(answer), ended.is_set())
+        return ReplayAnswer(source.rank, from_seq, tuple(answer), ended.is_set())
 
     def close(self) -> None:
         """Close every socket."""

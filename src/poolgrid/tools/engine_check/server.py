@@ -8,7 +8,7 @@ import httpx
 import msgspec
 
 from poolgrid.process.clock import Clock
-from poolgrid.tools.engine_check.core.evidence import Probe, Told
+from poolgrid.tools.engine_check.core.evidence import CheckProbe, ServerStatement
 from poolgrid.wire.errors import DecodeError
 from poolgrid.workers.engines.registry import server_kinds
 from poolgrid.workers.engines.server.core.server_facts import ModelList, ServerFacts, choose_model
@@ -22,7 +22,7 @@ RANK_HEADER = "x-data-parallel-rank"
 """The global rank that a request is for."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ProbeAnswer(msgspec.Struct, frozen=True):
     """What came back of a probe."""
 
     output: tuple[int, ...] = ()
@@ -68,20 +68,22 @@ class EngineServer:
 
     # Probes
 
-    async def probe(self, probe: Probe, told: Told) -> Answer:
+    async def probe(self, probe: CheckProbe, told: ServerStatement) -> ProbeAnswer:
         """Send a probe; a refusal is an answer too."""
         path, body = _generate(probe) if told.kind == "sglang" else _completion(probe, told.model)
         headers = {} if probe.rank is None else {RANK_HEADER: str(probe.rank)}
         try:
             answer = await self._client.post(f"{self._url}{path}", json=body, headers=headers)
         except httpx.HTTPError as error:
-            return Answer(failure=f"asking {path}: {str(error) or type(error).__name__}")
+            return ProbeAnswer(failure=f"asking {path}: {str(error) or type(error).__name__}")
         if answer.status_code != 200:
-            return Answer(failure=f"{path} answered {answer.status_code}: {answer.text[:ANSWER_BYTES_SHOWN]}")
+            return ProbeAnswer(failure=f"{path} answered {answer.status_code}: {answer.text[:ANSWER_BYTES_SHOWN]}")
         try:
             return _answer(msgspec.json.decode(answer.content))
         except (msgspec.MsgspecError, KeyError, TypeError, IndexError, ValueError) as error:
-            return Answer(failure=f"{path} answered what cannot be read ({error}): {answer.text[:ANSWER_BYTES_SHOWN]}")
+            return ProbeAnswer(
+                failure=f"{path} answered what cannot be read ({error}): {answer.text[:ANSWER_BYTES_SHOWN]}"
+            )
 
     # Timed streams
 
@@ -114,7 +116,7 @@ class EngineServer:
         return sent_ms, arrivals
 
 
-def _completion(probe: Probe, model: str) -> tuple[str, dict[str, Any]]:
+def _completion(probe: CheckProbe, model: str) -> tuple[str, dict[str, Any]]:
     body: dict[str, Any] = {
         "model": probe.lora or model,
         "prompt": list(probe.tokens),
@@ -128,7 +130,7 @@ def _completion(probe: Probe, model: str) -> tuple[str, dict[str, Any]]:
     return "/v1/completions", body
 
 
-def _generate(probe: Probe) -> tuple[str, dict[str, Any]]:
+def _generate(probe: CheckProbe) -> tuple[str, dict[str, Any]]:
     sampling = {"max_new_tokens": probe.max_tokens, "temperature": 0, "ignore_eos": True}
     body: dict[str, Any] = {"input_ids": list(probe.tokens), "sampling_params": sampling}
     if probe.salt:
@@ -140,14 +142,14 @@ def _generate(probe: Probe) -> tuple[str, dict[str, Any]]:
     return "/generate", body
 
 
-def _answer(body: dict[str, Any]) -> Answer:
+def _answer(body: dict[str, Any]) -> ProbeAnswer:
     if "meta_info" in body:
         cached = body["meta_info"].get("cached_tokens")
-        return Answer(tuple(body.get("output_ids") or ()), cached if type(cached) is int else None)
+        return ProbeAnswer(tuple(body.get("output_ids") or ()), cached if type(cached) is int else None)
     details = (body.get("usage") or {}).get("prompt_tokens_details") or {}
     cached = details.get("cached_tokens")
     output = body["choices"][0].get("token_ids") or ()
-    return Answer(tuple(map(int, output)), cached if type(cached) is int else None)
+    return ProbeAnswer(tuple(map(int, output)), cached if type(cached) is int else None)
 
 
 def _tokens_so_far(chunk: dict[str, Any], known: int) -> int:

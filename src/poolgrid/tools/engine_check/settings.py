@@ -24,7 +24,7 @@ class EngineCheckSettings(Settings):
     engine: Literal["auto", "vllm", "sglang", "trtllm-serve"] = Field(
         "auto", description="Set the kind of the server; auto = detect it."
     )
-    events: tuple[ZmqEndpoint, ...] = Field(
+    kv_events_endpoint: tuple[ZmqEndpoint, ...] = Field(
         (),
         max_length=SOURCES_MAX,
         description=(
@@ -32,13 +32,13 @@ class EngineCheckSettings(Settings):
             "server reports."
         ),
     )
-    replay: tuple[ZmqEndpoint, ...] = Field(
+    kv_events_replay_endpoint: tuple[ZmqEndpoint, ...] = Field(
         (),
         max_length=SOURCES_MAX,
         description=("Request replays at this ZMQ endpoint. Repeat for each rank. Unset = as the server reports."),
     )
     model: Name = Field("", description=("Request this model. Unset = the first that the server lists."))
-    block_size: int | None = Field(
+    kv_block_size: int | None = Field(
         None,
         ge=1,
         le=65_536,
@@ -53,8 +53,7 @@ class EngineCheckSettings(Settings):
     measure_timing: Path | None = Field(
         None,
         description=(
-            "Measure the server's step times and write a table for --timing-table to this file, instead of "
-            "checking events."
+            "Measure the server's step times and write a table for --timing to this file, instead of checking events."
         ),
     )
     concurrency: int = Field(
@@ -70,9 +69,10 @@ class EngineCheckSettings(Settings):
     def _check(self) -> Self:
         if not self.url and self.recorded is None:
             raise ValueError("url is not given: name a server, or a --recorded check")
-        if self.replay and len(self.replay) != len(self.events):
+        replays, endpoints = len(self.kv_events_replay_endpoint), len(self.kv_events_endpoint)
+        if replays not in (0, endpoints):
             raise ValueError(
-                f"replay is given {len(self.replay)} times and events {len(self.events)} times: give one for each, in "
-                "the same order"
+                f"kv_events_replay_endpoint is given {replays} times and kv_events_endpoint {endpoints} times: give "
+                "one for each, in the same order"
             )
         return self

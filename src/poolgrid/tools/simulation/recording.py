@@ -34,7 +34,7 @@ TRACE_WORKERS = 8
 
 
 @dataclass(slots=True)
-class Stage:
+class RecordingStage:
     """Traffic, and the engines that it is played on."""
 
     name: str
@@ -88,21 +88,21 @@ def show_report(report: dict[str, Any], table: TerminalTable, as_json: bool, out
 def timing_of(settings: EngineSettings, recorded_speedup: float = 0.0) -> TimingModel:
     """Return the step times of the engines; ``recorded_speedup`` is that of recorded simulated ones, 0 = none were."""
     try:
-        base = timing_model(settings.timing, settings.timing_table)
+        base = timing_model(settings.timing)
     except (TableError, OSError) as error:
         raise UsageError(str(error)) from None
-    speedup = settings.engine_speedup or recorded_speedup or 1.0
+    speedup = settings.speedup or recorded_speedup or 1.0
     return base if speedup == 1 else ScaledTiming(base, speedup)
 
 
-def load_trace(path: Path, settings: EngineSettings, block_size: int) -> Stage:
+def load_trace(path: Path, settings: EngineSettings, block_size: int) -> RecordingStage:
     """Return a trace in Mooncake's form, ready to be played; raises ``UsageError``."""
     try:
         workload = build_workload(read_trace(path, settings.requests), settings.speed, block_size)
     except TraceError as error:
         raise UsageError(str(error)) from None
-    given = {} if settings.blocks_per_worker is None else {"total_kv_blocks": settings.blocks_per_worker}
-    return Stage(
+    given = {} if settings.total_kv_blocks is None else {"total_kv_blocks": settings.total_kv_blocks}
+    return RecordingStage(
         path.name,
         workload,
         settings.workers or TRACE_WORKERS,
@@ -111,7 +111,7 @@ def load_trace(path: Path, settings: EngineSettings, block_size: int) -> Stage:
     )
 
 
-def load_recording(directory: str, decisions: str | None, settings: EngineSettings) -> Stage:
+def load_recording(directory: str, decisions: str | None, settings: EngineSettings) -> RecordingStage:
     """Return recorded traffic, ready to be played; raises ``UsageError`` and what reading a journal raises."""
     pool = open_journal(directory)
     found = [disk for _, disk in open_decisions(directory if decisions is None else decisions)]
@@ -132,11 +132,11 @@ def load_recording(directory: str, decisions: str | None, settings: EngineSettin
     recorded = [RecordedRequest(float(each.time_ms - begin), each.isl, each.osl or 1, each.path) for each in requests]
     workload = recorded_workload(recorded, requests[0].block_size, settings.speed)
     limits = {
-        "total_kv_blocks": settings.blocks_per_worker or card.limits.total_kv_blocks,
+        "total_kv_blocks": settings.total_kv_blocks or card.limits.total_kv_blocks,
         "max_batch_size": card.limits.max_batch_size,
         "max_num_tokens": card.limits.max_num_tokens,
     }
-    return Stage(
+    return RecordingStage(
         directory.rpartition("/")[2] or directory,
         workload,
         settings.workers or max(1, recording.shape.workers),
@@ -144,7 +144,7 @@ def load_recording(directory: str, decisions: str | None, settings: EngineSettin
         timing_of(settings, speedup),
         dict(recording.settings.settings) if recording.settings is not None else {},
         measured(requests),
-        [*_remarks(recording), *_remarks_on_speed(settings.engine_speedup, speedup)],
+        [*_remarks(recording), *_remarks_on_speed(settings.speedup, speedup)],
     )
 
 
@@ -159,7 +159,7 @@ def _limits(workload: Workload, given: dict[str, int]) -> SimulatedLimits:
         raise UsageError(str(error)) from None
     if limits.total_kv_blocks * limits.block_size < workload.longest:
         raise UsageError(
-            f"blocks_per_worker is {limits.total_kv_blocks}, the longest request needs "
+            f"total_kv_blocks is {limits.total_kv_blocks}, the longest request needs "
             f"{-(-workload.longest // limits.block_size)}"
         )
     return limits

@@ -8,8 +8,8 @@ from typing import ClassVar
 from pydantic import Field
 
 from poolgrid.process.plugins import policy_names
-from poolgrid.process.settings import InputFile, Settings
-from poolgrid.workers.core.timing import PUBLISHED, TimingName
+from poolgrid.process.settings import Settings
+from poolgrid.workers.core.timing import PUBLISHED, TIMINGS, Timing
 
 SIMULATED_POLICIES = tuple(name for name in policy_names() if name != "approximate")
 
@@ -23,20 +23,21 @@ class EngineSettings(Settings):
         None, ge=1, le=4096, description=("Simulate this many workers. Unset = as recorded, or 8 for a trace.")
     )
     speed: float = Field(1.0, gt=0, le=10_000, description=("Replay arrivals this many times faster than recorded."))
-    engine_speedup: float | None = Field(
+    speedup: float | None = Field(
         None,
         gt=0,
         le=1e6,
         description=("Run engines this many times faster than their step times. Unset = as recorded."),
     )
-    timing: TimingName = Field(
+    timing: Timing = Field(
         PUBLISHED,
-        description=("Choose the step times: published formulas, or measured on an H100 or H200 with Qwen3-8B."),
+        examples=list(TIMINGS),
+        description=(
+            "Choose the step times: published (formulas), h100-qwen3-8b or h200-qwen3-8b (measured), or your own "
+            "JSON file."
+        ),
     )
-    timing_table: InputFile | None = Field(
-        None, description=("Read measured step times from this JSON file, instead of timing.")
-    )
-    blocks_per_worker: int | None = Field(
+    total_kv_blocks: int | None = Field(
         None,
         ge=1,
         description=("Give each worker this many KV blocks. Unset = as recorded, or enough for the whole trace."),
@@ -54,7 +55,7 @@ class SimulationSettings(EngineSettings):
         examples=list(SIMULATED_POLICIES),
         description=("Compare these policies, separated by commas: built-in ones, or your module:Class."),
     )
-    block_size: int = Field(64, ge=1, le=65_536, description="Set the number of tokens in a KV block.")
+    kv_block_size: int = Field(64, ge=1, le=65_536, description="Set the number of tokens in a KV block.")
     queue_weight: float = Field(0.25, ge=0, le=1000, description="Set the cost of queued prompt tokens.")
     decode_weight: float = Field(0.02, ge=0, le=1000, description="Set the cost of one KV block of active requests.")
     temperature: float = Field(
@@ -65,9 +66,6 @@ class SimulationSettings(EngineSettings):
         ge=1,
         le=256,
         description=("Simulate this many routers; requests go to them round robin, each receives all events."),
-    )
-    event_delay_ms: float = Field(
-        0.0, ge=0.0, le=60_000.0, description="Delay a worker's events to the routers by this time."
     )
     worker_speeds: str = Field(
         "1",

@@ -27,7 +27,7 @@ BASICS = (
     "timing",
     "speed",
     "block_size",
-    "blocks_per_worker",
+    "total_kv_blocks",
     "routers",
     "requests",
     "out",
@@ -49,12 +49,12 @@ def _simulate(trace: Path, settings: SimulationSettings) -> None:
     policies = _policies(settings)
     if fault := cannot_write(settings.out):
         raise UsageError(f"--out: {fault}; nothing was simulated")
-    stage = load_trace(trace, settings, settings.block_size)
+    stage = load_trace(trace, settings, settings.kv_block_size)
     try:
         speeds = WorkerSpeeds.parse(settings.worker_speeds)
     except SpeedError as error:
         raise UsageError(str(error)) from None
-    routers = RouterFleet(settings.routers, settings.event_delay_ms)
+    routers = RouterFleet(settings.routers)
     true_speeds = None if speeds == WorkerSpeeds() else speeds
     reports = {name: stage.play(name, policy, routers, true_speeds) for name, policy in policies.items()}
     table = result_table(stage.workload.ideal_cached_token_ratio, reports)

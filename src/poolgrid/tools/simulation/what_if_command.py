@@ -18,7 +18,7 @@ from poolgrid.process.terminal_table import Heading, TerminalTable
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.simulation.pool import RouterFleet
-from poolgrid.tools.simulation.recording import Stage, load_recording, show_report
+from poolgrid.tools.simulation.recording import RecordingStage, load_recording, show_report
 from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, WhatIfSettings
 
 VARIANTS_MAX = 64
@@ -91,11 +91,12 @@ class Variant:
         return {"policy": self.policy, **asdict(self.weights), "temperature": self.temperature}
 
 
-def variants_of(settings: WhatIfSettings, stage: Stage) -> list[Variant]:
+def variants_of(settings: WhatIfSettings, stage: RecordingStage) -> list[Variant]:
     """Return the recorded settings and every combination of the given ones; raises ``UsageError``."""
     recorded = stage.recorded_settings
-    weights = CostWeights(
-        **{name: float(recorded[name]) for name in CostWeights.__dataclass_fields__ if name in recorded}
+    weights = _scaled(
+        CostWeights(**{name: float(recorded[name]) for name in CostWeights.__dataclass_fields__ if name in recorded}),
+        float(recorded.get("overlap_weight", 1.0)),
     )
     policy = str(recorded.get("policy", "kv"))
     if policy not in SIMULATED_POLICIES:
@@ -124,16 +125,21 @@ def variants_of(settings: WhatIfSettings, stage: Stage) -> list[Variant]:
 
 
 def _with(variant: Variant, chosen: Mapping[str, float]) -> Variant:
-    weights = variant.weights
-    overlap = chosen.get("overlap_weight", 1.0)
     weights = replace(
+        _scaled(variant.weights, chosen.get("overlap_weight", 1.0)),
+        **{name: value for name, value in chosen.items() if name in CostWeights.__dataclass_fields__},
+    )
+    return replace(variant, weights=weights, temperature=chosen.get("temperature", variant.temperature))
+
+
+def _scaled(weights: CostWeights, overlap: float) -> CostWeights:
+    """Return weights with another credit for what is cached."""
+    return replace(
         weights,
         device_weight=weights.device_weight * overlap,
         host_weight=weights.host_weight * overlap,
         disk_weight=weights.disk_weight * overlap,
-        **{name: value for name, value in chosen.items() if name in CostWeights.__dataclass_fields__},
     )
-    return replace(variant, weights=weights, temperature=chosen.get("temperature", variant.temperature))
 
 
 def _words(text: str | None) -> list[str]:
@@ -153,7 +159,7 @@ def _numbers(name: str, text: str | None) -> list[float]:
     return values
 
 
-def difference_table(stage: Stage, reports: Mapping[str, Mapping[str, Any]]) -> TerminalTable:
+def difference_table(stage: RecordingStage, reports: Mapping[str, Mapping[str, Any]]) -> TerminalTable:
     """Return every variant's figures, and how they differ from those under the recorded settings."""
     headings = ("reused %", "TTFT mean", "TTFT p99", "ITL mean", "ITL p99", "spread")
     table = TerminalTable(

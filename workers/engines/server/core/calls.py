@@ -27,7 +27,7 @@ class Failure(msgspec.Struct, frozen=True, gc=False):
     """Whether the server does not take the worker's API key."""
 
 
-class AnswerPiece(msgspec.Struct, gc=False):
+class ServerAnswerPiece(msgspec.Struct, gc=False):
     """What one chunk of an answer says, or a whole answer."""
 
     tokens: list[int] = []
@@ -46,7 +46,7 @@ class Call(msgspec.Struct, frozen=True, gc=False):
 
     path: str
     body: bytes
-    read: Callable[[bytes], AnswerPiece | None]
+    read: Callable[[bytes], ServerAnswerPiece | None]
     """Read a chunk of a stream, or a whole answer; ``None`` = it says nothing. Raises ``DecodeError``."""
     streams: bool = True
     """Whether the answer comes in chunks."""

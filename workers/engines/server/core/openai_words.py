@@ -16,7 +16,7 @@ from poolgrid.wire.limits import OPAQUE_BYTES_MAX, TEXT_CHARS_MAX
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenLogprobs
 from poolgrid.workers.core.refusal import BrokenError, RefusedError, UnableError, UnsupportedError
 from poolgrid.workers.core.vetting import logprob_of
-from poolgrid.workers.engines.server.core.calls import AnswerPiece, Failure
+from poolgrid.workers.engines.server.core.calls import Failure, ServerAnswerPiece
 
 T = TypeVar("T")
 
@@ -272,7 +272,7 @@ def left_for(request: Generate, title: str, form: type[T]) -> T:
         raise BrokenError(f"the KV of the prefill leg is not {title}'s: {error}") from None
 
 
-def leave(piece: AnswerPiece, params: dict[str, Any] | None, title: str, field: str, needs: str) -> None:
+def leave(piece: ServerAnswerPiece, params: dict[str, Any] | None, title: str, field: str, needs: str) -> None:
     """End a prefill leg with ``params``, which the server gave as ``field``; without any it ``needs`` an option."""
     if params is None:
         piece.failure = Failure(f"{title} kept no KV for a decode leg: its server needs {needs}", RefusalKind.CANNOT_DO)

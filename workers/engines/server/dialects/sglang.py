@@ -36,7 +36,7 @@ from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, RefusalKind, Sampling, TokenLogprobs
 from poolgrid.workers.core.refusal import UnableError
 from poolgrid.workers.core.vetting import TokenCount, TokenId, count_of, logprob_of
-from poolgrid.workers.engines.server.core.calls import AnswerPiece, Call, Failure
+from poolgrid.workers.engines.server.core.calls import Call, Failure, ServerAnswerPiece
 from poolgrid.workers.engines.server.core.launching import Launch, Publishing, ServerCommand, WantedServer
 from poolgrid.workers.engines.server.core.openai_words import (
     FINISH_REASONS,
@@ -219,19 +219,19 @@ class _Reader:
         self._of_prompt = of_prompt
         self._taken = 0
 
-    def read(self, data: bytes) -> AnswerPiece | None:
+    def read(self, data: bytes) -> ServerAnswerPiece | None:
         """Return what a chunk, or a whole answer, says."""
         chunk = read_answer(_decode, data, TITLE)
         if chunk.error is not None:
-            return AnswerPiece(failure=failure_amid(TITLE, chunk.error, self._taken > 0))
+            return ServerAnswerPiece(failure=failure_amid(TITLE, chunk.error, self._taken > 0))
         meta = chunk.meta_info
         if meta is None or chunk.output_ids is None:
-            return AnswerPiece(
+            return ServerAnswerPiece(
                 failure=Failure(f"{TITLE} gave no token ids: output_ids need version 0.5 or newer", RefusalKind.BROKEN)
             )
         total = meta.completion_tokens
         fresh = chunk.output_ids[self._taken :] if len(chunk.output_ids) == total else chunk.output_ids
-        piece = AnswerPiece(fresh, cached_tokens=count_of(meta.cached_tokens))
+        piece = ServerAnswerPiece(fresh, cached_tokens=count_of(meta.cached_tokens))
         if self._alternatives is not None and meta.output_token_logprobs is not None:
             piece.logprobs = self._logprobs(fresh, meta, total)
         if self._of_prompt is not None and meta.input_token_logprobs:
@@ -273,7 +273,7 @@ def _prompt_logprobs(meta: _Meta, alternatives: int) -> tuple[TokenLogprobs, ...
     )
 
 
-def _end(piece: AnswerPiece, finish: _Finish) -> None:
+def _end(piece: ServerAnswerPiece, finish: _Finish) -> None:
     if finish.type in FINISH_REASONS:
         piece.finish = FINISH_REASONS[finish.type]
         return

@@ -33,7 +33,7 @@ from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, RefusalKind, Sampling, TokenLogprobs
 from poolgrid.workers.core.refusal import UnableError
 from poolgrid.workers.core.vetting import TokenId, cached_of, logprob_of
-from poolgrid.workers.engines.server.core.calls import AnswerPiece, Call, Failure
+from poolgrid.workers.engines.server.core.calls import Call, Failure, ServerAnswerPiece
 from poolgrid.workers.engines.server.core.launching import Launch, ServerCommand, WantedServer, without_option
 from poolgrid.workers.engines.server.core.openai_words import (
     FINISH_REASONS,
@@ -183,21 +183,21 @@ class _Reader:
         self._leaves_kv = leaves_kv
         self._has_output = False
 
-    def read(self, data: bytes) -> AnswerPiece | None:
+    def read(self, data: bytes) -> ServerAnswerPiece | None:
         """Return what a chunk, or a whole answer, says."""
         chunk = read_answer(_decode, data, TITLE)
         if chunk.error is not None:
-            return AnswerPiece(failure=failure_amid(TITLE, chunk.error, self._has_output))
+            return ServerAnswerPiece(failure=failure_amid(TITLE, chunk.error, self._has_output))
         cached = None if chunk.usage is None else cached_of(chunk.usage)
         if not chunk.choices:
-            return None if cached is None else AnswerPiece(cached_tokens=cached)
+            return None if cached is None else ServerAnswerPiece(cached_tokens=cached)
         choice = chunk.choices[0]
         if choice.token_ids is None:
-            return AnswerPiece(
+            return ServerAnswerPiece(
                 failure=Failure(f"{TITLE} gave no token ids though detokenize is off", RefusalKind.BROKEN)
             )
         self._has_output = self._has_output or bool(choice.token_ids)
-        piece = AnswerPiece(choice.token_ids, cached_tokens=cached)
+        piece = ServerAnswerPiece(choice.token_ids, cached_tokens=cached)
         if self._wants_logprobs and choice.logprobs is not None:
             values = choice.logprobs.token_logprobs
             if len(values) != len(choice.token_ids):
@@ -211,7 +211,7 @@ class _Reader:
             self._end(piece, choice.finish_reason, choice.disaggregated_params)
         return piece
 
-    def _end(self, piece: AnswerPiece, reason: str, params: dict[str, Any] | None) -> None:
+    def _end(self, piece: ServerAnswerPiece, reason: str, params: dict[str, Any] | None) -> None:
         if self._leaves_kv and reason in GOES_ON:
             leave(piece, params, TITLE, "disaggregated_params", "cache_transceiver_config")
         elif reason in FINISH_REASONS:

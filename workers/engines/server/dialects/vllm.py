@@ -38,7 +38,7 @@ from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenLogprobs
 from poolgrid.workers.core.refusal import UnableError
 from poolgrid.workers.core.vetting import TokenId, cached_of, count_of, digits_of, logprob_of
-from poolgrid.workers.engines.server.core.calls import AnswerPiece, Call, Failure
+from poolgrid.workers.engines.server.core.calls import Call, Failure, ServerAnswerPiece
 from poolgrid.workers.engines.server.core.launching import Launch, ServerCommand, WantedServer
 from poolgrid.workers.engines.server.core.openai_words import (
     FINISH_REASONS,
@@ -246,24 +246,24 @@ class _Reader:
         self._leaves_kv = leaves_kv
         self._has_output = False
 
-    def read(self, data: bytes) -> AnswerPiece | None:
+    def read(self, data: bytes) -> ServerAnswerPiece | None:
         """Return what a chunk, or a whole answer, says."""
         chunk = read_answer(_decode, data, TITLE)
         if chunk.error is not None:
-            return AnswerPiece(failure=failure_amid(TITLE, chunk.error, self._has_output))
+            return ServerAnswerPiece(failure=failure_amid(TITLE, chunk.error, self._has_output))
         cached = None if chunk.usage is None else cached_of(chunk.usage)
         if not chunk.choices:
-            return None if cached is None else AnswerPiece(cached_tokens=cached)
+            return None if cached is None else ServerAnswerPiece(cached_tokens=cached)
         choice = chunk.choices[0]
         tokens = choice.token_ids
         if tokens is None:
-            return AnswerPiece(
+            return ServerAnswerPiece(
                 failure=Failure(
                     f"{TITLE} gave no token ids: return_token_ids needs version 0.10.2 or newer", RefusalKind.BROKEN
                 )
             )
         self._has_output = self._has_output or bool(tokens)
-        piece = AnswerPiece(tokens, cached_tokens=cached)
+        piece = ServerAnswerPiece(tokens, cached_tokens=cached)
         if self._alternatives is not None and choice.logprobs is not None:
             piece.logprobs = _logprobs(tokens, choice.logprobs, self._alternatives)
         if self._of_prompt is not None and choice.prompt_logprobs:
@@ -272,7 +272,7 @@ class _Reader:
             self._end(piece, choice.finish_reason, chunk.kv_transfer_params)
         return piece
 
-    def _end(self, piece: AnswerPiece, reason: str, params: dict[str, Any] | None) -> None:
+    def _end(self, piece: ServerAnswerPiece, reason: str, params: dict[str, Any] | None) -> None:
         if reason not in ENDS:
             # "abort" and "error": the server ended it, and not of the request's own accord.
             piece.failure = Failure(f"{TITLE} ended the request with {reason!r}", RefusalKind.BROKEN)

@@ -146,7 +146,7 @@ def check_request(request: Generate, limits: SimulatedLimits, has_guides: bool) 
         # Another worker of the model may have it.
         raise UnableError(
             f"{sampling.guide} is set, and this simulated engine cannot keep to a guide: it was not given the "
-            "model's tokenizer (tokenizer_path)"
+            "model's tokenizer (model_path)"
         )
     emitted = request.routing.emitted_tokens
     if emitted > isl:

@@ -66,8 +66,8 @@ def _sizes(stream: RankStream, evidence: Evidence) -> Iterator[Finding]:
         yield fault(
             Kind.BLOCK_SIZE,
             f"rank {stream.rank}",
-            f"events speak of blocks of {named} tokens, the server or --block-size of {told}",
-            f"route with --block-size {others[0]}: blocks are named by the tokens in them",
+            f"events speak of blocks of {named} tokens, the server or --kv-block-size of {told}",
+            f"route with --kv-block-size {others[0]}: blocks are named by the tokens in them",
         )
     elif len(others) > 1:
         yield fault(

@@ -30,7 +30,7 @@ def contact_findings(evidence: Evidence, streams: Mapping[int, RankStream]) -> I
         words = (
             "the server says that it publishes no events"
             if evidence.told.publishes is False
-            else ("the server does not say where its events are, and no --events was given")
+            else ("the server does not say where its events are, and no --kv-events-endpoint was given")
         )
         yield fault(
             Kind.EVENTS_OFF, "server", words, f"start the engine with {evidence.told.events_option or EVENTS_OPTION}"
@@ -130,7 +130,7 @@ def _ranks_without_source(evidence: Evidence) -> Iterator[Finding]:
             f"rank {numbers}",
             f"the server has {evidence.told.ranks} data-parallel ranks, and of rank {numbers} nobody follows the "
             "events: what these hold is not known",
-            "give --events once for each rank, in their order",
+            "give --kv-events-endpoint once for each rank, in their order",
         )
 
 

@@ -49,7 +49,7 @@ class Heard(msgspec.Struct, frozen=True):
     at_ms: float
 
 
-class Replay(msgspec.Struct, frozen=True):
+class ReplayAnswer(msgspec.Struct, frozen=True):
     """What a replay socket answered."""
 
     rank: int
@@ -59,7 +59,7 @@ class Replay(msgspec.Struct, frozen=True):
     """Whether the mark of the end came; without it the answer broke off, or there was none."""
 
 
-class Probe(msgspec.Struct, frozen=True):
+class CheckProbe(msgspec.Struct, frozen=True):
     """A request of the check's own."""
 
     name: str
@@ -71,10 +71,10 @@ class Probe(msgspec.Struct, frozen=True):
     """The rank that it was sent to; ``None`` = the server's choice."""
 
 
-class Exchange(msgspec.Struct, frozen=True):
+class ProbeExchange(msgspec.Struct, frozen=True):
     """A probe, and what came back."""
 
-    probe: Probe
+    probe: CheckProbe
     heard_before: int
     """How many live messages had been heard when it was sent."""
     heard_after: int
@@ -88,7 +88,7 @@ class Exchange(msgspec.Struct, frozen=True):
     """Why there was no answer."""
 
 
-class Told(msgspec.Struct, frozen=True):
+class ServerStatement(msgspec.Struct, frozen=True):
     """What the server, or an option, said before anything was sent."""
 
     kind: str = ""
@@ -106,13 +106,13 @@ class Told(msgspec.Struct, frozen=True):
 class Evidence(msgspec.Struct, frozen=True):
     """All of one check."""
 
-    told: Told
+    told: ServerStatement
     sources: tuple[Source, ...]
     contacts: dict[int, Contact]
     """By rank."""
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[ProbeExchange, ...]
     heard: tuple[Heard, ...]
-    replays: tuple[Replay, ...] = ()
+    replays: tuple[ReplayAnswer, ...] = ()
     version: int = RECORD_VERSION
 
     def to_json(self) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 from poolgrid.tools.engine_check.core.block_rules import BlockFigures, block_findings, observed_block_size
 from poolgrid.tools.engine_check.core.contact_rules import contact_findings
 from poolgrid.tools.engine_check.core.evidence import Evidence
-from poolgrid.tools.engine_check.core.finding import RANK, Finding, Kind, Severity, fault, warning
+from poolgrid.tools.engine_check.core.finding import RANK, Finding, FindingSeverity, Kind, fault, warning
 from poolgrid.tools.engine_check.core.message_rules import message_findings
 from poolgrid.tools.engine_check.core.reuse_rules import ReuseFigures, compare, reuse_findings
 from poolgrid.tools.engine_check.core.said import RankStream, read_streams
@@ -37,7 +37,7 @@ class Examination:
 
     @property
     def faults(self) -> int:
-        return sum(finding.severity is Severity.FAULT for finding in self.findings)
+        return sum(finding.severity is FindingSeverity.FAULT for finding in self.findings)
 
 
 def examine(evidence: Evidence) -> Examination:
@@ -65,9 +65,9 @@ def examine(evidence: Evidence) -> Examination:
         findings += block_findings(evidence, streams, paths, views, blocks)
         findings += reuse_findings(reuse, paths, streams, size)
         findings += _missing(blocks, streams, paths)
-    explained = any(each.severity is Severity.FAULT and each.kind not in CONSEQUENCES for each in findings)
+    explained = any(each.severity is FindingSeverity.FAULT and each.kind not in CONSEQUENCES for each in findings)
     findings = [each for each in findings if not (explained and each.kind in CONSEQUENCES)]
-    findings.sort(key=lambda each: (list(Severity).index(each.severity), RANK[each.kind]))
+    findings.sort(key=lambda each: (list(FindingSeverity).index(each.severity), RANK[each.kind]))
     return Examination(
         findings,
         size,

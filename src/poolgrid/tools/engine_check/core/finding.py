@@ -7,7 +7,7 @@ from enum import Enum
 import msgspec
 
 
-class Severity(Enum):
+class FindingSeverity(Enum):
     """How much a finding matters to who routes by the events."""
 
     FAULT = "fault"
@@ -77,7 +77,7 @@ class Finding(msgspec.Struct, frozen=True):
     """One mismatch."""
 
     kind: Kind
-    severity: Severity
+    severity: FindingSeverity
     place: str
     """Where it was seen: a rank, a message's number, a probe."""
     words: str
@@ -88,14 +88,14 @@ class Finding(msgspec.Struct, frozen=True):
 
 def fault(kind: Kind, place: str, words: str, remedy: str = "") -> Finding:
     """Return a finding that keeps the events from being used."""
-    return Finding(kind, Severity.FAULT, place, words, remedy)
+    return Finding(kind, FindingSeverity.FAULT, place, words, remedy)
 
 
 def warning(kind: Kind, place: str, words: str, remedy: str = "") -> Finding:
     """Return a finding that limits what the events are good for."""
-    return Finding(kind, Severity.WARNING, place, words, remedy)
+    return Finding(kind, FindingSeverity.WARNING, place, words, remedy)
 
 
 def note(kind: Kind, place: str, words: str, remedy: str = "") -> Finding:
     """Return a finding that changes nothing."""
-    return Finding(kind, Severity.NOTE, place, words, remedy)
+    return Finding(kind, FindingSeverity.NOTE, place, words, remedy)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from poolgrid.process.figures import counted
-from poolgrid.tools.engine_check.core.evidence import Contact, Evidence, Replay, Source
+from poolgrid.tools.engine_check.core.evidence import Contact, Evidence, ReplayAnswer, Source
 from poolgrid.tools.engine_check.core.finding import Finding, Kind, fault, note, warning
 from poolgrid.tools.engine_check.core.said import RankStream, SaidOther
 
@@ -124,7 +124,7 @@ def _numbers(stream: RankStream, source: Source) -> Iterator[Finding]:
             )
 
 
-def _replay(stream: RankStream, source: Source, replay: Replay | None) -> Iterator[Finding]:
+def _replay(stream: RankStream, source: Source, replay: ReplayAnswer | None) -> Iterator[Finding]:
     place = f"rank {stream.rank}, {source.replay_endpoint or source.endpoint}"
     if not source.replay_endpoint:
         if stream.live:
@@ -132,7 +132,7 @@ def _replay(stream: RankStream, source: Source, replay: Replay | None) -> Iterat
                 Kind.REPLAY_MISSING,
                 place,
                 "no replay socket is known: a message that is lost, or said before the router came, is never known",
-                f"{REPLAY_REMEDY}, and --replay here",
+                f"{REPLAY_REMEDY}, and --kv-events-replay-endpoint here",
             )
         return
     if replay is None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from poolgrid.tools.engine_check.core.evidence import Exchange, Probe
+from poolgrid.tools.engine_check.core.evidence import CheckProbe, ProbeExchange
 from poolgrid.wire.hashing import stable_u64
 
 PROMPT_BLOCKS = 4
@@ -77,10 +77,10 @@ def fresh_tokens(limits: PlanLimits, what: str, count: int) -> tuple[int, ...]:
     return tuple(LOWEST_TOKEN + stable_u64(f"{limits.seed}/{what}/{at}") % span for at in range(count))
 
 
-Earlier = Mapping[str, Exchange]
+Earlier = Mapping[str, ProbeExchange]
 """The exchanges so far, by the name of the probe."""
 
-Step = tuple[str, Callable[[Earlier], Probe | None]]
+Step = tuple[str, Callable[[Earlier], CheckProbe | None]]
 
 
 def plan(limits: PlanLimits) -> Iterator[Step]:
@@ -94,7 +94,7 @@ def _basic(limits: PlanLimits, rank: int | None, behind: str) -> Iterator[Step]:
     size, blocks, output = limits.block_size, limits.blocks, limits.output_tokens
     prompt = fresh_tokens(limits, f"first/{rank}", blocks * size + max(1, size // 2))
     for name in ("first", "again"):
-        probe = Probe(f"{name}{behind}", prompt, output, rank=rank)
+        probe = CheckProbe(f"{name}{behind}", prompt, output, rank=rank)
         yield probe.name, lambda _, probe=probe: probe  # type: ignore[misc]
 
 
@@ -104,22 +104,22 @@ def _further(limits: PlanLimits, rank: int | None) -> Iterator[Step]:
     def first(earlier: Earlier) -> tuple[int, ...]:
         return earlier["first"].probe.tokens
 
-    def branch(earlier: Earlier) -> Probe:
+    def branch(earlier: Earlier) -> CheckProbe:
         begun = first(earlier)[: size * (limits.blocks // 2)]
-        return Probe("branch", (*begun, *fresh_tokens(limits, "branch", size + 1)), output, rank=rank)
+        return CheckProbe("branch", (*begun, *fresh_tokens(limits, "branch", size + 1)), output, rank=rank)
 
-    def next_turn(earlier: Earlier) -> Probe | None:
+    def next_turn(earlier: Earlier) -> CheckProbe | None:
         before = earlier["first"]
         if not before.output:
             return None
         turn = fresh_tokens(limits, "turn", max(1, size // 2))
-        return Probe("next turn", (*before.probe.tokens, *before.output, *turn), output, rank=rank)
+        return CheckProbe("next turn", (*before.probe.tokens, *before.output, *turn), output, rank=rank)
 
     yield "branch", branch
     yield "next turn", next_turn
     exact = fresh_tokens(limits, "whole", size * limits.blocks)
     for name in ("whole blocks", "whole blocks again"):
-        probe = Probe(name, exact, output, rank=rank)
+        probe = CheckProbe(name, exact, output, rank=rank)
         yield name, lambda _, probe=probe: probe  # type: ignore[misc]
     keyed = []
     if limits.salt:
@@ -130,7 +130,7 @@ def _further(limits: PlanLimits, rank: int | None) -> Iterator[Step]:
         keyed += [("adapter, salted", limits.salt, limits.lora)]
     for name, salt, lora in keyed:
 
-        def make(earlier: Earlier, name: str = name, salt: str = salt, lora: str = lora) -> Probe:
-            return Probe(name, first(earlier), output, salt, lora, rank)
+        def make(earlier: Earlier, name: str = name, salt: str = salt, lora: str = lora) -> CheckProbe:
+            return CheckProbe(name, first(earlier), output, salt, lora, rank)
 
         yield name, make

@@ -70,7 +70,7 @@ def decode_points(measured: Measured) -> list[list[float]]:
 
 
 def timing_table(measured: Measured, source: str) -> dict[str, Any]:
-    """Return the table that ``--timing-table`` reads; raises ``ValueError`` when a part has no points."""
+    """Return the table that ``--timing`` reads; raises ``ValueError`` when a part has no points."""
     table = {"source": source, "prefill": prefill_points(measured), "decode": decode_points(measured)}
     for part in ("prefill", "decode"):
         if not table[part]:

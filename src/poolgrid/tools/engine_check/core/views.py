@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from poolgrid.kv_events.pub import decode_pub
 from poolgrid.kv_events.translation import EngineTranslator
-from poolgrid.tools.engine_check.core.evidence import Exchange, Probe
+from poolgrid.tools.engine_check.core.evidence import CheckProbe, ProbeExchange
 from poolgrid.tools.engine_check.core.said import RankStream, SaidCleared, SaidMessage, SaidRemoved, SaidStored
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
@@ -128,7 +128,7 @@ class ChainView:
 class ExpectedPath:
     """The blocks of one exchange, from the first."""
 
-    exchange: Exchange
+    exchange: ProbeExchange
     number: int
     """Its place among all exchanges."""
     names: tuple[int, ...]
@@ -141,7 +141,7 @@ class ExpectedPath:
     """Token name of the block that the last sampled token would complete; ``None`` = it completes none."""
 
     @property
-    def probe(self) -> Probe:
+    def probe(self) -> CheckProbe:
         return self.exchange.probe
 
     def reusable_blocks(self, block_size: int) -> int:
@@ -154,7 +154,7 @@ def path_names(tokens: Sequence[int], block_size: int, seed: int = BASE_SEED) ->
     return tuple(sequence_hashes(block_hashes(pack_tokens(tokens), block_size, seed)))
 
 
-def expected_paths(exchanges: Iterable[Exchange], block_size: int) -> list[ExpectedPath]:
+def expected_paths(exchanges: Iterable[ProbeExchange], block_size: int) -> list[ExpectedPath]:
     """Return the blocks of every exchange that had an answer."""
     paths = []
     for number, exchange in enumerate(exchanges):
