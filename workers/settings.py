@@ -177,8 +177,8 @@ class StepTimesSettings(Settings):
         None,
         examples=list(TIMINGS),
         description=(
-            "Announce these step times to policy predicted: published, h100-qwen3-8b, h200-qwen3-8b, or your own JSON "
-            "file. Unset = published."
+            "Choose the step times: published, h100-qwen3-8b, h200-qwen3-8b, or your own JSON file. Policy "
+            "predicted starts from them."
         ),
     )
 

@@ -564,15 +564,12 @@ def test_no_room_and_an_unknown_model_keep_their_meaning_on_every_api(
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_a_stream_that_waits_in_the_queue_has_no_status_before_it_has_a_worker(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("poolgrid.frontend.inference_endpoint.KEEP_ALIVE_S", 0.05)
+def test_a_stream_that_waits_in_the_queue_has_no_status_before_it_has_a_worker() -> None:
     room, full = asyncio.Event(), [StreamDelta(b"", "error", error="no room", retry_after_s=2.0)]
     backend = FakeBackend(lambda request: [room, full])
 
     async def scenario() -> httpx.Response:
-        async with in_process(application(backend)) as client:
+        async with in_process(application(backend, keep_alive_interval_s=0.05)) as client:
             fields = {"model": "tiny", "prompt": "hi", "stream": True}
             answer = asyncio.ensure_future(client.post(COMPLETIONS, json=fields))
             await backend.submitted.wait()

@@ -67,14 +67,13 @@ def test_accept_encoding_is_read_as_the_standard_says() -> None:
     assert not accepts_gzip(b"br")
 
 
-def test_a_silent_stream_carries_comments_and_a_talking_one_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poolgrid.frontend.inference_endpoint.KEEP_ALIVE_S", 0.01)
+def test_a_silent_stream_carries_comments_and_a_talking_one_none() -> None:
 
     async def go() -> tuple[list[bytes], bytes]:
         silence = asyncio.Event()
         steps = speak("Hello, world!")
         backend = FakeBackend(lambda _: [*steps[:2], silence, *steps[2:]])
-        app = application(backend)
+        app = application(backend, keep_alive_interval_s=0.01)
         sent: list[bytes] = []
 
         async def receive() -> dict[str, Any]:

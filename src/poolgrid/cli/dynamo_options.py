@@ -94,6 +94,10 @@ OPTIONS: dict[str, str] = {
     "up --http-host": "--host",
     "up --http-port": "--port",
     "up --model": "--model-path",
+    # names that engines and published recipes have
+    "up --front": "--engine-url",
+    "up --block-size": "--kv-block-size",
+    "worker --block-size": "--kv-block-size",
     "router --tls-cert-path": "--tls-certificate",
     "router --tls-key-path": "--tls-key",
     "router --router-temperature": "--temperature",

@@ -55,7 +55,6 @@ FORMER_SETTINGS: dict[str, str] = {
     "--media-cache-mb": "256 MiB of fetched media are kept.",
     "--media-fetch-timeout-ms": "a URL may take 10 s, from the name lookup to the last byte.",
     "--response-store-ttl-s": "a conversation is kept for 30 days after its last use.",
-    "--keep-alive-interval-s": "a stream that was silent for 15 s carries a comment.",
     "--fast-tokenizer": "fastokens is used where it is installed and agrees with tokenizers on every probe.",
     "--no-fast-tokenizer": "uninstall the fastokens package.",
     "--trace-protocol": "set OTEL_EXPORTER_OTLP_TRACES_PROTOCOL; port 4318 or a path means http/protobuf.",
@@ -130,7 +129,6 @@ FORMER_SETTINGS: dict[str, str] = {
     "--load-bytes": "A simulated load has 16,000,000,000 bytes; --load-ms sets its time.",
     # up, bench, simulate, engine-check, model, journal
     "--ext-proc-fallbacks": "a gateway is told two endpoints next to the first.",
-    "--front": "use --engine-url URL.",
     "--front-prefill": "use --engine-url prefill=URL.",
     "--front-decode": "use --engine-url decode=URL.",
     "--prefill-engine-args": "use --engine-args prefill=FILE.",

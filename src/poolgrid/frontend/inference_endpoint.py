@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from time import perf_counter
@@ -52,7 +53,7 @@ from poolgrid.frontend.responses import AnswerEncoder, counts_so_far, usage
 from poolgrid.frontend.sequence_output import SequenceOutput
 from poolgrid.frontend.sequences import sequences_of
 from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.frontend.stream_head import KEEP_ALIVE_S, KeepAlive, StreamHead
+from poolgrid.frontend.stream_head import KeepAlive, StreamHead
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.frontend.tools import HOSTED_TOOL
 from poolgrid.frontend.traffic import NOTHING_YET, EndedRequest, TokenTotals, Traffic, tell_request
@@ -144,6 +145,7 @@ class InferenceEndpoint:
         self._traffic = traffic
         self._tracing = tracing
         self._isolates = settings.isolate_tenants
+        self.keep_alive_s = settings.keep_alive_interval_s or math.inf
         self._left_out: set[str] = set()
         self._body_bytes_max = settings.max_body_bytes
 
@@ -546,7 +548,7 @@ class _Answer:
                 return
             await exchange.write(await head.before(body))
 
-        keep_alive = KeepAlive(comment, KEEP_ALIVE_S)
+        keep_alive = KeepAlive(comment, self._exchange._endpoint.keep_alive_s)
         try:
             if self.pumps is None:
                 await self._events_of_one(head, keep_alive)

@@ -17,9 +17,6 @@ from poolgrid.process.tasks import detached
 
 COMMENT: Final = b": keep-alive\n\n"
 
-KEEP_ALIVE_S: Final = 15.0
-"""Silence of a stream after which it carries a comment; read time-outs are 30 s and more."""
-
 
 class KeepAlive:
     """Calls ``write(COMMENT)`` after ``interval_s`` of silence, and again after each further one."""

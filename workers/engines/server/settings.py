@@ -47,7 +47,10 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
     model_path: str = Field(
         "",
         max_length=4096,
-        description=("Start the engine's server with this model; arguments after -- go to it."),
+        description=(
+            "Use this model: a directory, or a hub name where the engine loads weights. Arguments after -- go "
+            "to a server that is started with it."
+        ),
     )
     engine_command: str = Field(
         "",
@@ -89,7 +92,9 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
     served_model_name: str = Field(
         "",
         max_length=256,
-        description=("Serve this model of the server. Unset = its first base model."),
+        description=(
+            "Serve the model under this name. Unset = the model path, or an engine server's first base model."
+        ),
     )
     role: Literal["aggregated", "prefill", "decode"] = Field(
         "aggregated",
@@ -99,7 +104,12 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
         ),
     )
     kv_block_size: int | None = Field(
-        None, ge=1, le=4096, description=("Set the tokens in a KV block. Unset = as the server reports.")
+        None,
+        ge=1,
+        le=4096,
+        description=(
+            "Set the tokens in a KV block, equal in all workers of a pool. Unset = as an engine server reports."
+        ),
     )
     max_batch_size: int = Field(
         256,

@@ -42,7 +42,12 @@ class SimulatedWorkerSettings(TensorSettings):
 
     engine_name: ClassVar[str] = "simulated"
 
-    served_model_name: Name = Field("simulated", description="Serve the model under this name.")
+    served_model_name: Name = Field(
+        "simulated",
+        description=(
+            "Serve the model under this name. Unset = the model path, or an engine server's first base model."
+        ),
+    )
     role: Literal["aggregated", "prefill", "decode", "encode"] = Field(
         "aggregated",
         description=(
@@ -50,7 +55,14 @@ class SimulatedWorkerSettings(TensorSettings):
             "images (some engines)."
         ),
     )
-    kv_block_size: int = Field(32, ge=1, le=4096, description="Set the number of tokens in a KV block.")
+    kv_block_size: int = Field(
+        32,
+        ge=1,
+        le=4096,
+        description=(
+            "Set the tokens in a KV block, equal in all workers of a pool. Unset = as an engine server reports."
+        ),
+    )
     total_kv_blocks: int = Field(
         16_384, ge=1, le=BLOCKS_PER_EVENT_MAX, description="Set the number of KV blocks on the device."
     )
@@ -64,7 +76,7 @@ class SimulatedWorkerSettings(TensorSettings):
         131_072,
         ge=2,
         le=4_194_304,
-        description=("Limit the prompt and output tokens of one request; longer ones are refused."),
+        description=("Limit the prompt and output tokens of one request. Unset = the model's own limit."),
     )
     max_waiting_requests: ClassVar[int] = 4096
     """Requests that may wait for a place; one more is refused as busy."""
@@ -94,8 +106,8 @@ class SimulatedWorkerSettings(TensorSettings):
         "",
         max_length=4096,
         description=(
-            "Generate words with the tokenizer in this model directory, as structured output needs. Unset = "
-            "arbitrary token ids."
+            "Use this model: a directory, or a hub name where the engine loads weights. Arguments after -- go "
+            "to a server that is started with it."
         ),
     )
     speedup: float = Field(
@@ -105,8 +117,8 @@ class SimulatedWorkerSettings(TensorSettings):
         PUBLISHED,
         examples=list(TIMINGS),
         description=(
-            "Choose the step times: published (formulas), h100-qwen3-8b or h200-qwen3-8b (measured), or your own "
-            "JSON file."
+            "Choose the step times: published, h100-qwen3-8b, h200-qwen3-8b, or your own JSON file. Policy "
+            "predicted starts from them."
         ),
     )
     kv_bytes_per_token: ClassVar[int] = KV_BYTES_PER_TOKEN_DEFAULT

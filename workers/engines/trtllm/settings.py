@@ -55,14 +55,31 @@ class TrtllmSettings(Settings):
 
     panel: ClassVar[str] = "TensorRT-LLM"
 
-    model_path: str = Field("", max_length=4096, description=("Load this directory or hub name (required)."))
-    served_model_name: Name = Field("", description=("Serve the model under this name. Unset = the model path."))
+    model_path: str = Field(
+        "",
+        max_length=4096,
+        description=(
+            "Use this model: a directory, or a hub name where the engine loads weights. Arguments after -- go "
+            "to a server that is started with it."
+        ),
+    )
+    served_model_name: Name = Field(
+        "",
+        description=(
+            "Serve the model under this name. Unset = the model path, or an engine server's first base model."
+        ),
+    )
     tensor_parallel_size: int = Field(1, ge=1, le=4096, description="Share each layer among this many GPUs.")
     enable_attention_dp: bool = Field(
         False, description=("Run attention data parallel: each rank has its own KV cache and is routed to on its own.")
     )
     kv_block_size: int = Field(
-        32, ge=1, le=4096, description=("Set the tokens in a KV block, equal in all workers of a pool.")
+        32,
+        ge=1,
+        le=4096,
+        description=(
+            "Set the tokens in a KV block, equal in all workers of a pool. Unset = as an engine server reports."
+        ),
     )
     free_gpu_memory_fraction: float = Field(
         0.9, ge=0.0, le=1.0, description=("Give the KV cache this share of the GPU memory that is free after loading.")
