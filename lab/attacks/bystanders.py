@@ -22,7 +22,7 @@ import msgspec
 import uvloop
 
 from poolgrid.process.clock import SystemClock
-from poolgrid.tools.bench.client import Client, RequestFailed, Target
+from poolgrid.tools.bench.client import Client, HttpTarget, RequestFailed
 from poolgrid.tools.bench.prompt import PlannedRequest, PromptMaker
 from poolgrid.tools.bench.runner import RequestShape
 from poolgrid.tools.bench.statistics import Distribution
@@ -81,7 +81,7 @@ class _Clients:
 
     def __init__(self, spec: BystanderSpec) -> None:
         self._spec = spec
-        self._target = Target(spec.url)
+        self._target = HttpTarget(spec.url)
         self._shape = RequestShape(spec.model)
         self._clock = SystemClock()
         self._number = spec.seed << 20

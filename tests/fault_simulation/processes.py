@@ -460,7 +460,7 @@ class RouterProcess(Process):
             update={
                 "local_prefill_max_tokens": world.scenario.local_prefill_max_tokens,
                 "queue_timeout_ms": 60_000.0 if world.scenario.strict else 4_000.0,
-                "max_queue_requests": world.scenario.max_queue_requests,
+                "max_queue_requests": world.scenario.queue_limit,
                 "worker_queue_factor": world.scenario.worker_queue_factor,
                 "select_port": world.port(),
             }

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import re
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -330,3 +331,17 @@ def test_many_messages_of_one_role_are_joined_in_time_that_grows_with_their_text
 
     assert len(adapted) == 1 + 2 * 20_000
     assert len(adapted[0]["content"]) == 40_000 * 12 - 2
+
+
+def test_time_that_other_processes_have_the_cpu_is_no_time_of_the_probes(caplog: pytest.LogCaptureFixture) -> None:
+    waits = [1.2 * TIME_LIMIT_MS / 1000]
+
+    class Waiting(ChatTemplate):
+        def render(self, *arguments: Any, **named: Any) -> str:
+            while waits:
+                threading.Event().wait(waits.pop())
+            return super().render(*arguments, **named)
+
+    probe(Waiting("{% for message in messages %}{{ message.content }}{% endfor %}"), has_tools=False)
+
+    assert "probing a chat template" not in caplog.text

@@ -37,7 +37,8 @@ from poolgrid.frontend.template_capabilities import (
 log: Final = logging.getLogger(__name__)
 
 TIME_LIMIT_MS: Final = 1000.0
-"""Longest time that a template's probes with tools, or without, take together: published ones take up to 30 ms."""
+"""Longest time of the CPU that a template's probes with tools, or without, take together: published ones take up to
+30 ms. By the clock, a process that starts on a busy machine would lose text of requests for as long as it runs."""
 
 PROMPT_CHARS_MAX: Final = 1024 * 1024
 
@@ -297,7 +298,7 @@ class _Probes:
 
 
 def probe(
-    template: ChatTemplate, has_tools: bool, monotonic: Callable[[], float] = time.monotonic
+    template: ChatTemplate, has_tools: bool, monotonic: Callable[[], float] = time.thread_time
 ) -> TemplateCapabilities:
     """Return what a template can show in the prompts of requests with tools, or without."""
     probes = _Probes(template, has_tools, monotonic)
