@@ -68,28 +68,28 @@ class _Block(msgspec.Struct, gc=False):
 class _Unnamed(Enum):
     """Why a block has no sequence hash, although its place in the tree is known."""
 
-    PARTIAL = "partial"
-    MULTIMODAL = "multimodal"
-    FOREIGN = "foreign"
+    PARTIAL = "partial_blocks"
+    MULTIMODAL = "multimodal_blocks"
+    FOREIGN = "foreign_blocks"
 
 
-class Counts(msgspec.Struct, frozen=True):
+class Counts(msgspec.Struct):
     """What did not become a wire event, since the beginning; for metrics."""
 
-    partial_blocks: int
-    orphaned_blocks: int
+    partial_blocks: int = 0
+    orphaned_blocks: int = 0
     """Blocks whose parent the engine never named: they cannot be given a sequence hash."""
-    multimodal_blocks: int
+    multimodal_blocks: int = 0
     """Blocks that depend on more than their tokens, in a form that our hashes do not cover."""
-    foreign_blocks: int
+    foreign_blocks: int = 0
     """Blocks of a LoRA adapter or cache salt that nobody told of."""
-    other_window_events: int
-    lost_events: int
-    gaps: int
+    other_window_events: int = 0
+    lost_events: int = 0
+    gaps: int = 0
     """Holes in the event ids: times that events were lost."""
-    restarts: int
+    restarts: int = 0
     """Times that the engine started over."""
-    recalled_blocks: int
+    recalled_blocks: int = 0
     """Blocks that came back after a loss because the engine proved that they are there."""
 
 
@@ -142,9 +142,7 @@ class EventTranslator:
         self._capacity = 0
         self._incomplete = False
         self._removed_since_loss = 0
-        self._unnamed = dict.fromkeys(_Unnamed, 0)
-        self._orphaned = self._other_window = self._lost = 0
-        self._gaps = self._restarts = self._recalled = 0
+        self.counts = Counts()
 
     @property
     def resident_blocks(self) -> int:
@@ -161,21 +159,6 @@ class EventTranslator:
 
     def blocks_on(self, tier: Tier) -> int:
         return len(self._present[tier])
-
-    @property
-    def counts(self) -> Counts:
-        """What did not become a wire event."""
-        return Counts(
-            self._unnamed[_Unnamed.PARTIAL],
-            self._orphaned,
-            self._unnamed[_Unnamed.MULTIMODAL],
-            self._unnamed[_Unnamed.FOREIGN],
-            self._other_window,
-            self._lost,
-            self._gaps,
-            self._restarts,
-            self._recalled,
-        )
 
     def translate(self, events: Iterable[AnyEngineEvent]) -> TranslatedEvents:
         """Return the wire events that say the same, and how many engine events were lost on the way."""
@@ -227,11 +210,11 @@ class EventTranslator:
                     self._capacity = sum(event.num_blocks_per_cache_level)
                 continue
             if window < self._window or is_other:
-                self._other_window += 1
+                self.counts.other_window_events += 1
                 continue
             if not self._windows_known:
                 if len(self._window_sizes) < self._windows:
-                    self._other_window += 1
+                    self.counts.other_window_events += 1
                     self._incomplete = True
                     continue
                 self._windows_known = True
@@ -241,7 +224,7 @@ class EventTranslator:
                 self._remove(event)
             else:
                 self._update(event)
-        self._lost += lost
+        self.counts.lost_events += lost
         out += self._facts.take()
         if self._incomplete:
             self._incomplete = bool(self._orphans or not self._capacity or self._removed_since_loss < self._capacity)
@@ -274,7 +257,7 @@ class EventTranslator:
         for engine_hash in list(remembered)[: max(0, len(remembered) - most)]:
             del remembered[engine_hash]
         self._forget()
-        self._gaps += 1
+        self.counts.gaps += 1
         self._incomplete = True
         self._removed_since_loss = 0
 
@@ -286,7 +269,7 @@ class EventTranslator:
         self._group = None
         self._window_sizes.clear()
         self._windows_known = self._incomplete = False
-        self._restarts += 1
+        self.counts.restarts += 1
 
     def _forget(self) -> None:
         self._blocks = {}
@@ -394,7 +377,7 @@ class EventTranslator:
         return len(block.tokens) == self._stride and not block.multimodal
 
     def _swallow(self, blocks: Sequence[StoredBlock], why: _Unnamed) -> None:
-        self._unnamed[why] += len(blocks)
+        setattr(self.counts, why.value, getattr(self.counts, why.value) + len(blocks))
         for block in blocks:
             self._drop_claim(block.block_hash)
             self._swallowed[block.block_hash] = why
@@ -405,7 +388,7 @@ class EventTranslator:
         if why is not None:
             self._swallow(blocks, why)
             return
-        self._orphaned += len(blocks)
+        self.counts.orphaned_blocks += len(blocks)
         self._incomplete = True
         for block in blocks:
             self._drop_claim(block.block_hash)
@@ -434,7 +417,7 @@ class EventTranslator:
 
     def _recall(self, engine_hash: int, block: _Block, tier: Tier) -> None:
         block.tier = tier
-        self._recalled += 1
+        self.counts.recalled_blocks += 1
         self._blocks[engine_hash] = block
         if self._arrive(block):
             self._facts.stored(block.parent, (block.sequence_hash,), tier)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
@@ -109,7 +110,7 @@ class TrtllmMetrics:
         """Count what a translator has made of some more events."""
         label = str(rank)
         before = self._counted.get(rank, NO_COUNTS)
-        counts = self._counted[rank] = translator.counts
+        counts = self._counted[rank] = copy(translator.counts)
         if events:
             self._events.labels(label).inc(events)
         if counts != before:
