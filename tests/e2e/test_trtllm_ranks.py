@@ -54,7 +54,7 @@ def test_ranks_end_after_the_drain_of_their_worker_and_with_a_worker_that_fails(
         for task in tasks:
             os.killpg(task.pid, signal.SIGTERM)
         assert [task.wait(60) for task in tasks] == [0] * RANKS
-        assert "worker w has ended" in (tmp_path / "0.log").read_text()
+        assert "w has ended" in (tmp_path / "0.log").read_text()
 
         failing, _ = start(*common, "--tensor-parallel-size", "0")
         assert failing.wait(60) == -signal.SIGKILL, "srun ends the other tasks then"

@@ -79,14 +79,13 @@ def test_each_phase_has_its_time_and_says_what_is_left() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"engine": "trtllm", "model_path": "org/model"},
         {"engine": "trtllm", "model_path": "/nowhere/model", "model_cache_dir": "CACHE"},
         {"engine": "trtllm", "model_path": "HERE", "model_cache_dir": "CACHE"},
         {"engine": "vllm", "engine_url": "http://gpu1:8000", "model_cache_dir": "CACHE"},
         {"engine": "simulated", "model_cache_dir": "CACHE"},
     ],
 )
-def test_without_a_cache_or_with_a_directory_of_its_own_nothing_is_fetched(given: Any, tmp_path: Path) -> None:
+def test_nothing_is_fetched_for_a_model_that_is_no_hub_name_or_that_a_server_loads(given: Any, tmp_path: Path) -> None:
     places = {"CACHE": str(tmp_path / "cache"), "HERE": str(tmp_path)}
     settings = settings_of(**{name: places.get(value, value) for name, value in given.items()})
 
