@@ -293,7 +293,7 @@ PLANTED: dict[str, Planted] = {
         "clear",
         _clear_unseen,
         True,
-        from_seed=245,
+        from_seed=130,
     ),
     "a-checkpoint-without-beliefs": Planted(
         "a replay that begins at a checkpoint knows nothing of the router's own choices for stale workers",
