@@ -140,7 +140,7 @@ class Peers:
                 *planes,
                 "--model-path",
                 str(self._model),
-                "--served-model-name",
+                "--model-name" if python == self._before_python else "--served-model-name",
                 MODEL,
                 *level,
             ],
