@@ -81,7 +81,7 @@ class GlobalRouterMetrics(ServingMetrics):
 
 
 LINES_MAX = 12
-"""More rows or columns than this do not fit on a board, and nobody reads them."""
+"""More rows or columns than this do not fit on a board."""
 
 
 class TargetBoard:
@@ -92,7 +92,7 @@ class TargetBoard:
            target with which its cell was chosen: the request's own, else the document's, else the middle of the axis.
         2. A grid is shown by its last two axes, in at most ``LINES_MAX`` rows and columns: finer ones are put
            together. So the series of a grid are bounded, whatever a document says.
-        3. With a new revision of the document the series of its cells begin anew: a cell may mean something else.
+        3. With a new revision of the document the series of its cells restart: a cell may mean something else.
         4. Nothing is known of pools that are in no document any more.
     """
 

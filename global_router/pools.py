@@ -335,8 +335,8 @@ class PoolConnection:
             for model in self.status.models
             for stage in (Stage.WHOLE, Stage.PREFILL, Stage.DECODE)
         }
-        nobody = PoolStanding.LOADING if self.status.loading_workers else PoolStanding.DOWN
-        return next((state for state in PoolStanding if state in states), nobody)
+        without_worker = PoolStanding.LOADING if self.status.loading_workers else PoolStanding.DOWN
+        return next((state for state in PoolStanding if state in states), without_worker)
 
 
 class Pools:
@@ -447,21 +447,21 @@ def model_status(status: PoolStatus | None, model: str) -> ModelStatus | None:
 def state_for(status: PoolStatus | None, model: str, stage: Stage) -> PoolStanding:
     """Return whether a pool with a fresh ``status`` takes a request; ``None`` is no fresh status.
 
-    A pool without a fresh status is down. One that has nobody for a request and workers that load is loading, which is
-    no better for the request: it is told for people, and because it ends by itself. Workers that do a stage: those of
-    its role; an aggregated worker does any but encode, a decode worker also the whole. A pool whose ready workers are
+    A pool without a fresh status is down. One without a worker for a request but with loading workers is loading, which
+    is no better for the request: it is shown to people, and it ends by itself. Workers that do a stage: those of its
+    role; an aggregated worker does any but encode, a decode worker also the whole. A pool whose ready workers are
     all full is saturated; one that has only draining workers is draining.
     """
     if status is None or not status.ready:
         return PoolStanding.DOWN
     served = model_status(status, model)
-    nobody = PoolStanding.LOADING if status.loading_workers else PoolStanding.DOWN
+    without_worker = PoolStanding.LOADING if status.loading_workers else PoolStanding.DOWN
     if served is None:
-        return nobody
+        return without_worker
     roles = [role for role in served.roles if role.role in ROLES[stage]]
     usable = [role for role in roles if role.ready]
     if not usable:
-        return PoolStanding.DRAINING if any(role.draining for role in roles) else nobody
+        return PoolStanding.DRAINING if any(role.draining for role in roles) else without_worker
     if all(role.requests >= role.capacity for role in usable):
         return PoolStanding.SATURATED
     return PoolStanding.AVAILABLE

@@ -47,7 +47,7 @@ class GlobalRouterSettings(ServingSettings):
     panel: ClassVar[str] = "Pools"
 
     config: InputFile = Field(
-        description=("Read the pools and their grids from this pool-grid document (docs/pool_grids.md).")
+        description="Read the pools and their grids from this pool-grid document (docs/pool_grids.md)."
     )
     pool_url: tuple[str, ...] = Field(
         (),
@@ -57,11 +57,11 @@ class GlobalRouterSettings(ServingSettings):
         ),
     )
     pool_api_key: InputFile | None = Field(
-        None, description=("Read an operator's API key for the pools' routers from this file.")
+        None, description="Read an operator's API key for the pools' routers from this file."
     )
     pool_ca: InputFile | None = Field(
         None,
-        description=("Trust the authorities in this PEM file for the pools' https URLs. Unset = the system's."),
+        description="Trust the authorities in this PEM file for the pools' https URLs. Unset = the system's.",
     )
     local_prefill_max_tokens: int = Field(
         0,

@@ -3,7 +3,7 @@
 Rules of the pool's health
     1. An endpoint is all workers of one model, role and endpoint name; it is ready while one of them takes requests.
     2. A model that is served in stages is complete once each stage that it needs has a worker: prefill workers cannot
-       go on alone, and decode workers that could compute prompts themselves are there for something else. A pool is
+       continue alone, and decode workers that could compute prompts themselves are there for something else. A pool is
        not ready before; load balancers would send it requests that it serves slowly or not at all.
     3. What was complete once stays ready: the pool serves on with those that are left, and ``troubles`` says so.
     4. A pool is ready only while some model has a worker that can generate: without one every request would be answered

@@ -46,7 +46,7 @@ class EndpointPickerSettings(Settings):
         256 * 1024 * 1024,
         ge=1024,
         le=2**40,
-        description=("Limit the memory for incomplete requests of gateways; beyond it the oldest one gets 429."),
+        description="Limit the memory for incomplete requests of gateways; beyond it the oldest one gets 429.",
     )
 
     @model_validator(mode="after")
@@ -68,7 +68,7 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
         0,
         ge=0,
         le=65535,
-        description=("Serve selection and reservation for global routers at this port; 0 = any free port."),
+        description="Serve selection and reservation for global routers at this port; 0 = any free port.",
     )
     feed_endpoint: ZmqAddress | None = Field(
         None,
@@ -95,10 +95,10 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
         0.25,
         ge=0,
         le=1000,
-        description=("Set the cost of prompt tokens that a worker has yet to compute for other requests."),
+        description="Set the cost of prompt tokens that a worker has yet to compute for other requests.",
     )
     decode_weight: float = Field(
-        0.02, ge=0, le=1000, description=("Set the cost of one KV block of a worker's active requests.")
+        0.02, ge=0, le=1000, description="Set the cost of one KV block of a worker's active requests."
     )
     overlap_weight: float = Field(
         1.0, ge=0, le=1000, description="Multiply the credit for cached blocks by this; 0 ignores caches."
@@ -110,21 +110,21 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
     disk_weight: ClassVar[float] = 0.25
     """Credit for one block cached on disk only: reading it takes most of what computing it takes."""
     temperature: float = Field(
-        0.0, ge=0, le=1000, description=("Sample workers by cost with this temperature; 0 = take the cheapest.")
+        0.0, ge=0, le=1000, description="Sample workers by cost with this temperature; 0 = take the cheapest."
     )
     approximate_ttl_ms: ClassVar[float] = APPROXIMATE_TTL_MS
-    """How long policy approximate believes that a worker keeps what it was sent, as Dynamo does."""
+    """Time for which policy approximate assumes that a worker keeps what it was sent, as in Dynamo."""
     index_budget_bytes: int = Field(
         4 * 1024**3,
         ge=1024,
-        description=("Limit the memory of the prefix index; beyond it the oldest paths are removed."),
+        description="Limit the memory of the prefix index; beyond it the oldest paths are removed.",
     )
     ledger_budget_bytes: ClassVar[int] = LEDGER_BYTES
     """Memory of the load ledger, of far more requests than a pool runs; further ones do not count as load."""
     router_id: str = Field(
         "router",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
-        description=("Name this router within its pool; its decisions are recorded under that name."),
+        description="Name this router within its pool; its decisions are recorded under that name.",
     )
     record_decisions: bool = Field(
         True,

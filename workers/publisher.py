@@ -224,7 +224,7 @@ class EventPublisher:
 
 
 class ConsolidatorPlace:
-    """The endpoint at which the consolidator takes events in; empty while nobody knows it."""
+    """The endpoint at which the consolidator takes events in; empty while it is unknown."""
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint

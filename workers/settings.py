@@ -32,7 +32,7 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
     engine_name: ClassVar[str] = ""
     """Name of the engine whose settings these are."""
 
-    worker_id: Name = Field("worker-0", description=("Name this worker within its pool. Keep the name over restarts."))
+    worker_id: Name = Field("worker-0", description="Name this worker within its pool. Keep the name over restarts.")
     consolidator: ZmqAddress = Field(
         "tcp://127.0.0.1:5557",
         description=(
@@ -50,13 +50,13 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
         ),
     )
     request_port: int = Field(
-        0, ge=0, le=65535, description=("Receive requests from routers at this port; 0 = any free port.")
+        0, ge=0, le=65535, description="Receive requests from routers at this port; 0 = any free port."
     )
-    http_port: int = Field(0, ge=0, le=65535, description=("Serve health and metrics at this port; 0 = any free port."))
+    http_port: int = Field(0, ge=0, le=65535, description="Serve health and metrics at this port; 0 = any free port.")
     peer_lease_ms: ClassVar[int] = 10_000
     """Requests of a router that is silent for this time are cancelled: routers say every second that they are there."""
     drain_timeout_ms: int = Field(
-        30_000, ge=0, le=86_400_000, description=("Let running requests finish for this time after SIGTERM.")
+        30_000, ge=0, le=86_400_000, description="Let running requests finish for this time after SIGTERM."
     )
     load_interval_ms: ClassVar[float] = 100.0
     """Least time between two load reports while busy; one more when idle."""

@@ -45,9 +45,13 @@ PROOFS = {
         "trtllm-serve", "TensorRT-LLM 1.2", "no", "yes", "tests/workers/server/test_trtllm_serve_worker.py"
     ),
     "trtllm": Proof(
-        "TensorRT-LLM in the worker", "1.2.1", "no", "yes: facts of 1.2.1, and of 1.3 in part", "tests/trtllm"
+        "TensorRT-LLM in the worker",
+        "1.2.1",
+        "no",
+        "yes: facts of 1.2.1, events of 1.4 by upstream's own code",
+        "tests/trtllm/test_engine.py",
     ),
-    "simulated": Proof("simulated engine", "built in", "is its own", "", "tests/simulation"),
+    "simulated": Proof("simulated engine", "built in", "is its own", "", "tests/simulation/test_pool.py"),
 }
 
 FEATURES: Sequence[tuple[str, str, str, str, str]] = (

@@ -211,7 +211,7 @@ WINDOW: Final = 64
 """Requests that count: a few seconds of a busy worker, so that the verdict follows a stream that breaks or heals."""
 
 LEAST_REQUESTS: Final = 16
-"""Fewer could be chance: a burst of equal prompts, an eviction under way."""
+"""Fewer could be chance: a burst of equal prompts, an eviction in progress."""
 
 SUSPECT_ABOVE: Final = 0.5
 """More wrong than right. Evictions between choice and start, the usual disagreement, stay far below."""
@@ -225,7 +225,7 @@ class OverlapCheck:
     Rules
         1. When the worker starts a request, the prompt tokens that it reports as reused are compared with what the
            index said of the prompt between the choice and the start, whichever is nearest. A block more or less is no
-           disagreement, because engines compute the last tokens anew.
+           disagreement, because engines recompute the last tokens.
         2. The last ``WINDOW`` requests for which either number is above zero count, weighed by tokens.
         3. From ``LEAST_REQUESTS`` of them on, a share of disagreeing tokens above ``SUSPECT_ABOVE`` makes the stream
            suspect; it stays so until the share falls below ``TRUSTED_BELOW``.
@@ -303,7 +303,7 @@ SAME_BEGINNING_MAX: Final = 32
 """Prompts of one system prompt that are compared, a third of a microsecond each."""
 
 TOKENS_MIN: Final = 512
-"""A shorter prompt is not worth it: it is computed anew in some milliseconds, and requests of that size are many."""
+"""A shorter prompt is not worth it: it is recomputed in a few milliseconds, and requests of that size are many."""
 
 _Key = tuple[WorkerKey, str]
 

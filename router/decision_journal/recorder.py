@@ -270,7 +270,7 @@ class DecisionRecorder:
 
     def _write(self, batch: _Batch) -> None:
         segments = self.segments
-        segments.mend()
+        segments.repair()
         now_ms = self.clock.wall_ms()
         if batch.begin is not None:
             self._begin(batch.begin, batch.lost, now_ms)
@@ -327,7 +327,7 @@ class DecisionSegments:
         self._retention_ms = retention_ms
         self._segments: list[_Segment] = []
         self._next = 0
-        self._mend = False
+        self._needs_repair = False
         self.report: list[str] = []
         """What opening found and did, for the log."""
         for name in segment_names(disk):
@@ -377,7 +377,7 @@ class DecisionSegments:
         self._disk.append(name, data)
         self._segments.append(_Segment(name, self._next, now_ms, len(data), len(data)))
         self._next += len(payloads)
-        self._mend = False
+        self._needs_repair = False
 
     def append(self, payloads: Sequence[bytes]) -> None:
         """Append entries to the newest segment, all of them or none."""
@@ -386,16 +386,16 @@ class DecisionSegments:
         try:
             self._disk.append(tail.name, data)
         except OSError:
-            self._mend = True
+            self._needs_repair = True
             raise
         tail.size += len(data)
         self._next += len(payloads)
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Cut what a failed write left behind; nothing may be written before that."""
-        if self._mend:
+        if self._needs_repair:
             self._disk.truncate(self._segments[-1].name, self._segments[-1].size)
-            self._mend = False
+            self._needs_repair = False
 
     def sync(self) -> None:
         """Make the newest segment durable."""

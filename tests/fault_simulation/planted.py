@@ -126,7 +126,7 @@ def _leave_the_rest_of_a_failed_write(self: FileJournal, payloads: Sequence[byte
         _append(self, payloads, now_ms)
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            self._mend = False
+            self._needs_repair = False
         raise
 
 

@@ -156,7 +156,7 @@ REJECTED: list[tuple[str, tuple[str | int, ...], Any, str]] = [
         "two costs",
         ("prefill", "pools", 1, "cost_per_million_tokens"),
         1.0,
-        "$.prefill.pools[1].cost_per_million_tokens: stands beside cost_per_hour",
+        "$.prefill.pools[1].cost_per_million_tokens: cannot be combined with cost_per_hour",
     ),
     ("negative cost", ("prefill", "pools", 1, "cost_per_hour"), -1, "$.prefill.pools[1].cost_per_hour: is -1, must be"),
     (

@@ -439,7 +439,7 @@ def _pieces(event: AnyEvent) -> Iterator[AnyEvent]:
 
 
 class PublishedRequests:
-    """Requests that readers of the stream believe to be running; bounded by what the engine accepts."""
+    """Requests that count as running for readers of the stream; bounded by what the engine accepts."""
 
     def __init__(self) -> None:
         self._started: dict[str, RequestStarted] = {}

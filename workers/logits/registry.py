@@ -33,7 +33,7 @@ class LogitsRow(Protocol):
 class LogitsProcessor(Protocol):
     """Changes the logits of one request before each of its tokens is chosen.
 
-    Made anew for each request, so it may keep state. It must be picklable: an engine may run in another process.
+    Made for each request, so it may keep state. It must be picklable: an engine may run in another process.
     """
 
     def __call__(self, token_ids: Sequence[int], logits: LogitsRow, /) -> None:

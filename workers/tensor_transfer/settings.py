@@ -15,7 +15,7 @@ class TensorSettings(WorkerProcessSettings):
     panel: ClassVar[str] = "Tensor transfer"
 
     tensor_port: int = Field(
-        0, ge=0, le=65535, description=("Serve embeddings to other workers at this port; 0 = any free port.")
+        0, ge=0, le=65535, description="Serve embeddings to other workers at this port; 0 = any free port."
     )
     tensor_store_mb: ClassVar[int] = 256
     """Embeddings kept for other workers, in 2^20 bytes: of hundreds of pictures. One more leg is refused as busy."""

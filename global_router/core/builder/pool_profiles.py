@@ -209,7 +209,7 @@ def _check_pool(pool: dict[str, Any], path: JsonPath, load: Any, stages: tuple[s
     if not given:
         yield Problem((*path, "cost_per_hour"), "is missing; a pool needs a cost (or cost_per_million_tokens)")
     elif len(given) == 2:
-        yield Problem((*path, given[1]), "stands beside cost_per_hour; give one of the two")
+        yield Problem((*path, given[1]), "cannot be combined with cost_per_hour; give one of the two")
 
 
 def _check_table(table: dict[str, Any], path: JsonPath, load: Any) -> Iterator[Problem]:

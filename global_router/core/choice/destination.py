@@ -128,7 +128,7 @@ class Attribution:
            spilled or fell back.
         2. What a loss or a move delayed says nothing of a pool: the TTFT of a request whose first computation was in
            vain and the ITL of one that moved count nowhere.
-        3. After a priority override nothing counts: nobody asked the cell.
+        3. After a priority override nothing counts: the cell was not used.
     """
 
     ttft: Served | None = None

@@ -183,7 +183,7 @@ def _check_pools(stage: str, raw: list[Any], found: _Findings) -> _RawPools:
         given = [key for key in ("cost_per_hour", "cost_per_million_tokens") if entry.get(key) is not None]
         kinds |= dict.fromkeys(given, index)
         if len(given) == 2:
-            found.error((stage, "pools", index, given[1]), "stands beside cost_per_hour; give one of the two")
+            found.error((stage, "pools", index, given[1]), "cannot be combined with cost_per_hour; give one of the two")
     if len(kinds) == 2:
         key, index = list(kinds.items())[-1]
         found.warning(

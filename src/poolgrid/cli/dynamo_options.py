@@ -1,4 +1,4 @@
-"""Options by the names that Dynamo's documents, old and newest, have for them: translated, or refused with what to use.
+"""Options by the names that Dynamo's documents, engines and recipes have: translated, or refused with what to use.
 
 An entry is an option of ours, when it begins with dashes, or the sentence of the refusal. ``COMMAND --option`` holds
 for one command. A value is translated by ``VALUES`` and ``SENTENCES``. Names of Dynamo that our options have too are
@@ -94,10 +94,6 @@ OPTIONS: dict[str, str] = {
     "up --http-host": "--host",
     "up --http-port": "--port",
     "up --model": "--model-path",
-    # names that engines and published recipes have
-    "up --front": "--engine-url",
-    "up --block-size": "--kv-block-size",
-    "worker --block-size": "--kv-block-size",
     "router --tls-cert-path": "--tls-certificate",
     "router --tls-key-path": "--tls-key",
     "router --router-temperature": "--temperature",
@@ -108,8 +104,8 @@ OPTIONS: dict[str, str] = {
     **dict.fromkeys(
         ("router --no-use-kv-events", "router --no-kv-events", "router --no-router-kv-events"), "--policy=approximate"
     ),
-    "router --router-ttl": "policy approximate believes for 120 s that a worker keeps a prompt.",
-    "router --router-ttl-secs": "policy approximate believes for 120 s that a worker keeps a prompt.",
+    "router --router-ttl": "policy approximate assumes for 120 s that a worker keeps a prompt.",
+    "router --router-ttl-secs": "policy approximate assumes for 120 s that a worker keeps a prompt.",
     **dict.fromkeys(("router --kv-overlap-score-weight", "router --router-kv-overlap-score-weight"), _COST),
     **dict.fromkeys(
         ("router --router-reset-states", "router --router-snapshot-threshold", "router --serve-indexer"), _INDEX
@@ -136,6 +132,10 @@ OPTIONS: dict[str, str] = {
     "router --dyn-chat-processor": "chats are rendered by the model's own template.",
     "global-router --default-ttft-target": "set default_ttft_target in the document.",
     "global-router --default-itl-target": "set default_itl_target in the document.",
+    # vLLM's and SGLang's name for the block size, and that of published recipes for the servers behind a pool
+    "up --block-size": "--kv-block-size",
+    "worker --block-size": "--kv-block-size",
+    "up --front": "--engine-url",
 }
 """Option of Dynamo to one of ours, to the sentence that refuses it, or to nothing when it asks for what is there."""
 

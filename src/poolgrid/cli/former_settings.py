@@ -188,7 +188,7 @@ FORMER_SETTINGS: dict[str, str] = {
     "--measure-timeout-s": "the measurement ends after 600 s with the points it has.",
     "--attempts": "poolgrid model fetch tries a hub that fails again six times, at growing intervals.",
     # constants
-    "--approximate-ttl-ms": "policy approximate believes for 120 s that a worker keeps a prompt.",
+    "--approximate-ttl-ms": "policy approximate assumes for 120 s that a worker keeps a prompt.",
     "--hold-limit-ms": "policy predicted holds a request for at most 4 s.",
     "--device-weight": "use --overlap-weight, which scales the credit of all tiers.",
     "--host-kv-blocks": "a simulated worker has no host tier.",

@@ -147,15 +147,15 @@ class UpSettings(EventPlaneSettings):
         None,
         ge=0,
         le=256,
-        description=("Start this many workers that serve whole requests. Unset = 4, or 0 with decode workers."),
+        description="Start this many workers that serve whole requests. Unset = 4, or 0 with decode workers.",
     )
-    prefill: int = Field(0, ge=0, le=256, description=("Start this many prefill workers. They need decode workers."))
+    prefill: int = Field(0, ge=0, le=256, description="Start this many prefill workers. They need decode workers.")
     decode: int = Field(0, ge=0, le=256, description="Start this many decode workers.")
     encode: int = Field(
-        0, ge=0, le=256, description=("Start this many workers that encode images; all workers then accept images.")
+        0, ge=0, le=256, description="Start this many workers that encode images; all workers then accept images."
     )
     host: str = Field("127.0.0.1", description="Listen on this address.")
-    port: int = Field(8000, ge=0, le=65535, description=("Serve the OpenAI API at this port; 0 = any free port."))
+    port: int = Field(8000, ge=0, le=65535, description="Serve the OpenAI API at this port; 0 = any free port.")
     speedup: float = Field(
         1.0,
         gt=0,
@@ -190,7 +190,7 @@ class UpSettings(EventPlaneSettings):
     )
     settings_file: InputFile | None = Field(
         None,
-        description=("Read settings of the routers from this TOML file; options given here override it."),
+        description="Read settings of the routers from this TOML file; options given here override it.",
     )
     api_keys: InputFile | None = Field(
         None,
@@ -199,7 +199,7 @@ class UpSettings(EventPlaneSettings):
         ),
     )
     policy: str = Field(
-        "kv", description=("Choose how a worker is selected; `poolgrid router --help` lists the policies.")
+        "kv", description="Choose how a worker is selected; `poolgrid router --help` lists the policies."
     )
     model_path: Path = Field(
         TINY_MODEL_PATH,
@@ -212,7 +212,7 @@ class UpSettings(EventPlaneSettings):
     log_level: str = Field("warning", description=LEVEL_HELP)
     log_format: Literal["text", "json"] | None = Field(None, description=FORMAT_HELP)
     served_model_name: str = Field(
-        "", max_length=256, description=("Serve the model under this name. Unset = the name of its directory.")
+        "", max_length=256, description="Serve the model under this name. Unset = the name of its directory."
     )
     modality: Literal["text", "multimodal"] | None = Field(
         None,
@@ -246,7 +246,7 @@ class UpSettings(EventPlaneSettings):
     )
     dry_run: bool = Field(
         False,
-        description=("Print every process, its GPUs, port and command, and whether the GPUs exist. Start nothing."),
+        description="Print every process, its GPUs, port and command, and whether the GPUs exist. Start nothing.",
     )
     log_dir: Path | None = Field(
         None,
@@ -259,7 +259,7 @@ class UpSettings(EventPlaneSettings):
         None,
         gt=0,
         le=86_400_000,
-        description=("Give up when a worker is not ready after this time. Unset = 60,000, or 1,800,000 with trtllm."),
+        description="Give up when a worker is not ready after this time. Unset = 60,000, or 1,800,000 with trtllm.",
     )
 
     @model_validator(mode="after")

@@ -23,33 +23,33 @@ class ConsolidatorSettings(SecuritySettings, EventPlaneSettings, DiscoverySettin
     panel: ClassVar[str] = "Consolidator"
 
     data_dir: Path | None = Field(
-        default=None, description=("Keep the journal in this directory. Unset = in memory, lost when the process ends.")
+        default=None, description="Keep the journal in this directory. Unset = in memory, lost when the process ends."
     )
     host: str = Field(default="127.0.0.1", min_length=1, description="Listen on this address.")
     ingest_port: int = Field(
-        default=0, ge=0, le=65535, description=("Receive workers' events at this port; 0 = any free port.")
+        default=0, ge=0, le=65535, description="Receive workers' events at this port; 0 = any free port."
     )
     feed_port: int = Field(
-        default=0, ge=0, le=65535, description=("Publish the feed for routers at this port; 0 = any free port.")
+        default=0, ge=0, le=65535, description="Publish the feed for routers at this port; 0 = any free port."
     )
     query_port: int = Field(
         default=0,
         ge=0,
         le=65535,
-        description=("Serve replays and snapshots to routers at this port; 0 = any free port."),
+        description="Serve replays and snapshots to routers at this port; 0 = any free port.",
     )
     lease_ms: int = Field(
-        default=3000, ge=50, le=600_000, description=("Treat a worker as gone after this time without a message.")
+        default=3000, ge=50, le=600_000, description="Treat a worker as gone after this time without a message."
     )
     journal_retention_bytes: int = Field(
         default=1024 * MIB,
         ge=MIB,
-        description=("Remove old journal segments behind a snapshot when the journal is larger than this."),
+        description="Remove old journal segments behind a snapshot when the journal is larger than this.",
     )
     journal_retention_ms: int = Field(
         default=24 * 3600 * 1000,
         ge=1000,
-        description=("Remove journal segments behind a snapshot when they are older than this."),
+        description="Remove journal segments behind a snapshot when they are older than this.",
     )
     fsync: Literal["interval", "always", "never"] = Field(
         default="interval",
@@ -60,7 +60,7 @@ class ConsolidatorSettings(SecuritySettings, EventPlaneSettings, DiscoverySettin
     )
     pub_sources: InputFile | None = Field(
         default=None,
-        description=("Subscribe to the KV event publishers (ZMQ PUB) that this JSON file lists."),
+        description="Subscribe to the KV event publishers (ZMQ PUB) that this JSON file lists.",
     )
 
 
@@ -73,7 +73,7 @@ class ConsolidatorProcessSettings(ConsolidatorSettings, HttpSettings):
         default=0,
         ge=0,
         le=65535,
-        description=("Serve /health, /live, /ready and /metrics at this port; 0 = any free port."),
+        description="Serve /health, /live, /ready and /metrics at this port; 0 = any free port.",
     )
     advertise_host: str = Field(
         default="",

@@ -43,7 +43,7 @@ class DiscoverySettings(NatsSettings):
         "poolgrid",
         min_length=1,
         max_length=IDENTIFIER_BYTES_MAX,
-        description=("Name the pool: the first part of namespace.component.endpoint."),
+        description="Name the pool: the first part of namespace.component.endpoint.",
     )
     advertise_host: str = Field(
         "",
@@ -75,7 +75,7 @@ class DiscoverySettings(NatsSettings):
     kubernetes_namespace: tuple[KubernetesNamespace, ...] = Field(
         (),
         max_length=64,
-        description=("With names kubernetes, look in this Kubernetes namespace. Repeat for more. Unset = the pod's."),
+        description="With names kubernetes, look in this Kubernetes namespace. Repeat for more. Unset = the pod's.",
     )
     kubernetes_account_dir: Path = Field(
         Path("/var/run/secrets/kubernetes.io/serviceaccount"),

@@ -1,6 +1,6 @@
 """Read a request body whole, as far as it may be long, whoever serves the connection.
 
-Request bodies that clients compressed with gzip, inflated in steps, within limits, and only while somebody waits.
+Request bodies that clients compressed with gzip, inflated in steps, within limits, while the client is connected.
 
 A body of some kilobytes can stand for gigabytes, one of some megabytes for hundreds of thousands of streams, each of
 which costs something before its first byte. So a step is short whatever is in it, and after each the limits hold and
@@ -10,7 +10,7 @@ in a thread from where it is.
 How many values a request body has, counted before anything is made of them.
 
 The parser makes an object of every value, with the interpreter's lock held: a body of brackets and commas costs a
-hundred times what the same bytes of text cost, and nobody else has a turn meanwhile. So bodies that are not short are
+hundred times what the same bytes of text cost, and no other request runs meanwhile. So bodies that are not short are
 counted first. Commas and opening brackets are at most as many as there are in the bytes, which is quick to say; a text
 may hold plenty of them, so what looks like too many is counted again, strings left out, in a thread.
 """
@@ -180,7 +180,7 @@ class InflationLimits:
 
 
 class ClientLeft(Exception):
-    """Nobody waits for the body any more."""
+    """The client has disconnected."""
 
 
 def inflate(body: bytes, limits: InflationLimits) -> Iterator[bytes]:

@@ -38,11 +38,11 @@ class FrontendSettings(MediaSettings):
     served_model_name: str = Field(
         default="",
         max_length=256,
-        description=("Serve the model under this name. Unset = the name of its directory."),
+        description="Serve the model under this name. Unset = the name of its directory.",
     )
     chat_template: InputFile | None = Field(
         default=None,
-        description=("Use this Jinja file as the chat template. Unset = the workers' template, else the model's."),
+        description="Use this Jinja file as the chat template. Unset = the workers' template, else the model's.",
     )
     max_body_bytes: int = Field(
         default=32 * 1024 * 1024,
@@ -73,7 +73,7 @@ class FrontendSettings(MediaSettings):
         ),
     )
     metrics_need_key: bool = Field(
-        default=False, description=("Require an operator's API key for /metrics; needs api_keys.")
+        default=False, description="Require an operator's API key for /metrics; needs api_keys."
     )
     ttft_target_ms: float = Field(
         default=TTFT_TARGET_MS,
@@ -88,7 +88,7 @@ class FrontendSettings(MediaSettings):
         default=ITL_TARGET_MS,
         gt=0,
         le=86_400_000,
-        description=("Count requests whose mean time between tokens is within this target, in the same metric."),
+        description="Count requests whose mean time between tokens is within this target, in the same metric.",
     )
     keep_alive_interval_s: float = Field(
         default=15.0,

@@ -65,7 +65,7 @@ class HttpSettings(SecuritySettings):
         _DEFAULTS.keep_alive_timeout_s * 1000,
         gt=0,
         le=86_400_000,
-        description=("Close a connection that is idle for this time. Set it above the proxy's own idle timeout."),
+        description="Close a connection that is idle for this time. Set it above the proxy's own idle timeout.",
     )
     max_connections: int = Field(
         _DEFAULTS.connections,
@@ -131,5 +131,5 @@ class ServerSettings(HttpSettings):
         ),
     )
     shutdown_timeout_ms: float = Field(
-        5_000, ge=0, le=600_000, description=("Let open responses finish for this time after SIGINT or SIGTERM.")
+        5_000, ge=0, le=600_000, description="Let open responses finish for this time after SIGINT or SIGTERM."
     )

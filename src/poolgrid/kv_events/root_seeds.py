@@ -6,11 +6,11 @@ first block is computed and remembered with the wire's hash seed. A first block 
 
 1. one of those, by its hash, or by the names of the media that touch it (``media_names``);
 2. of the salt that its event names, where no request with an adapter began with its tokens;
-3. nobody's in particular, when its hash is that of the bare tokens;
+3. no tenant's, when its hash is that of the bare tokens;
 4. not known, when its hash is not that of the bare tokens and this engine's hash of bare tokens is known to be ours;
 5. not known, when a request with a salt or an adapter began with its tokens. An event without a salt says nothing,
    unless this engine has named salts and no request with an adapter began with these tokens;
-6. nobody's in particular, else: an engine that hashes otherwise.
+6. no tenant's, otherwise: an engine that hashes otherwise.
 
 What is not known is reported to no router. Tenants never share a key by mistake.
 
@@ -97,7 +97,7 @@ def salt_ids(cache_salt: str) -> tuple[int | None, ...]:
     """Return the numbers that may stand for a cache salt in the engine's hash; none without a salt.
 
     The second cache manager takes the first 8 bytes, little-endian, of its SHA-256 digest. Versions before 1.3 took
-    those of its BLAKE3 digest. The first cache manager of 1.3 has a hash of its C++ library, which nobody else knows.
+    those of its BLAKE3 digest. The first cache manager of 1.3 has a hash of its C++ library, not computed here.
     """
     if not cache_salt:
         return (None,)

@@ -43,7 +43,7 @@ class NotLast(NatsUnavailable):
 
 
 class NoBucket(NatsUnavailable):
-    """The servers have no such bucket, or nobody who leads it."""
+    """The servers have no such bucket, or it has no leader."""
 
 
 class BucketSpec(NamedTuple):
@@ -129,7 +129,7 @@ async def put(
 
 
 class Bucket:
-    """A bucket that is made, and the connection to it, which is opened in the background: nobody waits for NATS."""
+    """A bucket that is made, and the connection to it, which is opened in the background: no caller waits for NATS."""
 
     def __init__(self, settings: NatsSettings, role: str, spec: BucketSpec, clock: Clock) -> None:
         """``role`` is what it is for: ``names``."""

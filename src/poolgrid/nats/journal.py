@@ -18,7 +18,7 @@ Rules
     5. A stream that is full takes no records, but always the body with which a writer begins. It is made smaller from
        what is stored: a snapshot of that, read back before it stands alone, and then retention as above. So no size of
        records, and no writer that was killed, leaves a stream that nobody can write any more.
-    6. Foreign messages (``stream.message``) are skipped: the writer goes on behind them as long as its own last message
+    6. Foreign messages (``stream.message``) are skipped: the writer continues after them while its own last message
        is where it was.
     7. Where it is durable is the matter of the servers: ``sync`` has nothing to do.
 """

@@ -2,7 +2,7 @@
 
 Rules
     1. Twice a second a router reads what has changed, says what it wants, and gives what others want and it can spare
-       (``poolgrid.nats.limit_shares``). Requests ask nobody: they go by the shares that are there.
+       (``poolgrid.nats.limit_shares``). Requests use the shares that are there, without a question to NATS.
     2. A value is written only behind the one that was read (``Nats-Expected-Last-Subject-Sequence``).
     3. A router gives a sign of life three times per lease. Who was silent for a lease while others could read has its
        shares taken; who comes back finds that out with its first look. While NATS is away nobody takes anything, and

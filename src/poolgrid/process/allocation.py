@@ -12,7 +12,7 @@ What came in pieces
 -------------------
 A body or a file that arrives in pieces of 64 KiB lies in the heap, and what came later lies between them. When they are
 freed the heap is mostly holes, which ``malloc`` keeps: 150 MB of them after a few files of 24 MB. A thread therefore
-gives holes back once a minute. That keeps everybody else out of the heap, 40 ms for 70 MB of holes in a router that
+gives holes back once a minute. That locks the heap, 40 ms for 70 MB of holes in a router that
 serves 2,000 long prompts a second: less than a thousandth of the time.
 """
 

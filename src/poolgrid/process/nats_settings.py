@@ -41,17 +41,17 @@ class NatsSettings(Settings):
         ),
     )
     nats_credentials: InputFile | None = Field(
-        None, description=("Read the NATS user from this file: credentials (.creds), or the seed of an nkey.")
+        None, description="Read the NATS user from this file: credentials (.creds), or the seed of an nkey."
     )
     nats_tls_ca: InputFile | None = Field(
         None,
-        description=("Trust the authorities in this PEM file for NATS servers. Unset = the system's."),
+        description="Trust the authorities in this PEM file for NATS servers. Unset = the system's.",
     )
     nats_tls_certificate: InputFile | None = Field(
-        None, description=("Present the certificate in this PEM file to NATS servers that ask for one.")
+        None, description="Present the certificate in this PEM file to NATS servers that ask for one."
     )
     nats_tls_key: InputFile | None = Field(
-        None, description=("Read the private key of nats_tls_certificate from this PEM file.")
+        None, description="Read the private key of nats_tls_certificate from this PEM file."
     )
     nats_replicas: int = Field(
         1,
@@ -93,7 +93,7 @@ class EventPlaneSettings(NatsSettings):
     nats_pool: str = Field(
         "default",
         pattern=r"^[A-Za-z0-9_-]{1,64}$",
-        description=("Name the pool within the NATS account; its stream is poolgrid-NAME."),
+        description="Name the pool within the NATS account; its stream is poolgrid-NAME.",
     )
 
     @property

@@ -217,7 +217,7 @@ RETRY_AFTER_DEFAULT_MS: Final = 250
 """Pause before a worker is asked again that reported no time: room may come with the next request that ends there."""
 
 RETRY_AFTER_MAX_MS: Final = 60_000
-"""Longest time that is believed."""
+"""Longest time that is trusted."""
 
 
 class FullWorkers(Generic[K]):

@@ -17,28 +17,28 @@ class ServingSettings(ServerSettings, TraceSettings, DiscoverySettings):
     panel: ClassVar[str] = "Queue and retries"
 
     max_queue_requests: int = Field(
-        1024, ge=0, le=1_000_000, description=("Limit the requests that wait for a worker; more get 429.")
+        1024, ge=0, le=1_000_000, description="Limit the requests that wait for a worker; more get 429."
     )
     max_queue_prompt_tokens: int = Field(
         4_194_304,
         ge=0,
         le=2**40,
-        description=("Limit the prompt tokens of all waiting requests; beyond it the lowest priority gets 429."),
+        description="Limit the prompt tokens of all waiting requests; beyond it the lowest priority gets 429.",
     )
     queue_timeout_ms: float = Field(
-        30_000, gt=0, le=3_600_000, description=("Answer 429 when a request has waited for a worker for this time.")
+        30_000, gt=0, le=3_600_000, description="Answer 429 when a request has waited for a worker for this time."
     )
     migration_limit: int = Field(
         3,
         ge=0,
         le=100,
-        description=("Retry a request on another worker at most this often before the client gets an error."),
+        description="Retry a request on another worker at most this often before the client gets an error.",
     )
     worker_timeout_ms: float = Field(
         5_000,
         ge=100,
         le=600_000,
-        description=("Treat a worker as unreachable after this time without a message."),
+        description="Treat a worker as unreachable after this time without a message.",
     )
     share_state: Literal["none", "nats"] = Field(
         "none",

@@ -142,7 +142,7 @@ SHUTDOWN_TIMEOUT_S = 60.0
 
 
 class _Handover(Generic[T]):
-    """What the thread made, until somebody takes it or nobody will."""
+    """What the thread made, until it is taken or discarded."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

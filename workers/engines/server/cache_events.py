@@ -50,8 +50,8 @@ BLOCKS_MAX = 4_194_304
 class RankEvents:
     """Follows the publisher of one rank as a consolidator does (``poolgrid.kv_events.follower``); keeps what it said.
 
-    The publisher's epochs and numbers end here. A new life of it, a loss that no replay mends, and a connection that is
-    gone for the lease are told as ``CacheCleared``. ``told`` holds exactly what was told.
+    The publisher's epochs and numbers end here. A new life of it, a loss that no replay repairs, and a connection that
+    is gone for the lease are told as ``CacheCleared``. ``told`` holds exactly what was told.
     """
 
     def __init__(

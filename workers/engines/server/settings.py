@@ -42,7 +42,7 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
     engine_url: str = Field(
         "",
         max_length=2048,
-        description=("Work in front of this running engine server, as http://gpu1:8000."),
+        description="Work in front of this running engine server, as http://gpu1:8000.",
     )
     model_path: str = Field(
         "",
@@ -55,19 +55,19 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
     engine_command: str = Field(
         "",
         max_length=4096,
-        description=("Start the server with this command line. Unset = the engine's usual command, found on PATH."),
+        description="Start the server with this command line. Unset = the engine's usual command, found on PATH.",
     )
     engine_argument: tuple[Argument, ...] = Field(
         (),
         max_length=1024,
-        description=("Pass this argument to the server, as those after -- are. Repeat for more."),
+        description="Pass this argument to the server, as those after -- are. Repeat for more.",
     )
     engine_port: int = Field(
-        0, ge=0, le=65535, description=("Start the server at this port of the loopback interface; 0 = any free port.")
+        0, ge=0, le=65535, description="Start the server at this port of the loopback interface; 0 = any free port."
     )
     log_dir: Path = Field(
         Path("poolgrid-logs"),
-        description=("Write the server's log into this directory, in a file with the worker's name."),
+        description="Write the server's log into this directory, in a file with the worker's name.",
     )
     start_timeout_ms: float = Field(
         1_800_000.0,
@@ -115,7 +115,7 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
         256,
         ge=1,
         le=65_536,
-        description=("Assume this limit per rank if the server reports none."),
+        description="Assume this limit per rank if the server reports none.",
     )
     max_num_tokens: ClassVar[int] = 8192
     """Tokens in one engine step of a rank, where the server does not say."""
@@ -123,7 +123,7 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
         None,
         ge=1,
         le=1024,
-        description=("Route to this many data-parallel ranks behind the URL. Unset = as the server reports."),
+        description="Route to this many data-parallel ranks behind the URL. Unset = as the server reports.",
     )
     kv_events_endpoint: tuple[ZmqEndpoint, ...] = Field(
         (),
@@ -136,11 +136,11 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
     kv_events_replay_endpoint: tuple[ZmqEndpoint, ...] = Field(
         (),
         max_length=1024,
-        description=("Request missed events at this ZMQ endpoint. Repeat for each rank; needs kv_events_endpoint."),
+        description="Request missed events at this ZMQ endpoint. Repeat for each rank; needs kv_events_endpoint.",
     )
     follow_events: bool = Field(
         True,
-        description=("Follow the server's cache events. Without them, give routers --policy approximate."),
+        description="Follow the server's cache events. Without them, give routers --policy approximate.",
     )
     serving_endpoint: tuple[str, ...] = Field(
         (),
@@ -177,7 +177,7 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
         120_000.0,
         ge=10.0,
         le=TIMEOUT_MS_MAX,
-        description=("Treat the engine as hung when its requests make no progress for this time."),
+        description="Treat the engine as hung when its requests make no progress for this time.",
     )
 
     @field_validator("engine_url")

@@ -178,7 +178,7 @@ class SimulatedEncodeEngine(AlwaysWell):
         self._facts.append(PrefillCompleted(request_id))
 
     def _on_gone(self, request_id: str, expired: bool) -> None:
-        """Note that all tensors of a request were taken, or that nobody came for one."""
+        """Note that all tensors of a request were taken, or that one was not fetched in time."""
         self._note_release(request_id, FinishReason.EXPIRED if expired else ENCODED)
         self._wake.set()
 

@@ -70,13 +70,13 @@ class SimulatedWorkerSettings(TensorSettings):
     """KV blocks in host memory, which receive evicted blocks: none."""
     max_batch_size: int = Field(256, ge=1, le=65_536, description="Limit the requests of one engine step.")
     max_num_tokens: int = Field(
-        8192, ge=1, le=1_048_576, description=("Limit the tokens of one engine step; at least max_batch_size.")
+        8192, ge=1, le=1_048_576, description="Limit the tokens of one engine step; at least max_batch_size."
     )
     max_seq_len: int = Field(
         131_072,
         ge=2,
         le=4_194_304,
-        description=("Limit the prompt and output tokens of one request. Unset = the model's own limit."),
+        description="Limit the prompt and output tokens of one request. Unset = the model's own limit.",
     )
     max_waiting_requests: ClassVar[int] = 4096
     """Requests that may wait for a place; one more is refused as busy."""
@@ -96,7 +96,7 @@ class SimulatedWorkerSettings(TensorSettings):
         MEAN_DEFAULT,
         ge=0.0,
         le=TOKENS_MAX,
-        description=("Set the mean length of outputs that end by themselves, in tokens; 0 = none does."),
+        description="Set the mean length of outputs that end by themselves, in tokens; 0 = none does.",
     )
     output_tokens_stddev: ClassVar[float] = STDDEV_DEFAULT
     """Standard deviation of the lengths of outputs."""
@@ -111,7 +111,7 @@ class SimulatedWorkerSettings(TensorSettings):
         ),
     )
     speedup: float = Field(
-        1.0, gt=0.0, le=SPEEDUP_MAX, description=("Run the engine this many times faster than its step times.")
+        1.0, gt=0.0, le=SPEEDUP_MAX, description="Run the engine this many times faster than its step times."
     )
     timing: Timing = Field(
         PUBLISHED,
@@ -151,7 +151,7 @@ class SimulatedWorkerSettings(TensorSettings):
         0.0,
         ge=0.0,
         le=86_400_000.0,
-        description=("Delay the start by this time, as loading weights does."),
+        description="Delay the start by this time, as loading weights does.",
     )
     load_bytes: ClassVar[int] = 16_000_000_000
     """Bytes of the weights, for what the worker reports while it loads: an 8B model's in 16 bit."""

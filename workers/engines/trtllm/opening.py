@@ -211,7 +211,7 @@ def make_card(
             max_batch_size=look_up(values, "max_batch_size") or settings.max_batch_size,
             max_num_tokens=look_up(values, "max_num_tokens") or settings.max_num_tokens,
             total_kv_blocks=loaded.engine.total_blocks,
-            # Where nobody says, the engine itself refuses what is too long for it.
+            # Where no limit is given, the engine itself refuses what is too long for it.
             max_sequence_length=values.get("max_seq_len") or facts.max_sequence_length or PROMPT_TOKENS_MAX,
         ),
         request_endpoint=f"tcp://{settings.advertised_host}:{request_port}",
@@ -237,7 +237,7 @@ def _media(settings: TrtllmWorkerSettings, loaded: LoadedEngine) -> MediaSpec:
     spec = MediaSpec(kinds, placeholder_token_id=facts.image_token_id, adds_special_tokens=True)
     if not loaded.names_media:
         # Where events do not say which picture a block depends on, a router that could count its tokens would look for
-        # blocks that nobody can tell it of.
+        # blocks that no event names.
         return spec
     if settings.tokens_per_image:
         return msgspec.structs.replace(spec, tokens_per_image=settings.tokens_per_image)

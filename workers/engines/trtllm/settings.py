@@ -71,7 +71,7 @@ class TrtllmSettings(Settings):
     )
     tensor_parallel_size: int = Field(1, ge=1, le=4096, description="Share each layer among this many GPUs.")
     enable_attention_dp: bool = Field(
-        False, description=("Run attention data parallel: each rank has its own KV cache and is routed to on its own.")
+        False, description="Run attention data parallel: each rank has its own KV cache and is routed to on its own."
     )
     kv_block_size: int = Field(
         32,
@@ -82,7 +82,7 @@ class TrtllmSettings(Settings):
         ),
     )
     free_gpu_memory_fraction: float = Field(
-        0.9, ge=0.0, le=1.0, description=("Give the KV cache this share of the GPU memory that is free after loading.")
+        0.9, ge=0.0, le=1.0, description="Give the KV cache this share of the GPU memory that is free after loading."
     )
     max_batch_size: int = Field(2048, ge=1, le=65_536, description="Limit the requests of one engine step.")
     max_num_tokens: int = Field(8192, ge=1, le=1_048_576, description="Limit the tokens of one engine step.")
@@ -90,7 +90,7 @@ class TrtllmSettings(Settings):
         None,
         ge=2,
         le=16_777_216,
-        description=("Limit the prompt and output tokens of one request. Unset = the model's own limit."),
+        description="Limit the prompt and output tokens of one request. Unset = the model's own limit.",
     )
     disaggregation_mode: DisaggregationMode = Field(
         "prefill_and_decode", description="Choose which part of a request this worker does."
@@ -104,7 +104,7 @@ class TrtllmSettings(Settings):
         ),
     )
     modality: Literal["text", "multimodal", "video_diffusion"] = Field(
-        "text", description=("Accept text only, or images too. video_diffusion is refused.")
+        "text", description="Accept text only, or images too. video_diffusion is refused."
     )
     tokens_per_image: int = Field(
         0,
@@ -116,7 +116,7 @@ class TrtllmSettings(Settings):
     )
     publish_events_and_metrics: bool = Field(
         True,
-        description=("Publish KV cache events and engine statistics. Without them routers know only what they sent."),
+        description="Publish KV cache events and engine statistics. Without them routers know only what they sent.",
     )
     connector: Literal["none", "kvbm"] = Field(
         "none",
@@ -135,11 +135,11 @@ class TrtllmSettings(Settings):
     logits_processors: tuple[str, ...] = Field(
         (),
         max_length=256,
-        description=("Offer this logits processor to requests, NAME=package.module:factory. Repeat for more."),
+        description="Offer this logits processor to requests, NAME=package.module:factory. Repeat for more.",
     )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
     namespace: Name = Field(
-        "poolgrid", min_length=1, description=("Name the pool: the first part of namespace.component.endpoint.")
+        "poolgrid", min_length=1, description="Name the pool: the first part of namespace.component.endpoint."
     )
     endpoint: Name = Field(
         "",
@@ -148,12 +148,12 @@ class TrtllmSettings(Settings):
         ),
     )
     extra_engine_args: InputFile | None = Field(
-        None, description=("Read TensorRT-LLM arguments from this YAML file; they override the options above.")
+        None, description="Read TensorRT-LLM arguments from this YAML file; they override the options above."
     )
     override_engine_args: str = Field(
         "",
         max_length=1_048_576,
-        description=("Override TensorRT-LLM arguments with this JSON object; it wins over all else."),
+        description="Override TensorRT-LLM arguments with this JSON object; it wins over all else.",
     )
 
     @field_validator("disaggregation_mode", mode="before")
@@ -250,7 +250,7 @@ class TrtllmWorkerSettings(TensorSettings, StepTimesSettings, TrtllmSettings):
         60_000.0,
         ge=10.0,
         le=86_400_000.0,
-        description=("Treat the engine as hung when its requests make no progress for this time."),
+        description="Treat the engine as hung when its requests make no progress for this time.",
     )
 
 

@@ -13,7 +13,7 @@ Rules
        before that.
     4. ``freeze`` copies nothing. Pages only grow behind what was frozen, or are replaced; a shard is copied before its
        first change after a freeze (copy on write), so the cost is in proportion to what changes.
-    5. Large mappings that nobody needs any more are freed so many blocks at a time (``Discarded``): a million, freed at
+    5. Large mappings that are no longer needed are freed so many blocks at a time (``Discarded``): a million, freed at
        once, are twenty milliseconds.
 """
 
@@ -312,11 +312,11 @@ class OwnedBlocks(MutableMapping[int, "int | None"]):
 
 
 class Discarded:
-    """Blocks that nobody asks for any more, on their way out of memory."""
+    """Blocks that are no longer used, waiting to be freed."""
 
     def __init__(self) -> None:
         self.in_slices = False
-        """Whether somebody calls ``free``; else everything is freed at once."""
+        """Whether ``free`` is called; otherwise everything is freed at once."""
         self._waiting: deque[OwnedBlocks] = deque()
 
     def __len__(self) -> int:
@@ -326,7 +326,7 @@ class Discarded:
         return bool(self._waiting)
 
     def put(self, blocks: OwnedBlocks) -> None:
-        """Take blocks that nobody holds."""
+        """Take blocks that no owner holds."""
         if self.in_slices and len(blocks) > FREED_AT_ONCE_BLOCKS:
             self._waiting.append(blocks)
 

@@ -81,7 +81,7 @@ class FileJournal(Journal):
         self._snapshots: list[int] = []
         self._next = 0
         self._dirty: list[str] = []
-        self._mend = False
+        self._needs_repair = False
         self._lock = threading.Lock()
         self._kept = threading.Lock()
         """Held while segments are read or let go of, which another thread may do."""
@@ -217,9 +217,9 @@ class FileJournal(Journal):
         if not payloads:
             return
         tail = self._tail(now_ms)
-        if self._mend:
+        if self._needs_repair:
             self._disk.truncate(tail.name, tail.size)
-            self._mend = False
+            self._needs_repair = False
         framed: list[bytes] = []
         positions: list[int] = []
         at = tail.size
@@ -231,7 +231,7 @@ class FileJournal(Journal):
         try:
             self._disk.append(tail.name, b"".join(framed))
         except OSError:
-            self._mend = True
+            self._needs_repair = True
             raise
         tail.size = at
         tail.positions.extend(positions)
@@ -415,7 +415,7 @@ class FileJournal(Journal):
             # Retention may have been the one who removed some.
             names = [each.name for each in self._segments if each.name in lost]
             self._segments = [each for each in self._segments if each.name not in lost]
-        self._mend = False
+        self._needs_repair = False
         return names
 
     def _is_lost(self, segment: _Segment) -> bool:

@@ -5,7 +5,7 @@ in ``.safetensors`` names precomputed embeddings, and so does one in ``.pt`` or 
 
 Why a medium is not taken: one code per reason, each with its HTTP status.
 
-The 4xx are the client's to mend, 502 and 504 are those of a remote server, 429 is ours and passes.
+The 4xx are the client's to fix, 502 and 504 are those of a remote server, 429 is ours and passes.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class MediaSettings(Settings):
     )
     media_allowed_schemes: tuple[str, ...] = Field(
         default=("https", "http", "data"),
-        description=("Allow media by URLs of this scheme: https, http or data. Repeat for more."),
+        description="Allow media by URLs of this scheme: https, http or data. Repeat for more.",
     )
     media_allowed_networks: tuple[str, ...] = Field(
         default=(),
@@ -66,7 +66,7 @@ class MediaSettings(Settings):
         default=1024 * MEGABYTE,
         ge=MEGABYTE,
         le=1024**4,
-        description=("Limit the memory for media of requests in flight; beyond it requests with media get 429."),
+        description="Limit the memory for media of requests in flight; beyond it requests with media get 429.",
     )
 
     @field_validator("allowed_local_media_path")

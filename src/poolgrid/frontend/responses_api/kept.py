@@ -1,4 +1,4 @@
-"""Requests that go on from an earlier response, and responses that are kept: between the endpoint and the store.
+"""Requests that continue an earlier response, and stored responses: between the endpoint and the store.
 
 Responses that are kept, asked for by their id: show one, forget it, list what it was asked with.
 """
@@ -262,7 +262,7 @@ def add_kept_response_endpoints(app: FastAPI, kept: KeptResponses, owner_of: Cal
 
     @app.delete(RESPONSE_PATH, tags=["responses"])
     async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
-        """Forget a response; conversations can no longer go on from it, or from what followed it."""
+        """Forget a response; conversations can no longer continue it, or what followed it."""
         owner = owner_of(request)
         if kept.store is None or owner is None or not await kept.store.forget(owner, response_id):
             raise _not_found(response_id)

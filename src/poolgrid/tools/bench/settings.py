@@ -42,7 +42,7 @@ class BenchSettings(Settings):
             "same prompts, in alternation."
         ),
     )
-    model: str | None = Field(None, description=("Request this model. Unset = the first that the endpoint lists."))
+    model: str | None = Field(None, description="Request this model. Unset = the first that the endpoint lists.")
     policies: Words = Field(
         (),
         examples=list(policy_names()),
@@ -50,9 +50,9 @@ class BenchSettings(Settings):
             "Compare these routing policies instead of --url, each in a pool of simulated workers that bench starts."
         ),
     )
-    pool_options: str = Field("", description=("Start those pools with these options of poolgrid up, in quotes."))
+    pool_options: str = Field("", description="Start those pools with these options of poolgrid up, in quotes.")
     rounds: int | None = Field(
-        None, ge=1, le=1000, description=("Repeat everything this often. Unset = 3 in a comparison, otherwise 1.")
+        None, ge=1, le=1000, description="Repeat everything this often. Unset = 3 in a comparison, otherwise 1."
     )
     endpoint: Literal["completions", "text", "chat"] | None = Field(
         None,
@@ -62,16 +62,16 @@ class BenchSettings(Settings):
         ),
     )
     ignore_eos: bool = Field(
-        True, description=("Request outputs of exactly --osl tokens. OpenAI's own API does not know this field.")
+        True, description="Request outputs of exactly --osl tokens. OpenAI's own API does not know this field."
     )
 
-    trace: InputFile | None = Field(None, description=("Replay this Mooncake-format trace at its own arrival times."))
+    trace: InputFile | None = Field(None, description="Replay this Mooncake-format trace at its own arrival times.")
     speed: float = Field(1.0, gt=0, le=1e6, description="Replay the trace this many times faster.")
     length_scale: float = Field(
         1.0,
         ge=1 / 512,
         le=100,
-        description=("Multiply prompt and output lengths of the trace; sharing stays the same."),
+        description="Multiply prompt and output lengths of the trace; sharing stays the same.",
     )
 
     rate: float | None = Field(None, gt=0, le=1e6, description="Send this many requests per second (open loop).")
@@ -84,16 +84,16 @@ class BenchSettings(Settings):
         ),
     )
     turns: int = Field(
-        1, ge=1, le=1000, description=("Send this many turns per conversation, each with its whole history.")
+        1, ge=1, le=1000, description="Send this many turns per conversation, each with its whole history."
     )
     think_time_s: float = Field(
-        0.0, ge=0, le=86_400, description=("Pause between turns for exponential times of this mean.")
+        0.0, ge=0, le=86_400, description="Pause between turns for exponential times of this mean."
     )
     shared_prefix: int = Field(
         0,
         ge=0,
         le=2**22,
-        description=("Begin each prompt with a shared system prompt of this many tokens, in addition to --isl."),
+        description="Begin each prompt with a shared system prompt of this many tokens, in addition to --isl.",
     )
     isl: int | None = Field(
         None,
@@ -107,21 +107,19 @@ class BenchSettings(Settings):
         None,
         ge=1,
         le=2**22,
-        description=("Set the output length in tokens; an upper limit in replays. Unset = 64."),
+        description="Set the output length in tokens; an upper limit in replays. Unset = 64.",
     )
 
     requests: int | None = Field(
-        None, ge=1, le=10**9, description=("Send this many requests. Unset = 100, or the whole trace.")
+        None, ge=1, le=10**9, description="Send this many requests. Unset = 100, or the whole trace."
     )
     duration_s: float | None = Field(None, gt=0, le=10**7, description="Stop sending requests after this time.")
     warmup: int = Field(0, ge=0, le=10**6, description="Send this many requests before the measurement.")
     start_timeout_ms: float = Field(
         10_000.0, ge=0, le=86_400_000, description="Give up when the endpoint is not ready after this time."
     )
-    seed: int = Field(
-        0, ge=0, le=2**63 - 1, description=("Seed arrivals and prompts; equal seeds send equal requests.")
-    )
-    as_json: bool = Field(False, description=("Print the report to standard output as JSON instead of a table."))
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="Seed arrivals and prompts; equal seeds send equal requests.")
+    as_json: bool = Field(False, description="Print the report to standard output as JSON instead of a table.")
     out: Path | None = Field(
         None,
         description=(

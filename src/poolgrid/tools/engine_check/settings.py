@@ -20,7 +20,7 @@ class EngineCheckSettings(Settings):
 
     panel: ClassVar[str] = "Check"
 
-    url: str = Field("", max_length=2048, description=("Check the engine server at this URL, http://HOST:PORT."))
+    url: str = Field("", max_length=2048, description="Check the engine server at this URL, http://HOST:PORT.")
     engine: Literal["auto", "vllm", "sglang", "trtllm-serve"] = Field(
         "auto", description="Set the kind of the server; auto = detect it."
     )
@@ -35,18 +35,18 @@ class EngineCheckSettings(Settings):
     kv_events_replay_endpoint: tuple[ZmqEndpoint, ...] = Field(
         (),
         max_length=SOURCES_MAX,
-        description=("Request replays at this ZMQ endpoint. Repeat for each rank. Unset = as the server reports."),
+        description="Request replays at this ZMQ endpoint. Repeat for each rank. Unset = as the server reports.",
     )
-    model: Name = Field("", description=("Request this model. Unset = the first that the server lists."))
+    model: Name = Field("", description="Request this model. Unset = the first that the server lists.")
     kv_block_size: int | None = Field(
         None,
         ge=1,
         le=65_536,
-        description=("Expect this many tokens in a KV block. Unset = as the server or its events report."),
+        description="Expect this many tokens in a KV block. Unset = as the server or its events report.",
     )
     lora: Name = Field("", description="Also send probes to this LoRA adapter of the server.")
     record: Path | None = Field(
-        None, description=("Record all traffic in this file, for --recorded and for bug reports.")
+        None, description="Record all traffic in this file, for --recorded and for bug reports."
     )
     recorded: InputFile | None = Field(None, description="Judge this recording instead of a server.")
     as_json: bool = Field(False, description="Print the findings as JSON instead of a table.")
@@ -57,12 +57,12 @@ class EngineCheckSettings(Settings):
         ),
     )
     concurrency: int = Field(
-        32, ge=1, le=4096, description=("Decode at most this many requests together while step times are measured.")
+        32, ge=1, le=4096, description="Decode at most this many requests together while step times are measured."
     )
     kv_tokens: int | None = Field(
         None,
         ge=1,
-        description=("Set how many tokens the server's KV cache holds. Unset = as its metrics report."),
+        description="Set how many tokens the server's KV cache holds. Unset = as its metrics report.",
     )
 
     @model_validator(mode="after")

@@ -20,14 +20,14 @@ class EngineSettings(Settings):
     panel: ClassVar[str] = "Workload and engines"
 
     workers: int | None = Field(
-        None, ge=1, le=4096, description=("Simulate this many workers. Unset = as recorded, or 8 for a trace.")
+        None, ge=1, le=4096, description="Simulate this many workers. Unset = as recorded, or 8 for a trace."
     )
-    speed: float = Field(1.0, gt=0, le=10_000, description=("Replay arrivals this many times faster than recorded."))
+    speed: float = Field(1.0, gt=0, le=10_000, description="Replay arrivals this many times faster than recorded.")
     speedup: float | None = Field(
         None,
         gt=0,
         le=1e6,
-        description=("Run engines this many times faster than their step times. Unset = as recorded."),
+        description="Run engines this many times faster than their step times. Unset = as recorded.",
     )
     timing: Timing = Field(
         PUBLISHED,
@@ -40,7 +40,7 @@ class EngineSettings(Settings):
     total_kv_blocks: int | None = Field(
         None,
         ge=1,
-        description=("Give each worker this many KV blocks. Unset = as recorded, or enough for the whole trace."),
+        description="Give each worker this many KV blocks. Unset = as recorded, or enough for the whole trace.",
     )
     requests: int | None = Field(None, ge=1, description="Use only the first requests, this many.")
 
@@ -53,19 +53,19 @@ class SimulationSettings(EngineSettings):
     policy: str = Field(
         "kv,round-robin,least-loaded",
         examples=list(SIMULATED_POLICIES),
-        description=("Compare these policies, separated by commas: built-in ones, or your module:Class."),
+        description="Compare these policies, separated by commas: built-in ones, or your module:Class.",
     )
     kv_block_size: int = Field(64, ge=1, le=65_536, description="Set the number of tokens in a KV block.")
     queue_weight: float = Field(0.25, ge=0, le=1000, description="Set the cost of queued prompt tokens.")
     decode_weight: float = Field(0.02, ge=0, le=1000, description="Set the cost of one KV block of active requests.")
     temperature: float = Field(
-        0.0, ge=0, le=1000, description=("Sample workers by cost with this temperature; 0 = take the cheapest.")
+        0.0, ge=0, le=1000, description="Sample workers by cost with this temperature; 0 = take the cheapest."
     )
     routers: int = Field(
         1,
         ge=1,
         le=256,
-        description=("Simulate this many routers; requests go to them round robin, each receives all events."),
+        description="Simulate this many routers; requests go to them round robin, each receives all events.",
     )
     worker_speeds: str = Field(
         "1",
@@ -74,7 +74,7 @@ class SimulationSettings(EngineSettings):
             "worker three times slower."
         ),
     )
-    as_json: bool = Field(False, description=("Print the figures to standard output as JSON instead of a table."))
+    as_json: bool = Field(False, description="Print the figures to standard output as JSON instead of a table.")
     out: Path | None = Field(None, description="Write the figures to this file too, as JSON.")
 
 
@@ -84,20 +84,20 @@ class WhatIfSettings(EngineSettings):
     panel: ClassVar[str] = "Comparison"
 
     decisions: str | None = Field(
-        None, description=("Read recorded decisions from here. Unset = `decisions` below the journal.")
+        None, description="Read recorded decisions from here. Unset = `decisions` below the journal."
     )
     policy: str | None = Field(
         None,
         examples=list(SIMULATED_POLICIES),
-        description=("Replay with these policies. Unset = the recorded one."),
+        description="Replay with these policies. Unset = the recorded one.",
     )
     overlap_weight: str | None = Field(
-        None, description=("Multiply the recorded credit for reusable blocks by this; 0 ignores caches.")
+        None, description="Multiply the recorded credit for reusable blocks by this; 0 ignores caches."
     )
     queue_weight: str | None = Field(None, description="Set the cost of queued prompt tokens.")
     decode_weight: str | None = Field(None, description="Set the cost of one KV block of active requests.")
     temperature: str | None = Field(
-        None, description=("Sample workers by cost with this temperature; 0 = take the cheapest.")
+        None, description="Sample workers by cost with this temperature; 0 = take the cheapest."
     )
-    as_json: bool = Field(False, description=("Print the figures to standard output as JSON instead of a table."))
+    as_json: bool = Field(False, description="Print the figures to standard output as JSON instead of a table.")
     out: Path | None = Field(None, description="Write the figures to this file too, as JSON.")

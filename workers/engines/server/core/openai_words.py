@@ -116,7 +116,7 @@ def refusal_of(title: str, status: int, body: bytes, retry_after_ms: int | None 
     return _failure(title, status, message_for_clients(body), error_text(body), retry_after_ms)
 
 
-def failure_amid(title: str, error: ErrorInfo, has_output: bool) -> Failure:
+def answer_failure(title: str, error: ErrorInfo, has_output: bool) -> Failure:
     """Return what an error in a stream means: before any output it may be the request's fault."""
     try:
         code = int(error.code) if error.code is not None else 0

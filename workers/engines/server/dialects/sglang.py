@@ -41,9 +41,9 @@ from poolgrid.workers.engines.server.core.launching import Launch, Publishing, S
 from poolgrid.workers.engines.server.core.openai_words import (
     FINISH_REASONS,
     ErrorInfo,
+    answer_failure,
     best_of,
     common_sampling,
-    failure_amid,
     failure_of_status,
     guide_of,
     left_for,
@@ -223,7 +223,7 @@ class _Reader:
         """Return what a chunk, or a whole answer, says."""
         chunk = read_answer(_decode, data, TITLE)
         if chunk.error is not None:
-            return ServerAnswerPiece(failure=failure_amid(TITLE, chunk.error, self._taken > 0))
+            return ServerAnswerPiece(failure=answer_failure(TITLE, chunk.error, self._taken > 0))
         meta = chunk.meta_info
         if meta is None or chunk.output_ids is None:
             return ServerAnswerPiece(

@@ -12,9 +12,9 @@ Rules:
 5. A request's salt and priority have no field here, and an adapter would need its path: they are refused.
 
 It says of itself the model's name and its version only; the rest is said by options. Its cache events are drained over
-HTTP (``/kv_cache_events``): who reads them takes them away from everybody else. From 1.4 on the server gives out what
+HTTP (``/kv_cache_events``): each event is given to one reader only. From 1.4 on the server gives out what
 routers need only, so its numbers have holes, and it keeps the newest ``FANOUT_EVENTS_MAX``. Settings of its cache are
-taken in a file of YAML only: somebody's own file is taken over, with what the worker needs.
+taken in a file of YAML only: an operator's own file is taken over, with what the worker needs.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from poolgrid.workers.engines.server.core.launching import Launch, ServerCommand
 from poolgrid.workers.engines.server.core.openai_words import (
     FINISH_REASONS,
     ErrorInfo,
+    answer_failure,
     common_sampling,
-    failure_amid,
     guide_of,
     leave,
     left_for,
@@ -187,7 +187,7 @@ class _Reader:
         """Return what a chunk, or a whole answer, says."""
         chunk = read_answer(_decode, data, TITLE)
         if chunk.error is not None:
-            return ServerAnswerPiece(failure=failure_amid(TITLE, chunk.error, self._has_output))
+            return ServerAnswerPiece(failure=answer_failure(TITLE, chunk.error, self._has_output))
         cached = None if chunk.usage is None else cached_of(chunk.usage)
         if not chunk.choices:
             return None if cached is None else ServerAnswerPiece(cached_tokens=cached)

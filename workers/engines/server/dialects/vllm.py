@@ -43,9 +43,9 @@ from poolgrid.workers.engines.server.core.launching import Launch, ServerCommand
 from poolgrid.workers.engines.server.core.openai_words import (
     FINISH_REASONS,
     ErrorInfo,
+    answer_failure,
     best_of,
     common_sampling,
-    failure_amid,
     guide_of,
     leave,
     left_for,
@@ -250,7 +250,7 @@ class _Reader:
         """Return what a chunk, or a whole answer, says."""
         chunk = read_answer(_decode, data, TITLE)
         if chunk.error is not None:
-            return ServerAnswerPiece(failure=failure_amid(TITLE, chunk.error, self._has_output))
+            return ServerAnswerPiece(failure=answer_failure(TITLE, chunk.error, self._has_output))
         cached = None if chunk.usage is None else cached_of(chunk.usage)
         if not chunk.choices:
             return None if cached is None else ServerAnswerPiece(cached_tokens=cached)

@@ -41,7 +41,7 @@ from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
 
 
 class IdleQueues:
-    """The idle blocks of one tier that have another priority than the usual one, beside those that have it.
+    """The idle blocks of one tier that have another priority than the usual one, and those that have it.
 
     As TensorRT-LLM's: one queue for each priority, the lowest is emptied first, from its front. A priority that has a
     duration lapses so long after the block became idle, and the block is the newest of those with the usual one then.

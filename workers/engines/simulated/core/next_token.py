@@ -160,7 +160,7 @@ class TokenGuide(Protocol):
         ...
 
     def accept(self, token_id: int) -> bool:
-        """Go on after a token; return False, and be of no further use, when it was not allowed."""
+        """Continue after a token; return False, and be of no further use, when it was not allowed."""
         ...
 
     def why(self) -> str:

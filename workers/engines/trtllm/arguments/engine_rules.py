@@ -261,7 +261,7 @@ def stream_faults(values: Mapping[str, Any], ranks: int) -> Iterator[ArgumentFau
     if stream is None:
         return
     if look_up(values, f"{PATH}.publisher") == "null":
-        yield ArgumentFault(f"{PATH}.publisher", "is 'null', which publishes to nobody; allowed is 'zmq', or null")
+        yield ArgumentFault(f"{PATH}.publisher", "is 'null', which publishes nothing; allowed is 'zmq', or null")
     if look_up(values, f"{KV_CACHE}.use_kv_cache_manager_v2") is False:
         yield ArgumentFault(
             f"{KV_CACHE}.use_kv_cache_manager_v2", f"is false with {PATH}, which only the second manager has"

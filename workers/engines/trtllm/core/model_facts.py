@@ -171,7 +171,7 @@ embeddings only as dictionaries, in its own multimodal-disaggregation mode."""
 
 
 def abilities_of(architecture: str) -> ModelAbilities:
-    """Return what a model of an architecture can do; everything, when nobody knows."""
+    """Return what a model of an architecture can do; everything, when that is unknown."""
     return ABILITIES.get(architecture, ModelAbilities())
 
 
