@@ -95,7 +95,7 @@ def modules_run_by_a_request() -> list[str]:
             body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 32}
             runs = []
             with httpx.Client(base_url=up.url, timeout=30) as client:
-                client.post("/v1/chat/completions", json=body).raise_for_status()  # the next ones find everything loaded
+                client.post("/v1/chat/completions", json=body).raise_for_status()  # loads what is missing
                 for number in range(1, 5):
                     router.send_signal(signal.SIGUSR1)
                     client.post("/v1/chat/completions", json=body).raise_for_status()
