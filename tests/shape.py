@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 PRODUCT = ("router", "global_router", "workers")
 PLUGINS = (
     *("src/poolgrid/tools", "src/poolgrid/fleet_page", "src/poolgrid/nats", "src/poolgrid/kubernetes"),
-    *("workers/engines/trtllm", "router/endpoint_picker", "router/policies"),
+    *("workers/engines/simulated", "workers/engines/trtllm", "router/endpoint_picker", "router/policies"),
 )
 """Folders for some users only; what is not in them is the core."""
 
