@@ -350,9 +350,10 @@ class WorkerService:
             # Nobody dispatches a leg again while its first result is of use.
             self._let_go(request.request_id)
         if request.request_id in owners:
-            # When nobody owns it any more it is on its way out, and the id will be free in a moment.
-            leaving = owners[request.request_id] is None
-            raise (BusyError if leaving else RefusedError)(
+            # Only a router's own second use is its fault. What nobody owns is on its way out; what another peer
+            # took may be a forged message, and a dispatch to another worker has another id.
+            is_own = owners[request.request_id] == peer_id
+            raise (RefusedError if is_own else BusyError)(
                 f"request id {request.request_id!r} is already active on worker {self._worker_id}"
             )
         _check_routing(self._worker_id, self.card, request.routing)
