@@ -184,7 +184,7 @@ def _rendered(job: PreparedRequest, body: ChatBody, limit_ms: float) -> str:
 
 
 def _final_words(body: ChatBody, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the assistant has said so far in the last message, which the answer is to go on with."""
+    """Return what the assistant has said so far in the last message, which the answer is to continue."""
     final = messages[-1]
     content = final.get("content")
     if isinstance(content, list):

@@ -5,7 +5,7 @@ Large blocks
 
 glibc's ``malloc`` gives a large block its own mapping, which ends with it, but only until one was freed: from then on
 it takes blocks of up to that size, 32 MiB at most, from its heap, where a small object that came later keeps all below
-it. A router that had served a few images of 24 MB went on holding hundreds of megabytes. A fixed threshold keeps large
+it. A router that had served a few images of 24 MB kept hundreds of megabytes. A fixed threshold keeps large
 blocks apart; a block pays for it with the page faults of a fresh mapping, about a tenth of a millisecond for each MiB.
 
 What came in pieces
