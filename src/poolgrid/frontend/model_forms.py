@@ -2,7 +2,7 @@
 
 Rules
     1. A template or a parser that this server's own options name is used, whatever workers were told; where they were
-       told another one, the log says so once.
+       given another one, that is logged once.
     2. Where the options name none (``auto``), what the workers' cards name is used, and where those name nothing, what
        the model's own template and vocabulary show.
     3. A form is made when it is first asked for, and again when the cards name another one. One is kept for each
