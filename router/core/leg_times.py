@@ -39,6 +39,10 @@ TRANSFER_PRIOR: Final = ((0.0, 20.0), (8900.0, 162.0))
 """Tokens and milliseconds. The second was measured (vLLM 0.25 over NIXL, blocks of 16); 20 ms are two steps of a
 decode batch and two messages."""
 
+PRIOR_WEIGHT: Final = 0.2
+"""What each point of the prior counts: 20 observations outweigh both by 50 to 1. Without it transfers of one length
+would make no line."""
+
 LATE_MS: Final = 250.0
 """How much later than expected a first token may come before its worker counts as late: a full step is under way."""
 
@@ -89,18 +93,18 @@ class TransferLine(msgspec.Struct, array_like=True):
     tokens_squared: float = 0.0
     tokens_ms: float = 0.0
 
-    def add(self, tokens: float, ms: float, kept: float = KEPT) -> None:
-        self.count = self.count * kept + 1.0
-        self.tokens = self.tokens * kept + tokens
-        self.ms = self.ms * kept + ms
-        self.tokens_squared = self.tokens_squared * kept + tokens * tokens
-        self.tokens_ms = self.tokens_ms * kept + tokens * ms
+    def add(self, tokens: float, ms: float, kept: float = KEPT, weight: float = 1.0) -> None:
+        self.count = self.count * kept + weight
+        self.tokens = self.tokens * kept + weight * tokens
+        self.ms = self.ms * kept + weight * ms
+        self.tokens_squared = self.tokens_squared * kept + weight * tokens * tokens
+        self.tokens_ms = self.tokens_ms * kept + weight * tokens * ms
 
     def at(self, tokens: float) -> float:
         """Return the milliseconds of a transfer of so many tokens: never falling, never below 0."""
         line = msgspec.structs.replace(self)
         for prior_tokens, prior_ms in TRANSFER_PRIOR:
-            line.add(prior_tokens, prior_ms, 1.0)
+            line.add(prior_tokens, prior_ms, 1.0, PRIOR_WEIGHT)
         spread = line.tokens_squared - line.tokens * line.tokens / line.count
         slope = max(0.0, (line.tokens_ms - line.tokens * line.ms / line.count) / spread)
         return max(0.0, (line.ms - slope * line.tokens) / line.count + slope * tokens)

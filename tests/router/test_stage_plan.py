@@ -81,7 +81,7 @@ def test_each_way_is_judged_by_its_best_worker() -> None:
     assert one_leg([]) is None
 
 
-class LegsPoolOfTwo:
+class PoolOfTwo:
     """One prefill and one decode worker, asked for prompts of 100 blocks."""
 
     def __init__(self) -> None:
@@ -105,17 +105,17 @@ class LegsPoolOfTwo:
 
 
 def test_prompts_go_to_an_idle_decode_worker_then_to_the_prefill_worker_then_overflow_and_come_back() -> None:
-    asked = LegsPoolOfTwo()
+    asked = PoolOfTwo()
 
-    assert [asked.ask() for _ in range(4)] == ["local_prefill", "disaggregated", "overflow", "disaggregated"]
+    assert [asked.ask() for _ in range(4)] == ["local_prefill", "disaggregated", "disaggregated", "overflow"]
     for request in ("r1", "r2", "r3", "r4"):
-        worker = asked.decode if request in ("r1", "r3") else asked.prefill
+        worker = asked.decode if request in ("r1", "r4") else asked.prefill
         asked.pool.say(worker, PrefillCompleted(request))
     assert asked.ask() == "disaggregated"
 
 
 def test_what_a_decode_worker_holds_is_served_there() -> None:
-    asked = LegsPoolOfTwo()
+    asked = PoolOfTwo()
     asked.pool.say(asked.decode, RequestStarted("other", 16, 0, 1), stored(list(range(100))))
 
     assert asked.ask(is_booked=False) == "disaggregated"
@@ -124,7 +124,7 @@ def test_what_a_decode_worker_holds_is_served_there() -> None:
 
 @pytest.mark.parametrize("why", ["draining", "left", "unreachable"])
 def test_without_a_prefill_worker_that_takes_requests_there_is_one_leg(why: str) -> None:
-    asked = LegsPoolOfTwo()
+    asked = PoolOfTwo()
     asked.pool.say(asked.decode, RequestStarted("other", 16, 0, 1))
     assert asked.ask(is_booked=False) == "disaggregated"
 

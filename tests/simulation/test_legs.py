@@ -62,14 +62,13 @@ def ttft_ms(served: Sequence[ServedRequest], share: float) -> float:
     return percentile([each.ttft_ms for each in served], share)
 
 
-@pytest.mark.parametrize("transfer", [TCP, NVLINK], ids=["tcp", "nvlink"])
 @pytest.mark.parametrize(
-    ("per_s", "isl", "osl"), [(2.0, 8900, 200), (5.0, 8900, 200), (4.0, 8900, 400), (7.0, 8900, 200), (20.0, 1000, 200)]
+    ("per_s", "isl", "transfer"), [(5.0, 8900, TCP), (7.0, 8900, NVLINK), (20.0, 1000, TCP)], ids=str
 )
 def test_ttft_is_at_most_the_better_of_apart_and_aggregated_plus_a_twentieth(
-    per_s: float, isl: int, osl: int, transfer: TransferModel
+    per_s: float, isl: int, transfer: TransferModel
 ) -> None:
-    workload = load(500, per_s, isl=isl, osl=osl)
+    workload = load(300, per_s, isl=isl)
 
     by_time = play(workload, transfer=transfer)
     others = [play(workload, TOGETHER, transfer), play(workload, transfer=transfer, always_two=True)]
@@ -79,8 +78,8 @@ def test_ttft_is_at_most_the_better_of_apart_and_aggregated_plus_a_twentieth(
 
 
 def test_a_killed_prefill_worker_leaves_the_ttft_at_most_twice_as_long() -> None:
-    workload = load(500, 5.0)
-    killed_ms, back_ms = 30_000.0, 60_000.0
+    workload = load(300, 5.0)
+    killed_ms, back_ms = 20_000.0, 40_000.0
 
     served = play(workload, outages=[Outage(0, killed_ms, back_ms)])
     apart = play(workload, outages=[Outage(0, killed_ms, back_ms)], always_two=True)
@@ -102,34 +101,29 @@ def test_a_killed_prefill_worker_leaves_the_ttft_at_most_twice_as_long() -> None
 
 
 def test_without_any_prefill_worker_decode_workers_compute_prompts_until_one_is_back() -> None:
-    workload = load(300, 3.0)
+    workload = load(150, 3.0)
 
-    served = play(workload, outages=[Outage(0, 30_000.0, 60_000.0), Outage(1, 30_000.0, 60_000.0)])
+    served = play(workload, outages=[Outage(0, 15_000.0, 30_000.0), Outage(1, 15_000.0, 30_000.0)])
 
-    during = Counter(each.reason for each in served if 30_000.0 <= each.request.arrival_ms < 60_000.0)
-    after = Counter(each.reason for each in served if each.request.arrival_ms >= 60_000.0)
+    during = Counter(each.reason for each in served if 15_000.0 <= each.request.arrival_ms < 30_000.0)
+    after = Counter(each.reason for each in served if each.request.arrival_ms >= 30_000.0)
     assert set(during) == {"no_prefill_worker"}
     assert after["disaggregated"] > sum(after.values()) / 2
 
 
 def test_prompts_overflow_while_the_prefill_side_is_saturated_and_come_back() -> None:
-    calm, rush = load(60, 2.0).requests, load(300, 12.0, seed=2).requests
-    last = calm[-1].arrival_ms
-    rows = [
-        RecordedRequest(start + each.arrival_ms, each.isl, each.osl, each.path)
-        for start, part in (
-            (0.0, calm),
-            (last, rush),
-            (last + rush[-1].arrival_ms + 20_000.0, load(60, 2.0, 3).requests),
-        )
-        for each in part
-    ]
+    rows: list[RecordedRequest] = []
+    start = 0.0
+    for requests, per_s, seed in ((60, 2.0, 1), (200, 12.0, 2), (60, 2.0, 3)):
+        part = load(requests, per_s, seed).requests
+        rows += [RecordedRequest(start + each.arrival_ms, each.isl, each.osl, each.path) for each in part]
+        start = rows[-1].arrival_ms + 5_000.0
 
     served = play(recorded_workload(rows, BLOCK))
 
     shares = [
         sum(each.reason == "overflow" for each in part) / len(part)
-        for part in (served[:60], served[60:360], served[360:])
+        for part in (served[:60], served[60:260], served[260:])
     ]
     assert shares[1] > 0.3
     assert max(shares[0], shares[2]) < 0.15
