@@ -81,8 +81,8 @@ LOOK_UP_BYTES_MAX: Final = 512 * 1024
 take about 0.6 ns a byte with nothing new and 1.3 with nothing known, so at most 0.7 ms; it holds 80k tokens of text."""
 
 LOOK_UP_RENDERING_MS = 5.0
-"""Longest rendering there, an engine step; it is begun anew in a thread when it takes longer. Templates take a few µs a
-message, but what they do with thousands of tiny ones is theirs."""
+"""Longest rendering there, an engine step; it is begun again in a thread when it takes longer. Templates take a few µs
+a message, but what they do with thousands of tiny ones is theirs."""
 
 TOOLS_LEFT_OUT: Final = b"x-poolgrid-tools-left-out"
 """Names the types of a request's tools that cannot run here, such as a vendor's web search."""
@@ -655,7 +655,7 @@ class _Answer:
 
     async def _completed(self, complete: Callable[[], bytes]) -> bytes:
         """Return the end of an answer. A response counts the tokens of its reasoning, in a thread when it is long, and
-        is kept before its client can go on from it."""
+        is kept before its client can continue from it."""
         form = self._job.form
         if form is None:
             return complete()
@@ -722,7 +722,7 @@ class _Answer:
 
 
 def account_of(exchange: _Exchange) -> TokenTotals:
-    """Return what a request has sent to workers and got until now."""
+    """Return what a request has sent to workers and got so far."""
     prompt_tokens = cached_tokens = output_tokens = 0
     for output in exchange._outputs:
         if output.stream is not None:

@@ -128,7 +128,7 @@ class PreparedRequest(msgspec.Struct, eq=False):
     earlier_calls: int = 0
     """Tool calls in the messages."""
     continued: str | None = None
-    """The words of the assistant that the output goes on with, when the client asked for that."""
+    """The words of the assistant that the output continues, when the client asked for that."""
     media: tuple[MediaReference, ...] = ()
     """Media that the messages name, in order."""
     # What follows is set later by the caller.

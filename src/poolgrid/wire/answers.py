@@ -116,7 +116,7 @@ class LoadingRow(AnswerRow, frozen=True, kw_only=True):
     done_bytes: int
     total_bytes: int
     left_bytes: int
-    """Of this phase; 0 where nobody says how many it has."""
+    """Of this phase; 0 where it is not reported."""
 
 
 class WorkerList(AnswerRow, frozen=True, kw_only=True):
@@ -130,7 +130,8 @@ class WorkerList(AnswerRow, frozen=True, kw_only=True):
 
 
 class DrainAnswer(AnswerRow, frozen=True, kw_only=True):
-    """Answer of ``POST /v1/workers/{worker_id}/drain``: who was told, and how long it may take if that was said."""
+    """Answer of ``POST /v1/workers/{worker_id}/drain``: which processes were asked, and how long it may take if that
+    is known."""
 
     worker_id: str
     timeout_ms: int | None
@@ -190,7 +191,7 @@ class MediaRow(AnswerRow, frozen=True, kw_only=True):
 
     items: int
     compared_blocks: int
-    """Leading blocks of the prompt whose names are known: they end at a medium whose tokens nobody can count."""
+    """Leading blocks of the prompt whose names are known: they end at a medium whose tokens cannot be counted."""
 
 
 class RetainedRow(AnswerRow, frozen=True, kw_only=True):
@@ -534,7 +535,7 @@ class NamedRow(AnswerRow, frozen=True, kw_only=True):
     instance: str
     endpoints: dict[str, str]
     started_ms: int
-    """Unix time at which this life of it registered; 0 = nobody knows."""
+    """Unix time at which this life of it registered; 0 = unknown."""
     lease_ms: int
 
 

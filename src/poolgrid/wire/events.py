@@ -78,7 +78,7 @@ class RequestStarted(Event, frozen=True):
     active_blocks: U32
     """Blocks that the request occupies now, shared ones included."""
     cached_later: bool = False
-    """Whether ``cached_tokens`` is an estimate: the engine says only at the end how much it reused
+    """Whether ``cached_tokens`` is an estimate: the engine reports only at the end how much it reused
     (``RequestFinished.cached_tokens``)."""
 
 
@@ -105,7 +105,7 @@ class RequestFinished(Event, frozen=True):
     reason: Text
     """``stop``, ``length``, ``cancelled``, ``error`` or ``migrated``."""
     cached_tokens: U32 | None = None
-    """Prompt tokens that were reused, where the engine says so only at the end."""
+    """Prompt tokens that were reused, where the engine reports them only at the end."""
 
 
 @final
@@ -153,7 +153,7 @@ class BlocksReleased(Event, frozen=True):
 
 @final
 class StreamStateChanged(Event, frozen=True):
-    """The consolidator says how far the stream of one of the worker's sources can be trusted from here on."""
+    """The consolidator's verdict on how far the stream of one of the worker's sources can be trusted from here on."""
 
     source: Identifier
     state: StreamState

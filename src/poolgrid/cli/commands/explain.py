@@ -49,7 +49,7 @@ def tree(
 ) -> Tree:
     """Return the tree of an answer of ``GET /v1/decisions/{id}``.
 
-    ``of_pools`` holds what the pools' own routers said of each dispatch, by its id.
+    ``of_pools`` holds what the pools' own routers recorded of each dispatch, by its id.
     """
     root = Tree(f"[bold]request {escape(answer.request_id)}[/]", guide_style="dim")
     if isinstance(answer, RequestExplanation):
@@ -302,7 +302,8 @@ def _ask_pools(client: httpx.Client, url: str, answer: PlacedExplanation) -> dic
 )
 @as_json
 def explain(request_id: str, url: str, journal: str | None, as_json: bool) -> None:
-    """Explain why a request went where it went: every candidate, every cost term, who was passed over and why."""
+    """Explain why a request went where it went: every candidate, every cost term, which workers were passed over and
+    why."""
     if journal is not None:
         raise SystemExit(explain_from_journal(request_id, journal, as_json))
     raise SystemExit(run_explain(request_id, found_url(url), as_json))
