@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.fleet import Fleet
+from poolgrid.router.core.leg_times import LegTimes
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.observers import Observer
 from poolgrid.router.core.prefix_index import PrefixIndex
@@ -42,7 +43,7 @@ from poolgrid.wire.events import (
 )
 from poolgrid.wire.feed import BlockChain, WorkerState
 from poolgrid.wire.hashing import hash_array
-from poolgrid.wire.identifiers import StreamState, WorkerId, WorkerKey
+from poolgrid.wire.identifiers import Role, StreamState, WorkerId, WorkerKey
 from poolgrid.wire.streams import fold
 
 LOAD_STEP_BLOCKS: Final = 2048
@@ -105,6 +106,8 @@ class Projection:
         self.next_offset = 0
         """Every record below this offset has been applied."""
         self.observers: tuple[Observer, ...] = ()
+        self.legs: LegTimes | None = None
+        """Follows since the first prefill worker: other pools have one leg, and nothing to learn of it."""
         self.predictions: ApproximateIndex = self.trust.predictions
         """What choices say of caches: in the place of all events, or of those that are not believed."""
         self.follows_blocks = True
@@ -120,6 +123,11 @@ class Projection:
             self.predictions = observer
             self.follows_blocks = False
         return observer
+
+    def follow_legs(self) -> None:
+        if self.legs is None:
+            self.legs = LegTimes()
+            self.observers += (self.legs,)
 
     def observer(self, name: str) -> Any:
         """Return the observer of a name, or ``None``."""
@@ -213,6 +221,8 @@ class Projection:
         self._forget(key)
         self.fleet.join(key, record.epoch, event.card)
         self.ledger.ensure_slot(self.index.slot(key))
+        if event.card.role is Role.PREFILL:
+            self.follow_legs()
 
     def _draining(self, key: WorkerKey, record: JournalRecord, event: WorkerDraining, now_ms: float) -> None:
         self.fleet.drain(key)
@@ -275,6 +285,8 @@ class Projection:
             for request in state.requests:
                 prefill = request.isl - request.cached_tokens if request.prefilling else 0
                 self.ledger.started(key, slot, request.request_id, prefill, request.active_blocks, now_ms)
+        if any(state.card.role is Role.PREFILL for state in load.workers):
+            self.follow_legs()
         for observer in self.observers:
             observer.on_snapshot(frozenset(load.keys), self.ledger.knows)
         self.next_offset = load.next_offset

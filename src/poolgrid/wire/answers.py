@@ -215,6 +215,26 @@ class RetentionRow(AnswerRow, frozen=True, kw_only=True):
     decode_duration_ms: int | None
 
 
+class LegRow(AnswerRow, frozen=True, kw_only=True):
+    """What serving a request in one leg, or in two, was expected to cost on the best worker."""
+
+    cost_ms: float
+    weight: float
+    """Of the last term in the cost; the others count as they are."""
+    terms: dict[str, float]
+    """``queue_ms``, ``prompt_ms``, and ``pause_ms`` of others (one leg) or ``transfer_ms`` (two)."""
+
+
+class LegsRow(AnswerRow, frozen=True, kw_only=True):
+    """Why a request has one leg or two."""
+
+    reason: str
+    """``local_prefill``, ``overflow``, ``no_prefill_worker`` (one leg) or ``disaggregated`` (two)."""
+    one: LegRow | None
+    """``None`` = no worker took it then."""
+    two: LegRow | None
+
+
 class DecisionExplanation(DecisionRow, frozen=True, kw_only=True):
     """Everything about one decision."""
 
@@ -234,6 +254,8 @@ class DecisionExplanation(DecisionRow, frozen=True, kw_only=True):
     """Only when it was read from a decision journal."""
     media: MediaRow | UnsetType = UNSET
     """Only of a request with media."""
+    legs: LegsRow | UnsetType = UNSET
+    """Only where one leg and two were possible."""
     retention: RetentionRow | UnsetType = UNSET
     """Only where it is learned, and pays."""
 

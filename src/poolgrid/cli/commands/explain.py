@@ -25,6 +25,7 @@ from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.wire.answers import (
     CandidateRow,
     DecisionExplanation,
+    LegsRow,
     PlacedExplanation,
     PlacementRow,
     PoolList,
@@ -99,6 +100,18 @@ def _add_attempts(root: Tree, attempts: Sequence[DecisionExplanation]) -> None:
                 _add_attempt(branch, attempt)
 
 
+def _legs_line(legs: LegsRow) -> str:
+    """Return why a request has one leg or two, in milliseconds."""
+    parts = []
+    for name, leg in (("one leg", legs.one), ("two legs", legs.two)):
+        if leg is None:
+            parts.append(f"{name}: no worker has room")
+        else:
+            *terms, last = (f"{term.removesuffix('_ms')} {number(ms)}" for term, ms in leg.terms.items())
+            parts.append(f"{name}: {number(leg.cost_ms)} ms = {' + '.join(terms)} + {leg.weight:g} x {last}")
+    return f"{legs.reason}: {'; '.join(parts)}"
+
+
 def _retention_line(retention: RetentionRow) -> str:
     """Return how long the engine was told to keep what, highest priority first, as ranges are in a prompt."""
     parts = []
@@ -127,6 +140,8 @@ def _add_attempt(root: Tree, attempt: DecisionExplanation) -> None:
             f"{counted(media.items, 'medium')}: {media.compared_blocks:,} of {counted(whole, 'whole block')} compared "
             f"with what workers hold{rest}"
         )
+    if attempt.legs is not UNSET:
+        branch.add(_legs_line(attempt.legs))
     if attempt.expected_ttft_ms is not None:
         real = attempt.realised_ttft_ms
         came = "not known yet what it was" if real is None else f"it was {number(real)} ms"
