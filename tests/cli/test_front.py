@@ -50,8 +50,26 @@ def test_prompt_and_output_may_have_servers_of_their_own() -> None:
     settings = UpSettings(engine_url=("prefill=http://a", "decode=http://b"))
     plan = make_plan(settings, [server("http://a", "prefill"), server("http://b", "decode")])
 
-    roles = [worker.arguments[worker.arguments.index("--role") + 1] for worker in plan.workers]
-    assert roles == ["prefill", "decode"]
+    (process,) = plan.workers
+    urls = [word for word in process.arguments if word.endswith(("//a", "//b"))]
+    assert (process.name, process.count, urls) == ("vllm", 2, ["prefill=http://a", "decode=http://b"])
+
+
+def test_one_process_has_the_workers_of_all_servers_of_a_kind() -> None:
+    plan = planned(*(server(f"http://{name}") for name in "abcd"))
+
+    (process,) = plan.workers
+    assert (process.count, process.arguments.count("--engine-url")) == (4, 4)
+    assert process.arguments[process.arguments.index("--worker-id") + 1] == "vllm"
+
+
+def test_roles_with_options_of_their_own_have_processes_of_their_own() -> None:
+    settings = UpSettings(engine_url=("prefill=http://a", "decode=http://b"), part_option=("prefill.max-batch-size=8",))
+    plan = make_plan(settings, [server("http://a", "prefill"), server("http://b", "decode")])
+
+    assert [process.name for process in plan.workers] == ["vllm-prefill-0", "vllm-decode-0"]
+    assert "--max-batch-size=8" in plan.workers[0].arguments
+    assert "--max-batch-size=8" not in plan.workers[1].arguments
 
 
 @pytest.mark.parametrize(
