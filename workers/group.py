@@ -63,6 +63,7 @@ class WorkerGroup:
 
             try:
                 await self._live(settings, stop, ready)
+                return
             except Exception as error:
                 self._failed.add(name)
                 if not self._is_ready and len(self._failed) == len(self._workers):

@@ -12,7 +12,7 @@ Figures are CPU time from the scheduler's counts, so other load on the machine c
 ``stream``   chat streams, 1,024 tokens in, 128 out, 16 clients, engines as fast as they can: CPU µs per token
 ``chunks``   chat streams, 16 tokens in, 512 out: the same with less of the request in it
 ``paced``    the same from engines that take 10 ms for a step, 64 clients: each token comes by itself, as from a GPU
-``front``    conversations of 1,500 tokens and more, as streams from engines that take 10 ms for a step: CPU µs per token
+``front``    conversations from 1,500 tokens on, as streams from engines that take 10 ms for a step: CPU µs per token
 ``turns``    conversations of real growth, 16 at a time: 8k tokens in the first turn, then 10 further: CPU µs per turn
 ``turns4``   the same, four at a time: whoever has its worker on planes waits for events meanwhile, and wakes up more
 ``long``     short requests, 100 or so a second: TTFT alone, and while some 8 prompts of 60k tokens arrive a second
