@@ -35,6 +35,7 @@ from poolgrid.router.core.stage_plan import (
 )
 from poolgrid.router.fleet_links import FleetLinks
 from poolgrid.router.placement import LocalRequest, Placement, PlacementFailure
+from poolgrid.router.session_naming import SessionNaming
 from poolgrid.router.settings import RouterSettings
 from poolgrid.serving.admission_queue import FullWorkers
 from poolgrid.serving.legs import LegPlan
@@ -72,6 +73,7 @@ class Chooser:
         full: FullWorkers[WorkerKey],
     ) -> None:
         self.paths = TenantPaths()
+        self.naming = SessionNaming(state.projection)
         self.full = full
         """Workers that refused requests for lack of room: they get nothing for a while."""
         self._always_two = settings.legs == "two"
@@ -128,6 +130,9 @@ class Chooser:
         now_ms = self._clock.monotonic_ms()
         if not routed.path:
             routed.path = self.path_now(request)
+        if routed.queued is not None and not machine.plan.dispatches:
+            # While it waited its session may have gone on without it.
+            request.turn = self.naming.turn_of(request, routed.path, self.block_size(request.model))
         output_tokens = len(machine.delivery.output) // TOKEN_BYTES
         leg, wanted = self._wanted(machine.plan, output_tokens, routed.path, now_ms, routed)
         found = self._state.select(wanted)
@@ -221,7 +226,9 @@ class Chooser:
     def preview(self, request: InferenceRequest) -> Decision | PlacementFailure:
         """Return what a request would get now; nothing is booked, sent, counted or recorded."""
         now_ms = self._clock.monotonic_ms()
-        _, wanted = self._wanted(LegPlan(request), 0, self.path_now(request), now_ms)
+        path = self.path_now(request)
+        request.turn = self.naming.turn_of(request, path, self.block_size(request.model))
+        _, wanted = self._wanted(LegPlan(request), 0, path, now_ms)
         found = self._state.preview(wanted)
         if isinstance(found, Decision):
             return found
@@ -293,6 +300,8 @@ def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg
         () if request.multimodal is None else media_hashes(request),
         () if request.multimodal is None or leg.stage is Stage.DECODE else media_kinds(request),
         ttft_target_ms=ttft_target_ms(request.hints) if request.hints else 0.0,
+        session="" if request.turn is None else request.turn.session,
+        tenant=0 if request.turn is None else request.turn.tenant,
     )
 
 

@@ -211,7 +211,7 @@ class InputReader:
                 f"the pool's journal no longer holds what was seen: it reaches back to record {self._reaches_back}"
             )
         frozen = state_at(self._pool, offset, self._blocks_max).freeze()
-        load = projection.begin_load(frozen.offset, frozen.states(), frozen.visible_chains())
+        load = projection.begin_load(frozen.offset, frozen.states(), frozen.visible_chains(), frozen.sessions)
         while load.step(LOAD_STEP_BLOCKS):
             pass
         return SnapshotArrived(load, now_ms)
