@@ -30,6 +30,7 @@ from poolgrid.wire.events import (
     BlocksShared,
     BlocksStored,
     CacheCleared,
+    GroupsReported,
     JournalRecord,
     LoadReported,
     PrefillCompleted,
@@ -50,6 +51,9 @@ from poolgrid.wire.hashing import hash_array
 from poolgrid.wire.identifiers import Role, StreamState, WorkerId, WorkerKey
 from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 from poolgrid.wire.streams import fold
+
+HASH_BYTES: Final = 8
+"""Of one packed hash."""
 
 LOAD_STEP_BLOCKS: Final = 2048
 """Blocks of a snapshot loaded between two turns of a router: about a millisecond."""
@@ -74,8 +78,10 @@ class SnapshotLoad:
         """Where the blocks go; ``None`` when they are not wanted. After ``adopt`` it is what was there before."""
         self._chains = iter(chains)
         if index is not None:
-            for key in self.keys:
+            for key, state in zip(self.keys, workers, strict=True):
                 index.slot(key)
+                if state.groups is not None:
+                    index.report_groups(key, state.groups)
 
     def step(self, blocks: int) -> bool:
         """Load about that many blocks; return whether there are more."""
@@ -84,9 +90,12 @@ class SnapshotLoad:
             return False
         keys = self.keys
         for position, chain in self._chains:
-            hashes = hash_array(chain.sequence_hashes)
-            index.store(keys[position], chain.parent, hashes, chain.tier)
-            blocks -= len(hashes)
+            if chain.group:
+                stored = BlocksStored(None, chain.sequence_hashes, chain.tier, chain.group)
+                index.change_group(keys[position], stored)
+            else:
+                index.store(keys[position], chain.parent, hash_array(chain.sequence_hashes), chain.tier)
+            blocks -= len(chain.sequence_hashes) // HASH_BYTES
             if blocks <= 0:
                 return True
         return False
@@ -180,11 +189,21 @@ class Projection:
 
     def _stored(self, key: WorkerKey, record: JournalRecord, event: BlocksStored, now_ms: float) -> None:
         if self.follows_blocks and key in self.fleet.workers:
-            self.index.store(key, event.parent, hash_array(event.sequence_hashes), event.tier)
+            if event.group:
+                self.index.change_group(key, event)
+            else:
+                self.index.store(key, event.parent, hash_array(event.sequence_hashes), event.tier)
 
     def _removed(self, key: WorkerKey, record: JournalRecord, event: BlocksRemoved, now_ms: float) -> None:
         if self.follows_blocks and key in self.fleet.workers:
-            self.index.remove(key, hash_array(event.sequence_hashes), event.tier)
+            if event.group:
+                self.index.change_group(key, event)
+            else:
+                self.index.remove(key, hash_array(event.sequence_hashes), event.tier)
+
+    def _grouped(self, key: WorkerKey, record: JournalRecord, event: GroupsReported, now_ms: float) -> None:
+        if self.follows_blocks and key in self.fleet.workers:
+            self.index.report_groups(key, event)
 
     def _cleared(self, key: WorkerKey, record: JournalRecord, event: AnyEvent, now_ms: float) -> None:
         if self.follows_blocks:
@@ -323,6 +342,7 @@ _EFFECTS: Final[Mapping[type[AnyEvent], Callable[[Projection, WorkerKey, Journal
     SnapshotBegan: Projection._cleared,
     SnapshotEnded: Projection._elsewhere,
     StreamStateChanged: Projection._elsewhere,
+    GroupsReported: Projection._grouped,
     RequestStarted: Projection._started,
     PrefillCompleted: Projection._prefilled,
     RequestProgressed: Projection._progressed,

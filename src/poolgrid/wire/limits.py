@@ -147,6 +147,9 @@ RENEWALS_MAX = 65_536
 DRAIN_TIMEOUT_MS_MAX = 86_400_000
 """Longest that a worker may be told to drain: a day, in which the longest answer ends."""
 
+GROUPS_PER_WORKER_MAX = 15
+"""KV groups of a worker besides full attention that differ in what they need; models have one to three."""
+
 POOL_MODELS_MAX = 1024
 """Models that one pool may report."""
 
