@@ -295,6 +295,7 @@ def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg
         () if request.multimodal is None else media_hashes(request),
         () if request.multimodal is None or leg.stage is Stage.DECODE else media_kinds(request),
         ttft_target_ms=ttft_target_ms(request.hints) if request.hints else 0.0,
+        domain="adapter" if request.lora_name else "salt" if request.cache_salt else "",
     )
 
 

@@ -91,6 +91,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Kinds of media that the worker must take."""
     ttft_target_ms: float = 0.0
     """The client's target for its first token; 0 = none."""
+    domain: str = ""
+    """What its blocks are hashed with besides the tokens: ``salt`` or ``adapter``; empty for plain text."""
 
     @property
     def drawn_by(self) -> str:
