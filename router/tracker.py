@@ -109,7 +109,14 @@ class RouterTracker(RequestTracker[LocalRequest]):
         metrics.overlap_found_tokens.value += min(request.isl, found_tokens)
         metrics.achievable_tokens.value += min(request.isl, max(seen_tokens, found_tokens))
 
-    def realised(self, dispatch_id: str, cached_tokens: int) -> None:
+    def gateway_realised(self, dispatch_id: str, path: Sequence[int], cached_tokens: int, isl: int | None) -> None:
+        """Note what an engine reported in an answer that went past this router."""
+        self.realised(dispatch_id, cached_tokens, isl)
+        decision = self.decisions.of_dispatch(dispatch_id)
+        if decision is not None:
+            self.examiner.gateway_reported(decision, path, cached_tokens, isl)
+
+    def realised(self, dispatch_id: str, cached_tokens: int, isl: int | None = None) -> None:
         """Note what the chosen worker really reused."""
         decision = self.decisions.realised(dispatch_id, cached_tokens)
         if decision is None:
@@ -128,7 +135,7 @@ class RouterTracker(RequestTracker[LocalRequest]):
             if decision.is_reservation and _is_first(decision):
                 metrics.overlap_realised_tokens.value += cached_tokens
         if self.recorder is not None:
-            self.recorder.realised(request.request_id, decision.attempt, cached_tokens)
+            self.recorder.realised(request.request_id, decision.attempt, cached_tokens, isl)
 
     def first_token(self, dispatch_id: str, expected_ms: float, real_ms: float) -> None:
         """Note how long a first token really took, of a policy that predicts it."""

@@ -28,6 +28,9 @@ ANNOUNCED_AFTER_MS: Final = 500
 HISTORIES_MAX: Final = 4096
 """Workers whose requests are kept, gone ones included; beyond it those that are gone are forgotten."""
 
+JUDGED_EVERY: Final = 4
+"""Requests after which a verdict is made again for lists and metrics; making one takes about 0.1 ms."""
+
 DecisionOf = Callable[[str], Decision | None]
 """Returns the decision of a dispatch, while it is kept."""
 
@@ -35,7 +38,20 @@ DecisionOf = Callable[[str], Decision | None]
 class _History:
     """What is kept of one worker."""
 
-    __slots__ = ("agreed", "epoch", "epochs", "foreign", "heads", "load", "observations", "own", "steps_fell")
+    __slots__ = (
+        "agreed",
+        "epoch",
+        "epochs",
+        "final",
+        "foreign",
+        "heads",
+        "judged",
+        "load",
+        "observations",
+        "own",
+        "steps_fell",
+        "verdict",
+    )
 
     def __init__(self, epoch: int) -> None:
         self.observations: deque[Observation] = deque(maxlen=WINDOW)
@@ -46,6 +62,11 @@ class _History:
         self.load: LoadReported | None = None
         self.steps_fell = False
         self.agreed = self.own = self.foreign = 0
+        self.final: WorkerEvidence | None = None
+        """What was known of a worker when it left."""
+        self.judged: object = None
+        """The state of the evidence that ``verdict`` is about."""
+        self.verdict: Verdict | None = None
 
 
 class Examiner:
@@ -100,6 +121,12 @@ class Examiner:
             history.agreed += 1
         history.observations.append(observation)
         history.heads.append((now_ms, path[:HEAD_BLOCKS]))
+
+    def left(self, worker: WorkerKey) -> None:
+        """A worker is about to leave; what the index holds of it is still known."""
+        history = self._histories.get(worker)
+        if history is not None and worker in self._projection.fleet.workers:
+            history.final = self.evidence(worker)
 
     def gateway_reported(
         self, decision: Decision, path: Sequence[int], reported_tokens: int, reported_isl: int | None
@@ -172,7 +199,26 @@ class Examiner:
         )
 
     def verdict(self, key: WorkerKey) -> Verdict:
-        return diagnose(self.evidence(key))
+        """Return the verdict on a worker of the fleet, judged again after ``JUDGED_EVERY`` requests."""
+        history = self._histories.get(key)
+        if history is None:
+            return diagnose(self.evidence(key))
+        state = (
+            history.own // JUDGED_EVERY,
+            history.foreign // JUDGED_EVERY,
+            history.epochs,
+            self._projection.trust.stream(key)[0],
+        )
+        if history.verdict is None or history.judged != state:
+            history.judged, history.verdict = state, diagnose(self.evidence(key))
+        return history.verdict
+
+    def verdicts(self) -> list[Verdict]:
+        """Return the verdict on each worker that is, or was, in the fleet, judged now."""
+        workers = self._projection.fleet.workers
+        evidence = {key: each.final for key, each in self._histories.items() if each.final and key not in workers}
+        evidence |= {key: self.evidence(key) for key in workers}
+        return [diagnose(each) for _, each in sorted(evidence.items()) if each is not None]
 
 
 def uncached_of(decision: Decision, reported_tokens: int) -> UncachedSplit:

@@ -103,6 +103,8 @@ class ReuseExaminer(Protocol):
         self, worker: WorkerKey, dispatch_id: str, path: Sequence[int], promised_tokens: int, reported_tokens: int
     ) -> None: ...
 
+    def left(self, worker: WorkerKey) -> None: ...
+
 
 class Projection:
     """Fleet, prefix index and load ledger of one pool, at one journal offset."""
@@ -238,6 +240,8 @@ class Projection:
         self.fleet.drain(key)
 
     def _left(self, key: WorkerKey, record: JournalRecord, event: WorkerLeft, now_ms: float) -> None:
+        if self.examiner is not None:
+            self.examiner.left(key)
         self._forget(key)
         self.fleet.leave(key)
 

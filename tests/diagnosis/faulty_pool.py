@@ -55,9 +55,7 @@ def conversations(requests: int = REQUESTS, talks: int = 8, gap_ms: float = 900.
 
 
 def unrelated(requests: int = REQUESTS) -> list[TraceRow]:
-    return [
-        TraceRow(number * 500.0, 1500, 4, (3 * number, 3 * number + 1, 3 * number + 2)) for number in range(requests)
-    ]
+    return [TraceRow(each * 500.0, 1500, 4, (3 * each, 3 * each + 1, 3 * each + 2)) for each in range(requests)]
 
 
 @dataclass
@@ -96,7 +94,7 @@ class FaultyPool(SimulatedPool):
         self._domains = {request.request_id: fault.domain(number) for number, request in enumerate(requests)}
         self._engine_paths = {
             request.request_id: list(request.path if fault.engine_path is None else fault.engine_path(request))
-            for request in (workload.requests if fault.domain(0) or fault.domain(1) else requests)
+            for request in workload.requests
         }
         if fault.engine_block != BLOCK:
             wide = build_workload(rows, 1.0, fault.engine_block)
@@ -173,8 +171,9 @@ def other_names(events: list[AnyEvent], sent: int) -> list[AnyEvent]:
             }
             if isinstance(each, BlocksStored) and each.parent is not None:
                 changes["parent"] = each.parent ^ OTHER
-            each = msgspec.structs.replace(each, **changes)
-        out.append(each)
+            out.append(msgspec.structs.replace(each, **changes))
+        else:
+            out.append(each)
     return out
 
 

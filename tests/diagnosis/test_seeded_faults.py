@@ -6,6 +6,7 @@ import pytest
 
 from poolgrid.diagnosis.causes import Cause
 from poolgrid.tools.bench.trace import read_trace
+from poolgrid.wire.events import RequestStarted
 from tests.diagnosis.faulty_pool import (
     Fault,
     FaultyPool,
@@ -23,14 +24,21 @@ from tests.simulation.builders import CONVERSATION
 
 CONTEXT = 3000
 
+
+def at_checkpoints(start: RequestStarted) -> dict[str, int]:
+    """A state model resumes at its checkpoints only."""
+    return {"cached_tokens": start.cached_tokens // 2048 * 2048}
+
+
+def cut(start: RequestStarted) -> dict[str, int]:
+    return {"isl": min(CONTEXT, start.isl), "cached_tokens": min(CONTEXT, start.cached_tokens)}
+
+
 FAULTS = [
     (Cause.BLOCK_SIZE, Fault("wrong block size", engine_block=128)),
     (Cause.SALT, Fault("salt ignored", domain=lambda number: "salt" if number % 8 in (3, 4, 5) else "")),
     (Cause.HASH, Fault("other hash", edit=other_names)),
-    (
-        Cause.GROUP,
-        Fault("group hidden", edit=starts(lambda each: {"cached_tokens": each.cached_tokens // 2048 * 2048})),
-    ),
+    (Cause.GROUP, Fault("group hidden", edit=starts(at_checkpoints))),
     (Cause.ASLEEP, Fault("sleeping engine", forget_at=50)),
     (Cause.RESTART, Fault("engine restarted", edit=steps_from_zero, forget_at=50)),
     (Cause.GAP, Fault("gap with replay off", edit=lost_frames)),
@@ -40,9 +48,7 @@ FAULTS = [
         Cause.TRUNCATED,
         Fault(
             "truncated prompts",
-            edit=starts(
-                lambda each: {"isl": min(CONTEXT, each.isl), "cached_tokens": min(CONTEXT, each.cached_tokens)}
-            ),
+            edit=starts(cut),
             engine_path=lambda request: mangled(request) if request.isl > CONTEXT else request.path,
         ),
     ),
@@ -61,7 +67,7 @@ def test_seeded_fault_is_named_within_a_hundred_requests(cause: Cause, fault: Fa
     assert verdict.requests <= 100
 
 
-@pytest.mark.parametrize("blocks", [None, 2500, 400], ids=["roomy", "evicting", "thrashing"])
+@pytest.mark.parametrize("blocks", [None, 2500, 1900], ids=["roomy", "evicting", "thrashing"])
 @pytest.mark.parametrize("delay_ms", [0.0, 20.0])
 @pytest.mark.parametrize("policy", ["kv", "round-robin"])
 def test_load_without_fault_raises_no_alarm(blocks: int | None, delay_ms: float, policy: str) -> None:

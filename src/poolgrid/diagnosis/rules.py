@@ -22,6 +22,10 @@ from poolgrid.diagnosis.evidence import Observation, WorkerEvidence
 LEAST_PARTED: Final = 4
 """Requests that must disagree before a fault is named: fewer are evictions in a burst of equal prompts."""
 
+RUN: Final = 5
+"""Requests with reuse that disagree one after another, and are a fault however many agree afterwards: a cache that was
+lost at once is whole again a few requests later."""
+
 RECENT: Final = 32
 """Requests with reuse over which the share of disagreeing tokens is taken: a healed worker is soon acquitted."""
 
@@ -96,6 +100,11 @@ class _Figures:
             base = sum(max(each.promised_tokens, each.reported_tokens) for each in group)
             if len(parted) >= LEAST_PARTED and disputed > PARTED_ABOVE * base:
                 return parted
+        run: list[Observation] = []
+        for each in self.warm:
+            run = [*run, each] if self.is_parted(each) else []
+            if len(run) >= RUN:
+                return run
         return []
 
     @cached_property

@@ -178,6 +178,8 @@ def _show(settings: EngineCheckSettings, evidence: Evidence) -> int:
         console.print(check_table(evidence, found))
         for finding in found.findings:
             console.print(words_of(finding))
+        if (cause := found.cause) is not None:
+            console.print(Text(f"verdict: {cause.value}. To change: {cause.fix}."))
     return 1 if found.faults else 0
 
 
