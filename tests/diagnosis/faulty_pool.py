@@ -12,10 +12,11 @@ from poolgrid.diagnosis.rules import Verdict
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.examiner import Examiner
+from poolgrid.router.core.selector import Selector
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.serving.prompt_paths import ReuseSketch
 from poolgrid.tools.bench.trace import TRACE_BLOCK_TOKENS, TraceRow
-from poolgrid.tools.simulation.pool import RouterFleet, SimulatedPool
+from poolgrid.tools.simulation.pool import UNLIMITED_QUEUE, RouterFleet, SimulatedPool
 from poolgrid.tools.simulation.workload import SimulatedRequest, Workload, build_workload
 from poolgrid.wire.events import (
     AnyEvent,
@@ -27,7 +28,9 @@ from poolgrid.wire.events import (
 )
 from poolgrid.wire.hashing import pack_hashes, unpack_hashes
 from poolgrid.wire.identifiers import StreamState, Tier
+from poolgrid.wire.requests import Generate
 from poolgrid.workers.core.timing import PolynomialTiming
+from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
 from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits
 from tests.simulation.builders import limits
 
@@ -77,6 +80,37 @@ class Fault:
     rows: Sequence[TraceRow] = ()
 
 
+class WatchedSelector(Selector):
+    """The selector of a pool's router, whose decisions are kept for the examiner."""
+
+    def __init__(self, pool: FaultyPool) -> None:
+        super().__init__(pool.projection, pool._policy, requests_per_worker_factor=UNLIMITED_QUEUE)
+        self._pool = pool
+
+    def book(
+        self,
+        decision: Decision,
+        path: Sequence[int],
+        now_ms: float,
+        dispatch_id: str | None = None,
+        lease_ms: float = 0.0,
+    ) -> None:
+        decision.seen_tokens = self._pool.sketch.note(path) * BLOCK
+        self._pool.log.add(decision)
+        super().book(decision, path, now_ms, dispatch_id, lease_ms)
+
+
+class FaultyEngine(SimulatedEngine):
+    """An engine that computes other paths than the router hashed."""
+
+    def __init__(self, pool: FaultyPool, fits: SimulatedLimits, recorder: CacheRecorder) -> None:
+        super().__init__(fits, timing=PolynomialTiming(), recorder=recorder, report_tokens=False)
+        self._pool = pool
+
+    def submit(self, request: Generate, now_ms: float, path: list[int] | None = None, *rest: Any, **more: Any) -> None:
+        super().submit(request, now_ms, self._pool._engine_paths[request.request_id], *rest, **more)
+
+
 class FaultyPool(SimulatedPool):
     """A pool whose router is examined."""
 
@@ -106,15 +140,7 @@ class FaultyPool(SimulatedPool):
         self.log = DecisionLog(10_000)
         self.sketch = ReuseSketch()
         self.examiner = Examiner(self.projection, self.log.of_dispatch)
-        selector = self._selectors[0]
-        book = selector.book
-
-        def watched(decision: Decision, path: Sequence[int], *rest: Any) -> None:
-            decision.seen_tokens = self.sketch.note(path) * BLOCK
-            self.log.add(decision)
-            book(decision, path, *rest)
-
-        selector.book = watched
+        self._selectors[0] = WatchedSelector(self)
         for number in range(workers):
             self._renew(number)
 
@@ -122,10 +148,7 @@ class FaultyPool(SimulatedPool):
         """Put another engine, with an empty cache, in the place of one."""
         fits = resized(self._fits, self.fault.engine_block)
         self._recorders[number].take()
-        engine = SimulatedEngine(fits, timing=PolynomialTiming(), recorder=self._recorders[number], report_tokens=False)
-        submit = engine.submit
-        engine.submit = lambda generate, now, path: submit(generate, now, self._engine_paths[generate.request_id])
-        self.engines[number] = engine
+        self.engines[number] = FaultyEngine(self, fits, self._recorders[number])
 
     def arrive(self, request: SimulatedRequest, now: float) -> int | None:
         self.sent += 1

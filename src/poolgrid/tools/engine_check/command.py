@@ -250,6 +250,7 @@ def report(evidence: Evidence, found: Examination) -> dict[str, Any]:
         "sources": evidence.sources,
         "contacts": {str(rank): contact.value for rank, contact in evidence.contacts.items()},
         "ok": not found.faults,
+        "verdict": None if found.cause is None else found.cause.value,
         "findings": found.findings,
         "messages": found.messages,
         "forms": found.forms,
