@@ -302,6 +302,7 @@ def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg
         ttft_target_ms=ttft_target_ms(request.hints) if request.hints else 0.0,
         session="" if request.turn is None else request.turn.session,
         tenant=0 if request.turn is None else request.turn.tenant,
+        domain="adapter" if request.lora_name else "salt" if request.cache_salt else "",
     )
 
 

@@ -12,7 +12,7 @@ place in one (``adopt``). Nobody ever sees half of it, and what is seen does not
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from poolgrid.consolidator.core.session_table import SessionTable
 from poolgrid.router.core.approximate_index import ApproximateIndex
@@ -111,6 +111,18 @@ class Hole(RuntimeError):
         )
 
 
+class ReuseExaminer(Protocol):
+    """Looks on while requests start (``poolgrid.router.core.examiner``)."""
+
+    def started(self, worker: WorkerKey, dispatch_id: str, isl: int) -> None: ...
+
+    def compared(
+        self, worker: WorkerKey, dispatch_id: str, path: Sequence[int], promised_tokens: int, reported_tokens: int
+    ) -> None: ...
+
+    def left(self, worker: WorkerKey) -> None: ...
+
+
 class Projection:
     """Fleet, prefix index and load ledger of one pool, at one journal offset."""
 
@@ -128,6 +140,8 @@ class Projection:
         """Follows since the first prefill worker: other pools have one leg, and nothing to learn of it."""
         self.predictions: ApproximateIndex = self.trust.predictions
         """What choices say of caches: in the place of all events, or of those that are not believed."""
+        self.examiner: ReuseExaminer | None = None
+        """Who compares promised and reported reuse; changes nothing."""
         self.follows_blocks = True
         """Whether the index holds what events tell of blocks; else it holds what was chosen."""
 
@@ -219,8 +233,10 @@ class Projection:
         worker = self.fleet.workers.get(key)
         if worker is not None:
             worker.requests_total += 1
+        if self.examiner is not None:
+            self.examiner.started(key, event.request_id, event.isl)
         if not event.cached_later:
-            self.trust.started(key, event.request_id, event.cached_tokens)
+            self._compare(key, event.request_id, event.cached_tokens)
         for observer in self.observers:
             observer.on_started(key, event.request_id, event.cached_tokens)
 
@@ -238,8 +254,14 @@ class Projection:
             observer.on_finished(key, request_id, self.ledger.blocks_of(key, request_id), now_ms)
         self.ledger.finished(key, request_id)
         if event.cached_tokens is not None:
-            self.trust.started(key, request_id, event.cached_tokens)
+            self._compare(key, request_id, event.cached_tokens)
         self.trust.not_started(key, request_id)
+
+    def _compare(self, key: WorkerKey, request_id: str, cached_tokens: int) -> None:
+        """Compare what a worker reused with what the index held."""
+        promised = self.trust.started(key, request_id, cached_tokens)
+        if promised is not None and self.examiner is not None:
+            self.examiner.compared(key, request_id, *promised, cached_tokens)
 
     def _loaded(self, key: WorkerKey, record: JournalRecord, event: LoadReported, now_ms: float) -> None:
         worker = self.fleet.workers.get(key)
@@ -257,6 +279,8 @@ class Projection:
         self.fleet.drain(key)
 
     def _left(self, key: WorkerKey, record: JournalRecord, event: WorkerLeft, now_ms: float) -> None:
+        if self.examiner is not None:
+            self.examiner.left(key)
         self._forget(key)
         self.fleet.leave(key)
 

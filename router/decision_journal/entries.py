@@ -275,6 +275,8 @@ class OverlapRealised(JournalEntry, frozen=True):
     request_id: str
     attempt: int
     cached_tokens: int
+    isl: int | None = None
+    """Prompt tokens as the engine counted them, where its answer went past the router."""
 
 
 class FirstTokenCame(JournalEntry, frozen=True):

@@ -15,10 +15,10 @@ Rules
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -34,6 +34,7 @@ from poolgrid.router.decision_journal.entries import (
     Checkpoint,
     DecisionMade,
     InputsLost,
+    OverlapRealised,
     RouterSettingsNoted,
     SnapshotLoaded,
     decision_of,
@@ -87,12 +88,30 @@ class ReplayOutcome:
     remarks: ReadRemarks = field(default_factory=ReadRemarks)
 
 
+class ReplayWatcher(Protocol):
+    """Looks on while a router's decisions are derived."""
+
+    def begin(self, state: RouterState) -> None:
+        """A state begins, in place of the one before."""
+        ...
+
+    def decided(self, decision: Decision, path: Sequence[int]) -> None: ...
+
+    def realised(self, entry: OverlapRealised) -> None: ...
+
+
 class DecisionReplay:
     """One router's decision journal against the journal of its pool."""
 
     def __init__(
-        self, pool: ReadableDisk, decisions: ReadableDisk, make_policy: MakePolicy, blocks_per_worker_max: int
+        self,
+        pool: ReadableDisk,
+        decisions: ReadableDisk,
+        make_policy: MakePolicy,
+        blocks_per_worker_max: int,
+        watcher: ReplayWatcher | None = None,
     ) -> None:
+        self._watcher = watcher
         self._decisions = decisions
         self._make_policy = make_policy
         self._inputs = InputReader(pool, blocks_per_worker_max)
@@ -140,6 +159,8 @@ class DecisionReplay:
         elif isinstance(entry, DecisionMade):
             return self._decide(stored, entry, outcome)
         elif not self._blind or (self._too_old and isinstance(entry, SnapshotLoaded)):
+            if self._watcher is not None and isinstance(entry, OverlapRealised):
+                self._watcher.realised(entry)
             return self._apply(stored)
         return None
 
@@ -168,6 +189,8 @@ class DecisionReplay:
         state = make_state(settings_of(noted), self._make_policy(noted))
         if noted.inputs_version < LATE_STARTS_VERSION:
             state.projection.ledger.late_starts_max = 0
+        if self._watcher is not None:
+            self._watcher.begin(state)
         return state
 
     def _restore(self, checkpoint: Checkpoint) -> None:
@@ -253,6 +276,8 @@ class DecisionReplay:
         if not isinstance(derived, Decision):
             return difference("the decision", made.reason, f"no worker: {derived}")
         self._inputs.decided = Decided(wanted, derived)
+        if self._watcher is not None:
+            self._watcher.decided(derived, wanted.path)
         numbers = {worker: number for number, worker in enumerate(stored.workers)}
         recorded = decision_of(made, stored.workers)
         if derived.candidates.workers != recorded.candidates.workers:
