@@ -91,6 +91,10 @@ class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Kinds of media that the worker must take."""
     ttft_target_ms: float = 0.0
     """The client's target for its first token; 0 = none."""
+    session: str = ""
+    """Tenant and name of the session whose turn it is; empty for a request of none."""
+    parent: str = ""
+    """The session that it forked from; empty where it did not, or that is not known."""
 
     @property
     def drawn_by(self) -> str:

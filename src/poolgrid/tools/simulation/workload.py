@@ -15,7 +15,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final, Protocol
 
+from poolgrid.tools.bench.agents import AgentSession
 from poolgrid.tools.bench.trace import TRACE_BLOCK_TOKENS, TraceRow
 from poolgrid.wire.hashing import block_hashes, sequence_hashes
 from poolgrid.wire.requests import Generate, Sampling
@@ -31,11 +33,55 @@ class SimulatedRequest:
     path: list[int]
     """Sequence hashes of the prompt's whole blocks."""
     generate: Generate
+    session: AgentSession | None = None
+    """Whose call it is, of an agent."""
+    turn: int = 0
+    """Number of the call in its session."""
 
     @property
     def request_id(self) -> str:
         """Return the request's id."""
         return self.generate.request_id
+
+
+NEVER: Final = float("inf")
+
+
+class Arrivals(Protocol):
+    """Requests in order of arrival."""
+
+    look_ahead_ms: float
+    """A request that is not known yet comes at least this long after the end of one that runs."""
+
+    def next_ms(self) -> float:
+        """Return when the next request that is known comes; infinity without one."""
+        ...
+
+    def pop(self) -> SimulatedRequest: ...
+
+    def finished(self, request_id: str, now_ms: float) -> None:
+        """Take in that a request is over."""
+        ...
+
+
+class ListedArrivals:
+    """Requests whose times are known."""
+
+    look_ahead_ms = NEVER
+
+    def __init__(self, requests: Sequence[SimulatedRequest]) -> None:
+        self._requests = requests
+        self._next = 0
+
+    def next_ms(self) -> float:
+        return self._requests[self._next].arrival_ms if self._next < len(self._requests) else NEVER
+
+    def pop(self) -> SimulatedRequest:
+        self._next += 1
+        return self._requests[self._next - 1]
+
+    def finished(self, request_id: str, now_ms: float) -> None:
+        """Ignore it: no request waits for another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +95,9 @@ class Workload:
     """Prompt and output tokens of all requests."""
     longest: int
     """Most tokens of one request, prompt and output."""
+
+    def arrivals(self) -> Arrivals:
+        return ListedArrivals(self.requests)
 
 
 def build_workload(rows: Sequence[TraceRow], speed: float, block_size: int) -> Workload:
