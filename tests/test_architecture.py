@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "consolidator": ("wire", "kv_events", "process", "transport", "http", "discovery"),
     "nats": ("wire", "process", "transport", "inference", "discovery", "frontend", "consolidator"),
     "fleet_page": ("wire", "process", "frontend", "serving", "consolidator", "router", "global_router"),
-    "router.core": ("wire", "consolidator.core.sharded_map"),
+    "router.core": ("wire", "consolidator.core.session_table", "consolidator.core.sharded_map"),
     "router.policies": ("wire", "router.core"),
     "router": (
         "wire",
@@ -91,6 +91,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "router.core",
         "workers.core",
         "workers.engines.simulated.core",
+        "serving.fair_queue",
+        "tools.bench.agents",
         "tools.bench.trace",
         "consolidator.core",
         "router.decision_journal",

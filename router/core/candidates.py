@@ -92,7 +92,9 @@ class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     ttft_target_ms: float = 0.0
     """The client's target for its first token; 0 = none."""
     session: str = ""
-    """Tenant and name of the session whose turn it is; empty for a request of none."""
+    """The session that it is a turn of, by which ``Projection.sessions`` knows it; empty = none is known."""
+    tenant: int = 0
+    """``stable_u64`` of the tenant's name, the other half of the session's key."""
     parent: str = ""
     """The session that it forked from; empty where it did not, or that is not known."""
 

@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from poolgrid.consolidator.core.session_table import SessionTable
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.fleet import Fleet
+from poolgrid.router.core.lineage import Lineage
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.observers import Observer
 from poolgrid.router.core.prefix_index import PrefixIndex
@@ -36,6 +38,8 @@ from poolgrid.wire.events import (
     SnapshotBegan,
     SnapshotEnded,
     StreamStateChanged,
+    TurnBegan,
+    TurnEnded,
     WorkerDraining,
     WorkerJoined,
     WorkerLeft,
@@ -43,6 +47,7 @@ from poolgrid.wire.events import (
 from poolgrid.wire.feed import BlockChain, WorkerState
 from poolgrid.wire.hashing import hash_array
 from poolgrid.wire.identifiers import StreamState, WorkerId, WorkerKey
+from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 from poolgrid.wire.streams import fold
 
 LOAD_STEP_BLOCKS: Final = 2048
@@ -58,8 +63,10 @@ class SnapshotLoad:
         next_offset: int,
         workers: Sequence[WorkerState],
         chains: Iterable[tuple[int, BlockChain]],
+        sessions: SessionsSnapshot = NO_SESSIONS,
     ) -> None:
         self.next_offset = next_offset
+        self.sessions = sessions
         self.workers = workers
         self.keys = [WorkerKey(WorkerId(state.worker_id), state.dp_rank) for state in workers]
         self.index = index
@@ -102,6 +109,8 @@ class Projection:
         self.index = index
         self.ledger = ledger
         self.trust = StreamHealth(index)
+        self.sessions = SessionTable()
+        self.lineage = Lineage()
         self.next_offset = 0
         """Every record below this offset has been applied."""
         self.observers: tuple[Observer, ...] = ()
@@ -148,6 +157,7 @@ class Projection:
             _EFFECTS[kind](self, key, record, event, now_ms)
             if kind in _OF_STREAMS:
                 concerns_streams = True
+        self.sessions.apply(record)
         worker = self.fleet.workers.get(key)
         if worker is not None:
             streams = worker.streams
@@ -221,6 +231,12 @@ class Projection:
         self._forget(key)
         self.fleet.leave(key)
 
+    def _turn_began(self, key: WorkerKey, record: JournalRecord, event: TurnBegan, now_ms: float) -> None:
+        self.lineage.begin_turn(event)
+
+    def _turn_ended(self, key: WorkerKey, record: JournalRecord, event: TurnEnded, now_ms: float) -> None:
+        self.lineage.end(event.request_id, event.total, event.digest)
+
     def _elsewhere(self, key: WorkerKey, record: JournalRecord, event: AnyEvent, now_ms: float) -> None:
         """Pass over an event of another source of the worker, or one that ``fold`` takes."""
 
@@ -249,10 +265,14 @@ class Projection:
         return expired, renewed
 
     def begin_load(
-        self, next_offset: int, workers: Sequence[WorkerState], chains: Iterable[tuple[int, BlockChain]]
+        self,
+        next_offset: int,
+        workers: Sequence[WorkerState],
+        chains: Iterable[tuple[int, BlockChain]],
+        sessions: SessionsSnapshot = NO_SESSIONS,
     ) -> SnapshotLoad:
         """Begin to load a snapshot beside the state in use; ``chains`` are read as it steps on."""
-        return SnapshotLoad(self.index.empty() if self.follows_blocks else None, next_offset, workers, chains)
+        return SnapshotLoad(self.index.empty() if self.follows_blocks else None, next_offset, workers, chains, sessions)
 
     def adopt(self, load: SnapshotLoad, now_ms: float) -> None:
         """Replace all state by a snapshot that was loaded to its end."""
@@ -277,6 +297,8 @@ class Projection:
                 self.ledger.started(key, slot, request.request_id, prefill, request.active_blocks, now_ms)
         for observer in self.observers:
             observer.on_snapshot(frozenset(load.keys), self.ledger.knows)
+        self.sessions.load(load.sessions)
+        self.lineage.load(load.sessions)
         self.next_offset = load.next_offset
 
 
@@ -297,6 +319,8 @@ _EFFECTS: Final[Mapping[type[AnyEvent], Callable[[Projection, WorkerKey, Journal
     WorkerJoined: Projection._joined,
     WorkerDraining: Projection._draining,
     WorkerLeft: Projection._left,
+    TurnBegan: Projection._turn_began,
+    TurnEnded: Projection._turn_ended,
 }
 """By exact type: each failed ``case`` of a match on structs takes a quarter of a microsecond."""
 

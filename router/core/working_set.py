@@ -1,22 +1,23 @@
 """Which sessions' KV the workers of a pool are to keep, and whether one more session fits beside them.
 
-Too many sessions on a pool evict each other: each comes back from its tool to an empty cache, and everything is computed
-again. So a pool keeps a *working set*, and turns of other sessions wait at the router.
+Too many sessions on a pool evict each other: each comes back from its tool to an empty cache and is computed again.
+So a pool keeps a *working set*, and turns of other sessions wait at the router.
 
 Rules
     1. A session is a *member* from the turn that is booked for it on. It is *resident* while a turn of it runs, and for
-       ``lease_ms`` afterwards. Its footprint counts on the worker of its last turn: the blocks of its prompt and output
-       less those that the worker held before its first turn there. What several share counts once for each worker.
-    2. Turns of resident sessions always go on. Where a grown footprint no longer fits, idle residents of that worker lose
-       their place, the one that was used longest ago first, which is the order in which engines evict.
-    3. A turn of another session needs a worker with room for its footprint within ``FILL_MAX``. Workers without room are
-       *crowded* for it. Where all are, it waits; a footprint above a worker's size counts as that size.
-    4. Idle residents of a lower priority give way to it. So does, once it has waited ``AGE_MS``, whoever has been
-       resident that long: sessions without end take turns.
-    5. A subagent belongs to its parent's session: while that is resident, its turns go on, to a worker with room.
+       ``lease_ms`` afterwards. Its footprint counts on the worker of its last turn: the blocks of its prompt and
+       output, less those that the worker held before its first turn there. Blocks that several share count once for
+       each worker.
+    2. Turns of resident sessions always proceed. Where a grown footprint no longer fits, idle residents of that worker
+       lose their place, the one that was used longest ago first, which is the order in which engines evict.
+    3. A turn of another session needs a worker with room for its footprint within ``FILL_MAX``. Workers without room
+       are *crowded* for it. Where all are, it waits; a footprint above a worker's size counts as that size.
+    4. Idle residents of a lower priority give way to it. Once it has waited ``AGE_MS``, so does each idle session that
+       has been resident that long: sessions without an end take turns.
+    5. A subagent belongs to its parent's session: while that is resident, its turns proceed, to a worker with room.
     6. The lease is the 95th percentile of the pauses up to ``LEASE_MAX_MS``. One lease serves all sessions, because
-       engines evict by last use alone. A session whose last pause was longer has none: a person reads its answers. A new
-       session is taken for what most are.
+       engines evict by last use alone. A session whose last pause was longer has none: a person reads its answers. A
+       new session is taken for what most are.
     7. At most ``MEMBERS_MAX`` sessions are known. Beyond, the idle one that was used longest ago is forgotten.
     8. While no worker is filled above ``TIGHT_SHARE``, small turns are not looked at.
 
@@ -27,10 +28,10 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
-from poolgrid.wire.identifiers import WorkerKey
+from poolgrid.wire.identifiers import WorkerId, WorkerKey
 
 TIGHT_SHARE: Final = 0.7
 """Below this fill nothing can be evicted by a session of less than the rest."""
@@ -55,14 +56,18 @@ MEMBERS_MAX: Final = 65_536
 """Sessions known at a time, 300 bytes each."""
 
 
+SessionKey = tuple[int, str]
+"""Tenant and name."""
+
+
 class Turn(NamedTuple):
     """A call of a session that asks for a worker."""
 
-    session: str
+    session: SessionKey
     blocks: int
     """Of its prompt and its expected output."""
     priority: int = 0
-    parent: str = ""
+    parent: SessionKey | None = None
     """The session that started it, for a subagent."""
 
 
@@ -72,7 +77,7 @@ class Admission(NamedTuple):
     admitted: bool
     crowded: tuple[WorkerKey, ...] = ()
     """Workers that it must leave alone: it would evict residents there. All of them, when it waits."""
-    displaced: tuple[str, ...] = ()
+    displaced: tuple[SessionKey, ...] = ()
     """Sessions that lost their places to it."""
 
 
@@ -85,10 +90,10 @@ class Member:
     __slots__ = (
         "blocks",
         "common",
-        "prefix",
         "is_resident",
         "is_slow",
         "parent",
+        "prefix",
         "priority",
         "running",
         "since_ms",
@@ -96,7 +101,9 @@ class Member:
         "worker",
     )
 
-    def __init__(self, worker: WorkerKey, priority: int, parent: str, is_slow: bool, now_ms: float) -> None:
+    def __init__(
+        self, worker: WorkerKey, priority: int, parent: SessionKey | None, is_slow: bool, now_ms: float
+    ) -> None:
         self.worker = worker
         self.is_slow = is_slow
         """Whether its last pause was longer than any lease."""
@@ -125,6 +132,8 @@ class WorkingSet:
         self._age_ms = age_ms
         self._members_max = members_max
         self._capacity: dict[WorkerKey, int] = {}
+        self._least = 0
+        """Capacity of the smallest worker."""
         self._used: dict[WorkerKey, int] = {}
         """Blocks of residents."""
         self._tight: set[WorkerKey] = set()
@@ -132,25 +141,32 @@ class WorkingSet:
         """By worker and last block, blocks that residents share and how many do."""
         self.changes = 0
         """Grows when room may have come: a turn that waits is offered again then, or at ``next_ms``."""
-        self._running: dict[str, Member] = {}
-        self._idle: OrderedDict[str, Member] = OrderedDict()
+        self._running: dict[SessionKey, Member] = {}
+        self._idle: OrderedDict[SessionKey, Member] = OrderedDict()
         """Residents without a running turn, by last use."""
-        self._away: OrderedDict[str, Member] = OrderedDict()
+        self._away: OrderedDict[SessionKey, Member] = OrderedDict()
         """Sessions that lost their places, by when."""
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
-    def join(self, worker: WorkerKey, blocks: int) -> None:
-        """Take a worker with room for so many blocks in; what it held before is gone."""
-        self.leave(worker)
-        self._capacity[worker] = blocks
-        self._used[worker] = 0
+    def know(self, worker: WorkerKey, blocks: int) -> None:
+        """Take note that a worker has room for so many blocks."""
+        if self._capacity.get(worker) != blocks:
+            self._capacity[worker] = blocks
+            self._used.setdefault(worker, 0)
+            self._least = min(self._capacity.values())
+
+    def clear(self, worker: WorkerKey) -> None:
+        """Forget what a worker held for sessions that do not run: its cache was emptied."""
+        for session in [session for session, member in self._idle.items() if member.worker == worker]:
+            self._send_away(session)
 
     def leave(self, worker: WorkerKey) -> None:
         """Forget a worker and whose KV it held."""
         if self._capacity.pop(worker, None) is None:
             return
         del self._used[worker]
+        self._least = min(self._capacity.values(), default=0)
         self._tight.discard(worker)
         self._shared = {key: shared for key, shared in self._shared.items() if key[0] != worker}
         self.changes += 1
@@ -158,23 +174,28 @@ class WorkingSet:
             for session in [session for session, member in members.items() if member.worker == worker]:
                 del members[session]
 
+    def workers(self) -> set[WorkerKey]:
+        return set(self._capacity)
+
     # -- turns -----------------------------------------------------------------------------------------------------
 
     def is_free(self, turn: Turn) -> bool:
         """Tell whether a turn may go anywhere without ``offer``: nothing is crowded."""
-        return not self._tight and (1.0 - TIGHT_SHARE) * min(self._capacity.values(), default=0) >= turn.blocks
+        return not self._tight and (1.0 - TIGHT_SHARE) * self._least >= turn.blocks
 
-    def is_resident(self, session: str) -> bool:
+    def is_resident(self, session: SessionKey) -> bool:
         return session in self._running or session in self._idle
 
-    def is_member(self, session: str) -> bool:
+    def is_member(self, session: SessionKey) -> bool:
         return self._member(session) is not None
 
     def belongs(self, turn: Turn) -> bool:
         """Tell whether a turn never waits behind others: it or its parent is resident."""
-        return self.is_resident(turn.session) or (bool(turn.parent) and self.is_resident(turn.parent))
+        return self.is_resident(turn.session) or (turn.parent is not None and self.is_resident(turn.parent))
 
-    def offer(self, turn: Turn, workers: Sequence[WorkerKey], common: int, now_ms: float, waited_ms: float) -> Admission:
+    def offer(
+        self, turn: Turn, workers: Sequence[WorkerKey], common: int, now_ms: float, waited_ms: float
+    ) -> Admission:
         """Return whether a turn may go to one of ``workers`` now.
 
         ``common`` are the leading blocks of its prompt that some worker holds; they count as others' for a session
@@ -185,7 +206,7 @@ class WorkingSet:
         if member is not None and member.is_resident:
             return Admission(True, (), self._shed(member, turn.blocks - member.common))
         own = turn.blocks - (common if member is None else member.common)
-        belongs = bool(turn.parent) and self.is_resident(turn.parent)
+        belongs = turn.parent is not None and self.is_resident(turn.parent)
         crowded: list[WorkerKey] = []
         for worker in workers:
             capacity = self._capacity.get(worker, 0)
@@ -198,7 +219,7 @@ class WorkingSet:
         if belongs:
             return ADMITTED  # its parent waits for it, with all that it holds
         chosen: WorkerKey | None = None
-        displaced: list[str] = []
+        displaced: list[SessionKey] = []
         for worker in workers:
             most = int(FILL_MAX * self._capacity[worker])
             givers = self._givers(worker, min(own, most) - (most - self._used[worker]), turn, now_ms, waited_ms)
@@ -245,7 +266,7 @@ class WorkingSet:
         self._count(member, 1)
         self._bound()
 
-    def end(self, session: str, blocks: int | None, now_ms: float) -> None:
+    def end(self, session: SessionKey, blocks: int | None, now_ms: float) -> None:
         """Note that a turn of a session is over; its prompt and output had ``blocks``, if that is known."""
         member = self._running.get(session)
         if member is None:
@@ -263,14 +284,43 @@ class WorkingSet:
         self._idle[session] = member
         if member.is_slow:
             self._send_away(session)
-        if member.parent in self._idle:
+        if member.parent is not None and member.parent in self._idle:
             # Its parent goes on once all subagents have answered.
             self._idle[member.parent].used_ms = now_ms
             self._idle.move_to_end(member.parent)
 
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Return a copy of all that is known, as msgpack can have it."""
+        members = [
+            (*session, member.worker.worker_id, member.worker.dp_rank, member.priority, member.parent, member.is_slow,
+             member.blocks, member.common, member.prefix, member.running, member.is_resident, member.since_ms,
+             member.used_ms)
+            for members in (self._running, self._idle, self._away)
+            for session, member in members.items()
+        ]  # fmt: skip
+        capacity = [(worker.worker_id, worker.dp_rank, blocks) for worker, blocks in self._capacity.items()]
+        return {"members": members, "capacity": capacity, "lease_ms": self.lease_ms, "slow_share": self.slow_share}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from what ``checkpoint`` returned, as msgpack decodes it; nothing may be known before."""
+        self.lease_ms, self.slow_share = float(state["lease_ms"]), float(state["slow_share"])
+        for worker_id, rank, blocks in state["capacity"]:
+            self.know(WorkerKey(WorkerId(worker_id), rank), blocks)
+        for tenant, name, worker_id, rank, priority, parent, is_slow, *counts in state["members"]:
+            key = WorkerKey(WorkerId(worker_id), rank)
+            member = Member(key, priority, None if parent is None else (parent[0], parent[1]), is_slow, 0.0)
+            member.blocks, member.common, member.prefix, member.running = counts[:4]
+            member.is_resident, member.since_ms, member.used_ms = counts[4:]
+            members = self._running if member.running else self._idle if member.is_resident else self._away
+            members[tenant, name] = member
+            if member.is_resident:
+                self._count(member, 1)
+
     # -- places ----------------------------------------------------------------------------------------------------
 
-    def _member(self, session: str) -> Member | None:
+    def _member(self, session: SessionKey) -> Member | None:
         return self._running.get(session) or self._idle.get(session) or self._away.get(session)
 
     def _found(self, member: Member, path: Sequence[int], overlap: int) -> None:
@@ -313,7 +363,7 @@ class WorkingSet:
                 return
             self._send_away(session)
 
-    def _send_away(self, session: str) -> None:
+    def _send_away(self, session: SessionKey) -> None:
         member = self._idle.pop(session)
         member.is_resident = False
         self.changes += 1
@@ -330,11 +380,11 @@ class WorkingSet:
             else:
                 return  # each running turn has an entry in the load ledger, which is bounded
 
-    def _shed(self, member: Member, own: int) -> tuple[str, ...]:
+    def _shed(self, member: Member, own: int) -> tuple[SessionKey, ...]:
         """Make room for a resident that has grown, at the cost of idle ones."""
         worker = member.worker
         missing = self._used.get(worker, 0) - member.blocks + own - self._capacity.get(worker, 0)
-        shed: list[str] = []
+        shed: list[SessionKey] = []
         if missing > 0:
             for session, each in self._idle.items():
                 if each.worker == worker and each is not member:
@@ -346,7 +396,7 @@ class WorkingSet:
                 self._send_away(session)
         return tuple(shed)
 
-    def _givers(self, worker: WorkerKey, missing: int, turn: Turn, now_ms: float, waited_ms: float) -> list[str]:
+    def _givers(self, worker: WorkerKey, missing: int, turn: Turn, now_ms: float, waited_ms: float) -> list[SessionKey]:
         """Return who would give way to a turn on a worker, the longest resident first; nobody where that is too few."""
         is_aged = waited_ms >= self._age_ms
         idle = [
@@ -358,7 +408,7 @@ class WorkingSet:
                 or (is_aged and member.priority == turn.priority and now_ms - member.since_ms >= self._age_ms)
             )
         ]
-        givers: list[str] = []
+        givers: list[SessionKey] = []
         for _, session, blocks in sorted(idle):
             givers.append(session)
             missing -= blocks

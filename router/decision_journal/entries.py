@@ -35,7 +35,7 @@ DECISIONS = SegmentKind(
 COMPRESSION_LEVEL = 1
 """zlib's quickest: columns are mostly small integers as floats, which it shrinks to a fifth."""
 
-INPUTS_VERSION = 5
+INPUTS_VERSION = 6
 """Which inputs a router's state is made of, and what they mean: higher than what a reader knows, it cannot replay.
 
 A kind of input more, or one that does something else to the state, is a new version. An entry that no decision depends
@@ -217,6 +217,22 @@ class DecisionMade(JournalEntry, frozen=True):
     """How long the request had waited at the router when it was chosen for."""
 
 
+class TurnJudged(JournalEntry, frozen=True):
+    """Whether a turn of a session was admitted to the pool's working set, and what led to that."""
+
+    request: RoutingRequest
+    path: bytes
+    now_ms: float
+    time_ms: int
+    roles: tuple[int, ...]
+    waited_ms: float
+    admitted: bool
+    crowded: list[int]
+    """Workers without room for it."""
+    displaced: list[tuple[int, str]]
+    """Tenant and name of the sessions that lost their places to it."""
+
+
 class DecisionBooked(JournalEntry, frozen=True):
     """The last decision of a request was entered into the ledger."""
 
@@ -298,6 +314,7 @@ AnyEntry = (
     | RecordsApplied
     | WorkersNamed
     | DecisionMade
+    | TurnJudged
     | DecisionBooked
     | WorkerCrowded
     | LeaseRenewed

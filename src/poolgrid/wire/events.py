@@ -19,6 +19,7 @@ from msgspec import Meta
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.identifiers import U32, U64, Identifier, PackedHashes, StreamState, Text, Tier, WorkerId, WorkerKey
 from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX
+from poolgrid.wire.sessions import SessionTurn
 
 
 class Event(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
@@ -160,6 +161,29 @@ class StreamStateChanged(Event, frozen=True):
     reason: Text = ""
 
 
+@final
+class TurnBegan(Event, frozen=True):
+    """The worker accepted a dispatch of a session's turn; before its ``RequestStarted``."""
+
+    request_id: Identifier
+    isl: U32
+    """Prompt tokens."""
+    turn: SessionTurn
+
+
+@final
+class TurnEnded(Event, frozen=True):
+    """A router has seen the whole answer of a turn: a prompt that repeats it continues the session."""
+
+    request_id: Identifier
+    tenant: U64
+    session: Identifier
+    total: U32
+    """Tokens of prompt and answer."""
+    digest: U64
+    """XXH3-64 of the tokens behind the last whole block of the prompt."""
+
+
 AnyEvent = (
     WorkerJoined
     | WorkerDraining
@@ -177,6 +201,8 @@ AnyEvent = (
     | BlocksShared
     | BlocksReleased
     | StreamStateChanged
+    | TurnBegan
+    | TurnEnded
 )
 
 

@@ -150,6 +150,12 @@ DRAIN_TIMEOUT_MS_MAX = 86_400_000
 POOL_MODELS_MAX = 1024
 """Models that one pool may report."""
 
+SESSION_FOOTPRINTS_MAX = 8
+"""Worker ranks on which a session's blocks are remembered, the latest."""
+
+SESSION_TAILS_MAX = 4
+"""Turns of a session from which forks are recognised, the latest."""
+
 U64_MAX = 2**64 - 1
 """Hashes, epochs, sequence numbers and offsets are unsigned 64-bit."""
 

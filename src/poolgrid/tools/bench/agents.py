@@ -1,13 +1,13 @@
 """Agent sessions: calls with a growing prompt, pauses for tools between them, and subagents that fork from a prompt.
 
-Sources of the distributions (all but the scale can be taken at face value; no trace with prompts is needed):
+Sources of the distributions:
 
 - calls of a session: mean 41 of 15,000 coding trajectories (thoughtworks/agentic-coding-trajectories); TraceLab
   (arXiv 2606.30560) has a mean of 84, LiteLLM issue 38078 reports 50 to 150;
 - pauses: 86.5 % within 1 s and 95.1 % within 10 s (vllm-router issue 285); the rest are builds, tests and people, as
   the heavy tail that TraceLab reports;
-- the first prompt: 20,000 tokens (netpreme/coding_agent_traces: 20,097 to 20,760 on first calls). 12,000 of them are the
-  system prompt and tools, which all sessions of a tenant share; the split is an assumption;
+- the first prompt: 20,000 tokens (netpreme/coding_agent_traces: 20,097 to 20,760 on first calls). 12,000 of them are
+  the system prompt and tools, which all sessions of a tenant share; the split is an assumption;
 - prompts of 33,600 tokens in the mean (gahow/agentic-kvc), 100 prompt tokens for each token of output
   (llm-d-router issue 2964): 336 tokens of output, and as many of tool results, for each call;
 - subagents: AIPerf's generator has none. Here one session in four forks three at one call, an assumption.
@@ -96,10 +96,14 @@ class AgentPlan:
     starts_ms: tuple[float, ...]
     """For the first ``slots`` sessions when they begin; for each other one the pause before it, once a slot is free."""
 
+    def first(self, sessions: int) -> AgentPlan:
+        """Return a plan of the first sessions only."""
+        return AgentPlan(self.sessions[:sessions], self.slots, self.starts_ms[:sessions])
+
     def own_tokens_mean(self) -> float:
         """Return the mean tokens that an open session holds beyond what its tenant shares, over calls."""
         held = [
-            tokens + call.output_tokens - PREFIX_TOKENS * session.prefix_tokens // max(1, session.prefix_tokens)
+            tokens + call.output_tokens - session.prefix_tokens
             for session in self.sessions
             for tokens, call in session.prompts()
         ]

@@ -11,6 +11,7 @@ from poolgrid.tools.simulation.workload import NEVER, Arrivals, SimulatedRequest
 from poolgrid.wire.hashing import sequence_hashes, stable_u64
 from poolgrid.wire.requests import Generate, Sampling
 
+
 @dataclass(slots=True, eq=False)
 class _Progress:
     """How far a session is."""

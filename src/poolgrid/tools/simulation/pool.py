@@ -200,7 +200,7 @@ class SimulatedPool:
             )
             self._tell(number, 0.0, [WorkerJoined(card)])
             if line is not None:
-                line.working_set.join(self._keys[number], limits.total_kv_blocks)
+                line.working_set.know(self._keys[number], limits.total_kv_blocks)
         self._deliver(float("inf"))
 
     def run(self, on_progress: Callable[[int], None] = lambda _: None) -> RunResult:

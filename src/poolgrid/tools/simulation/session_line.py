@@ -98,7 +98,22 @@ class SessionLine:
         if session is None:
             return None
         blocks = -(-(request.isl + request.osl) // self._block_size)
-        return Turn(session.session_id, blocks, 0, session.parent_id)
+        parent = (0, session.parent_id) if session.parent_id else None
+        return Turn((0, session.session_id), blocks, 0, parent)
+
+
+ADMISSIONS = ("sessions", "smallest-first")
+"""What may follow a policy behind a plus: whose turns wait while sessions would evict each other."""
+
+
+def split_admission(name: str) -> tuple[str, str]:
+    """Return the policy of ``policy+admission``, and the admission; empty where the name has none."""
+    policy, _, admission = name.rpartition("+")
+    return (policy, admission) if policy and admission in ADMISSIONS else (name, "")
+
+
+def line_of(admission: str, block_size: int) -> SessionLine | None:
+    return SessionLine(block_size, admission == "smallest-first") if admission else None
 
 
 class Sticky:
