@@ -34,6 +34,7 @@ from poolgrid.router.core.stage_plan import (
 )
 from poolgrid.router.fleet_links import FleetLinks
 from poolgrid.router.placement import LocalRequest, Placement, PlacementFailure
+from poolgrid.router.session_naming import SessionNaming
 from poolgrid.router.settings import RouterSettings
 from poolgrid.serving.admission_queue import FullWorkers
 from poolgrid.serving.legs import LegPlan
@@ -74,6 +75,7 @@ class Chooser:
         full: FullWorkers[WorkerKey],
     ) -> None:
         self.paths = TenantPaths()
+        self.naming = SessionNaming(state.projection)
         self.full = full
         """Workers that refused requests for lack of room: they get nothing for a while."""
         self._settings = settings
@@ -130,6 +132,9 @@ class Chooser:
         now_ms = self._clock.monotonic_ms()
         if not routed.path:
             routed.path = self.path_now(request)
+        if routed.queued is not None and not machine.plan.dispatches:
+            # While it waited its session may have gone on without it.
+            request.turn = self.naming.turn_of(request, routed.path, self.block_size(request.model))
         output_tokens = len(machine.delivery.output) // TOKEN_BYTES
         leg, wanted = self._wanted(machine.plan, output_tokens, routed.path, now_ms, routed)
         found = self._state.select(wanted)
@@ -191,19 +196,22 @@ class Chooser:
 
         Without ``is_first`` others wait already, and only turns of sessions that have their place go on.
         """
-        if routed.machine.request.turn is None:
+        request, sessions = routed.machine.request, self._state.sessions
+        if request.turn is None:
+            return True
+        size = self.block_size(request.model)
+        if is_first and (not size or sessions.working_set.is_free(len(request.token_ids) // (TOKEN_BYTES * size) + 1)):
             return True
         now_ms = self._clock.monotonic_ms()
         if not routed.path:
-            routed.path = self.path_now(routed.machine.request)
+            routed.path = self.path_now(request)
         leg, wanted = self._wanted(routed.machine.plan, 0, routed.path, now_ms, routed)
-        request, sessions = wanted.request, self._state.sessions
         routed.crowded = {}
-        if leg.stage not in PROMPT_STAGES or (is_first and sessions.is_free(request)):
+        if leg.stage not in PROMPT_STAGES:
             return True
-        if not is_first and not sessions.belongs(request):
+        if not is_first and not sessions.belongs(wanted.request):
             return False
-        found = self._state.offer(TurnOffered(request, wanted.path, now_ms, wanted.time_ms, wanted.roles, waited_ms))
+        found = self._state.offer(TurnOffered(wanted.request, wanted.path, now_ms, wanted.time_ms, wanted.roles, waited_ms))
         if found.admitted and found.crowded:
             routed.crowded = dict.fromkeys(found.crowded, CROWDED)
         return found.admitted
@@ -259,7 +267,9 @@ class Chooser:
     def preview(self, request: InferenceRequest) -> Decision | PlacementFailure:
         """Return what a request would get now; nothing is booked, sent, counted or recorded."""
         now_ms = self._clock.monotonic_ms()
-        _, wanted = self._wanted(LegPlan(request), 0, self.path_now(request), now_ms)
+        path = self.path_now(request)
+        request.turn = self.naming.turn_of(request, path, self.block_size(request.model))
+        _, wanted = self._wanted(LegPlan(request), 0, path, now_ms)
         found = self._state.preview(wanted)
         if isinstance(found, Decision):
             return found

@@ -15,6 +15,7 @@ from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.selector import NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import LegSpec
 from poolgrid.serving.fair_queue import QueuedRequest
+from poolgrid.serving.legs import Dispatch
 from poolgrid.serving.request_tracker import RoutedRequest
 from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
 
@@ -38,6 +39,10 @@ class LocalRequest(RoutedRequest, eq=False):
     """Sequence hashes of the prompt's whole blocks."""
     tried: dict[WorkerKey, str] = msgspec.field(default_factory=dict)
     """Workers that failed this request, and how: they come last."""
+    latest: Dispatch | None = None
+    """Its last dispatch; ``None`` before the first."""
+    block_size: int = 0
+    """Tokens of a block of ``path``."""
     unable: dict[WorkerKey, str] = msgspec.field(default_factory=dict)
     """Workers that cannot do what it asks for, and why: they are not asked again."""
     queued: QueuedRequest[LocalRequest] | None = None

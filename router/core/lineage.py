@@ -23,8 +23,8 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from poolgrid.wire.events import TurnBegan
-from poolgrid.wire.hashing import TOKEN_BYTES
-from poolgrid.wire.request_ids import request_of
+from poolgrid.wire.hashing import TOKEN_BYTES, stable_u64
+from poolgrid.wire.request_ids import name_of, request_of
 from poolgrid.wire.sessions import SessionsSnapshot, Tail
 
 CAPACITY: Final = 32_768
@@ -57,6 +57,8 @@ class Known(msgspec.Struct, eq=False):
     at: Tail
     is_latest: bool = True
     """Whether its session has not gone on from here."""
+    before: Known | None = None
+    """The turn that it continued, while it is the latest."""
 
 
 class Lineage:
@@ -70,12 +72,22 @@ class Lineage:
         self._anchors: dict[int, int] = {}
         """How many tails an anchor stands for."""
         self._latest: dict[tuple[int, str], Known] = {}
+        self._by_answer: dict[int, Known] = {}
 
     def __len__(self) -> int:
         return len(self._by_request)
 
-    def find(self, tenant: int, path: Sequence[int], token_ids: bytes, block_size: int) -> Found:
-        """Return the session that a prompt continues or forks from."""
+    def find(self, tenant: int, path: Sequence[int], token_ids: bytes, block_size: int, answer: int = 0) -> Found:
+        """Return the session that a prompt continues or forks from.
+
+        ``answer`` is the key of an answer that the prompt names by an id in it, as results of tool calls do: its words
+        in the prompt need not be those that were generated, as templates leave out reasoning and write calls their way.
+        """
+        named = self._by_answer.get(answer) if answer else None
+        if named is not None and named.tenant == tenant:
+            place = named.at.isl // block_size - 1
+            if place < len(path) and path[place] == named.at.tail:
+                return Found(named.session) if named.is_latest else Found(parent=named.session)
         anchors, by_tail = self._anchors, self._by_tail
         if not anchors:
             return NOTHING
@@ -96,10 +108,11 @@ class Lineage:
         """Note a turn that was dispatched; one that is known already is not noted again."""
         if at.request_id in self._by_request:
             return
-        known = Known(tenant, session, at)
         before = self._latest.get((tenant, session))
+        known = Known(tenant, session, at, before=before)
         if before is not None:
-            before.is_latest = False
+            before.is_latest, before.before = False, None
+        self._by_answer[answer_key(at.request_id)] = known
         self._latest[tenant, session] = self._by_request[at.request_id] = known
         behind = self._by_tail.get(at.tail)
         if behind is None:
@@ -114,7 +127,7 @@ class Lineage:
     def begin_turn(self, event: TurnBegan) -> None:
         """Note a turn of the pool's journal, of whichever router."""
         turn = event.turn
-        if turn.tail:
+        if turn.anchor:
             at = Tail(request_of(event.request_id), turn.tail, turn.anchor, event.isl, turn.residual)
             self.begin(turn.tenant, turn.session, at)
 
@@ -123,6 +136,22 @@ class Lineage:
         known = self._by_request.get(request_id)
         if known is not None and not known.at.total:
             known.at = msgspec.structs.replace(known.at, total=total, digest=digest)
+
+    def withdraw(self, request_id: str) -> None:
+        """Forget a turn that has no complete answer: its client asks again from the turn before."""
+        known = self._by_request.get(request_id)
+        if known is None or known.at.total:
+            return
+        before = known.before
+        if before is not None and self._latest.get((known.tenant, known.session)) is known:
+            self._latest[known.tenant, known.session] = before
+            before.is_latest = before.at.request_id in self._by_request
+        self._forget(known)
+
+    def is_latest(self, tenant: int, session: str, request_id: str) -> bool:
+        """Tell whether a turn is the latest of its session, or the session has none that is known."""
+        known = self._latest.get((tenant, session))
+        return known is None or known.at.request_id == request_id
 
     def load(self, snapshot: SessionsSnapshot) -> None:
         """Note the turns of a snapshot that are not known."""
@@ -134,6 +163,9 @@ class Lineage:
     def _forget(self, known: Known) -> None:
         at = known.at
         del self._by_request[at.request_id]
+        key = answer_key(at.request_id)
+        if self._by_answer.get(key) is known:
+            del self._by_answer[key]
         behind = self._by_tail[at.tail]
         behind.remove(known)
         if not behind:
@@ -182,6 +214,11 @@ def _match(behind: Sequence[Known], tenant: int, token_ids: bytes, begin: int) -
         ends = [known for known in continued if known.at.total == longest]
         return Found(ends[0].session) if len(ends) == 1 else NOTHING
     return NOTHING if forked is None else Found(parent=forked.session)
+
+
+def answer_key(request_id: str) -> int:
+    """Return what ids of the first tool call in a request's answer have in them."""
+    return stable_u64(f"{name_of(request_id)}/0/0")
 
 
 def digest_of(token_ids: bytes | bytearray | memoryview, begin: int, end: int) -> int:

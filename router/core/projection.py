@@ -235,7 +235,7 @@ class Projection:
         self.lineage.begin_turn(event)
 
     def _turn_ended(self, key: WorkerKey, record: JournalRecord, event: TurnEnded, now_ms: float) -> None:
-        self.lineage.end(event.request_id, event.total, event.digest)
+        self.lineage.end(event.answer.request_id, event.answer.total, event.answer.digest)
 
     def _elsewhere(self, key: WorkerKey, record: JournalRecord, event: AnyEvent, now_ms: float) -> None:
         """Pass over an event of another source of the worker, or one that ``fold`` takes."""

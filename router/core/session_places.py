@@ -40,10 +40,6 @@ class SessionPlaces(Observer):
         """By worker and dispatch."""
         self._now_ms = 0.0
 
-    def is_free(self, request: RoutingRequest) -> bool:
-        """Tell whether a turn may go to any worker without ``offer``."""
-        return self.working_set.is_free(turn_of(request))
-
     def belongs(self, request: RoutingRequest) -> bool:
         """Tell whether a turn never waits behind others: its session or the one that it forked from has a place."""
         return self.working_set.belongs(turn_of(request))

@@ -179,9 +179,9 @@ class WorkingSet:
 
     # -- turns -----------------------------------------------------------------------------------------------------
 
-    def is_free(self, turn: Turn) -> bool:
-        """Tell whether a turn may go anywhere without ``offer``: nothing is crowded."""
-        return not self._tight and (1.0 - TIGHT_SHARE) * self._least >= turn.blocks
+    def is_free(self, blocks: int) -> bool:
+        """Tell whether a turn of so many blocks may go anywhere without ``offer``: nothing is crowded."""
+        return not self._tight and (1.0 - TIGHT_SHARE) * self._least >= blocks
 
     def is_resident(self, session: SessionKey) -> bool:
         return session in self._running or session in self._idle

@@ -22,7 +22,7 @@ from poolgrid.wire.events import (
 )
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.limits import SESSION_FOOTPRINTS_MAX
-from poolgrid.wire.sessions import Gap, Session, SessionTurn
+from poolgrid.wire.sessions import Gap, Session, SessionTurn, TurnAnswer
 
 A, B = WorkerKey(WorkerId("a")), WorkerKey(WorkerId("b"))
 
@@ -204,7 +204,10 @@ EVENTS = st.one_of(
         st.sampled_from(["stop", "length", "cancelled", "prefilled"]),
     ),
     st.builds(
-        TurnEnded, st.sampled_from(["p", "q"]), st.integers(0, 1), st.sampled_from(["s", "t"]), st.just(60), st.just(5)
+        lambda request, tenant, session: TurnEnded(TurnAnswer(request, tenant, session, 60, 5)),
+        st.sampled_from(["p", "q"]),
+        st.integers(0, 1),
+        st.sampled_from(["s", "t"]),
     ),
     st.just(CacheCleared()),
     st.just(WorkerLeft("gone")),

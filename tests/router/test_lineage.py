@@ -136,7 +136,7 @@ def test_a_long_prompt_costs_one_lookup_in_a_stride_of_blocks() -> None:
     assert Counted.looked <= blocks // STRIDE + 5
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_no_turn_is_joined_to_another_programs_session(data: st.DataObject) -> None:
     """Programs with equal system prompts, first prompts and answers, forks among them; turns in any order.

@@ -133,7 +133,7 @@ async def test_a_session_is_served_on_a_crowded_worker_where_the_one_with_room_c
 
 async def test_sessions_wait_in_order_and_by_priority() -> None:
     async with full_pool() as router:
-        tasks = await submit(router, call("three"), call("four"), call("five", priority=1))
+        tasks = await submit(router, *(call(name, priority=-1) for name in ("three", "four")), call("five"))
         await restart(router)
 
         assert on_workers(router) == ["five-0", "three-0"]

@@ -183,10 +183,10 @@ def test_at_most_so_many_sessions_are_known() -> None:
 
 def test_small_turns_are_not_looked_at_while_workers_have_room() -> None:
     places = one_worker()
-    assert places.is_free(turn("one", 200))
-    assert not places.is_free(turn("large", 500))
+    assert places.is_free(200)
+    assert not places.is_free(500)
     run(places, turn("one", 800))
-    assert not places.is_free(turn("two", 1))
+    assert not places.is_free(1)
 
 
 Deed = tuple[str, int, int, float]

@@ -52,6 +52,7 @@ from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.frontend.responses import AnswerEncoder, counts_so_far, usage
 from poolgrid.frontend.sequence_output import SequenceOutput
 from poolgrid.frontend.sequences import sequences_of
+from poolgrid.frontend.session_fields import session_hint
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.stream_head import KeepAlive, StreamHead
 from poolgrid.frontend.tokenization import TokenizationPool
@@ -60,6 +61,7 @@ from poolgrid.frontend.traffic import NOTHING_YET, EndedRequest, TokenTotals, Tr
 from poolgrid.http.exchange import EXCHANGE, ON_DISCONNECT, HttpExchange
 from poolgrid.http.http_server import SERVER_ENDS
 from poolgrid.inference.ports import HINT_HEADERS, InferenceBackend, Refused
+from poolgrid.inference.session_hint import NO_HINT
 from poolgrid.inference.stream_delta import StreamDelta
 from poolgrid.process.clock import Clock
 from poolgrid.process.log_lines import about
@@ -353,6 +355,10 @@ class _Exchange:
 
     async def _serve(self, job: PreparedRequest, prompts: Sequence[Prompt], request_ids: list[str]) -> None:
         requests = sequences_of(job, prompts, request_ids, _hints_of(self.headers))
+        hint = session_hint(job, self.headers)
+        if hint is not NO_HINT:
+            for request in requests:
+                request.session = hint
         if self.trace is not None:
             for request in requests:
                 request.trace = self.trace

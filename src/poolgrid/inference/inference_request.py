@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from poolgrid.inference.cache_domain import WHOLE, CacheShares
+from poolgrid.inference.session_hint import NO_HINT, SessionHint
 from poolgrid.process.log_lines import Field, about
 from poolgrid.process.tracing.record import TraceRecord
 from poolgrid.wire.multimodal import MultimodalInput
@@ -47,6 +48,8 @@ class InferenceRequest(msgspec.Struct, eq=False):
     hints: Mapping[str, Any] = msgspec.field(default_factory=lambda: NO_HINTS)
     """What the client asked of routing, as it came: ``nvext`` (the parts ``router`` and ``agent_hints``) and
     ``headers`` (those of ``HINT_HEADERS``, by name in lower case). Either may be absent."""
+    session: SessionHint = NO_HINT
+    """What the client says of its session."""
     turn: SessionTurn | None = None
     """The turn of a session that it is, once its router has looked."""
     trace: TraceRecord | None = None

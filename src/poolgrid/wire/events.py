@@ -19,7 +19,7 @@ from msgspec import Meta
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.identifiers import U32, U64, Identifier, PackedHashes, StreamState, Text, Tier, WorkerId, WorkerKey
 from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX
-from poolgrid.wire.sessions import SessionTurn
+from poolgrid.wire.sessions import SessionTurn, TurnAnswer
 
 
 class Event(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
@@ -175,13 +175,7 @@ class TurnBegan(Event, frozen=True):
 class TurnEnded(Event, frozen=True):
     """A router has seen the whole answer of a turn: a prompt that repeats it continues the session."""
 
-    request_id: Identifier
-    tenant: U64
-    session: Identifier
-    total: U32
-    """Tokens of prompt and answer."""
-    digest: U64
-    """XXH3-64 of the tokens behind the last whole block of the prompt."""
+    answer: TurnAnswer
 
 
 AnyEvent = (

@@ -37,13 +37,26 @@ class SessionTurn(msgspec.Struct, array_like=True, frozen=True, gc=False):
     after_tool: bool = False
     """Whether its prompt ends in the result of a tool."""
     tail: U64 = 0
-    """Sequence hash of the prompt's last whole block; 0 where the client names its sessions, or there is none."""
+    """Sequence hash of the prompt's last whole block; 0 where there is none."""
     anchor: U64 = 0
-    """Sequence hash of an earlier block, by which ``poolgrid.router.core.lineage`` finds ``tail``."""
+    """Sequence hash of a block at or before ``tail``, by which ``poolgrid.router.core.lineage`` finds it; 0 where the
+    client names its sessions."""
     residual: U64 = 0
     """XXH3-64 of the prompt's tokens behind the last whole block."""
     return_ms: U32 = 0
     """When the next turn is expected after this one; 0 = nothing is known. For engines that keep blocks by it."""
+
+
+class TurnAnswer(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The complete answer of a turn, as its router saw it."""
+
+    request_id: Identifier
+    tenant: U64
+    session: Identifier
+    total: U32
+    """Tokens of prompt and answer."""
+    digest: U64
+    """XXH3-64 of the tokens behind the last whole block of the prompt."""
 
 
 class Tail(msgspec.Struct, array_like=True, frozen=True, gc=False):

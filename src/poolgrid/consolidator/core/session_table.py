@@ -175,7 +175,7 @@ class SessionTable:
         if not is_same and not session.running and session.ending:
             session = self._after_gap(session, Ending.TOOL if given.after_tool else Ending(session.ending), now_ms)
         tails = session.tails
-        if given.tail and not (is_same and tails):
+        if given.anchor and not (is_same and tails):
             tail = Tail(request_id, given.tail, given.anchor, event.isl, given.residual)
             tails = (*tails, tail)[-SESSION_TAILS_MAX:]
         self._turns[event.request_id] = Turn(
@@ -254,14 +254,17 @@ class SessionTable:
         )
 
     def _answered(self, record: JournalRecord, event: TurnEnded) -> None:
-        session = self._sessions.get((event.tenant, event.session))
-        if session is None:
-            return
-        tails = tuple(
-            _replace(each, total=event.total, digest=event.digest) if each.request_id == event.request_id else each
-            for each in session.tails
-        )
-        self._sessions[event.tenant, event.session] = _replace(session, tails=tails)
+        answer = event.answer
+        key = (answer.tenant, answer.session)
+        session = self._sessions.get(key)
+        if session is not None:
+            tails = [
+                _replace(each, total=answer.total, digest=answer.digest)
+                if each.request_id == answer.request_id
+                else each
+                for each in session.tails
+            ]
+            self._sessions[key] = _replace(session, tails=tuple(tails))
 
     def _lost(self, record: JournalRecord, event: object) -> None:
         """Forget what was on a worker that left, or begins again."""

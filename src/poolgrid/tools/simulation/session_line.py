@@ -38,7 +38,7 @@ class SessionLine:
     ) -> Mapping[WorkerKey, str] | None:
         """Return the workers that a turn must leave alone, or ``None`` where it waits."""
         turn = self._turn(request)
-        if turn is None or (self._queue.is_empty and self.working_set.is_free(turn)):
+        if turn is None or (self._queue.is_empty and self.working_set.is_free(turn.blocks)):
             return _NONE_CROWDED
         if self._queue.is_empty or self.working_set.belongs(turn):
             crowded = self._offer(request, turn, workers, overlap, now, 0.0)
@@ -113,6 +113,7 @@ def split_admission(name: str) -> tuple[str, str]:
 
 
 def line_of(admission: str, block_size: int) -> SessionLine | None:
+    """Return where turns wait by an admission; ``None`` for an empty one, by which none waits."""
     return SessionLine(block_size, admission == "smallest-first") if admission else None
 
 

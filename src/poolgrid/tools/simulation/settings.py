@@ -54,7 +54,7 @@ class SimulationSettings(EngineSettings):
         None,
         ge=1,
         le=4096,
-        description="Simulate this many open agent sessions instead of a trace: growing prompts, tool pauses, subagents.",
+        description="Simulate this many open agent sessions instead of a trace.",
     )
     policy: str | None = Field(
         None,
