@@ -188,7 +188,9 @@ class RouterService:
             request.turn = chooser.naming.turn_of(request, path, chooser.block_size(request.model))
             routed = LocalRequest(RequestMachine(request, delivery, self._settings.migration_limit), timer, path)
             cause = WaitCause.BEHIND_OTHERS
-            if chooser.planner is not None and chooser.plans and chooser.can_be_planned(routed):
+            if self.queue.must_wait(routed):
+                cause = WaitCause.WORKING_SET
+            elif chooser.planner is not None and chooser.plans and chooser.can_be_planned(routed):
                 cause = WaitCause.HELD
             elif not self.queue.has_waiting(request.model):
                 failure = self._place(routed)

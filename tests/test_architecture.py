@@ -93,6 +93,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "router.core",
         "workers.core",
         "workers.engines.simulated.core",
+        "serving.fair_queue",
+        "tools.bench.agents",
         "tools.bench.trace",
         "consolidator.core",
         "router.decision_journal",

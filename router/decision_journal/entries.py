@@ -220,6 +220,22 @@ class DecisionMade(JournalEntry, frozen=True):
     """Why the request has one leg or two, where ``roles`` leave that open."""
 
 
+class TurnJudged(JournalEntry, frozen=True):
+    """Whether a turn of a session was admitted to the pool's working set, and what led to that."""
+
+    request: RoutingRequest
+    path: bytes
+    now_ms: float
+    time_ms: int
+    roles: tuple[int, ...]
+    waited_ms: float
+    admitted: bool
+    crowded: list[int]
+    """Workers without room for it."""
+    displaced: list[tuple[int, str]]
+    """Tenant and name of the sessions that lost their places to it."""
+
+
 class DecisionBooked(JournalEntry, frozen=True):
     """The last decision of a request was entered into the ledger."""
 
@@ -303,6 +319,7 @@ AnyEntry = (
     | RecordsApplied
     | WorkersNamed
     | DecisionMade
+    | TurnJudged
     | DecisionBooked
     | WorkerCrowded
     | LeaseRenewed
