@@ -26,7 +26,7 @@ def test_a_killed_prefill_worker_fails_no_request_and_decode_workers_compute_pro
         up.wait_ready()
         url = up.url
         eventually("every worker is reachable", lambda: len(ready_workers(url)) == 4)
-        prefill = up.child("worker", "--role=prefill")
+        prefill = up.child("worker", "prefill")
         whole = 0.0
 
         def kill() -> None:
