@@ -16,7 +16,7 @@ from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.process.clock import Clock
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.inputs import WorkerWanted
+from poolgrid.router.core.inputs import TurnOffered, WorkerWanted
 from poolgrid.router.core.policy import Planner
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import PROMPT_STAGES, NoWorker, PolicyFailed
@@ -35,6 +35,7 @@ from poolgrid.router.core.stage_plan import (
 )
 from poolgrid.router.fleet_links import FleetLinks
 from poolgrid.router.placement import LocalRequest, Placement, PlacementFailure
+from poolgrid.router.session_naming import SessionNaming
 from poolgrid.router.settings import RouterSettings
 from poolgrid.serving.admission_queue import FullWorkers
 from poolgrid.serving.legs import LegPlan
@@ -49,6 +50,9 @@ PROMPT_ROLES: Final = EITHER_ROLES
 
 LONG_PROMPT_BYTES: Final = 8192 * 4
 """Token bytes of a prompt that is hashed in one go: 8,192 tokens are a quarter of a millisecond."""
+
+CROWDED: Final = "its sessions fill its cache"
+"""Filter reason of a worker where a turn would evict sessions that run."""
 
 NO_ADAPTER: Final = "it does not serve the adapter"
 """Filter reason of a worker for requests with an adapter that others of its model serve."""
@@ -72,6 +76,7 @@ class Chooser:
         full: FullWorkers[WorkerKey],
     ) -> None:
         self.paths = TenantPaths()
+        self.naming = SessionNaming(state.projection)
         self.full = full
         """Workers that refused requests for lack of room: they get nothing for a while."""
         self._always_two = settings.legs == "two"
@@ -128,6 +133,9 @@ class Chooser:
         now_ms = self._clock.monotonic_ms()
         if not routed.path:
             routed.path = self.path_now(request)
+        if routed.queued is not None and not machine.plan.dispatches:
+            # While it waited its session may have gone on without it.
+            request.turn = self.naming.turn_of(request, routed.path, self.block_size(request.model))
         output_tokens = len(machine.delivery.output) // TOKEN_BYTES
         leg, wanted = self._wanted(machine.plan, output_tokens, routed.path, now_ms, routed)
         found = self._state.select(wanted)
@@ -145,6 +153,9 @@ class Chooser:
         assert isinstance(found, NoWorker), "there is a decision, or none"
         if leg.stage is Stage.ENCODE and not found.busy:
             machine.plan.encodes_itself = True
+            return self.choose(routed)
+        if routed.crowded:
+            routed.crowded = {}  # no other can serve it now: better on a crowded worker than nowhere
             return self.choose(routed)
         full = self.full.at(now_ms)
         coming = self._links.away | full.keys() if full else self._links.away
@@ -178,6 +189,44 @@ class Chooser:
             _NONE_BEHIND if routed is None else routed.behind,
             0.0 if queued is None else now_ms - queued.entered_ms,
         )
+
+    # -- sessions --------------------------------------------------------------------------------------------------
+
+    def admits(self, routed: LocalRequest, is_first: bool, waited_ms: float = 0.0) -> bool:
+        """Tell whether a turn of a session may go to a worker now, or waits for room in the pool's working set.
+
+        Without ``is_first`` others wait already, and only turns of sessions that have their place go on.
+        """
+        request, sessions = routed.machine.request, self._state.sessions
+        if request.turn is None:
+            return True
+        size = self.block_size(request.model)
+        if is_first and (not size or sessions.working_set.is_free(len(request.token_ids) // (TOKEN_BYTES * size) + 1)):
+            return True
+        now_ms = self._clock.monotonic_ms()
+        if not routed.path:
+            routed.path = self.path_now(request)
+        leg, wanted = self._wanted(routed.machine.plan, 0, routed.path, now_ms, routed)
+        routed.crowded = {}
+        if leg.stage not in PROMPT_STAGES:
+            return True
+        if not is_first and not sessions.belongs(wanted.request):
+            return False
+        found = self._state.offer(TurnOffered(wanted.request, wanted.path, now_ms, wanted.time_ms, wanted.roles, waited_ms))
+        if found.admitted and found.crowded:
+            routed.crowded = dict.fromkeys(found.crowded, CROWDED)
+        return found.admitted
+
+    @property
+    def place_changes(self) -> int:
+        """Return a number that grows when a session may have lost its place."""
+        return self._state.sessions.working_set.changes
+
+    def next_place_ms(self) -> float:
+        """Return when the next session that does nothing loses its place; infinity without one."""
+        return self._state.sessions.working_set.next_ms()
+
+    # -- plans -----------------------------------------------------------------------------------------------------
 
     @property
     def plans(self) -> bool:
@@ -221,7 +270,9 @@ class Chooser:
     def preview(self, request: InferenceRequest) -> Decision | PlacementFailure:
         """Return what a request would get now; nothing is booked, sent, counted or recorded."""
         now_ms = self._clock.monotonic_ms()
-        _, wanted = self._wanted(LegPlan(request), 0, self.path_now(request), now_ms)
+        path = self.path_now(request)
+        request.turn = self.naming.turn_of(request, path, self.block_size(request.model))
+        _, wanted = self._wanted(LegPlan(request), 0, path, now_ms)
         found = self._state.preview(wanted)
         if isinstance(found, Decision):
             return found
@@ -240,8 +291,8 @@ class Chooser:
             found = {**found, **full}
         if request.lora_name:
             found = {**found, **self._without_adapter(request)}
-        if routed is not None and (routed.tried or routed.unable):
-            found = {**found, **routed.tried, **routed.unable}
+        if routed is not None and (routed.tried or routed.unable or routed.crowded):
+            found = {**found, **routed.tried, **routed.unable, **routed.crowded}
         return found
 
     def _without_adapter(self, request: InferenceRequest) -> dict[WorkerKey, str]:
@@ -282,6 +333,7 @@ def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg
     """Return what a policy may know of a request: what it was given and has generated so far is one prompt."""
     tokens = len(request.token_ids) // 4 + output_tokens
     size = max(1, block_size)
+    turn = request.turn
     return RoutingRequest(
         request.request_id,
         request.model,
@@ -293,6 +345,10 @@ def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg
         () if request.multimodal is None else media_hashes(request),
         () if request.multimodal is None or leg.stage is Stage.DECODE else media_kinds(request),
         ttft_target_ms=ttft_target_ms(request.hints) if request.hints else 0.0,
+        session="" if turn is None else turn.session,
+        tenant=0 if turn is None else turn.tenant,
+        domain="adapter" if request.lora_name else "salt" if request.cache_salt else "",
+        parent="" if turn is None else turn.parent,
     )
 
 

@@ -77,6 +77,10 @@ class Decision(msgspec.Struct, eq=False):
     """How long the prompt's blocks should stay, of a decision that was recorded when that was learned."""
     realised_cached_tokens: int | None = None
     """What the worker then really reused."""
+    reported_isl: int | None = None
+    """Prompt tokens that the engine counted."""
+    seen_tokens: int = 0
+    """Leading prompt tokens that this router had sent to the pool before."""
     realised_ttft_ms: float | None = None
     """How long its first token then really took, as far as the policy expected something."""
     is_reservation: bool = False
@@ -298,12 +302,13 @@ class DecisionLog:
     def _id_under(self, name: str) -> str | None:
         return name if (name, 0) in self._decisions else self._latest.get(name)
 
-    def realised(self, dispatch_id: str, cached_tokens: int) -> Decision | None:
-        """Note what the worker really reused for a dispatch; return its decision when that is news.
+    def of_dispatch(self, dispatch_id: str) -> Decision | None:
+        """Return the decision of a dispatch: attempt 0 has the request's own id, attempt n is called ``<id>~<n>``."""
+        return self._decisions.get((dispatch_id, 0)) or self._decisions.get(dispatch_of(dispatch_id))
 
-        The dispatch of attempt 0 has the request's own id, that of attempt n is called ``<id>~<n>``.
-        """
-        decision = self._decisions.get((dispatch_id, 0)) or self._decisions.get(dispatch_of(dispatch_id))
+    def realised(self, dispatch_id: str, cached_tokens: int) -> Decision | None:
+        """Note what the worker really reused for a dispatch; return its decision when that is news."""
+        decision = self.of_dispatch(dispatch_id)
         if decision is None or decision.realised_cached_tokens is not None:
             return None
         decision.realised_cached_tokens = cached_tokens
@@ -311,7 +316,7 @@ class DecisionLog:
 
     def first_token(self, dispatch_id: str, ttft_ms: float) -> Decision | None:
         """Note how long the first token of a dispatch really took; return its decision, if it is kept."""
-        decision = self._decisions.get((dispatch_id, 0)) or self._decisions.get(dispatch_of(dispatch_id))
+        decision = self.of_dispatch(dispatch_id)
         if decision is not None:
             decision.realised_ttft_ms = ttft_ms
         return decision

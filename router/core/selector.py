@@ -120,7 +120,7 @@ class Selector:
         untrusted = projection.trust.untrusted if projection.follows_blocks else _NO_WORKERS
         as_numbers = self._compares_numbers and policy is self.policy and group.few is not None
         overlap = overlap_columns(
-            projection, group, path if policy.needs_overlap else (), untrusted, wanted.now_ms, as_numbers
+            projection, group, path if policy.needs_overlap else (), request, untrusted, wanted.now_ms, as_numbers
         )
         if as_numbers:
             candidates = self._few_candidates(group, rows, overlap)

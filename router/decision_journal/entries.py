@@ -220,6 +220,22 @@ class DecisionMade(JournalEntry, frozen=True):
     """Why the request has one leg or two, where ``roles`` leave that open."""
 
 
+class TurnJudged(JournalEntry, frozen=True):
+    """Whether a turn of a session was admitted to the pool's working set, and what led to that."""
+
+    request: RoutingRequest
+    path: bytes
+    now_ms: float
+    time_ms: int
+    roles: tuple[int, ...]
+    waited_ms: float
+    admitted: bool
+    crowded: list[int]
+    """Workers without room for it."""
+    displaced: list[tuple[int, str]]
+    """Tenant and name of the sessions that lost their places to it."""
+
+
 class DecisionBooked(JournalEntry, frozen=True):
     """The last decision of a request was entered into the ledger."""
 
@@ -275,6 +291,8 @@ class OverlapRealised(JournalEntry, frozen=True):
     request_id: str
     attempt: int
     cached_tokens: int
+    isl: int | None = None
+    """Prompt tokens as the engine counted them, where its answer went past the router."""
 
 
 class FirstTokenCame(JournalEntry, frozen=True):
@@ -301,6 +319,7 @@ AnyEntry = (
     | RecordsApplied
     | WorkersNamed
     | DecisionMade
+    | TurnJudged
     | DecisionBooked
     | WorkerCrowded
     | LeaseRenewed

@@ -147,7 +147,7 @@ class Picker:
         state: RouterState,
         reader: PromptReader,
         path_of: Callable[[InferenceRequest], Sequence[int]],
-        realised: Callable[[str, int], None],
+        realised: Callable[[str, Sequence[int], int, int | None], None],
         request_ids: RequestIds,
         fallbacks: int,
         metrics: PickerMetrics,
@@ -309,11 +309,12 @@ class Picker:
         if self._state.note_prompt(PromptComputed(booking.worker, booking.dispatch_id, is_held)):
             self._router.room_changed()
 
-    def ended(self, booking: Booking, cached_tokens: int | None) -> None:
-        """Take a request off the books, whatever ended it; ``cached_tokens`` as the engine reported."""
+    def ended(self, booking: Booking, cached_tokens: int | None, isl: int | None = None) -> None:
+        """Take a request off the books, whatever ended it; ``cached_tokens`` and ``isl`` as the engine reported."""
         self._bookings.discard(booking)
         if cached_tokens is not None:
-            self._realised(booking.dispatch_id, cached_tokens)
+            path = () if booking.wanted is None else booking.wanted.path
+            self._realised(booking.dispatch_id, path, cached_tokens, isl)
         self._release(booking)
 
     def _release(self, booking: Booking) -> None:

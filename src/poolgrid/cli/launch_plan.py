@@ -33,7 +33,7 @@ ANY = "any free"
 
 @dataclass(frozen=True, slots=True)
 class PlannedWorker:
-    """One worker as it will be started."""
+    """One worker as it will be started, or several in one process."""
 
     name: str
     arguments: tuple[str, ...]
@@ -42,6 +42,8 @@ class PlannedWorker:
     """``None``: its engine needs none."""
     made_of: str = ""
     warnings: tuple[str, ...] = ()
+    count: int = 1
+    """Workers in the process."""
 
     def environment(self) -> dict[str, str]:
         """Return what this worker's environment has that others' have not."""

@@ -523,10 +523,16 @@ class LocalPool:
         else:
             data_dir = ["--data-dir", str(self._data_dir)]
             planes = [f"--{key}-port={self._ports.hold()}" for key in ("ingest", "feed", "query")]
-            arguments = ["consolidator", "--host", settings.host, *data_dir, *planes, *common]
-            only = await self._start_part("consolidator", [*arguments, *settings.options_of("consolidator")])
-            self._ingest = only.word("ingest")
-            follow = ["--feed-endpoint", only.word("feed"), "--query-endpoint", only.word("query")]
+            own = [*planes, *settings.options_of("consolidator")]
+            if settings.engine_url:
+                follow = own  # the router's own consolidator: one process less that every event passes
+                host = f"[{settings.host}]" if ":" in settings.host else settings.host
+                self._ingest = f"tcp://{host}:{planes[0].rpartition('=')[2]}"
+            else:
+                arguments = ["consolidator", "--host", settings.host, *data_dir, *own, *common]
+                only = await self._start_part("consolidator", arguments)
+                self._ingest = only.word("ingest")
+                follow = ["--feed-endpoint", only.word("feed"), "--query-endpoint", only.word("query")]
         port = self._ports.hold(settings.port)
         router = self._start_part(
             "router",
@@ -540,7 +546,8 @@ class LocalPool:
         started = await asyncio.gather(router, *(self._start_worker(each) for each in self._planned))
         self._router, self._workers = started[0], list(started[1:])
         url = self._router.ready_words[0]
-        await until_workers_are_ready(self._router.word("select"), len(self._planned), START_TIMEOUT_S)
+        workers = sum(each.count for each in self._planned)
+        await until_workers_are_ready(self._router.word("select"), workers, START_TIMEOUT_S)
         if settings.real:
             await warm_up(url, settings)
         return url

@@ -8,10 +8,12 @@ from typing import Any, Final
 import msgspec
 
 from poolgrid.inference.cache_domain import WHOLE, CacheShares
+from poolgrid.inference.session_hint import NO_HINT, SessionHint
 from poolgrid.process.log_lines import Field, about
 from poolgrid.process.tracing.record import TraceRecord
 from poolgrid.wire.multimodal import MultimodalInput
 from poolgrid.wire.requests import KvRetention, Sampling
+from poolgrid.wire.sessions import SessionTurn
 
 NO_HINTS: Final[Mapping[str, Any]] = {}
 
@@ -46,6 +48,10 @@ class InferenceRequest(msgspec.Struct, eq=False):
     hints: Mapping[str, Any] = msgspec.field(default_factory=lambda: NO_HINTS)
     """What the client asked of routing, as it came: ``nvext`` (the parts ``router`` and ``agent_hints``) and
     ``headers`` (those of ``HINT_HEADERS``, by name in lower case). Either may be absent."""
+    session: SessionHint = NO_HINT
+    """What the client says of its session."""
+    turn: SessionTurn | None = None
+    """The turn of a session that it is, once its router has looked."""
     trace: TraceRecord | None = None
     """What happens to the client's request, for one whose trace is kept; shared by all its sequences."""
 

@@ -102,8 +102,16 @@ async def _supervise(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
         await main(stop)
 
     on_fatal.set(on_failure)
-    context = contextvars.copy_context()  # the loop calls its handler in a context of its own
-    loop.set_exception_handler(LoopFaults(lambda name, error: context.run(end_process, name, error)))
+    context = contextvars.copy_context()
+
+    def on_loop_fault(name: str, error: BaseException) -> None:
+        # uvloop calls its handler in the context of the callback, which may be that of one worker of several.
+        if on_fatal.get() is None:
+            context.run(end_process, name, error)
+        else:
+            end_process(name, error)
+
+    loop.set_exception_handler(LoopFaults(on_loop_fault))
     task = owned(whole(), "main")
 
     def on_signal(name: str) -> None:

@@ -17,6 +17,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
@@ -38,6 +39,9 @@ ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None] 
 
 Field = str | int | float | bool
 
+fields_of_task: ContextVar[Mapping[str, Field]] = ContextVar("fields_of_task", default={})  # noqa: B039 - never changed
+"""What the lines of a task, and of all that it starts, are about: which worker, where a process has several."""
+
 SECOND = "%Y-%m-%dT%H:%M:%S"
 
 
@@ -47,6 +51,14 @@ def about(**fields: Field | None) -> dict[str, Any]:
     What is empty is left out.
     """
     return {"fields": {name: value for name, value in fields.items() if value is not None and value != ""}}
+
+
+def add_fields_of_task(record: logging.LogRecord) -> bool:
+    """Add to a line what its task is about; a filter of handlers."""
+    of_task = fields_of_task.get()
+    if of_task:
+        record.__dict__["fields"] = {**of_task, **fields_of(record)}
+    return True
 
 
 def fields_of(record: logging.LogRecord) -> Mapping[str, Field]:

@@ -28,7 +28,14 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal, NamedTuple, TextIO
 
-from poolgrid.process.log_lines import LINE_CHARS_MAX, Field, JsonFormatter, LineFormatter, fields_of
+from poolgrid.process.log_lines import (
+    LINE_CHARS_MAX,
+    Field,
+    JsonFormatter,
+    LineFormatter,
+    add_fields_of_task,
+    fields_of,
+)
 
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -269,6 +276,7 @@ def configure(
     """
     levels = read_levels(level, default)
     handler = BoundedHandler(sys.stderr)
+    handler.addFilter(add_fields_of_task)
     of_process = {} if fields is None else fields
     handler.setFormatter(
         JsonFormatter(process_name, of_process) if log_format == "json" else LineFormatter(process_name)

@@ -45,7 +45,8 @@ class Restart:
 
 
 on_fatal: ContextVar[Callable[[str, BaseException], None] | None] = ContextVar("on_fatal", default=None)
-"""Ends the process in order; set by ``poolgrid.process.lifecycle`` for everything that it runs."""
+"""Ends the process in order; set by ``poolgrid.process.lifecycle`` for everything that it runs. A group of workers sets
+it for each worker, to end that worker only."""
 
 
 def owned(work: Coroutine[Any, Any, T], name: str, loop: asyncio.AbstractEventLoop | None = None) -> asyncio.Task[T]:
@@ -68,7 +69,7 @@ def end_process(name: str, error: BaseException) -> bool:
 
     Returns whether the process will end: outside of ``poolgrid.process.lifecycle`` it does not.
     """
-    log.critical("task %r failed: this process ends", name, exc_info=error)
+    log.critical("task %r failed: what it is part of ends", name, exc_info=error)
     end = on_fatal.get()
     if end is None:
         return False

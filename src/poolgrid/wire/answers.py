@@ -104,6 +104,8 @@ class WorkerRow(AnswerRow, frozen=True, kw_only=True):
     last_event_ms_ago: float | None
     http_endpoint: str
     stream: StreamRow
+    verdict: str = ""
+    """Cause that the checks of `poolgrid doctor` name."""
 
 
 class LoadingRow(AnswerRow, frozen=True, kw_only=True):
@@ -127,6 +129,31 @@ class WorkerList(AnswerRow, frozen=True, kw_only=True):
     queue: QueueRow
     data: list[WorkerRow]
     loading: list[LoadingRow] = []
+    uncached_tokens: dict[str, int] = {}
+    """Prompt tokens computed since the router started, by cause."""
+
+
+class VerdictRow(AnswerRow, frozen=True, kw_only=True):
+    """The verdict on one worker: what was promised and reported, and why they differ."""
+
+    worker: str
+    cause: str
+    is_fault: bool
+    meaning: str
+    evidence: list[str]
+    fix: str
+    first_request: str
+    requests: int
+    promised_tokens: int
+    reported_tokens: int
+
+
+class DoctorAnswer(AnswerRow, frozen=True, kw_only=True):
+    """Answer of a router's ``GET /v1/doctor``."""
+
+    object: str = "list"
+    data: list[VerdictRow]
+    uncached_tokens: dict[str, int]
 
 
 class DrainAnswer(AnswerRow, frozen=True, kw_only=True):

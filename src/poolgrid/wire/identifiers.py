@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from poolgrid.wire.limits import (
     BLOCKS_PER_EVENT_MAX,
+    GROUPS_PER_WORKER_MAX,
     IDENTIFIER_BYTES_MAX,
     MULTIMODAL_BYTES_MAX,
     OPAQUE_BYTES_MAX,
@@ -43,6 +44,9 @@ Text = Annotated[str, Meta(max_length=TEXT_CHARS_MAX)]
 
 PackedHashes = Annotated[bytes, Meta(max_length=8 * BLOCKS_PER_EVENT_MAX)]
 """u64 little-endian hashes, 8 bytes each; the codec checks that the length is a multiple of 8."""
+
+GroupNumber = Annotated[int, Meta(ge=0, le=GROUPS_PER_WORKER_MAX)]
+"""A KV group of a worker's model; 0 is full attention."""
 
 PackedTokens = Annotated[bytes, Meta(max_length=4 * PROMPT_TOKENS_MAX)]
 """u32 little-endian token ids, 4 bytes each; the codec checks that the length is a multiple of 4."""

@@ -147,8 +147,17 @@ RENEWALS_MAX = 65_536
 DRAIN_TIMEOUT_MS_MAX = 86_400_000
 """Longest that a worker may be told to drain: a day, in which the longest answer ends."""
 
+GROUPS_PER_WORKER_MAX = 15
+"""KV groups of a worker besides full attention that differ in what they need; models have one to three."""
+
 POOL_MODELS_MAX = 1024
 """Models that one pool may report."""
+
+SESSION_FOOTPRINTS_MAX = 8
+"""Worker ranks on which a session's blocks are remembered, the latest."""
+
+SESSION_TAILS_MAX = 4
+"""Turns of a session from which forks are recognised, the latest."""
 
 U64_MAX = 2**64 - 1
 """Hashes, epochs, sequence numbers and offsets are unsigned 64-bit."""

@@ -52,6 +52,11 @@ def dispatch_of(name: str) -> tuple[str, int]:
     return name, 0
 
 
+def request_of(name: str) -> str:
+    """Return the request of a dispatch."""
+    return dispatch_of(name)[0] if SEPARATOR in name else name
+
+
 def name_of(request_id: str) -> str:
     """Return what the client calls a request, given its id or that of a dispatch; the unique part if it has no name."""
     return request_id.partition(SEPARATOR)[0]

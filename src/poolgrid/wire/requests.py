@@ -26,6 +26,7 @@ from poolgrid.wire.limits import (
     TOKEN_DELTAS_PER_BATCH_MAX,
     TOKENS_TOGETHER_MAX,
 )
+from poolgrid.wire.sessions import SessionTurn, TurnAnswer
 from poolgrid.wire.trace_context import TraceContext
 
 Guide = Annotated[str, Meta(max_length=GUIDE_BYTES_MAX)]
@@ -182,12 +183,16 @@ class Generate(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False)
     """The router's span of this leg, for a request that is traced; ``None`` without tracing."""
     retention: KvRetention | None = None
     """How long its blocks stay cached; ``None`` = as long as others."""
+    turn: SessionTurn | None = None
+    """The session that it is a turn of, for the worker's events and its engine; ``None`` = of none."""
 
 
 class Cancel(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
     """Stop a request and free its blocks; answered by a final delta with finish reason ``cancelled``."""
 
     request_id: Identifier
+    answered: TurnAnswer | None = None
+    """What the router saw of the whole answer, for the pool's journal; the request is over then, and nothing stops."""
 
 
 class Ping(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):

@@ -124,14 +124,15 @@ def _retention_line(retention: RetentionRow) -> str:
 
 def _add_attempt(root: Tree, attempt: DecisionExplanation) -> None:
     reused = attempt.realised_cached_tokens
-    came = "not known yet how much was reused" if reused is None else f"{counted(reused, 'token')} reused"
+    promised = min(attempt.isl, attempt.overlap_blocks * attempt.block_size)
+    came = "nothing reported yet" if reused is None else f"{counted(reused, 'token')} reported as reused"
     branch = root.add(
         f"attempt {attempt.attempt}, {attempt.stage}: worker [bold]{escape(attempt.worker)}[/], "
         f"{escape(attempt.reason)} by policy {escape(attempt.policy)} at journal offset {attempt.offset}"
     )
     branch.add(
         f"ISL {attempt.isl:,} = {counted(attempt.isl_blocks, 'block')}, {attempt.overlap_blocks:,} believed to be "
-        f"there, {came}"
+        f"there: {counted(promised, 'token')} promised, {came}"
     )
     if attempt.media is not UNSET:
         media, whole = attempt.media, attempt.isl // attempt.block_size

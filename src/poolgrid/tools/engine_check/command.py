@@ -179,6 +179,8 @@ def _show(settings: EngineCheckSettings, evidence: Evidence) -> int:
         console.print(check_table(evidence, found))
         for finding in found.findings:
             console.print(words_of(finding))
+        if (cause := found.cause) is not None:
+            console.print(Text(f"verdict: {cause.value}. To change: {cause.fix}."))
     return 1 if found.faults else 0
 
 
@@ -253,6 +255,7 @@ def report(evidence: Evidence, found: Examination) -> dict[str, Any]:
         "sources": evidence.sources,
         "contacts": {str(rank): contact.value for rank, contact in evidence.contacts.items()},
         "ok": not found.faults,
+        "verdict": None if found.cause is None else found.cause.value,
         "findings": found.findings,
         "messages": found.messages,
         "forms": found.forms,

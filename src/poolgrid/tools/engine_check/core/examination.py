@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from poolgrid.diagnosis.causes import OF_FINDING, Cause
 from poolgrid.tools.engine_check.core.block_rules import BlockFigures, block_findings, observed_block_size
 from poolgrid.tools.engine_check.core.contact_rules import contact_findings
 from poolgrid.tools.engine_check.core.evidence import Evidence
@@ -35,6 +36,12 @@ class Examination:
     event_delay_ms: float | None
     """From the end of an answer to its last event, the longest; ``None`` = not measured."""
     figures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def cause(self) -> Cause | None:
+        """Return what `poolgrid doctor` would call the first fault; ``None`` without one that it knows."""
+        named = (OF_FINDING.get(each.kind.value) for each in self.findings if each.severity is FindingSeverity.FAULT)
+        return next((cause for cause in named if cause is not None), None)
 
     @property
     def faults(self) -> int:
