@@ -6,8 +6,8 @@ Rules
        server loaded, where that is on this machine too.
     3. Where no server's cache events can be followed, the router goes by its own choices (the policy ``approximate``),
        unless another policy was asked for. Where only some cannot be followed, it does so for them as soon as it sees
-       that they reuse what nobody told of.
-    4. The servers are nobody's children: they are neither started nor ended here.
+       that they reuse what no event announced.
+    4. The servers are not our children: they are neither started nor ended here.
     5. One process has the workers of all servers of a kind, unless roles have options of their own; the consolidator is
        in the router.
 """
@@ -71,7 +71,7 @@ def plan_front(settings: UpSettings) -> FrontPlan:
 
 
 async def ask_all(settings: UpSettings) -> list[FrontServer]:
-    """Return what every server says, in the order in which they were given."""
+    """Return the facts of every server, in the order in which they were given."""
     wanted = [(url, role) for role, urls in settings.backends().items() for url in urls]
     timeout_s = settings.start_timeout_s(REAL_START_TIMEOUT_S)
     facts = await asyncio.gather(*(_ask(url, settings, timeout_s) for url, _ in wanted))

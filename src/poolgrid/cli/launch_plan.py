@@ -104,10 +104,8 @@ def plan_real(
     ``common`` are options of all of them (``model-path``, ``host``, ...), ``usable`` the GPUs there are. Raises
     ``GpusMissing``, ``OptionProblem``, and ``ValueError`` with what a worker would say of its arguments.
     """
-    from poolgrid.workers.engines.registry import engine_definition, engines
+    from poolgrid.workers.engines.registry import engine_definition
 
-    if engine not in engines():
-        raise OptionProblem(f"--engine is {engine}, which is not installed; there are {', '.join(engines())}")
     definition = engine_definition(engine)
     assert definition.start_plan is not None, "an engine that needs GPUs says how many"
     needs: list[Need] = []

@@ -1,7 +1,7 @@
 """The life of a process: run a service until SIGINT or SIGTERM asks it to stop, then let it end in order.
 
 A service: ``main(stop)`` runs until it is done or ``stop`` is set. The first
-signal sets ``stop``; a second one cancels the main task, for whoever does not want to wait for a drain.
+signal sets ``stop``; a second one cancels the main task, so that a drain need not be waited for.
 A background task that fails for good (``poolgrid.process.tasks``) sets ``stop`` too, and so does an exception in a
 callback of the event loop (``poolgrid.process.lifecycle``). The process then ends with an error.
 

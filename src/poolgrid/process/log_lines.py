@@ -3,7 +3,7 @@
 Rules
     1. An event is one line, whatever is in its text. Much of that text is not ours (names that clients and workers
        chose, headers, addresses, errors of libraries about them): everything that is not printable is escaped, so that
-       nobody writes a line that we did not, moves a terminal's cursor or hides what follows. For people, lines of
+       no text adds a line, moves a terminal's cursor or hides what follows. For people, lines of
        tracebacks are set apart; in JSON a traceback is a field.
     2. A line has at most ``LINE_CHARS_MAX`` characters of the event's own words, a field at most ``FIELD_CHARS_MAX``.
     3. Times are UTC, with the date and milliseconds.

@@ -220,7 +220,7 @@ class BoundedHandler(logging.StreamHandler[TextIO]):
             pass  # there is nowhere to say it
 
     def close(self) -> None:
-        """End; what was left out until now is said."""
+        """End; what was left out so far is logged."""
         self._say_what_was_left_out(float("inf"))
         super().close()
 
