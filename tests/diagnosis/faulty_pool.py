@@ -105,10 +105,10 @@ class FaultyEngine(SimulatedEngine):
 
     def __init__(self, pool: FaultyPool, fits: SimulatedLimits, recorder: CacheRecorder) -> None:
         super().__init__(fits, timing=PolynomialTiming(), recorder=recorder, report_tokens=False)
-        self._pool = pool
+        self._paths = pool._engine_paths
 
     def submit(self, request: Generate, now_ms: float, path: list[int] | None = None, *rest: Any, **more: Any) -> None:
-        super().submit(request, now_ms, self._pool._engine_paths[request.request_id], *rest, **more)
+        super().submit(request, now_ms, self._paths[request.request_id], *rest, **more)
 
 
 class FaultyPool(SimulatedPool):
