@@ -185,9 +185,12 @@ class RouterService:
             chooser = self.chooser
             path = chooser.path_now(request) if chooser.is_quick(request) else await chooser.path(request)
             delivery = TokenDelivery(request.request_id, self.tracker.on_client_left, self._loop)
+            request.turn = chooser.naming.turn_of(request, path, chooser.block_size(request.model))
             routed = LocalRequest(RequestMachine(request, delivery, self._settings.migration_limit), timer, path)
             cause = WaitCause.BEHIND_OTHERS
-            if chooser.planner is not None and chooser.plans and chooser.can_be_planned(routed):
+            if self.queue.must_wait(routed):
+                cause = WaitCause.WORKING_SET
+            elif chooser.planner is not None and chooser.plans and chooser.can_be_planned(routed):
                 cause = WaitCause.HELD
             elif not self.queue.has_waiting(request.model):
                 failure = self._place(routed)

@@ -21,6 +21,7 @@ from poolgrid.router.core.stream_health import TOKENS_MIN
 from poolgrid.router.fleet_links import FleetLinks
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.placement import LocalRequest, Placement
+from poolgrid.router.session_naming import SessionNaming
 from poolgrid.serving.admission_queue import FullWorkers
 from poolgrid.serving.legs import AvoidWorker, Dispatch, EndRequest, WorkerFull, WorkerOvercommitted, WorkerReported
 from poolgrid.serving.prompt_paths import ReuseSketch
@@ -54,6 +55,7 @@ class RouterTracker(RequestTracker[LocalRequest]):
         self.decisions = DecisionLog(DECISIONS_KEPT)
         self.sketch = ReuseSketch()
         """What prompts were seen, of requests with a worker."""
+        self.naming = SessionNaming(state.projection)
         self.recorder: DecisionRecorder | None = None
         """Where decisions are kept beyond ``decisions``; it is the log of the state too."""
         self._counters: dict[tuple[str, str, Stage, str], tuple[Counter, Counter]] = {}
@@ -76,6 +78,9 @@ class RouterTracker(RequestTracker[LocalRequest]):
         self._state.book(Booked(decision, routed.path, dispatch_id, chosen.now_ms))
         self.decisions.add(decision)
         self.requests[plan.request.request_id] = routed
+        self.naming.dispatched(plan.request)
+        routed.latest = plan.current
+        routed.block_size = decision.request.block_size
         metrics = self._metrics
         kind = (decision.policy, routed.machine.delivery.decision_reason, leg.stage, leg.reason)
         counters = self._counters.get(kind)
@@ -184,6 +189,12 @@ class RouterTracker(RequestTracker[LocalRequest]):
         self._await_overcommit_end(now_ms)
 
     def ended(self, routed: LocalRequest, end: EndRequest) -> None:
+        machine, latest = routed.machine, routed.latest
+        turn = self.naming.ended(
+            machine.request, routed.path, routed.block_size, machine.delivery.output, end.last.finish_reason or ""
+        )
+        if turn is not None and latest is not None and (link := self._links.get(latest.endpoint)) is not None:
+            link.answered(latest.id, turn)
         if self.recorder is not None:
             self.recorder.ended(routed.machine.request.request_id, routed.machine.delivery.tokens)
 

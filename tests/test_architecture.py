@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "consolidator": ("wire", "kv_events", "process", "transport", "http", "discovery"),
     "nats": ("wire", "process", "transport", "inference", "discovery", "frontend", "consolidator"),
     "fleet_page": ("wire", "process", "frontend", "serving", "consolidator", "router", "global_router"),
-    "router.core": ("wire", "diagnosis", "consolidator.core.sharded_map"),
+    "router.core": ("wire", "diagnosis", "consolidator.core.session_table", "consolidator.core.sharded_map"),
     "router.policies": ("wire", "router.core"),
     "router": (
         "wire",
@@ -93,6 +93,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "router.core",
         "workers.core",
         "workers.engines.simulated.core",
+        "serving.fair_queue",
+        "tools.bench.agents",
         "tools.bench.trace",
         "consolidator.core",
         "router.decision_journal",

@@ -17,10 +17,13 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 
 from poolgrid.router.core.candidates import EXPECTED_MS, Candidates, Choice, RoutingRequest
+from poolgrid.router.core.stage_plan import LegChoice, Outlook
 from poolgrid.wire.answers import (
     CandidateRow,
     DecisionExplanation,
     DecisionRow,
+    LegRow,
+    LegsRow,
     MediaRow,
     RetentionRow,
 )
@@ -68,6 +71,8 @@ class Decision(msgspec.Struct, eq=False):
     """Leading blocks of a prompt with media that could be compared with what workers hold."""
     queued_ms: float = 0.0
     """How long the request waited for a worker with room before this decision could be carried out."""
+    legs: LegChoice | None = None
+    """Why the request has one leg or two, where both were possible."""
     retention: KvRetention | None = None
     """How long the prompt's blocks should stay, of a decision that was recorded when that was learned."""
     realised_cached_tokens: int | None = None
@@ -188,6 +193,7 @@ class Decision(msgspec.Struct, eq=False):
             filtered={str(worker): why for worker, why in self.filtered.items()},
             untrusted={str(worker): why for worker, why in self.untrusted.items()},
             media=self._media(),
+            legs=UNSET if self.legs is None else _legs_row(self.legs),
             retention=self._retention(),
         )
 
@@ -201,6 +207,17 @@ class Decision(msgspec.Struct, eq=False):
         if self.compared_blocks is None:
             return UNSET
         return MediaRow(items=len(self.request.media), compared_blocks=self.compared_blocks)
+
+
+def _legs_row(legs: LegChoice) -> LegsRow:
+    return LegsRow(reason=legs.reason, one=_leg_row(legs.one, "pause_ms"), two=_leg_row(legs.two, "transfer_ms"))
+
+
+def _leg_row(outlook: Outlook | None, further: str) -> LegRow | None:
+    if outlook is None:
+        return None
+    terms = {"queue_ms": outlook.queue_ms, "prompt_ms": outlook.prompt_ms, further: outlook.further_ms}
+    return LegRow(cost_ms=outlook.cost_ms, weight=outlook.weight, terms=terms)
 
 
 DECISION_LOG_BYTES: Final = 64 * 1024 * 1024

@@ -371,6 +371,12 @@ class ComputedPrompts:
         newest = islice(reversed(same.items()), SAME_BEGINNING_MAX)
         return [(key[0], _shared_blocks(path, other)) for key, other in newest]
 
+    def continued(self, path: Sequence[int]) -> list[tuple[WorkerKey, int]]:
+        """Return the blocks of each such prompt that a path continues, with its worker."""
+        same = self._of_first.get(path[0]) if path else None
+        newest = islice(reversed((same or {}).items()), SAME_BEGINNING_MAX)
+        return [(key[0], n) for key, other in newest if (n := len(other)) <= len(path) and path[n - 1] == other[-1]]
+
     def __iter__(self) -> Iterator[_Key]:
         return iter(self._first_block)
 

@@ -25,6 +25,7 @@ import msgspec
 from poolgrid.consolidator.journal.inspection import NotKept
 from poolgrid.consolidator.ports import ReadableDisk
 from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.inputs import TurnOffered
 from poolgrid.router.core.policy import Policy
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.decision_journal.checkpoints import restore
@@ -37,6 +38,7 @@ from poolgrid.router.decision_journal.entries import (
     OverlapRealised,
     RouterSettingsNoted,
     SnapshotLoaded,
+    TurnJudged,
     decision_of,
     made_of,
 )
@@ -46,6 +48,7 @@ from poolgrid.router.decision_journal.input_codec import (
     NoDecision,
     PoolJournalTooShort,
     StreamDiffers,
+    judged_of,
     wanted_of,
 )
 from poolgrid.router.decision_journal.opening import settings_of
@@ -79,6 +82,8 @@ class ReplayOutcome:
     """What came of the decisions of one router."""
 
     identical: int = 0
+    identical_admissions: int = 0
+    """Turns of sessions that were admitted, or had to wait, as recorded."""
     not_derivable: int = 0
     lost_decisions: int = 0
     """Decisions of which the journal only says that it does not have them."""
@@ -158,6 +163,8 @@ class DecisionReplay:
             self._restore(entry)
         elif isinstance(entry, DecisionMade):
             return self._decide(stored, entry, outcome)
+        elif isinstance(entry, TurnJudged):
+            return None if self._blind or self._state is None else self._judge(stored, entry, self._state, outcome)
         elif not self._blind or (self._too_old and isinstance(entry, SnapshotLoaded)):
             if self._watcher is not None and isinstance(entry, OverlapRealised):
                 self._watcher.realised(entry)
@@ -246,6 +253,19 @@ class DecisionReplay:
         if given is not None:
             state.apply(given)
             self._blind = ""
+        return None
+
+    def _judge(
+        self, stored: StoredEntry, judged: TurnJudged, state: RouterState, outcome: ReplayOutcome
+    ) -> Difference | None:
+        """Compare whether a turn was admitted with what the state derives."""
+        given = self._inputs.input_of(judged, stored.workers, state.projection)
+        assert isinstance(given, TurnOffered), "the entry stands for an offer"
+        numbers = {worker: number for number, worker in enumerate(stored.workers)}
+        again = judged_of(given, state.offer(given), numbers)
+        if again != judged:
+            return Difference(stored.file, stored.number, judged.request.request_id, 0, "the admission", judged, again)
+        outcome.identical_admissions += 1
         return None
 
     # -- decisions -------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ UPSTREAM_ADDRESS = "upstream.address"
 RANK_HEADER = "x-data-parallel-rank"
 
 SHOWN_BODY_MODES = (envoy.FULL_DUPLEX_STREAMED, envoy.BUFFERED, envoy.BUFFERED_PARTIAL)
-"""Modes in which a body is there before the request goes on."""
+"""Modes in which a body is there before the request continues."""
 
 READ_HEADERS = frozenset((":method", ":path", "content-encoding", "content-length", "x-request-id"))
 """Request headers that are kept until the choice."""
@@ -418,7 +418,7 @@ class PickerExchange:
 
 
 def _asleep() -> None:
-    """Nobody waits."""
+    """No request waits."""
 
 
 def _size(values: Iterable[str]) -> int:
@@ -460,7 +460,7 @@ def _served(said: Any) -> str:
 
 
 def _response(phase: str) -> Response:
-    """Return the answer that lets a phase go on as it is."""
+    """Return the answer that lets a phase continue as it is."""
     response = envoy.ProcessingResponse()
     getattr(response, phase).SetInParent()
     return response

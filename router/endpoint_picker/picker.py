@@ -41,7 +41,7 @@ NOT_A_CANDIDATE = "not among the endpoints that the gateway allows"
 
 
 class Pods:
-    """Follows a fleet; looked up with every request, made anew with every change of the fleet."""
+    """Follows a fleet; looked up with every request, made again with every change of the fleet."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -246,7 +246,7 @@ class Picker:
         return WHOLE_ROLES if self._state.selector.available(model, WHOLE_ROLES, excluded) else DECODE_ROLES
 
     def _any_model(self) -> str:
-        """Return the model of whoever asks for none that the fleet has: the first by name that a gateway reaches."""
+        """Return the model for a request that names none of the fleet's: the first by name that a gateway reaches."""
         excluded = self._pods.excluded(None)
         for name, workers in self._router.projection.fleet.models().items():
             if any(worker.key not in excluded for worker in workers):
@@ -322,7 +322,7 @@ class Picker:
         self._router.room_changed()
 
     def renew(self, held: Iterable[Booking]) -> None:
-        """Begin the leases of the bookings that open streams hold anew, and end the others."""
+        """Begin the leases of the bookings that open streams hold again, and end the others."""
         now_ms = self._clock.monotonic_ms()
         lost = set(self._bookings)
         for booking in held:

@@ -3,7 +3,7 @@
 ``view`` turns the two answers of the router into something to draw and reads no clock and no socket; ``top`` fetches
 and draws, or prints the answers as JSON. A global router is known by having no ``/v1/workers``. A router that goes away
 is shown as away, with the last known state, and asked again at the same interval; one that was found by its name is
-looked for again where names are, and whoever has the name then is watched in its place.
+looked for again where names are, and the process that has the name then is watched in its place.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def usage_bar(used: int, total: int) -> Text:
 
 
 def stream_cell(stream: StreamRow) -> Text:
-    """Return the state of a stream, whether it is believed, and the further sources that are not live.
+    """Return the state of a stream, whether it is trusted, and the further sources that are not live.
 
     A worker that has joined says nothing of its own until it has something to do.
     """
@@ -446,7 +446,7 @@ def watch(
     url: str, interval_s: float, once: bool, as_json: bool = False, fleet: bool = False, other: Other | None = None
 ) -> int:
     """Show the router at ``url`` every ``interval_s`` seconds until SIGINT; with ``once`` show it once.
-    With ``fleet``, who has a name. Where it does not answer any more, ``other`` says whom to watch.
+    With ``fleet``, the processes that have names. Where it stops answering, ``other`` names the one to watch.
 
     Returns the exit code: with ``once`` 1 when the router did not answer as one, else 0; 2 for wrong arguments.
     """

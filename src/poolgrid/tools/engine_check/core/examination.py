@@ -14,6 +14,7 @@ from poolgrid.tools.engine_check.core.finding import RANK, Finding, FindingSever
 from poolgrid.tools.engine_check.core.message_rules import message_findings
 from poolgrid.tools.engine_check.core.reuse_rules import ReuseFigures, compare, reuse_findings
 from poolgrid.tools.engine_check.core.said import RankStream, read_streams
+from poolgrid.tools.engine_check.core.transfer_rules import transfer_findings
 from poolgrid.tools.engine_check.core.views import ChainView, ExpectedPath, RouterView, expected_paths
 
 CONSEQUENCES = frozenset({Kind.BLOCKS_MISSING, Kind.NOT_TAKEN_IN, Kind.CACHED_TOKENS_DIFFER})
@@ -72,6 +73,8 @@ def examine(evidence: Evidence) -> Examination:
         findings += block_findings(evidence, streams, paths, views, blocks)
         findings += reuse_findings(reuse, paths, streams, size)
         findings += _missing(blocks, streams, paths)
+    if evidence.transfers is not None:
+        findings += transfer_findings(evidence.transfers)
     explained = any(each.severity is FindingSeverity.FAULT and each.kind not in CONSEQUENCES for each in findings)
     findings = [each for each in findings if not (explained and each.kind in CONSEQUENCES)]
     findings.sort(key=lambda each: (list(FindingSeverity).index(each.severity), RANK[each.kind]))
