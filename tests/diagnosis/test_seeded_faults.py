@@ -18,6 +18,7 @@ from tests.diagnosis.faulty_pool import (
     starts,
     steps_from_zero,
     unrelated,
+    with_wrong_window,
     without_cache_events,
 )
 from tests.simulation.builders import CONVERSATION
@@ -39,6 +40,7 @@ FAULTS = [
     (Cause.SALT, Fault("salt ignored", domain=lambda number: "salt" if number % 8 in (3, 4, 5) else "")),
     (Cause.HASH, Fault("other hash", edit=other_names)),
     (Cause.GROUP, Fault("group hidden", edit=starts(at_checkpoints))),
+    (Cause.WINDOW, Fault("window wrong", edit=with_wrong_window)),
     (Cause.ASLEEP, Fault("sleeping engine", forget_at=50)),
     (Cause.RESTART, Fault("engine restarted", edit=steps_from_zero, forget_at=50)),
     (Cause.GAP, Fault("gap with replay off", edit=lost_frames)),
