@@ -64,18 +64,12 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
 Found = dict[str, Any]
 
 
-class Follower:
+class FrameReader:
     """The frames of one publisher, as a consolidator and a router take them, without processes between."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._socket.connect(endpoint)
+    def __init__(self) -> None:
         self._translator = EngineTranslator(BLOCK_SIZE, 100_000)
         self._projection = Projection(PrefixIndex(), LoadLedger())
-        self._next = 0
         self.frames: list[bytes] = []
         self._apply([WorkerJoined(make_card())])
 
@@ -86,14 +80,6 @@ class Follower:
     def take(self, payload: bytes) -> None:
         self.frames.append(payload)
         self._apply(self._translator.translate(decode_pub(payload).events))
-
-    def settle(self) -> None:
-        """Take in all that was published."""
-        while self._socket.poll(QUIET_MS):
-            _, number, payload = self._socket.recv_multipart()
-            assert struct.unpack(">Q", number)[0] == self._next, "no frame is lost"
-            self._next += 1
-            self.take(payload)
 
     def promised(self, prompt: list[int]) -> tuple[int, int]:
         """The tokens that are promised of a prompt, and those that full attention alone would promise."""
@@ -109,6 +95,25 @@ class Follower:
     @property
     def groups(self) -> Any:
         return [msgspec.to_builtins(each) for each in self._projection.index.groups.reported]
+
+
+class Follower(FrameReader):
+    """A publisher that is followed while it serves."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__()
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._socket.connect(endpoint)
+
+    def settle(self) -> None:
+        """Take in all that was published."""
+        while self._socket.poll(QUIET_MS):
+            _, number, payload = self._socket.recv_multipart()
+            assert struct.unpack(">Q", number)[0] == len(self.frames), "no frame is lost"
+            self.take(payload)
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -179,7 +184,7 @@ def measure(server: VllmServer, requests: int = REQUESTS, record: Path | None = 
                 answer = client.post("/v1/completions", json={**body, "return_token_ids": True}).json()
                 usage = answer["usage"]["prompt_tokens_details"]
                 cached = (usage or {}).get("cached_tokens") or 0
-                conversation += answer["choices"][0]["token_ids"]
+                conversation.extend(answer["choices"][0]["token_ids"])
                 asked.append((prompt, cached, frames))
                 reused += cached
                 right += abs(promised - cached) <= BLOCK_SIZE
