@@ -91,6 +91,10 @@ class TrtllmCalls:
         self.inabilities = inabilities(library.version, arguments.values)
         self._accepted = parameters_of(llm.generate_async)
         self._orders = "priority" in self._accepted and orders_by_priority(llm)
+        made = library.conversation_params
+        self._converses = (
+            made is not None and "conversation_params" in self._accepted and "conversation_id" in parameters_of(made)
+        )
         self._dropped_fields: set[str] = set()
         self.machine = machine_id()
         """Where handles that this engine makes mean something."""
@@ -183,6 +187,10 @@ class TrtllmCalls:
             given["priority"] = engine_priority(routing.priority)
         if request.retention is not None:
             given["kv_cache_retention_config"] = self._retention(request.retention, request)
+        if request.turn is not None and self._converses:
+            # Tenants may choose the same names.
+            name = f"{request.turn.tenant:x}:{request.turn.session}" if request.turn.tenant else request.turn.session
+            given["conversation_params"] = self.library.conversation_params(conversation_id=name)
         if request.trace is not None and "trace_headers" in self._accepted:
             given["trace_headers"] = request.trace.headers
         return self.llm.generate_async(inputs, **given)

@@ -51,6 +51,7 @@ class TrtllmLibrary:
     request_error: type[Exception]
     merge_arguments: Callable[..., dict[str, Any]]
     kv_cache_retention: type[Any] | None
+    conversation_params: type[Any] | None
     """``KvCacheRetentionConfig``, where the version has it."""
     logprob: Callable[..., Any] | None
     """Class of a token's log probability, where the version has one."""
@@ -124,6 +125,7 @@ def load_library() -> TrtllmLibrary:
         request_error=name("llmapi", "RequestError"),
         merge_arguments=name("llmapi.llm_utils", "update_llm_args_with_extra_dict"),
         kv_cache_retention=optional("llmapi", "KvCacheRetentionConfig"),
+        conversation_params=optional("llmapi", "ConversationParams"),
         logprob=optional("executor.result", "Logprob"),
         scheduler_fields=frozenset(getattr(optional("llmapi", "SchedulerConfig"), "model_fields", ())),
         prompt_fields=frozenset(getattr(optional("inputs", "TextPrompt"), "__annotations__", ())),
