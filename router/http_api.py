@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from fastapi import FastAPI, Path, Query, Request
 from fastapi.responses import StreamingResponse
-from msgspec import Raw, Struct
+from msgspec import Raw, Struct, structs
 from msgspec.structs import asdict
 
 from poolgrid.consolidator.core.session_table import SessionTable
+from poolgrid.diagnosis.rules import Verdict
 from poolgrid.frontend.app import Readiness
 from poolgrid.frontend.errors import RequestError, invalid, refused
 from poolgrid.frontend.media.loader import MediaLoader
@@ -47,6 +48,7 @@ from poolgrid.router.service import RouterService
 from poolgrid.serving.router_process import decision_not_found
 from poolgrid.wire.answers import (
     DecisionList,
+    DoctorAnswer,
     DrainAnswer,
     DryRun,
     EndpointRow,
@@ -62,6 +64,7 @@ from poolgrid.wire.answers import (
     SessionRow,
     SourceRow,
     StreamRow,
+    VerdictRow,
     WorkerList,
     WorkerRow,
 )
@@ -104,9 +107,28 @@ def add_router_endpoints(
         ]
         queue = msgspec.convert(service.queue.view(), QueueRow, from_attributes=True)
         members = {row.worker_id for row in rows}
+        examiner = service.tracker.examiner
+        rows = [
+            structs.replace(row, verdict=examiner.verdict(WorkerKey(WorkerId(row.worker_id), row.dp_rank)).cause.value)
+            for row in rows
+        ]
         # Who has just joined may still be among them.
         loading = [loading_row(each) for each in who_loads() if each.worker_id not in members]
-        return WorkerList(offset=projection.next_offset, queue=queue, data=rows, loading=loading).to_json()
+        return WorkerList(
+            offset=projection.next_offset,
+            queue=queue,
+            data=rows,
+            loading=loading,
+            uncached_tokens=service.metrics.uncached(),
+        ).to_json()
+
+    @app.get("/v1/doctor", tags=["router"])
+    async def doctor() -> dict[str, Any]:
+        """Compare promised and reported reuse of each worker, and name the cause where they differ."""
+        verdicts = service.tracker.examiner.verdicts()
+        return DoctorAnswer(
+            data=[verdict_row(each) for each in verdicts], uncached_tokens=service.metrics.uncached()
+        ).to_json()
 
     @app.get("/v1/sessions", tags=["router"])
     async def list_sessions(
@@ -150,6 +172,23 @@ def session_row(sessions: SessionTable, session: Session, now_ms: int) -> Sessio
         last_ms_ago=max(0, now_ms - session.last_ms),
         expected_return_ms=sessions.return_ms(session, now_ms),
         gaps_ms={kind.value: gap.mean_ms for kind, gap in zip(Ending, session.gaps, strict=True) if gap.count},
+    )
+
+
+def verdict_row(verdict: Verdict) -> VerdictRow:
+    """Return a verdict for people and programs."""
+    cause = verdict.cause
+    return VerdictRow(
+        worker=verdict.worker,
+        cause=cause.value,
+        is_fault=cause.is_fault,
+        meaning=cause.meaning,
+        evidence=list(verdict.evidence),
+        fix=cause.fix,
+        first_request=verdict.first_request,
+        requests=verdict.requests,
+        promised_tokens=verdict.promised_tokens,
+        reported_tokens=verdict.reported_tokens,
     )
 
 

@@ -27,6 +27,7 @@ class WaitCause(StrEnum):
     UNREACHABLE = "unreachable"
     BEHIND_OTHERS = "behind_others"
     HELD = "held"
+    WORKING_SET = "working_set"
     WORKER_LOST = "worker_lost"
     NEXT_LEG = "next_leg"
 
@@ -46,6 +47,8 @@ class LocalRequest(RoutedRequest, eq=False):
     """Workers that cannot do what it asks for, and why: they are not asked again."""
     queued: QueuedRequest[LocalRequest] | None = None
     """Its place in the queue, while it waits."""
+    crowded: Mapping[WorkerKey, str] = msgspec.field(default_factory=dict)
+    """Workers that it must leave alone while others can serve it: it would evict sessions there."""
     behind: Mapping[WorkerKey, int] = msgspec.field(default_factory=dict)
     """Those that wait and will be computed behind it on each worker, while it is placed by a plan."""
     resumed_for: WaitCause = WaitCause.WORKER_LOST

@@ -26,7 +26,7 @@ from poolgrid.workers.metrics import WorkerMetrics
 log = logging.getLogger(__name__)
 
 SILENCE_SAID_S = 5.0
-"""How long nobody welcomes a worker until the log says so: what starts at the same time is there by then."""
+"""How long a worker is not welcomed until that is logged: what starts at the same time is there by then."""
 
 SILENCE_SAID_MAX_S = 60.0
 """Between two such lines, whose intervals double."""
@@ -105,7 +105,7 @@ class EventPublisher:
         self._do(self._stream.publish(events, self._clock.wall_ms(), self._clock.monotonic_ms()))
 
     async def until_registered(self) -> None:
-        """Wait until the consolidator has welcomed the worker; says now and then that nobody does."""
+        """Wait until the consolidator has welcomed the worker; logs now and then that it has not."""
         pause_s, waited_s = SILENCE_SAID_S, 0.0
         while not self._stream.is_open:
             try:

@@ -18,6 +18,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
     "Guides": (
         "docs/stock_engines",
         "docs/engine_check",
+        "docs/doctor",
         "docs/kubernetes",
         "docs/bare_metal",
         "docs/slurm",

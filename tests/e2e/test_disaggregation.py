@@ -66,7 +66,9 @@ class DisaggregatedPool:
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DisaggregatedPool]:
     directory = tmp_path_factory.mktemp("disaggregated")
     with contextlib.ExitStack() as stack:
-        router = stack.enter_context(Process("router", "--port", "0", "--data-dir", str(directory))).wait_ready()
+        router = stack.enter_context(
+            Process("router", "--port", "0", "--legs", "two", "--data-dir", str(directory))
+        ).wait_ready()
         names = ("p0", "p1", "d0", "d1")
         workers = {
             name: start_worker(router.word("ingest"), name, "prefill" if name[0] == "p" else "decode") for name in names

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from poolgrid.frontend.prepared_request import PreparedRequest
-from poolgrid.frontend.schema import ChatBody, Function, Message, ToolCall, chat_decoder, parse_inference
+from poolgrid.frontend.schema import Function, Message, ToolCall, chat_decoder, parse_inference
 from poolgrid.frontend.session_fields import NAME_CHARS_MAX, answered_by, clean, response_key, session_hint
 from poolgrid.frontend.tools import CallIds
 from poolgrid.inference.session_hint import NO_HINT, SessionHint
@@ -23,7 +23,7 @@ class Job:
     def __init__(self, **fields: Any) -> None:
         body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
         self.body, self.is_plain = parse_inference(chat_decoder, json.dumps(body).encode())
-        self.after_tool, self.answer = answered_by(cast(ChatBody, self.body).messages)
+        self.after_tool, self.answer = answered_by(self.body.messages)
 
 
 def hint(headers: dict[str, str] | None = None, **fields: Any) -> SessionHint:

@@ -39,7 +39,9 @@ from poolgrid.wire.events import (
     BlocksStored,
     CacheCleared,
     EventBatch,
+    GroupsReported,
     JournalRecord,
+    KvGroup,
     LoadReported,
     PrefillCompleted,
     RequestFinished,
@@ -186,6 +188,11 @@ GOLDEN: dict[tuple[str, str], Any] = {
     ("event_batch", "blocks removed from the host tier"): _batch(BlocksRemoved(pack_hashes([9]), Tier.HOST)),
     ("event_batch", "blocks shared and released by one of several sources"): _batch(
         BlocksShared(pack_hashes([9])), BlocksReleased(pack_hashes([9]), Tier.HOST)
+    ),
+    ("event_batch", "groups of a hybrid model, and blocks of a window"): _batch(
+        GroupsReported((KvGroup(16), KvGroup(1, 4))),
+        BlocksStored(None, pack_hashes([5, 9]), Tier.DEVICE, 1),
+        GroupsReported((KvGroup(0),), has_full_attention=False),
     ),
     ("event_batch", "a stream is not trusted any more"): _batch(
         StreamStateChanged("worker", StreamState.STALE, "batches from 7 are missing")

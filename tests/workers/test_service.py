@@ -90,7 +90,7 @@ async def test_all_requests_of_a_peer_share_one_frame_per_step() -> None:
         assert steps == sorted(set(steps))
 
 
-async def test_a_second_request_with_an_active_id_is_refused_and_the_first_goes_on() -> None:
+async def test_an_id_that_another_peer_uses_is_refused_as_busy_so_its_router_goes_elsewhere() -> None:
     async with running_worker(speedup=1.0) as worker, fake_router(worker.request_endpoint) as other:
         request = make_request("same", range(8), max_tokens=10)
         await worker.router.send(request)
@@ -100,7 +100,7 @@ async def test_a_second_request_with_an_active_id_is_refused_and_the_first_goes_
         await worker.router.until_finished("same")
 
         refusal = other.last("same")
-        assert (refusal.finish_reason, refusal.refusal) == ("error", None)
+        assert (refusal.finish_reason, refusal.refusal) == ("error", RefusalKind.BUSY)
         assert "already active" in (refusal.error or "")
         assert worker.router.output("same") == expected(request)
 

@@ -15,7 +15,7 @@ from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX
 
 CacheEvent = BlocksStored | BlocksRemoved
 CACHE_EVENTS = frozenset({BlocksStored, BlocksRemoved})
-"""For whoever looks for something else in a step's events, nearly all of which are these."""
+"""For readers that look for something else in a step's events, nearly all of which are these."""
 
 
 def stored_chain(parent: int | None, hashes: Sequence[int], tier: Tier) -> list[BlocksStored]:

@@ -1,7 +1,7 @@
-"""What the fleet page shows beyond what a router keeps anyway, collected from its inputs while somebody looks.
+"""What the fleet page shows beyond what a router keeps anyway, collected from its inputs while there are viewers.
 
 It stands in the place of the log of the router's state and hands everything on to the log that was there. So nothing on
-the way of a request knows of it, and while nobody looks it is not there.
+the way of a request knows of it, and without viewers it is not there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HASH_BYTES = 8
 
 
 class CacheFlow(msgspec.Struct):
-    """Blocks that came to a worker and left it since somebody looks."""
+    """Blocks that came to a worker and left it since there are viewers."""
 
     stored: int = 0
     removed: int = 0
@@ -52,7 +52,7 @@ class FleetWatch:
         """By dispatch id, in the order in which they were placed."""
         self.flows: dict[WorkerKey, CacheFlow] = {}
         self.records = 0
-        """Records of the journal since somebody looks."""
+        """Records of the journal since there are viewers."""
         self._of_request: OrderedDict[str, str] = OrderedDict()
         """The conversations of requests, for their later legs."""
         self._state = state

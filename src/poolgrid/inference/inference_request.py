@@ -37,7 +37,7 @@ class InferenceRequest(msgspec.Struct, eq=False):
     multimodal: MultimodalInput | None = None
     """Its media, with their places among ``token_ids``."""
     read_whole: bool = False
-    """Whether nobody reads the answer before its end: its tokens may come in larger pieces."""
+    """Whether the answer is not read before its end: its tokens may come in larger pieces."""
     tenant: str = ""
     """Whose request it is; requests of one tenant share a queue's turns. Empty without API keys."""
     tenant_weight: float = 1.0

@@ -31,6 +31,7 @@ from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, KvRetention
 from poolgrid.workers.core.refusal import RefusedError, UnableError, UnsupportedError
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArguments
+from poolgrid.workers.engines.trtllm.arguments.engine_rules import BY_TOKENS, uses_kvbm
 from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec
 from poolgrid.workers.engines.trtllm.core.loras import Adapter, adapters
 from poolgrid.workers.engines.trtllm.core.media_names import MediaNames
@@ -90,11 +91,10 @@ class TrtllmCalls:
         self._guide_backend: str | None = arguments.values.get("guided_decoding_backend") or None
         self.inabilities = inabilities(library.version, arguments.values)
         self._accepted = parameters_of(llm.generate_async)
+        self._by_tokens = uses_kvbm(arguments.values)
         self._orders = "priority" in self._accepted and orders_by_priority(llm)
-        made = library.conversation_params
-        self._converses = (
-            made is not None and "conversation_params" in self._accepted and "conversation_id" in parameters_of(made)
-        )
+        made = library.conversation_params if "conversation_params" in self._accepted else None
+        self._conversation = made if made is not None and "conversation_id" in parameters_of(made) else None
         self._dropped_fields: set[str] = set()
         self.machine = machine_id()
         """Where handles that this engine makes mean something."""
@@ -123,6 +123,9 @@ class TrtllmCalls:
         has_salts = "cache_salt" in self._accepted
         if routing.cache_salt and not has_salts:
             raise UnsupportedError("this TensorRT-LLM has no cache salts, and tenants must not share blocks")
+        if self._by_tokens and (routing.cache_salt or request.sampling.prompt_logprobs is not None):
+            given = "cache_salt" if routing.cache_salt else "prompt_logprobs"
+            raise UnableError(f"{given} is given, and {BY_TOKENS}: start workers without it for such requests")
         salt = routing.cache_salt
         if request.sampling.prompt_logprobs is not None and request.stage is not Stage.DECODE and has_salts:
             # The engine tells them of what it computes: with a salt of its own a request reuses nothing.
@@ -187,10 +190,10 @@ class TrtllmCalls:
             given["priority"] = engine_priority(routing.priority)
         if request.retention is not None:
             given["kv_cache_retention_config"] = self._retention(request.retention, request)
-        if request.turn is not None and self._converses:
+        if request.turn is not None and self._conversation is not None:
             # Tenants may choose the same names.
             name = f"{request.turn.tenant:x}:{request.turn.session}" if request.turn.tenant else request.turn.session
-            given["conversation_params"] = self.library.conversation_params(conversation_id=name)
+            given["conversation_params"] = self._conversation(conversation_id=name)
         if request.trace is not None and "trace_headers" in self._accepted:
             given["trace_headers"] = request.trace.headers
         return self.llm.generate_async(inputs, **given)

@@ -3,7 +3,7 @@
 ``view`` turns the two answers of the router into something to draw and reads no clock and no socket; ``top`` fetches
 and draws, or prints the answers as JSON. A global router is known by having no ``/v1/workers``. A router that goes away
 is shown as away, with the last known state, and asked again at the same interval; one that was found by its name is
-looked for again where names are, and whoever has the name then is watched in its place.
+looked for again where names are, and the process that has the name then is watched in its place.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from rich.live import Live
 from rich.text import Text
 
 from poolgrid.cli.command_line import command, router_url
+from poolgrid.cli.doctor_view import uncached_line
 from poolgrid.cli.router_client import KEY_NOTE, api_key_headers, found_url, key_hint, other_url_of
+from poolgrid.diagnosis.causes import Cause
 from poolgrid.process import lifecycle
 from poolgrid.process.figures import UNKNOWN, counted, milliseconds, number, percent, size
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
@@ -118,7 +120,7 @@ def usage_bar(used: int, total: int) -> Text:
 
 
 def stream_cell(stream: StreamRow) -> Text:
-    """Return the state of a stream, whether it is believed, and the further sources that are not live.
+    """Return the state of a stream, whether it is trusted, and the further sources that are not live.
 
     A worker that has joined says nothing of its own until it has something to do.
     """
@@ -142,12 +144,17 @@ class Column(Generic[R]):
     optional: bool = False
 
 
+_NO_FAULT = frozenset(cause.value for cause in Cause if not cause.is_fault) | {""}
+
 WORKER_COLUMNS: tuple[Column[WorkerRow], ...] = (
     Column("worker", lambda row: Text(row.worker_id if row.dp_rank == 0 else f"{row.worker_id}/{row.dp_rank}"), False),
     Column("role", lambda row: Text(row.role), False, optional=True),
     Column("model", lambda row: Text(row.model), False, optional=True),
     Column("state", lambda row: Text(row.state, style=_STATE_STYLES.get(row.state, "")), False),
     Column("stream", lambda row: stream_cell(row.stream), False),
+    Column(
+        "reuse", lambda row: Text(row.verdict, style="" if row.verdict in _NO_FAULT else "red"), False, optional=True
+    ),
     Column("run", lambda row: f"{row.running_requests:,}"),
     Column("wait", lambda row: f"{row.waiting_requests:,}"),
     Column("KV in use", lambda row: usage_bar(row.active_blocks, row.total_blocks)),
@@ -332,6 +339,8 @@ def view(frame: Frame) -> RenderableType:
         )
         parts.append(Text(headline, style="bold"))
         parts.append(queue_line(frame.workers.queue))
+        if any(frame.workers.uncached_tokens.values()):
+            parts.append(Text(uncached_line(frame.workers.uncached_tokens)))
     if frame.fault is not None:
         is_known = any(each is not None for each in (frame.workers, frame.pools, frame.fleet))
         known = "; below is what was known last" if is_known else ""
@@ -476,7 +485,7 @@ def watch(
     url: str, interval_s: float, once: bool, as_json: bool = False, look: Fetch = fetch, other: Other | None = None
 ) -> int:
     """Show the router at ``url`` every ``interval_s`` seconds until SIGINT; with ``once`` show it once.
-    ``look`` fetches what is shown. Where it does not answer any more, ``other`` says whom to watch.
+    ``look`` fetches what is shown. Where it stops answering, ``other`` names the one to watch.
 
     Returns the exit code: with ``once`` 1 when the router did not answer as one, else 0; 2 for wrong arguments.
     """

@@ -85,7 +85,7 @@ class SessionTable:
 
     def latest(self, limit: int) -> list[Session]:
         """Return the sessions that were used last, the latest first."""
-        found = []
+        found: list[Session] = []
         for session in reversed(self._sessions.values()):
             if len(found) >= limit:
                 break
