@@ -17,7 +17,7 @@ CacheEvent = BlocksStored | BlocksRemoved
 RestatedEvent = BlocksStored | GroupsReported
 """What a whole cache is told in."""
 CACHE_EVENTS = frozenset({BlocksStored, BlocksRemoved})
-"""For whoever looks for something else in a step's events, nearly all of which are these."""
+"""For readers that look for something else in a step's events, nearly all of which are these."""
 
 
 def stored_chain(parent: int | None, hashes: Sequence[int], tier: Tier) -> list[BlocksStored]:

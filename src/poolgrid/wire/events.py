@@ -30,6 +30,7 @@ from poolgrid.wire.identifiers import (
     WorkerKey,
 )
 from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX, GROUPS_PER_WORKER_MAX
+from poolgrid.wire.sessions import SessionTurn, TurnAnswer
 
 
 class Event(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
@@ -95,7 +96,7 @@ class RequestStarted(Event, frozen=True):
     active_blocks: U32
     """Blocks that the request occupies now, shared ones included."""
     cached_later: bool = False
-    """Whether ``cached_tokens`` is an estimate: the engine says only at the end how much it reused
+    """Whether ``cached_tokens`` is an estimate: the engine reports only at the end how much it reused
     (``RequestFinished.cached_tokens``)."""
 
 
@@ -122,7 +123,7 @@ class RequestFinished(Event, frozen=True):
     reason: Text
     """``stop``, ``length``, ``cancelled``, ``error`` or ``migrated``."""
     cached_tokens: U32 | None = None
-    """Prompt tokens that were reused, where the engine says so only at the end."""
+    """Prompt tokens that were reused, where the engine reports them only at the end."""
 
 
 @final
@@ -172,11 +173,28 @@ class BlocksReleased(Event, frozen=True):
 
 @final
 class StreamStateChanged(Event, frozen=True):
-    """The consolidator says how far the stream of one of the worker's sources can be trusted from here on."""
+    """The consolidator's verdict on how far the stream of one of the worker's sources can be trusted from here on."""
 
     source: Identifier
     state: StreamState
     reason: Text = ""
+
+
+@final
+class TurnBegan(Event, frozen=True):
+    """The worker accepted a dispatch of a session's turn; before its ``RequestStarted``."""
+
+    request_id: Identifier
+    isl: U32
+    """Prompt tokens."""
+    turn: SessionTurn
+
+
+@final
+class TurnEnded(Event, frozen=True):
+    """A router has seen the whole answer of a turn: a prompt that repeats it continues the session."""
+
+    answer: TurnAnswer
 
 
 class KvGroup(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -218,6 +236,8 @@ AnyEvent = (
     | BlocksShared
     | BlocksReleased
     | StreamStateChanged
+    | TurnBegan
+    | TurnEnded
     | GroupsReported
 )
 

@@ -16,6 +16,7 @@ from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.events import GroupsReported, LoadReported
 from poolgrid.wire.identifiers import U32, U64, GroupNumber, Identifier, PackedHashes, StreamState, Text, Tier
 from poolgrid.wire.limits import REPLAY_RECORDS_MAX, SNAPSHOT_CHAINS_PER_PART_MAX, SOURCES_PER_WORKER_MAX
+from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 
 
 class Replay(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -108,6 +109,8 @@ class SnapshotPart(msgspec.Struct, array_like=True, frozen=True, tag=True):
     chains: Annotated[list[tuple[U32, BlockChain]], Meta(max_length=SNAPSHOT_CHAINS_PER_PART_MAX)]
     """(position in part 0's ``workers``, chain), in order of arrival: a parent that went away and came back may come
     after its children."""
+    sessions: SessionsSnapshot = NO_SESSIONS
+    """All sessions of the pool; only in part 0."""
 
 
 FromFeed = Records | TooOld | SnapshotPart

@@ -1,4 +1,4 @@
-"""The names by which processes speak of workers, blocks and positions in streams.
+"""The names by which processes name workers, blocks and positions in streams.
 
 A *block hash* names the content of one block, a *sequence hash* a block and all blocks before it (a whole prefix), an
 *engine hash* is an engine's own name for a block, mapped at the edge and never sent to routers: all u64. An *epoch* is
@@ -101,7 +101,7 @@ class Stage(IntEnum):
     PREFILL = 1
     """Context only: compute the prompt, generate one token, keep the KV blocks for the decode worker."""
     DECODE = 2
-    """Generation only: take the KV blocks that a prefill worker offers, go on after its first token."""
+    """Generation only: take the KV blocks that a prefill worker offers, continue after its first token."""
     ENCODE = 3
     """Media only: compute their embeddings and keep them for the worker that computes the prompt."""
 

@@ -23,6 +23,7 @@ What a record does to a worker rank:
     PrefillCompleted, Progressed the request, when it is listed, changes
     RequestFinished              the request is no longer listed
     LoadReported                 replaces the load
+    TurnBegan, TurnEnded         ``session_table``, which takes requests and members too
     GroupsReported               replaces the groups
 """
 
@@ -37,6 +38,7 @@ import msgspec
 from poolgrid.consolidator.core.block_ownership import BlockOwnership, Frozen, dump
 from poolgrid.consolidator.core.cursor import Cursor, SequenceVerdict
 from poolgrid.consolidator.core.owned_blocks import Discarded
+from poolgrid.consolidator.core.session_table import SessionTable
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.events import (
     AnyEvent,
@@ -56,6 +58,8 @@ from poolgrid.wire.events import (
     SnapshotBegan,
     SnapshotEnded,
     StreamStateChanged,
+    TurnBegan,
+    TurnEnded,
     WorkerDraining,
     WorkerJoined,
     WorkerLeft,
@@ -63,6 +67,7 @@ from poolgrid.wire.events import (
 from poolgrid.wire.feed import BlockChain, RequestState, SourceStream, WorkerState
 from poolgrid.wire.hashing import pack_hashes, unpack_hashes
 from poolgrid.wire.identifiers import StreamState, WorkerId, WorkerKey
+from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 from poolgrid.wire.streams import CONSOLIDATOR_SOURCE, WORKER_SOURCE, fold
 
 REQUESTS_PER_WORKER_MAX = 65_536
@@ -128,7 +133,7 @@ class MemberRank:
                 self.restating = False
             case GroupsReported():
                 self.groups = event
-            case StreamStateChanged() | WorkerJoined() | WorkerLeft():
+            case StreamStateChanged() | WorkerJoined() | WorkerLeft() | TurnBegan() | TurnEnded():
                 pass  # of the stream, which ``poolgrid.wire.streams.fold`` takes, or of the pool
             case _:
                 self.note(event)
@@ -173,6 +178,8 @@ class MemberRank:
                         out.append(event)
                 case WorkerJoined() | WorkerLeft() | BlocksShared() | BlocksReleased() | StreamStateChanged():
                     ignored += 1  # the consolidator writes these, never a source
+                case TurnBegan() | TurnEnded():
+                    out.append(event)
                 case _:
                     self.note(event)
                     out.append(event)
@@ -269,6 +276,7 @@ class FrozenPool:
 
     offset: int
     workers: list[FrozenWorker]
+    sessions: SessionsSnapshot = NO_SESSIONS
 
     def states(self) -> list[WorkerState]:
         return [worker.entry.state for worker in self.workers]
@@ -293,7 +301,7 @@ class FrozenPool:
 class PoolState:
     """Workers, their blocks and the cursors of their sources before record ``offset``."""
 
-    __slots__ = ("_blocks_max", "discarded", "offset", "workers")
+    __slots__ = ("_blocks_max", "discarded", "offset", "sessions", "workers")
 
     def __init__(self, blocks_per_worker_max: int = BLOCKS_PER_WORKER_MAX) -> None:
         self._blocks_max = blocks_per_worker_max
@@ -302,6 +310,7 @@ class PoolState:
         self.workers: dict[WorkerKey, MemberRank] = {}
         self.discarded = Discarded()
         """Blocks of workers that left or forgot all; whoever has others to serve frees them bit by bit."""
+        self.sessions = SessionTable()
 
     def apply(self, record: JournalRecord) -> None:
         """Fold the next record in. Records must come in order: an offset out of line is our own fault."""
@@ -326,6 +335,7 @@ class PoolState:
                 cursor = worker.cursors[record.source] = Cursor(record.epoch)
             cursor.epoch = record.epoch
             cursor.next_seq = record.seq + 1
+        self.sessions.apply(record)
 
     def new_worker(self, key: WorkerKey, epoch: int, card: WorkerCard) -> MemberRank:
         """Return a worker as it is right after it joined; the caller lists it."""
@@ -351,11 +361,12 @@ class PoolState:
                 )
                 for _, worker in sorted(self.workers.items())
             ],
+            self.sessions.freeze(),
         )
 
     def facts(self) -> object:
         """Return all that the fold knows, in a form that two states can be compared by; not a copy."""
-        return self.offset, [
+        workers = [
             (
                 worker.state(),
                 sorted((name, at.epoch, at.next_seq) for name, at in worker.cursors.items()),
@@ -363,6 +374,7 @@ class PoolState:
             )
             for _, worker in sorted(self.workers.items())
         ]
+        return self.offset, workers, self.sessions.freeze()
 
     @classmethod
     def load(
@@ -371,10 +383,12 @@ class PoolState:
         entries: Iterable[WorkerEntry],
         blocks: Iterable[tuple[int, str, BlockChain]],
         blocks_per_worker_max: int = BLOCKS_PER_WORKER_MAX,
+        sessions: SessionsSnapshot = NO_SESSIONS,
     ) -> PoolState:
         """Return the state that a snapshot describes: workers, then (position of the worker, source, chain)."""
         pool = cls(blocks_per_worker_max)
         pool.offset = offset
+        pool.sessions.load(sessions)
         listed: list[MemberRank] = []
         for entry in entries:
             state = entry.state

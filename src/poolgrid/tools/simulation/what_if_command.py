@@ -19,6 +19,7 @@ from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.simulation.pool import RouterFleet
 from poolgrid.tools.simulation.recording import RecordingStage, load_recording, show_report
+from poolgrid.tools.simulation.session_line import split_admission
 from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, WhatIfSettings
 
 VARIANTS_MAX = 64
@@ -68,8 +69,10 @@ def run_what_if(directory: str, settings: WhatIfSettings) -> int:
         variants = variants_of(settings, stage)
         reports: dict[str, dict[str, Any]] = {}
         for variant in variants:
-            policy = make_policy(variant.policy, variant.weights, variant.temperature)
-            reports[variant.name] = {**stage.play(variant.name, policy), "settings": variant.settings()}
+            name, admission = split_admission(variant.policy)
+            policy = make_policy(name, variant.weights, variant.temperature)
+            played = stage.play(variant.name, policy, admission=admission)
+            reports[variant.name] = {**played, "settings": variant.settings()}
         for remark in stage.remarks:
             click.echo(remark, err=True)
         report = stage.report(settings.speed, reports, RouterFleet(), measured=stage.measured)
@@ -105,14 +108,17 @@ def variants_of(settings: WhatIfSettings, stage: RecordingStage) -> list[Variant
     base = Variant("recorded", policy, weights, float(recorded.get("temperature", 0.0)))
     policies = _words(settings.policy) or [policy]
     for name in policies:
-        if name not in SIMULATED_POLICIES:
-            raise UsageError(f"--policy: {name!r} is unknown, allowed are {', '.join(SIMULATED_POLICIES)}")
+        if split_admission(name)[0] not in SIMULATED_POLICIES:
+            allowed = ", ".join(SIMULATED_POLICIES)
+            raise UsageError(
+                f"--policy: {name!r} is unknown, allowed are {allowed}, each also with +sessions behind it"
+            )
     swept = {name: _numbers(name, getattr(settings, name)) for name in _SWEPT}
     given = {name: values for name, values in swept.items() if values}
     variants = [base]
     for name, values in itertools.product(policies, itertools.product(*given.values())):
         # Only kv looks at weights; the others are tried once.
-        chosen = dict(zip(given, values, strict=True)) if name == "kv" else {}
+        chosen = dict(zip(given, values, strict=True)) if split_admission(name)[0] == "kv" else {}
         words = [f"{key.replace('_', '-')}={value:g}" for key, value in chosen.items()]
         variant = _with(Variant(" ".join([name, *words]), name, weights, base.temperature), chosen)
         if variant.settings() not in [each.settings() for each in variants]:
