@@ -1,7 +1,7 @@
 """Each router of the comparison: how it is started before the same engine servers, with its own defaults.
 
-    ours, ours-POLICY   this checkout: consolidator, workers and router, as for servers that say where their events are
-    before              another version of ours, from a Python that has it
+    ours, ours-POLICY   this checkout: a router with the consolidator in it, and one process with all workers
+    before              0a211ed, from a Python that has it: a process for each worker, and the consolidator's
     smg                 SGLang's gateway, ``--policy cache_aware``
     vllm-router         its ``cache_aware``; ``-events`` and ``-robin`` behind the name: ``kv_aware``, round robin
 
@@ -77,9 +77,10 @@ class Router:
         self._model = model
         self._spent_s = 0.0
         self._is_ours = name == "before" or name.startswith("ours")
-        if self._is_ours:
-            policy = name.partition("-")[2] or "kv"
-            self._command = self._ours(python.before if name == "before" else sys.executable, policy)
+        if name == "before":
+            self._command = self._before(python.before)
+        elif self._is_ours:
+            self._command = self._ours(name.partition("-")[2])
         elif name == "smg":
             self._command = self._peer(python.peers, "-m", "smg", "launch", "--policy", "cache_aware")
             self._command += ["--max-concurrent-requests", "-1", "--worker-urls", *(each.url for each in engines)]
@@ -103,8 +104,22 @@ class Router:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def _ours(self, python: str, policy: str) -> list[str]:
-        """Start what stands between the engines and a router of ours; return the router's command."""
+    def _ours(self, policy: str) -> list[str]:
+        """Start the workers, all in one process; return the command of the router, with the consolidator in it."""
+        ingest = free_port()
+        worker = [sys.executable, "-m", "poolgrid", "worker", "--engine", "vllm", "--worker-id", "gpu"]
+        for engine in self._engines:
+            worker += ["--engine-url", engine.url, "--kv-events-endpoint", engine.events]
+            worker += ["--kv-events-replay-endpoint", engine.replay]
+        self._fleet.start("workers", [*worker, "--consolidator", f"tcp://127.0.0.1:{ingest}"])
+        chosen = ["--policy", policy] if policy else []
+        return [
+            *(sys.executable, "-m", "poolgrid", "router", "--port", str(self.port), "--ingest-port", str(ingest)),
+            *("--model-path", str(self._model), "--served-model-name", MODEL, *chosen),
+        ]
+
+    def _before(self, python: str) -> list[str]:
+        """Start what stood between the engines and a router of ours at 0a211ed; return the router's command."""
         ours = [python, "-m", "poolgrid"]
         consolidator = self._fleet.start("consolidator", [*ours, "consolidator"])
         words = self._fleet.ready_words(consolidator)
@@ -112,10 +127,9 @@ class Router:
             worker = [*ours, "worker", "--engine", "vllm", "--engine-url", engine.url, "--worker-id", f"gpu{number}"]
             worker += ["--kv-events-endpoint", engine.events, "--kv-events-replay-endpoint", engine.replay]
             self._fleet.start(f"worker-{number}", [*worker, "--consolidator", words["ingest"]])
-        named = "--model-name" if "before" in self.name else "--served-model-name"
         return [
-            *(*ours, "router", "--port", str(self.port), "--policy", policy, "--model-path", str(self._model)),
-            *(named, MODEL, "--feed-endpoint", words["feed"], "--query-endpoint", words["query"]),
+            *(*ours, "router", "--port", str(self.port), "--model-path", str(self._model), "--model-name", MODEL),
+            *("--feed-endpoint", words["feed"], "--query-endpoint", words["query"]),
         ]
 
     def _workers_ready(self) -> int:
