@@ -101,6 +101,10 @@ def test_without_any_events_the_router_goes_by_its_own_choices() -> None:
     assert plan.settings.policy == "approximate"
     assert "it publishes none: set X" in plan.notes[0]
     assert planned(*silent, policy="round-robin").settings.policy == "round-robin"
+    told = tuple(f"worker.kv-events-endpoint=tcp://{name}:5557" for name in "ab")
+    exact = planned(*silent, part_option=told)
+    assert (exact.settings.policy, exact.notes) == ("kv", ())
+    assert exact.workers[0].arguments[-2:] == tuple(each.replace("worker.", "--") for each in told)
     # One server that publishes is routed to by its events; the other is found out.
     assert planned(silent[0], server("http://c")).settings.policy == "kv"
 

@@ -34,14 +34,18 @@ class Lives:
         self.lives: Counter[str] = Counter()
         self.ends: Counter[str] = Counter()
         self.ready: list[str] = []
+        self._again = asyncio.Event()
 
     async def serve(self, settings: WorkerProcessSettings, stop: asyncio.Event, ready: Callable[[str], None]) -> None:
         name = settings.worker_id
         self.lives[name] += 1
         if self._is_ready:
             ready(f"http://{name}")
-        if name == "w-0" and self.lives[name] == 1:
-            await self._fate()
+        if name == "w-0":
+            if self.lives[name] == 1:
+                await self._fate()
+            else:
+                self._again.set()
         await stop.wait()
         self.ends[name] += 1
 
@@ -50,8 +54,7 @@ class Lives:
         group = WorkerGroup(settings_of("http://a", "http://b").workers(), self.serve, self.ready.append)
         running = asyncio.create_task(group.run(stop))
         async with asyncio.timeout(PATIENCE_S):
-            while self.lives["w-0"] < 2 and not running.done():
-                await asyncio.sleep(0.01)
+            await asyncio.wait({running, asyncio.create_task(self._again.wait())}, return_when=asyncio.FIRST_COMPLETED)
             assert not stop.is_set()
             stop.set()
             await running

@@ -118,10 +118,11 @@ def make_plan(settings: UpSettings, servers: Sequence[FrontServer]) -> FrontPlan
     block_size = _the_same(
         "block size", sizes, f"a router's index has one: start them with the same, {_sizing(servers)}"
     )
+    has_endpoints = _option(settings.options_of("worker"), "kv-events-endpoint") is not None
     notes = [
         f"{each.url}: cache events are not followed: {each.facts.events_missing}"
         for each in servers
-        if each.facts.events_missing
+        if each.facts.events_missing and not has_endpoints
     ]
     changes: dict[str, object] = {
         "model_path": _tokenizer(settings, servers),

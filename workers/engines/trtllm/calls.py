@@ -91,10 +91,9 @@ class TrtllmCalls:
         self._guide_backend: str | None = arguments.values.get("guided_decoding_backend") or None
         self.inabilities = inabilities(library.version, arguments.values)
         self._accepted = parameters_of(llm.generate_async)
+        self._conversations = library.conversation_params if "conversation_params" in self._accepted else None
         self._by_tokens = uses_kvbm(arguments.values)
         self._orders = "priority" in self._accepted and orders_by_priority(llm)
-        made = library.conversation_params if "conversation_params" in self._accepted else None
-        self._conversation = made if made is not None and "conversation_id" in parameters_of(made) else None
         self._dropped_fields: set[str] = set()
         self.machine = machine_id()
         """Where handles that this engine makes mean something."""
@@ -188,12 +187,13 @@ class TrtllmCalls:
         given.update(self._scheduling(routing.dp_rank))
         if routing.priority and self._orders:
             given["priority"] = engine_priority(routing.priority)
+        if request.turn is not None and self._conversations is not None:
+            # With the policy per_conversation, state of earlier turns stays for named conversations only. Tenants may
+            # choose the same names.
+            name = f"{request.turn.tenant:016x}-{request.turn.session}"
+            given["conversation_params"] = self._conversations(conversation_id=name)
         if request.retention is not None:
             given["kv_cache_retention_config"] = self._retention(request.retention, request)
-        if request.turn is not None and self._conversation is not None:
-            # Tenants may choose the same names.
-            name = f"{request.turn.tenant:x}:{request.turn.session}" if request.turn.tenant else request.turn.session
-            given["conversation_params"] = self._conversation(conversation_id=name)
         if request.trace is not None and "trace_headers" in self._accepted:
             given["trace_headers"] = request.trace.headers
         return self.llm.generate_async(inputs, **given)
