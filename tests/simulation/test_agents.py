@@ -115,7 +115,10 @@ def test_sessions_that_do_not_fit_evict_each_other_without_admission_and_do_not_
 
 
 def test_no_session_waits_as_long_as_with_the_smallest_first() -> None:
-    first, smallest = played("kv", "sessions", 2.0)["first_turn_ms"], played("kv", "smallest-first", 2.0)["first_turn_ms"]
+    first, smallest = (
+        played("kv", "sessions", 2.0)["first_turn_ms"],
+        played("kv", "smallest-first", 2.0)["first_turn_ms"],
+    )
 
     assert first["max"] <= 3.0 * first["p50"]
     assert smallest["max"] > 3.0 * smallest["p50"]
