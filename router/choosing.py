@@ -212,7 +212,9 @@ class Chooser:
             return True
         if not is_first and not sessions.belongs(wanted.request):
             return False
-        found = self._state.offer(TurnOffered(wanted.request, wanted.path, now_ms, wanted.time_ms, wanted.roles, waited_ms))
+        found = self._state.offer(
+            TurnOffered(wanted.request, wanted.path, now_ms, wanted.time_ms, wanted.roles, waited_ms)
+        )
         if found.admitted and found.crowded:
             routed.crowded = dict.fromkeys(found.crowded, CROWDED)
         return found.admitted
