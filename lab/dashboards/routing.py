@@ -96,7 +96,7 @@ ROUTING = Board(
                             "{{cause}}",
                         ),
                     ),
-                    "Workers by what promised and reported reuse show: `agrees`, `cold-workload`, `unknown`, or a fault.",
+                    "Workers by verdict on their reuse: `agrees`, `cold-workload`, `unknown`, or a fault.",
                     "A fault: run `poolgrid doctor`.",
                     "reuse-parted",
                     no_value="no worker is known",

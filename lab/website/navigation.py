@@ -28,6 +28,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
         "pool_configs/README",
         "docs/multimodal",
         "docs/coding_agents",
+        "docs/sessions",
         "docs/sizing",
         "docs/production_checklist",
         "docs/migration",

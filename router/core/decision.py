@@ -158,6 +158,7 @@ class Decision(msgspec.Struct, eq=False):
             cost=None if costs is None else float(costs[self.choice.row]),
             candidates=len(self.candidates),
             realised_cached_tokens=self.realised_cached_tokens,
+            session=self.request.session,
         )
 
     def explanation(self) -> DecisionExplanation:

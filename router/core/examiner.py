@@ -25,6 +25,9 @@ HEAD_BLOCKS: Final = 32
 ANNOUNCED_AFTER_MS: Final = 500
 """Events of a prompt are with the router by then; they take milliseconds (benchmarks, event plane)."""
 
+LEAST_HEADS: Final = 8
+"""Prompts in a burst after which the oldest is looked up although it is young."""
+
 HISTORIES_MAX: Final = 4096
 """Workers whose requests are kept, gone ones included; beyond it those that are gone are forgotten."""
 
@@ -145,10 +148,15 @@ class Examiner:
 
     def _announced(self, worker: WorkerKey, history: _History, now_ms: int) -> float | None:
         """Return how much of the last prompt that is old enough the index holds of the worker."""
+        if self._has_windows(worker):
+            return None  # a window that moved on leaves an earlier prompt nowhere to resume
         for time_ms, head in reversed(history.heads):
             if head and now_ms - time_ms >= ANNOUNCED_AFTER_MS:
                 return self._projection.index.overlap(head, worker).blocks / len(head)
-        return None
+        if len(history.heads) < LEAST_HEADS or not history.heads[0][1]:
+            return None
+        head = history.heads[0][1]  # in a burst the oldest will do
+        return self._projection.index.overlap(head, worker).blocks / len(head)
 
     def _history(self, key: WorkerKey) -> _History | None:
         worker = self._projection.fleet.workers.get(key)
@@ -175,6 +183,10 @@ class Examiner:
                 history.steps_fell = True
             history.load = load
 
+    def _has_windows(self, worker: WorkerKey) -> bool:
+        index = self._projection.index
+        return bool(index.groups.reported) and index.groups.report_of(1 << index.slot(worker)) is not None
+
     # -- views -----------------------------------------------------------------------------------------------------
 
     def evidence(self, key: WorkerKey) -> WorkerEvidence:
@@ -196,6 +208,7 @@ class Examiner:
             history.agreed,
             history.own,
             history.foreign,
+            self._has_windows(key),
         )
 
     def verdict(self, key: WorkerKey) -> Verdict:

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from poolgrid.router.core.prefix_index import PrefixIndex, slots_of
 from poolgrid.router.core.candidates import RoutingRequest
+from poolgrid.router.core.prefix_index import PrefixIndex, slots_of
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.worker_groups import WorkerGroup
 from poolgrid.wire.identifiers import WorkerKey

@@ -180,7 +180,7 @@ class Selector:
             return [], float(request.isl)
         path = wanted.path if self.policy.needs_overlap else ()
         untrusted = projection.trust.untrusted if projection.follows_blocks else _NO_WORKERS
-        device, host, disk = overlap_columns(projection, group, path, untrusted, wanted.now_ms)
+        device, host, disk = overlap_columns(projection, group, path, request, untrusted, wanted.now_ms)
         held = device + HOST_WORTH * host + DISK_WORTH * disk
         uncached = np.maximum(1.0, request.isl - held * request.block_size)[rows]
         slots = group.slots[rows]

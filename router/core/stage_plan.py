@@ -41,15 +41,14 @@ EITHER_ROLES = (Role.AGGREGATED, Role.PREFILL, Role.DECODE)
 """Of a question to the selector that leaves the number of legs to it."""
 
 
-PAUSE_WEIGHT: Final = 0.2
-"""TTFT counts most, or a full prefill side would keep prompts for seconds to spare a batch tenths. Simulated at three
-loads (``docs/decisions/0080-one-leg-or-two-by-expected-time.md``): with 0.2 the TTFT is that of aggregated workers and
-gaps between tokens stay near those of workers apart; with 1 the p99 of the TTFT rises by a fifth, with 0 requests take
-longer as a whole."""
+PAUSE_WEIGHT: Final = 0.1
+"""TTFT counts most, or a full prefill side would keep prompts for seconds to spare a batch tenths. Simulated at several
+loads (``docs/decisions/0080-one-leg-or-two-by-expected-time.md``): with 0.1 the TTFT is that of aggregated workers, and
+requests take 2 to 7 % longer than apart; with 1 the p99 of the TTFT is a third longer."""
 
-TRANSFER_WEIGHT: Final = 0.08
-"""A transfer delays one token of one request. With more, prompts of all lengths would be computed on decode workers
-where moving KV is about as slow as computing it; with 0, a rest of a few tokens would be moved."""
+TRANSFER_WEIGHT: Final = 0.04
+"""A transfer delays one token of one request. With as much as the pause, prompts of all lengths would be computed on
+decode workers where moving KV is as slow as computing it; with 0, a rest of a few tokens would be moved."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ Rules
     5. A subagent belongs to its parent's session: while that is resident, its turns proceed, to a worker with room.
     6. The lease is the 95th percentile of the pauses up to ``LEASE_MAX_MS``. One lease serves all sessions, because
        engines evict by last use alone. A session whose last pause was longer has none: a person reads its answers. A
-       new session is taken for what most are.
+       new session is taken for what most are, and has none either where most requests are never followed by another.
     7. At most ``MEMBERS_MAX`` sessions are known. Beyond, the idle one that was used longest ago is forgotten.
     8. While no worker is filled above ``TIGHT_SHARE``, small turns are not looked at.
 
@@ -49,8 +49,8 @@ LEASE_MAX_MS: Final = 60_000.0
 LEASE_QUANTILE: Final = 0.95
 LEASE_STEP: Final = 0.05
 """A pause above the lease lengthens it by about 5 %, one below shortens it by 0.25 %."""
-SLOW_STEP: Final = 0.05
-"""What the latest pause counts in the share of long ones."""
+SHARE_STEP: Final = 0.05
+"""What the latest pause counts in the share of long ones, and a session in the share of those that return."""
 
 MEMBERS_MAX: Final = 65_536
 """Sessions known at a time, 300 bytes each."""
@@ -90,6 +90,7 @@ class Member:
     __slots__ = (
         "blocks",
         "common",
+        "has_returned",
         "is_resident",
         "is_slow",
         "parent",
@@ -105,6 +106,7 @@ class Member:
         self, worker: WorkerKey, priority: int, parent: SessionKey | None, is_slow: bool, now_ms: float
     ) -> None:
         self.worker = worker
+        self.has_returned = False
         self.is_slow = is_slow
         """Whether its last pause was longer than any lease."""
         self.priority = priority
@@ -129,6 +131,8 @@ class WorkingSet:
         self.lease_ms = LEASE_START_MS
         self.slow_share = 0.0
         """How many of the latest pauses were longer than any lease."""
+        self.return_share = 1.0
+        """How many new sessions had a second turn: each first end lowers it, each first return counts twice."""
         self._age_ms = age_ms
         self._members_max = members_max
         self._capacity: dict[WorkerKey, int] = {}
@@ -282,7 +286,9 @@ class WorkingSet:
             return
         del self._running[session]
         self._idle[session] = member
-        if member.is_slow:
+        if not member.has_returned:
+            self.return_share -= SHARE_STEP * self.return_share
+        if member.is_slow or not (member.has_returned or self.return_share > 0.5):
             self._send_away(session)
         if member.parent is not None and member.parent in self._idle:
             # Its parent goes on once all subagents have answered.
@@ -295,24 +301,30 @@ class WorkingSet:
         """Return a copy of all that is known, as msgpack can have it."""
         members = [
             (*session, member.worker.worker_id, member.worker.dp_rank, member.priority, member.parent, member.is_slow,
+             member.has_returned,
              member.blocks, member.common, member.prefix, member.running, member.is_resident, member.since_ms,
              member.used_ms)
             for members in (self._running, self._idle, self._away)
             for session, member in members.items()
         ]  # fmt: skip
         capacity = [(worker.worker_id, worker.dp_rank, blocks) for worker, blocks in self._capacity.items()]
-        return {"members": members, "capacity": capacity, "lease_ms": self.lease_ms, "slow_share": self.slow_share}
+        return {
+            "members": members,
+            "capacity": capacity,
+            "lease_ms": self.lease_ms,
+            "shares": [self.slow_share, self.return_share],
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from what ``checkpoint`` returned, as msgpack decodes it; nothing may be known before."""
-        self.lease_ms, self.slow_share = float(state["lease_ms"]), float(state["slow_share"])
+        self.lease_ms, (self.slow_share, self.return_share) = state["lease_ms"], state["shares"]
         for worker_id, rank, blocks in state["capacity"]:
             self.know(WorkerKey(WorkerId(worker_id), rank), blocks)
         for tenant, name, worker_id, rank, priority, parent, is_slow, *counts in state["members"]:
             key = WorkerKey(WorkerId(worker_id), rank)
             member = Member(key, priority, None if parent is None else (parent[0], parent[1]), is_slow, 0.0)
-            member.blocks, member.common, member.prefix, member.running = counts[:4]
-            member.is_resident, member.since_ms, member.used_ms = counts[4:]
+            member.has_returned, member.blocks, member.common, member.prefix, member.running = counts[:5]
+            member.is_resident, member.since_ms, member.used_ms = counts[5:]
             members = self._running if member.running else self._idle if member.is_resident else self._away
             members[tenant, name] = member
             if member.is_resident:
@@ -348,8 +360,11 @@ class WorkingSet:
             self._tight.discard(worker)
 
     def _learn(self, member: Member, pause_ms: float) -> None:
+        if not member.has_returned:
+            member.has_returned = True
+            self.return_share += 2 * SHARE_STEP * (1.0 - self.return_share)
         member.is_slow = pause_ms > LEASE_MAX_MS
-        self.slow_share += SLOW_STEP * (member.is_slow - self.slow_share)
+        self.slow_share += SHARE_STEP * (member.is_slow - self.slow_share)
         if member.is_slow:
             return
         factor = LEASE_STEP * (LEASE_QUANTILE - (pause_ms <= self.lease_ms))

@@ -37,7 +37,6 @@ from poolgrid.wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
 from poolgrid.wire.ingest import (
     Acknowledged,
@@ -115,10 +114,7 @@ def reload(frozen: FrozenPool) -> PoolState:
     return PoolState.load(
         frozen.offset,
         [worker.entry for worker in frozen.workers],
-        (
-            (position, source, chain.tier, chain.parent, unpack_hashes(chain.sequence_hashes))
-            for position, source, chain in frozen.source_chains()
-        ),
+        frozen.source_chains(),
     )
 
 

@@ -22,9 +22,12 @@ from poolgrid.wire.events import (
     AnyEvent,
     BlocksRemoved,
     BlocksStored,
+    GroupsReported,
+    KvGroup,
     LoadReported,
     RequestStarted,
     StreamStateChanged,
+    WorkerJoined,
 )
 from poolgrid.wire.hashing import pack_hashes, unpack_hashes
 from poolgrid.wire.identifiers import StreamState, Tier
@@ -105,10 +108,10 @@ class FaultyEngine(SimulatedEngine):
 
     def __init__(self, pool: FaultyPool, fits: SimulatedLimits, recorder: CacheRecorder) -> None:
         super().__init__(fits, timing=PolynomialTiming(), recorder=recorder, report_tokens=False)
-        self._pool = pool
+        self._paths = pool._engine_paths
 
     def submit(self, request: Generate, now_ms: float, path: list[int] | None = None, *rest: Any, **more: Any) -> None:
-        super().submit(request, now_ms, self._pool._engine_paths[request.request_id], *rest, **more)
+        super().submit(request, now_ms, self._paths[request.request_id], *rest, **more)
 
 
 class FaultyPool(SimulatedPool):
@@ -231,3 +234,18 @@ def steps_from_zero(events: list[AnyEvent], sent: int) -> list[AnyEvent]:
 def mangled(request: SimulatedRequest) -> list[int]:
     """What an engine computes of a prompt whose first tokens are others."""
     return [each ^ OTHER for each in request.path]
+
+
+def with_wrong_window(events: list[AnyEvent], sent: int) -> list[AnyEvent]:
+    """The engine resumes at checkpoints of 2048 tokens; its index is told of a window of two blocks."""
+    out: list[AnyEvent] = []
+    for each in events:
+        if isinstance(each, RequestStarted):
+            out.append(msgspec.structs.replace(each, cached_tokens=each.cached_tokens // 2048 * 2048))
+            continue
+        out.append(each)
+        if isinstance(each, WorkerJoined):
+            out.append(GroupsReported((KvGroup(2),)))
+        elif isinstance(each, CACHE_EVENTS):
+            out.append(msgspec.structs.replace(each, group=1))
+    return out

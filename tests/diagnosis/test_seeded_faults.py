@@ -18,6 +18,7 @@ from tests.diagnosis.faulty_pool import (
     starts,
     steps_from_zero,
     unrelated,
+    with_wrong_window,
     without_cache_events,
 )
 from tests.simulation.builders import CONVERSATION
@@ -39,6 +40,7 @@ FAULTS = [
     (Cause.SALT, Fault("salt ignored", domain=lambda number: "salt" if number % 8 in (3, 4, 5) else "")),
     (Cause.HASH, Fault("other hash", edit=other_names)),
     (Cause.GROUP, Fault("group hidden", edit=starts(at_checkpoints))),
+    (Cause.WINDOW, Fault("window wrong", edit=with_wrong_window)),
     (Cause.ASLEEP, Fault("sleeping engine", forget_at=50)),
     (Cause.RESTART, Fault("engine restarted", edit=steps_from_zero, forget_at=50)),
     (Cause.GAP, Fault("gap with replay off", edit=lost_frames)),
@@ -67,12 +69,14 @@ def test_seeded_fault_is_named_within_a_hundred_requests(cause: Cause, fault: Fa
     assert verdict.requests <= 100
 
 
-@pytest.mark.parametrize("blocks", [None, 2500, 1900], ids=["roomy", "evicting", "thrashing"])
-@pytest.mark.parametrize("delay_ms", [0.0, 20.0])
-@pytest.mark.parametrize("policy", ["kv", "round-robin"])
+@pytest.mark.parametrize(
+    ("blocks", "delay_ms", "policy"),
+    [(None, 20.0, "kv"), (2500, 0.0, "kv"), (1900, 20.0, "kv"), (1900, 0.0, "round-robin")],
+    ids=["roomy", "evicting", "thrashing", "thrashing-round-robin"],
+)
 def test_load_without_fault_raises_no_alarm(blocks: int | None, delay_ms: float, policy: str) -> None:
-    fault = Fault(rows=read_trace(CONVERSATION, 300), blocks=blocks)
-    verdicts = FaultyPool(fault, workers=4, event_delay_ms=delay_ms, policy=policy).verdicts()
+    fault = Fault(rows=read_trace(CONVERSATION, 200), blocks=blocks)
+    verdicts = FaultyPool(fault, workers=2, event_delay_ms=delay_ms, policy=policy).verdicts()
 
     assert not [verdict for verdict in verdicts if verdict.cause.is_fault]
 

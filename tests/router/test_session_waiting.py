@@ -11,13 +11,13 @@ import pytest
 
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import Refused
+from poolgrid.inference.session_hint import SessionHint
 from poolgrid.router.choosing import CROWDED
 from poolgrid.wire.card import WorkerLimits
 from poolgrid.wire.events import RequestFinished, RequestStarted, WorkerJoined, WorkerLeft
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.requests import FinishReason, TokenDelta
-from poolgrid.wire.sessions import SessionTurn
 from tests.frontend.inference_requests import like
 from tests.router.test_held_requests import end, on_workers, settled, submit
 from tests.router.test_service import REQUEST, Routed, card, routed
@@ -36,8 +36,8 @@ def join(router: Routed, worker: WorkerKey = A, endpoint: str = AT_A) -> None:
 def call(session: str, number: int = 0, blocks: int = 40, parent: str = "", **more: object) -> InferenceRequest:
     """A call of a session, whose prompt nobody else has the beginning of."""
     tokens = pack_tokens([hash_of(session)] * 16 * blocks)
-    turn = SessionTurn(session, parent=parent) if session else None
-    return like(REQUEST, request_id=f"{session or 'none'}-{number}", token_ids=tokens, turn=turn, **more)
+    hint = SessionHint(session, parent)
+    return like(REQUEST, request_id=f"{session}-{number}", token_ids=tokens, session=hint, **more)
 
 
 def hash_of(session: str) -> int:
@@ -102,13 +102,6 @@ async def test_a_waiting_session_gets_the_place_of_one_whose_lease_is_over() -> 
         assert on_workers(router) == ["three-0"]
         [decision] = router.service.tracker.decisions.of_request("three-0")
         assert decision.queued_ms > 0.0
-
-
-async def test_requests_of_no_session_never_wait_for_places() -> None:
-    async with full_pool() as router:
-        tasks = await submit(router, call("three"), call("", 1), call("", 2))
-        assert [task.done() for task in tasks] == [False, True, True]
-        await end(*tasks)
 
 
 async def test_a_session_goes_to_the_worker_that_has_room_and_the_decision_says_why() -> None:

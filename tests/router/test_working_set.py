@@ -104,6 +104,7 @@ def test_idle_sessions_of_a_lower_priority_give_way() -> None:
     run(places, turn("high", 400, priority=1))
 
     assert offer(places, turn("urgent", 400, priority=1)) == Admission(True, (), ((1, "low"),))
+    run(places, turn("urgent", 400, priority=1))
     assert not offer(places, turn("another", 500, priority=1)).admitted, "equals do not give way"
 
 
@@ -160,6 +161,20 @@ def test_sessions_of_people_hold_no_place_between_their_turns() -> None:
 
     run(places, turn("other person", 500), 1e9)
     assert not places.belongs(turn("other person")), "most pauses are long here"
+
+
+def test_requests_that_nothing_follows_hold_no_place_once_they_are_over() -> None:
+    places = one_worker()
+    for number in range(40):
+        now_ms = number * 2 * LEASE_START_MS
+        assert offer(places, turn(f"{number}", 900), now_ms).admitted
+        run(places, turn(f"{number}", 900), now_ms)
+    assert offer(places, turn("next", 900), now_ms).admitted
+
+    for number in range(40):  # agents come, and return
+        for call in range(2):
+            run(places, turn(f"agent {number}", 10), now_ms + call)
+    assert places.belongs(turn("agent 39"))
 
 
 def test_a_worker_that_left_holds_nothing() -> None:

@@ -434,7 +434,7 @@ def _pieces(event: AnyEvent) -> Iterator[AnyEvent]:
     parent, hashes = event.parent, event.sequence_hashes
     for at in range(0, len(hashes), longest):
         piece = hashes[at : at + longest]
-        yield BlocksStored(parent, piece, event.tier)
+        yield BlocksStored(parent, piece, event.tier, event.group)
         parent = unpack_hashes(piece[-HASH_BYTES:])[0]
 
 

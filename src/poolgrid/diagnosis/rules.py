@@ -115,6 +115,8 @@ class _Figures:
     @cached_property
     def is_announced(self) -> bool:
         """Whether the index holds what the worker computed a moment ago; true where that is not known."""
+        if not self.given.held_blocks:
+            return False
         shares = [each.announced for each in self.parted if each.announced is not None]
         return not shares or sum(shares) / len(shares) >= ANNOUNCED_BELOW
 

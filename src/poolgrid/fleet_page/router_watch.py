@@ -116,7 +116,8 @@ class FleetWatch:
         decision = given.decision
         request = decision.request
         if request.stage is Stage.WHOLE or request.stage is Stage.PREFILL:
-            self._turn(request.request_id, given.path, request.isl, request.block_size, decision.time_ms)
+            size, session = request.block_size, request.session
+            self._turn(request.request_id, given.path, request.isl, size, decision.time_ms, session)
         self.legs[given.dispatch_id] = Leg(
             given.dispatch_id,
             str(decision.worker),
@@ -128,9 +129,12 @@ class FleetWatch:
         while len(self.legs) > LEGS_MAX:
             self.legs.popitem(last=False)
 
-    def _turn(self, request_id: str, path: Sequence[int], isl: int, block_size: int, time_ms: int) -> None:
+    def _turn(
+        self, request_id: str, path: Sequence[int], isl: int, block_size: int, time_ms: int, session: str
+    ) -> None:
         found = self.conversations.turn(path, request_id, isl, block_size, time_ms)
         if found is not None:
+            found.name = session or found.name
             self._of_request[dispatch_of(request_id)[0]] = found.name
             while len(self._of_request) > LEGS_MAX:
                 self._of_request.popitem(last=False)

@@ -57,4 +57,6 @@ class InferenceRequest(msgspec.Struct, eq=False):
 
     def named(self, **more: Field) -> dict[str, Any]:
         """Return the ``extra`` of a log line about this request, and what else the line is about."""
+        if self.turn is not None:
+            more["session"] = self.turn.session
         return about(request_id=self.request_id, trace_id="" if self.trace is None else self.trace.trace_id, **more)

@@ -6,8 +6,8 @@ is all that hangs on it.
 
 KV groups:
 
-1. A hybrid model has groups of layers with caches of their own. Groups with equal needs are one group of the wire,
-   which holds what all of them hold: a hit needs all of them. Which there are is learned from stored events, because
+1. A hybrid model has groups of layers with caches of their own. Groups with equal needs are one group of the wire:
+   it holds what all of them hold, as a hit needs all of them. Which there are is learned from stored events, because
    removed events carry the group's number alone: one that has never stored anything is not known yet.
 2. Groups that need all blocks of a prefix are group 0. Others are reported (``GroupsReported``) before their blocks. A
    kind that is not known here needs what no event can tell: nothing is promised then.
@@ -21,10 +21,10 @@ their own, and each of them is stored, and later removed, under the same hash. S
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from poolgrid.kv_events.pub import UNKNOWN_KIND, EngineCleared, EngineEvent, EngineRemoved, EngineStored
+from poolgrid.kv_events.pub import UNKNOWN_KIND, EngineEvent, EngineRemoved, EngineStored
 from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared, GroupsReported, KvGroup
 from poolgrid.wire.hashing import BASE_SEED, block_hashes, pack_hashes, sequence_hashes
 from poolgrid.wire.identifiers import Tier
@@ -45,6 +45,12 @@ Named = tuple[Sequence[int], Sequence[int], int | None]
 
 _Copies = tuple[dict[int, int], dict[int, int], dict[int, int]]
 """By tier: how many copies of each engine hash a group has."""
+
+
+_Ahead = tuple[dict[int, Named | None], dict[int, int]]
+"""What full attention stores in a message: its names by event, and all of them by engine hash."""
+
+_NOTHING_NAMED: _Ahead = ({}, {})
 
 
 @dataclass(slots=True)
@@ -73,8 +79,9 @@ class EngineTranslator:
         self._groups: dict[KvGroup | None, _WireGroup] = {}
         self._group_of: dict[int | None, _WireGroup] = {}
         """By the engine's number."""
+        self._report: GroupsReported | None = None
         self._is_reported = True
-        """Whether all groups are known to readers."""
+        """Whether readers know it, as far as they still know anything."""
         self.ignored_blocks = 0
         self.other_block_size = 0
         """Tokens in a block of the last stored event whose blocks have another size; 0 = none had."""
@@ -85,6 +92,7 @@ class EngineTranslator:
     def clear(self) -> None:
         """Forget every engine hash; the groups are the model's, and are reported again."""
         self._forget()
+        self._report = None
         self._is_reported = False
 
     def _forget(self) -> None:
@@ -96,47 +104,63 @@ class EngineTranslator:
     def translate(self, events: list[EngineEvent]) -> list[AnyEvent]:
         """Return the same events in sequence hashes."""
         out: list[AnyEvent] = []
-        stored = [event for event in events if isinstance(event, EngineStored)]
-        for event in stored:
-            if event.group not in self._group_of:
-                self._meet(event, out)
-        if stored and not self._is_reported:
-            self._is_reported = True
-            report = GroupsReported(tuple(needs for needs in self._groups if needs is not None), None in self._groups)
-            if report.groups:
-                out.append(report)
-        # What full attention stores names the blocks of other groups, whichever comes first.
-        named = {
-            id(event): self._name(event) for event in stored if len(self._groups) > 1 and event.window_tokens is None
-        }
+        named = self._look_ahead(events) if len(self._groups) > 1 else _NOTHING_NAMED
         for event in events:
-            if isinstance(event, EngineStored):
-                self._store(event, named.get(id(event)), out)
-            elif isinstance(event, EngineRemoved):
-                self._remove(event, out)
-            elif isinstance(event, EngineCleared):
+            kind = type(event)
+            if kind is EngineStored:
+                group = self._group_of.get(event.group)  # type: ignore[union-attr]
+                if group is None or not self._is_reported:
+                    self._meet_all(events, out)
+                    named = self._look_ahead(events) if len(self._groups) > 1 else _NOTHING_NAMED
+                    group = self._group_of.get(event.group)  # type: ignore[union-attr]
+                if group is not None and group.needs != NOT_RESUMABLE:
+                    self._store(event, group, named, out)  # type: ignore[arg-type]
+            elif kind is EngineRemoved:
+                self._remove(event, out)  # type: ignore[arg-type]
+            else:
                 self._forget()
                 out.append(CacheCleared())
         return out
 
+    def _look_ahead(self, events: list[EngineEvent]) -> _Ahead:
+        """Name what full attention stores in a message: it names the blocks of other groups, whichever come first."""
+        named = {
+            id(event): self._name(event)
+            for event in events
+            if isinstance(event, EngineStored) and event.window_tokens is None
+        }
+        fresh: dict[int, int] = {}
+        for each in named.values():
+            if each is not None:
+                fresh.update(zip(each[0], each[1], strict=False))
+        return named, fresh
+
     # Groups
 
+    def _meet_all(self, events: list[EngineEvent], out: list[AnyEvent]) -> None:
+        """Take in the groups that are seen for the first time, and report all of them."""
+        for event in events:
+            if isinstance(event, EngineStored) and event.group not in self._group_of:
+                self._meet(event, out)
+        self._is_reported = True
+        report = GroupsReported(tuple(needs for needs in self._groups if needs is not None), None in self._groups)
+        if report.groups and report != self._report:
+            self._report = report
+            out.append(report)
+
     def _meet(self, event: EngineStored, out: list[AnyEvent]) -> None:
-        """Take in a group that is seen for the first time."""
         needs = self._needs_of(event)
         group = self._groups.get(needs)
         if group is None:
             others = len(self._groups) - (None in self._groups)
             if needs is not None and others >= GROUPS_PER_WORKER_MAX - 1:
                 needs = NOT_RESUMABLE
-                others = GROUPS_PER_WORKER_MAX - 1
             group = self._groups.setdefault(needs, _WireGroup(0 if needs is None else others + 1, needs))
         elif needs != NOT_RESUMABLE:
             self._lack(group, out)
         if len(self._group_of) < ENGINE_GROUPS_MAX:
             group.members[event.group] = ({}, {}, {})
             self._group_of[event.group] = group
-        self._is_reported = False
 
     def _needs_of(self, event: EngineStored) -> KvGroup | None:
         window = event.window_tokens
@@ -196,9 +220,12 @@ class EngineTranslator:
             self._seeds.update(dict.fromkeys(hashes, seed))
         return hashes, names, parent
 
-    def _recognise(self, event: EngineStored) -> Named | None:
+    def _recognise(self, event: EngineStored, fresh: Mapping[int, int]) -> Named | None:
         """Name the blocks of a window or a state, as far as full attention has named them."""
         known = self._known
+        for each in event.hashes:
+            if each not in known and each in fresh:
+                known[each] = fresh[each]  # a removal in the same message has taken its name
         found = [each for each in event.hashes if each in known]
         if len(found) == len(event.hashes):
             return found, [known[each] for each in found], None
@@ -209,14 +236,13 @@ class EngineTranslator:
 
     # Blocks
 
-    def _store(self, event: EngineStored, named: Named | None, out: list[AnyEvent]) -> None:
-        group = self._group_of.get(event.group)
-        if group is None or group.needs == NOT_RESUMABLE:
-            return
-        if group.needs is not None:
-            named = self._recognise(event)
-        elif len(self._groups) == 1:
+    def _store(self, event: EngineStored, group: _WireGroup, ahead: _Ahead, out: list[AnyEvent]) -> None:
+        if len(self._groups) == 1 and group.needs is None:
             named = self._name(event)
+        elif group.needs is None:
+            named = ahead[0].get(id(event))
+        else:
+            named = self._recognise(event, ahead[1])
         if named is None or not named[0]:
             return
         hashes, names, parent = named
@@ -227,9 +253,11 @@ class EngineTranslator:
         else:
             for engine_hash in hashes:
                 on[engine_hash] = on.get(engine_hash, 0) + 1
+        if len(self._group_of) == 1:
+            out.append(BlocksStored(parent, pack_hashes(names), tier, group.number))
+            return
+        self._known.update(zip(hashes, names, strict=False))  # a removal in the same message may have taken them
         others = group.others_of(member, tier)
-        if others or group.needs is not None or len(self._groups) > 1:
-            self._known.update(zip(hashes, names, strict=False))  # a removal in the same message may have taken them
         lacking = [any(each not in other for other in others) for each in hashes] if others else ()
         for begin, end in _stretches(lacking, len(hashes)):
             above = names[begin - 1] if begin else parent
@@ -267,7 +295,7 @@ class EngineTranslator:
                 on[engine_hash] = copies - 1
                 continue
             del on[engine_hash]
-            if all(engine_hash in held for held in of_tier):
+            if not of_tier or all(engine_hash in held for held in of_tier):
                 gone.append(self._known[engine_hash])
             if not any(engine_hash in held for held in others):
                 del self._known[engine_hash]

@@ -179,6 +179,41 @@ class DecisionRow(AnswerRow, frozen=True, kw_only=True):
     cost: float | None
     candidates: int
     realised_cached_tokens: int | None
+    session: str = ""
+
+
+class SessionRow(AnswerRow, frozen=True, kw_only=True):
+    """One session of a pool."""
+
+    session: str
+    tenant: str
+    """Hash of the tenant's name, 16 hexadecimal digits; empty without API keys."""
+    parent: str
+    state: str
+    """``running``, ``waiting`` (in its engine) or ``idle``."""
+    turns: int
+    footprint_blocks: int
+    """Over all workers."""
+    workers: dict[str, int]
+    """Blocks by worker, that of the latest turn first."""
+    isl: int
+    cached_tokens: int
+    last_request_id: str
+    last_ms_ago: int
+    expected_return_ms: int | None
+    """Until its next turn, 0 where it runs or is overdue; ``null`` = unknown."""
+    gaps_ms: dict[str, int]
+    """Smoothed time to the next turn, by how the turn before ended; only kinds that occurred."""
+
+
+class SessionList(AnswerRow, frozen=True, kw_only=True):
+    """Answer of ``GET /v1/sessions``, the latest first."""
+
+    object: str = "list"
+    offset: int
+    total: int
+    """Sessions that are known."""
+    data: list[SessionRow]
 
 
 class DecisionList(AnswerRow, frozen=True, kw_only=True):

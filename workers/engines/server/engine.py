@@ -41,6 +41,7 @@ from poolgrid.wire.events import (
 )
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind
+from poolgrid.workers.core.cache_facts import RestatedEvent
 from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError
 from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.engines.server.answer import AnswerStream
@@ -185,7 +186,7 @@ class ServerEngine:
     def resident_blocks(self, dp_rank: int) -> list[BlocksStored]:
         raise NotImplementedError("an engine server cannot say what its cache holds; only its events tell")
 
-    def restate(self, dp_rank: int) -> list[BlocksStored]:
+    def restate(self, dp_rank: int) -> Sequence[RestatedEvent]:
         return self._events.restate(dp_rank)
 
     async def run(self, deliver: Callable[[EngineReport], None]) -> None:

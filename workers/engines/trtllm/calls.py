@@ -91,6 +91,7 @@ class TrtllmCalls:
         self._guide_backend: str | None = arguments.values.get("guided_decoding_backend") or None
         self.inabilities = inabilities(library.version, arguments.values)
         self._accepted = parameters_of(llm.generate_async)
+        self._conversations = library.conversation_params if "conversation_params" in self._accepted else None
         self._by_tokens = uses_kvbm(arguments.values)
         self._orders = "priority" in self._accepted and orders_by_priority(llm)
         self._dropped_fields: set[str] = set()
@@ -186,6 +187,11 @@ class TrtllmCalls:
         given.update(self._scheduling(routing.dp_rank))
         if routing.priority and self._orders:
             given["priority"] = engine_priority(routing.priority)
+        if request.turn is not None and self._conversations is not None:
+            # With the policy per_conversation, state of earlier turns stays for named conversations only. Tenants may
+            # choose the same names.
+            name = f"{request.turn.tenant:016x}-{request.turn.session}"
+            given["conversation_params"] = self._conversations(conversation_id=name)
         if request.retention is not None:
             given["kv_cache_retention_config"] = self._retention(request.retention, request)
         if request.trace is not None and "trace_headers" in self._accepted:

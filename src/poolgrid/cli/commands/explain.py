@@ -134,6 +134,8 @@ def _add_attempt(root: Tree, attempt: DecisionExplanation) -> None:
         f"ISL {attempt.isl:,} = {counted(attempt.isl_blocks, 'block')}, {attempt.overlap_blocks:,} believed to be "
         f"there: {counted(promised, 'token')} promised, {came}"
     )
+    if attempt.session:
+        branch.add(f"session {escape(attempt.session)}")
     if attempt.media is not UNSET:
         media, whole = attempt.media, attempt.isl // attempt.block_size
         rest = "" if media.compared_blocks >= whole else f"; {UNCOMPARED}"

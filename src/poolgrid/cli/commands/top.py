@@ -42,6 +42,8 @@ from poolgrid.wire.answers import (
     PoolList,
     PoolRow,
     QueueRow,
+    SessionList,
+    SessionRow,
     StreamRow,
     WorkerList,
     WorkerRow,
@@ -64,6 +66,7 @@ BAR_CELLS = 10
 POOL_PATH = "/v1/pools"
 WORKER_PATH = "/v1/workers"
 FLEET_PATH = "/v1/fleet"
+SESSION_PATH = "/v1/sessions"
 
 Fetch = Callable[[httpx.AsyncClient, "Frame"], Awaitable["Frame"]]
 """A look: what is to be seen now, from what was seen before."""
@@ -102,6 +105,8 @@ class Frame(msgspec.Struct, frozen=True):
     placements: PlacedList | None = None
     fleet: FleetList | None = None
     """Who has a name, when that was asked."""
+    sessions: SessionList | None = None
+    """The sessions of the pool, when they were asked."""
 
 
 def usage_bar(used: int, total: int) -> Text:
@@ -186,6 +191,22 @@ DECISION_COLUMNS: tuple[Column[DecisionRow], ...] = (
 def _room_in_use(row: PoolRow) -> Text:
     roles = row.roles()
     return usage_bar(sum(role.requests for role in roles), sum(role.capacity for role in roles))
+
+
+_SESSION_STYLES = {"running": "green", "waiting": "yellow", "idle": "dim"}
+
+SESSION_COLUMNS: tuple[Column[SessionRow], ...] = (
+    Column("session", lambda row: Text(row.session), False),
+    Column("parent", lambda row: Text(row.parent), False, optional=True),
+    Column("state", lambda row: Text(row.state, style=_SESSION_STYLES.get(row.state, "")), False),
+    Column("turns", lambda row: f"{row.turns:,}"),
+    Column("footprint", lambda row: f"{row.footprint_blocks:,}"),
+    Column("worker", lambda row: Text(next(iter(row.workers), UNKNOWN)), False),
+    Column("ISL", lambda row: f"{row.isl:,}", optional=True),
+    Column("reused tok", lambda row: f"{row.cached_tokens:,}", optional=True),
+    Column("last", lambda row: milliseconds(row.last_ms_ago)),
+    Column("back in", lambda row: milliseconds(row.expected_return_ms), optional=True),
+)
 
 
 POOL_COLUMNS: tuple[Column[PoolRow], ...] = (
@@ -332,6 +353,11 @@ def view(frame: Frame) -> RenderableType:
         if frame.workers.loading:
             parts.append(_table("loading", LOADING_COLUMNS, frame.workers.loading[:WORKERS_SHOWN_MAX]))
         parts.append(worker_table(frame.workers.data))
+    if frame.sessions is not None:
+        table = _table("sessions (footprint in blocks)", SESSION_COLUMNS, frame.sessions.data)
+        if frame.sessions.total > len(frame.sessions.data):
+            table.note = f"not shown: {counted(frame.sessions.total - len(frame.sessions.data), 'session')}"
+        parts.append(table)
     if frame.decisions is not None:
         parts.append(decision_table(frame.decisions.data))
     return Group(*parts)
@@ -390,6 +416,19 @@ async def fetch_fleet(client: httpx.AsyncClient, before: Frame) -> Frame:
     return msgspec.structs.replace(before, fault=fault)
 
 
+async def fetch_sessions(client: httpx.AsyncClient, before: Frame) -> Frame:
+    """Return the pool's workers and sessions now; on a fault what was known before, marked with the fault."""
+    try:
+        workers = msgspec.json.decode(await _get(client, WORKER_PATH), type=WorkerList)
+        found = await _get(client, f"{SESSION_PATH}?limit={WORKERS_SHOWN_MAX}")
+        return Frame(before.url, workers, sessions=msgspec.json.decode(found, type=SessionList))
+    except FetchError as error:
+        fault = f"{error}; sessions are shown by the routers of pools" if error.status == 404 else str(error)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        fault = f"the answer is not a router's: {error}"
+    return msgspec.structs.replace(before, fault=fault)
+
+
 async def _state(client: httpx.AsyncClient, is_global: bool) -> tuple[bool, bytes]:
     """Return whether it is a global router, and its pools or workers; what it was the last time is asked for first."""
     try:
@@ -443,10 +482,10 @@ async def _look(console: Console, url: str, as_json: bool, look: Fetch) -> int:
 
 
 def watch(
-    url: str, interval_s: float, once: bool, as_json: bool = False, fleet: bool = False, other: Other | None = None
+    url: str, interval_s: float, once: bool, as_json: bool = False, look: Fetch = fetch, other: Other | None = None
 ) -> int:
     """Show the router at ``url`` every ``interval_s`` seconds until SIGINT; with ``once`` show it once.
-    With ``fleet``, the processes that have names. Where it stops answering, ``other`` names the one to watch.
+    ``look`` fetches what is shown. Where it stops answering, ``other`` names the one to watch.
 
     Returns the exit code: with ``once`` 1 when the router did not answer as one, else 0; 2 for wrong arguments.
     """
@@ -457,7 +496,6 @@ def watch(
     # httpx logs a line per request, which would tear the screen.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     console = terminal()
-    look: Fetch = fetch_fleet if fleet else fetch
     if once:
         return asyncio.run(_look(console, url, as_json, look))
 
@@ -487,11 +525,13 @@ def _unusable(url: str, interval_s: float, once: bool, as_json: bool) -> str:
 )
 @click.option("--once", is_flag=True, help="Print one frame and end.")
 @click.option("--fleet", is_flag=True, help="Show who has a name, in all namespaces, where the router has names.")
+@click.option("--sessions", is_flag=True, help="Show the sessions of a pool: turns, footprint in blocks, state.")
 @click.option("--json", "as_json", is_flag=True, help="With --once: print the router's answers as JSON.")
-def top(url: str, interval: float, once: bool, fleet: bool, as_json: bool) -> None:
+def top(url: str, interval: float, once: bool, fleet: bool, sessions: bool, as_json: bool) -> None:
     """Watch a router's workers, or a global router's pools, its queue and its last decisions, live.
 
-    With --fleet, the processes of all pools that share names.
+    With --fleet, the processes of all pools that share names. With --sessions, the pool's sessions.
     """
     other = partial(other_url_of, url) if is_name(url) else None
-    raise SystemExit(watch(found_url(url), interval, once, as_json, fleet, other))
+    look = fetch_fleet if fleet else fetch_sessions if sessions else fetch
+    raise SystemExit(watch(found_url(url), interval, once, as_json, look, other))

@@ -122,15 +122,21 @@ class AgentDraws:
     def __post_init__(self) -> None:
         self._random = Random(self.seed)
 
+    @property
+    def prefix_tokens(self) -> int:
+        return self._scaled(PREFIX_TOKENS)
+
     def plan(self, sessions: int, slots: int) -> AgentPlan:
-        drawn = tuple(self._session(number) for number in range(sessions))
+        """Return so many sessions, of which ``slots`` are open at a time."""
+        drawn = tuple(self.session(number) for number in range(sessions))
         starts = [self._random.uniform(0.0, START_SPREAD_MS) for _ in range(min(slots, sessions))]
         starts += [self._random.expovariate(1 / USER_PAUSE_MS) for _ in range(sessions - len(starts))]
         return AgentPlan(drawn, slots, tuple(starts))
 
-    def _session(self, number: int) -> AgentSession:
+    def session(self, number: int) -> AgentSession:
+        """Draw the next session; its number names it and its tenant."""
         session_id, tenant = f"agent-{number}", f"tenant-{number % self.tenants}"
-        prefix = self._scaled(PREFIX_TOKENS)
+        prefix = self.prefix_tokens
         count = self._random.randint(*CALLS)
         forks_at = self._random.randrange(count - 1) if self._random.random() < FORKING else -1
         calls: list[AgentCall] = []

@@ -27,7 +27,10 @@ NARROWED = {
 }
 """Names of a type with a range, or of one that a file writes otherwise."""
 
-RANGED = {("int", ("gt", 0)): "Positive", ("int", ("ge", 0)): "NonNegative"}
+RANGED: dict[tuple[str, tuple[tuple[str, Any], ...]], str] = {
+    ("int", (("gt", 0),)): "Positive",
+    ("int", (("ge", 0),)): "NonNegative",
+}
 """What the facts call the members of a list that have a range."""
 
 ANY = "any"
@@ -230,7 +233,7 @@ class _Source:
                 return spelled, limits | _limits({each.arg: each.value for each in given if each.arg}, spelled)
             case "List" | "list" | "Sequence":
                 spelled, limits = self._type(members[0])
-                return f"list[{RANGED.get((spelled, *limits.items()), spelled)}]", {}
+                return f"list[{RANGED.get((spelled, tuple(limits.items())), spelled)}]", {}
             case "Dict" | "dict" if len(members) == 2:
                 return f"dict[{self._type(members[0])[0]},{self._type(members[1])[0]}]", {}
             case "Literal" if all(isinstance(each, ast.Constant) for each in members):
