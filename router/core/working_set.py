@@ -308,7 +308,12 @@ class WorkingSet:
             for session, member in members.items()
         ]  # fmt: skip
         capacity = [(worker.worker_id, worker.dp_rank, blocks) for worker, blocks in self._capacity.items()]
-        return {"members": members, "capacity": capacity, "lease_ms": self.lease_ms, "shares": [self.slow_share, self.return_share]}
+        return {
+            "members": members,
+            "capacity": capacity,
+            "lease_ms": self.lease_ms,
+            "shares": [self.slow_share, self.return_share],
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from what ``checkpoint`` returned, as msgpack decodes it; nothing may be known before."""
