@@ -22,15 +22,16 @@ from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import PROMPT_STAGES, NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import (
     DECODE_ROLES,
+    EITHER_ROLES,
     ENCODE_LEG,
     ENCODE_ROLES,
-    NEVER_LOCAL,
     PREFILL_ROLES,
     SECOND_LEG,
     WHOLE_ROLES,
     LegSpec,
     RoleAvailability,
     first_leg,
+    spec_of,
 )
 from poolgrid.router.fleet_links import FleetLinks
 from poolgrid.router.placement import LocalRequest, Placement, PlacementFailure
@@ -44,7 +45,7 @@ from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 
 log: Final = logging.getLogger(__name__)
 
-PROMPT_ROLES: Final = tuple(dict.fromkeys((*WHOLE_ROLES, *PREFILL_ROLES)))
+PROMPT_ROLES: Final = EITHER_ROLES
 """Who may hold a prompt's prefix where it would be computed."""
 
 LONG_PROMPT_BYTES: Final = 8192 * 4
@@ -78,7 +79,7 @@ class Chooser:
         self.naming = SessionNaming(state.projection)
         self.full = full
         """Workers that refused requests for lack of room: they get nothing for a while."""
-        self._settings = settings
+        self._always_two = settings.legs == "two"
         self._state = state
         self._selector = state.selector
         self._projection = state.projection
@@ -139,7 +140,7 @@ class Chooser:
         leg, wanted = self._wanted(machine.plan, output_tokens, routed.path, now_ms, routed)
         found = self._state.select(wanted)
         if isinstance(found, Decision):
-            return Placement(found, leg, now_ms)
+            return Placement(found, leg if found.legs is None else spec_of(found.legs), now_ms)
         if isinstance(found, PolicyFailed):
             log.error(
                 "choosing a worker for request %s: %s",
@@ -174,7 +175,7 @@ class Chooser:
         """Return a request's next leg, and the question to the selector for it."""
         request = plan.request
         block_size = self.block_size(request.model)
-        leg = self._next_leg(plan, output_tokens, path, block_size)
+        leg = self._next_leg(plan)
         queued = None if routed is None else routed.queued
         return leg, WorkerWanted(
             _routing(request, output_tokens, block_size, leg),
@@ -264,7 +265,9 @@ class Chooser:
         machine = routed.machine
         now_ms = self._clock.monotonic_ms()
         leg, wanted = self._wanted(machine.plan, machine.delivery.tokens, routed.path, now_ms, routed)
-        return wanted if leg.stage in PROMPT_STAGES else None
+        if leg.stage not in PROMPT_STAGES:
+            return None
+        return self._selector.with_legs(wanted)[0] if wanted.roles == EITHER_ROLES else wanted
 
     def preview(self, request: InferenceRequest) -> Decision | PlacementFailure:
         """Return what a request would get now; nothing is booked, sent, counted or recorded."""
@@ -301,7 +304,7 @@ class Chooser:
         missing = {worker.key: NO_ADAPTER for worker in workers if name not in worker.card.loras}
         return missing if len(missing) < len(workers) else {}
 
-    def _next_leg(self, plan: LegPlan, output_tokens: int, path: array[int], block_size: int) -> LegSpec:
+    def _next_leg(self, plan: LegPlan) -> LegSpec:
         """Return what the next worker is to do: the decode leg after a prefill, else what the plan says."""
         if plan.prefill_params is not None:
             return SECOND_LEG
@@ -309,12 +312,7 @@ class Chooser:
         whole, prefill, decode, encode = self._staff_of(request.model)
         if encode and plan.wants_encode:
             return ENCODE_LEG
-        if not (prefill and decode):
-            return first_leg(whole, prefill, decode, 0, NEVER_LOCAL)
-        uncached = len(request.token_ids) // 4 + output_tokens
-        uncached -= block_size * self._selector.best_overlap_blocks(request.model, DECODE_ROLES, path)
-        local_max = self._settings.local_prefill_max_tokens if request.multimodal is None else NEVER_LOCAL
-        return first_leg(whole, True, True, uncached, local_max)
+        return first_leg(whole, prefill, decode, self._always_two or request.multimodal is not None)
 
     def _staff_of(self, model: str) -> RoleAvailability:
         """Return which roles of a model have anyone who takes requests."""
@@ -351,6 +349,7 @@ def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg
         ttft_target_ms=ttft_target_ms(request.hints) if request.hints else 0.0,
         session="" if turn is None else turn.session,
         tenant=0 if turn is None else turn.tenant,
+        domain="adapter" if request.lora_name else "salt" if request.cache_salt else "",
         parent="" if turn is None else turn.parent,
     )
 

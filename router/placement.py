@@ -127,6 +127,8 @@ def tell_decision(span: SpanRecord, decision: Decision) -> None:
         "poolgrid.journal_offset": told.offset,
         "poolgrid.behind_records": told.behind_records,
     }
+    if told.session:
+        span.attributes["poolgrid.session"] = told.session
     if told.cost is not None:
         span.attributes["poolgrid.cost"] = told.cost
     others = []

@@ -81,7 +81,7 @@ class RouterService:
         self._not_ready = REBUILDING
         self._settings = settings
         self._feed = feed
-        self._metrics = metrics
+        self.metrics = self._metrics = metrics
         self._clock = clock
         self.journal = JournalApplier(state, clock, BulkWork(clock), self._on_applied, self._after_records, feed.resync)
         journal = self.journal
@@ -264,6 +264,8 @@ class RouterService:
         if dispatch is None:
             return False
         machine.delivery.decision_reason = chosen.reason()
+        if leg.stage in PROMPT_STAGES:
+            machine.delivery.promised_tokens = chosen.overlap_tokens()
         self.tracker.enter(routed, chosen, dispatch.id)
         return True
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from poolgrid.process.clock import Clock
 from poolgrid.process.instruments import Counter
 from poolgrid.router.core.decision import Decision, DecisionLog
+from poolgrid.router.core.examiner import Examiner, uncached_of
 from poolgrid.router.core.inputs import Booked, Expired, Overcommitted, PromptComputed, Released
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import PROMPT_STAGES
@@ -62,6 +63,7 @@ class RouterTracker(RequestTracker[LocalRequest]):
         self._state = state
         self._metrics = metrics
         self._full = full
+        self.examiner = Examiner(state.projection, self.decisions.of_dispatch)
         self._plans = state.selector.planner is not None
         self._overcommit_timer: asyncio.TimerHandle | None = None
         for observer in state.projection.observers:
@@ -107,12 +109,19 @@ class RouterTracker(RequestTracker[LocalRequest]):
         metrics, request = self._metrics, decision.request
         found_tokens = decision.overlap_blocks * request.block_size
         # Others than this router may have shown a prompt to the pool: what is there was achieved.
-        seen_tokens = self.sketch.note(path) * request.block_size
+        decision.seen_tokens = seen_tokens = self.sketch.note(path) * request.block_size
         metrics.prompt_tokens.value += request.isl
         metrics.overlap_found_tokens.value += min(request.isl, found_tokens)
         metrics.achievable_tokens.value += min(request.isl, max(seen_tokens, found_tokens))
 
-    def realised(self, dispatch_id: str, cached_tokens: int) -> None:
+    def gateway_realised(self, dispatch_id: str, path: Sequence[int], cached_tokens: int, isl: int | None) -> None:
+        """Note what an engine reported in an answer that went past this router."""
+        self.realised(dispatch_id, cached_tokens, isl)
+        decision = self.decisions.of_dispatch(dispatch_id)
+        if decision is not None:
+            self.examiner.gateway_reported(decision, path, cached_tokens, isl)
+
+    def realised(self, dispatch_id: str, cached_tokens: int, isl: int | None = None) -> None:
         """Note what the chosen worker really reused."""
         decision = self.decisions.realised(dispatch_id, cached_tokens)
         if decision is None:
@@ -126,10 +135,12 @@ class RouterTracker(RequestTracker[LocalRequest]):
             else:
                 metrics.reused_less.value -= error
             metrics.prediction_error.observe(abs(error) / request.isl)
+            if decision.attempt == 0 or decision.is_reservation:
+                metrics.count_uncached(uncached_of(decision, cached_tokens))
             if decision.is_reservation and _is_first(decision):
                 metrics.overlap_realised_tokens.value += cached_tokens
         if self.recorder is not None:
-            self.recorder.realised(request.request_id, decision.attempt, cached_tokens)
+            self.recorder.realised(request.request_id, decision.attempt, cached_tokens, isl)
 
     def first_token(self, dispatch_id: str, expected_ms: float, real_ms: float) -> None:
         """Note how long a first token really took, of a policy that predicts it."""

@@ -113,7 +113,7 @@ class WorkerService:
         self._worker_id = worker_id
         self._membership = Membership(epoch)
         self.card = card
-        """What the worker says of itself now; adapters come and go."""
+        """What the worker reports of itself now; adapters come and go."""
         self._engine = engine
         self._requests = requests
         self._limits = limits
@@ -249,14 +249,14 @@ class WorkerService:
         raise RuntimeError(reason) from error
 
     def drain(self, timeout_ms: float | None = None) -> None:
-        """Take nothing new; what is here after ``timeout_ms`` (by default the limits' time) goes on elsewhere."""
+        """Take nothing new; what is here after ``timeout_ms`` (by default the limits' time) continues elsewhere."""
         if self._drain.order(timeout_ms):
             self._metrics.draining.set(1)
             for publisher in self._membership.publishers:
                 publisher.publish([WorkerDraining()])
 
     def _refuse_all(self, reason: str, kind: RefusalKind) -> None:
-        """Tell every peer that its requests go on elsewhere, without the engine."""
+        """Tell every peer that its requests continue elsewhere, without the engine."""
         self._peers.refuse_all(reason, kind, self._kept)
 
     def _on_health(self) -> None:
@@ -357,9 +357,10 @@ class WorkerService:
             # Nobody dispatches a leg again while its first result is of use.
             self._let_go(request.request_id)
         if request.request_id in owners:
-            # When nobody owns it any more it is on its way out, and the id will be free in a moment.
-            leaving = owners[request.request_id] is None
-            raise (BusyError if leaving else RefusedError)(
+            # Only a router's own second use is its fault. What nobody owns is on its way out; what another peer
+            # took may be a forged message, and a dispatch to another worker has another id.
+            is_own = owners[request.request_id] == peer_id
+            raise (RefusedError if is_own else BusyError)(
                 f"request id {request.request_id!r} is already active on worker {self._worker_id}"
             )
         _check_routing(self._worker_id, self.card, request.routing)
@@ -371,7 +372,7 @@ class WorkerService:
             _check_crowding(self._worker_id, self._books[request.routing.dp_rank], expected)
 
     def _on_peer_gone(self, request_id: str) -> bool:
-        """Cancel a request that nobody waits for; return whether its peer has not heard of an end yet."""
+        """Cancel a request that is not waited for; return whether its peer has not heard of an end yet."""
         is_unheard = request_id not in self._kept
         self._end_here(request_id)
         return is_unheard

@@ -14,8 +14,8 @@ from typing import Any
 
 from poolgrid.router.core.candidates import Candidates, RoutingRequest
 from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.engine_times import Engines
 from poolgrid.router.core.policy import Choice
-from poolgrid.router.policies.predicted.engine_times import Engines
 from poolgrid.router.policies.predicted.policy import Predicted
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import read_trace

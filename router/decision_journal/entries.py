@@ -20,6 +20,7 @@ from poolgrid.consolidator.journal.stored_records import SegmentKind
 from poolgrid.router.core.candidates import Candidates, Choice, RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
+from poolgrid.router.core.stage_plan import LegChoice
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.hashing import pack_hashes, unpack_hashes
 from poolgrid.wire.identifiers import WorkerKey
@@ -215,6 +216,8 @@ class DecisionMade(JournalEntry, frozen=True):
     """Workers, and how many requests waited at the router that were to be computed behind this one there."""
     queued_ms: float = 0.0
     """How long the request had waited at the router when it was chosen for."""
+    legs: LegChoice | None = None
+    """Why the request has one leg or two, where ``roles`` leave that open."""
 
 
 class TurnJudged(JournalEntry, frozen=True):
@@ -288,6 +291,8 @@ class OverlapRealised(JournalEntry, frozen=True):
     request_id: str
     attempt: int
     cached_tokens: int
+    isl: int | None = None
+    """Prompt tokens as the engine counted them, where its answer went past the router."""
 
 
 class FirstTokenCame(JournalEntry, frozen=True):
@@ -390,6 +395,7 @@ def decision_of(made: DecisionMade, workers: Sequence[WorkerKey]) -> Decision:
     )
     decision.retention = made.retention
     decision.queued_ms = made.queued_ms
+    decision.legs = made.legs
     return decision
 
 
@@ -423,4 +429,5 @@ def made_of(wanted: WorkerWanted, decision: Decision, number_of: Mapping[WorkerK
         decision.retention,
         [(number_of[worker], count) for worker, count in wanted.behind.items()],
         wanted.queued_ms,
+        decision.legs,
     )

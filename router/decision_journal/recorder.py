@@ -174,8 +174,8 @@ class DecisionRecorder:
 
     # -- what came of it -------------------------------------------------------------------------------------------
 
-    def realised(self, request_id: str, attempt: int, cached_tokens: int) -> None:
-        self._add(OverlapRealised(request_id, attempt, cached_tokens))
+    def realised(self, request_id: str, attempt: int, cached_tokens: int, isl: int | None = None) -> None:
+        self._add(OverlapRealised(request_id, attempt, cached_tokens, isl))
 
     def first_token(self, request_id: str, attempt: int, ttft_ms: float) -> None:
         self._add(FirstTokenCame(request_id, attempt, ttft_ms))

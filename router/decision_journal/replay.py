@@ -15,10 +15,10 @@ Rules
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -35,6 +35,7 @@ from poolgrid.router.decision_journal.entries import (
     Checkpoint,
     DecisionMade,
     InputsLost,
+    OverlapRealised,
     RouterSettingsNoted,
     SnapshotLoaded,
     TurnJudged,
@@ -92,12 +93,30 @@ class ReplayOutcome:
     remarks: ReadRemarks = field(default_factory=ReadRemarks)
 
 
+class ReplayWatcher(Protocol):
+    """Looks on while a router's decisions are derived."""
+
+    def begin(self, state: RouterState) -> None:
+        """A state begins, in place of the one before."""
+        ...
+
+    def decided(self, decision: Decision, path: Sequence[int]) -> None: ...
+
+    def realised(self, entry: OverlapRealised) -> None: ...
+
+
 class DecisionReplay:
     """One router's decision journal against the journal of its pool."""
 
     def __init__(
-        self, pool: ReadableDisk, decisions: ReadableDisk, make_policy: MakePolicy, blocks_per_worker_max: int
+        self,
+        pool: ReadableDisk,
+        decisions: ReadableDisk,
+        make_policy: MakePolicy,
+        blocks_per_worker_max: int,
+        watcher: ReplayWatcher | None = None,
     ) -> None:
+        self._watcher = watcher
         self._decisions = decisions
         self._make_policy = make_policy
         self._inputs = InputReader(pool, blocks_per_worker_max)
@@ -147,6 +166,8 @@ class DecisionReplay:
         elif isinstance(entry, TurnJudged):
             return None if self._blind or self._state is None else self._judge(stored, entry, self._state, outcome)
         elif not self._blind or (self._too_old and isinstance(entry, SnapshotLoaded)):
+            if self._watcher is not None and isinstance(entry, OverlapRealised):
+                self._watcher.realised(entry)
             return self._apply(stored)
         return None
 
@@ -175,6 +196,8 @@ class DecisionReplay:
         state = make_state(settings_of(noted), self._make_policy(noted))
         if noted.inputs_version < LATE_STARTS_VERSION:
             state.projection.ledger.late_starts_max = 0
+        if self._watcher is not None:
+            self._watcher.begin(state)
         return state
 
     def _restore(self, checkpoint: Checkpoint) -> None:
@@ -273,6 +296,8 @@ class DecisionReplay:
         if not isinstance(derived, Decision):
             return difference("the decision", made.reason, f"no worker: {derived}")
         self._inputs.decided = Decided(wanted, derived)
+        if self._watcher is not None:
+            self._watcher.decided(derived, wanted.path)
         numbers = {worker: number for number, worker in enumerate(stored.workers)}
         recorded = decision_of(made, stored.workers)
         if derived.candidates.workers != recorded.candidates.workers:

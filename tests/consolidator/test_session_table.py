@@ -62,17 +62,18 @@ def test_a_turn_waits_until_its_engine_starts_it_and_leaves_its_blocks() -> None
 
     table.apply(record(0, began("r")))
     waiting = table.latest(1)[0]
-    assert (waiting.running, waiting.turns, table.waits(waiting)) == (1, 1, True)
+    assert (waiting.running, waiting.turns, table.state(waiting)) == (1, 1, "waiting")
 
     table.apply(record(5, RequestStarted("r", 100, 32, 7), RequestProgressed("r", 9)))
     running = table.latest(1)[0]
-    assert not table.waits(running)
+    assert table.state(running) == "running"
     assert table.blocks_of(running) == {A: 9}
     assert table.home(running) == A
     assert table.return_ms(running, 7) == 0
 
     table.apply(record(10, RequestFinished("r", "stop")))
     idle = table.latest(1)[0]
+    assert table.state(idle) == "idle"
     assert (idle.running, idle.cached_tokens, idle.ended_ms) == (0, 32, 10)
     assert table.blocks_of(idle) == {A: 9}
     assert table.home(idle) == A

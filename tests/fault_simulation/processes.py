@@ -463,7 +463,7 @@ class RouterProcess(Process):
         self.select_endpoint = ""
         self._settings = _ROUTER_SETTINGS.model_copy(
             update={
-                "local_prefill_max_tokens": world.scenario.local_prefill_max_tokens,
+                "legs": "expected-time" if world.scenario.local_prefill_max_tokens else "two",
                 "queue_timeout_ms": 60_000.0 if world.scenario.strict else 4_000.0,
                 "max_queue_requests": world.scenario.queue_limit,
                 "worker_queue_factor": world.scenario.worker_queue_factor,

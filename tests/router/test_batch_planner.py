@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from poolgrid.router.core.batch_planner import BatchedRequest, PlanningBatch, divide, plan
 from poolgrid.router.core.candidates import RoutingRequest
-from poolgrid.router.policies.predicted.batch_planner import BatchedRequest, PlanningBatch, divide, plan
 
 STEP_TOKENS = 8192
 

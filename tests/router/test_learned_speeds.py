@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from poolgrid.router.policies.predicted import learned_speeds as paces_module
-from poolgrid.router.policies.predicted.learned_speeds import LearnedSpeeds
+from poolgrid.router.core import learned_speeds as paces_module
+from poolgrid.router.core.learned_speeds import LearnedSpeeds
 from poolgrid.wire.identifiers import WorkerKey
 from tests.router.fleet_builder import worker_key
 

@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.router.core.lineage import NOTHING, SAME_TAIL_MAX, STRIDE, Found, Lineage, anchor_of, digest_of
+from poolgrid.router.core.lineage import (
+    NOTHING,
+    SAME_TAIL_MAX,
+    STRIDE,
+    Found,
+    Lineage,
+    anchor_of,
+    answer_key,
+    digest_of,
+)
 from poolgrid.wire.hashing import pack_tokens, path_of
 from poolgrid.wire.sessions import Tail
 
@@ -174,3 +183,29 @@ def test_every_turn_of_a_lone_program_is_found(first: int, turns: list[tuple[int
         said = pool.answer(prompt, [90] * answer)
         again, _, prompt = pool.ask([*said, *range(further)])
         assert again == session
+
+
+def test_an_answer_that_is_named_by_an_id_needs_no_equal_words() -> None:
+    pool = Pool(Lineage())
+    session, _, prompt = pool.ask(range(10))
+    pool.answer(prompt, [50, 51])
+    following = pack_tokens([*range(10), 70, 71, 72])
+    path = path_of(following, BLOCK)
+
+    assert pool.lineage.find(0, path, following, BLOCK) == Found(parent=session)
+    assert pool.lineage.find(0, path, following, BLOCK, answer_key("r1")) == Found(session)
+    assert pool.lineage.find(1, path, following, BLOCK, answer_key("r1")) == NOTHING
+
+    stranger = pack_tokens([*range(30, 40), 70])
+    assert pool.lineage.find(0, path_of(stranger, BLOCK), stranger, BLOCK, answer_key("r1")) == NOTHING
+
+
+def test_a_turn_without_a_complete_answer_is_asked_again_in_its_session() -> None:
+    pool = Pool(Lineage())
+    session, _, prompt = pool.ask(range(10))
+    said = pool.answer(prompt, [50, 51])
+    assert pool.ask([*said, 1])[0] == session
+    pool.lineage.withdraw(f"r{pool.requests}")
+
+    assert pool.ask([*said, 1])[0] == session
+    assert pool.ask([*said, 2])[1] == Found(parent=session)

@@ -10,11 +10,11 @@ import pytest
 
 from poolgrid.router.core.candidates import EXPECTED_MS, RoutingRequest
 from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.engine_times import PUBLISHED, StepCurve
 from poolgrid.router.core.inputs import WorkerWanted
+from poolgrid.router.core.learned_speeds import KEPT, OWN_MS, PACE, PRIOR_MS, LearnedSpeeds
 from poolgrid.router.core.policy import Planner
 from poolgrid.router.core.selector import Selector
-from poolgrid.router.policies.predicted.engine_times import PUBLISHED, StepCurve
-from poolgrid.router.policies.predicted.learned_speeds import KEPT, OWN_MS, PACE, PRIOR_MS, LearnedSpeeds
 from poolgrid.router.policies.predicted.policy import Predicted
 from poolgrid.wire.card import StepTimes
 from poolgrid.wire.events import PrefillCompleted, RequestStarted, WorkerJoined

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from poolgrid.router.core.batch_planner import BatchPlanner
 from poolgrid.router.core.candidates import EXPECTED_MS, Candidates, Choice, FloatArray, RoutingRequest
+from poolgrid.router.core.engine_times import Engines, uncached_tokens
+from poolgrid.router.core.learned_speeds import OWN_MS, PACE, LearnedSpeeds
 from poolgrid.router.core.policy import lowest
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.selector import Selector
-from poolgrid.router.policies.predicted.batch_planner import BatchPlanner
-from poolgrid.router.policies.predicted.engine_times import Engines, uncached_tokens
-from poolgrid.router.policies.predicted.learned_speeds import OWN_MS, PACE, LearnedSpeeds
 from poolgrid.wire.identifiers import Stage
 
 TARGET_MARGIN = 1.25
@@ -33,7 +33,7 @@ class Predicted:
 
     What a prompt takes of others is counted at pace 1: a slow worker's requests wait longer for it, and are fewer.
     ``prompt_ms`` and ``decode_ms`` are the step times of a worker's card, its pace is learned from its first tokens
-    (``poolgrid.router.policies.predicted.learned_speeds``). Nothing is weighed against anything, so there is no knob.
+    (``poolgrid.router.core.learned_speeds``). Nothing is weighed against anything, so there is no knob.
 
     An engine's step ends for all prompts in it at once. Those that would be in the last step of the queue are delayed
     by the part of this prompt that joins them. So a long prompt keeps away from short ones that have only just come.
@@ -44,7 +44,7 @@ class Predicted:
     where it can as well wait behind another long one.
 
     It plans: requests wait at the router until the worker that is best for them has nothing to compute, and those that
-    wait are placed with a view to each other (``poolgrid.router.policies.predicted.batch_planner``).
+    wait are placed with a view to each other (``poolgrid.router.core.batch_planner``).
     """
 
     name = "predicted"

@@ -82,7 +82,7 @@ class Preparation:
         return self.chat_job(body)
 
     def responses(self, body: ResponsesBody, earlier: Items, form: AnswerForm | None = None) -> PreparedRequest:
-        """Check a Responses request that was parsed, with the items that it goes on from; raises ``RequestError``."""
+        """Check a Responses request that was parsed, with the items that it continues; raises ``RequestError``."""
         job = self.chat_job(chat_of_responses(body, earlier))
         if body.previous_response_id and not job.answer:
             job.answer = response_key(body.previous_response_id)
@@ -283,7 +283,7 @@ def _stops(stop: str | list[str]) -> tuple[str, ...]:
 
 
 def model_not_found(name: str, served: Sequence[str]) -> RequestError:
-    """Return the 404 for a model that nobody serves, naming those that are."""
+    """Return the 404 for a model that no worker serves, naming those that are."""
     names = ", ".join(served) or "none now"
     return RequestError(
         404, "model_not_found", f"model {quoted(name)} does not exist here; served: {names}", param="model"

@@ -132,7 +132,7 @@ class PreparedRequest(msgspec.Struct, eq=False):
     answer: int = 0
     """``session_fields.answer_key`` of the answer that is continued by an id in it; 0 = none is."""
     continued: str | None = None
-    """The words of the assistant that the output goes on with, when the client asked for that."""
+    """The words of the assistant that the output continues, when the client asked for that."""
     media: tuple[MediaReference, ...] = ()
     """Media that the messages name, in order."""
     # What follows is set later by the caller.

@@ -37,7 +37,7 @@ class InferenceRequest(msgspec.Struct, eq=False):
     multimodal: MultimodalInput | None = None
     """Its media, with their places among ``token_ids``."""
     read_whole: bool = False
-    """Whether nobody reads the answer before its end: its tokens may come in larger pieces."""
+    """Whether the answer is not read before its end: its tokens may come in larger pieces."""
     tenant: str = ""
     """Whose request it is; requests of one tenant share a queue's turns. Empty without API keys."""
     tenant_weight: float = 1.0
@@ -57,4 +57,6 @@ class InferenceRequest(msgspec.Struct, eq=False):
 
     def named(self, **more: Field) -> dict[str, Any]:
         """Return the ``extra`` of a log line about this request, and what else the line is about."""
+        if self.turn is not None:
+            more["session"] = self.turn.session
         return about(request_id=self.request_id, trace_id="" if self.trace is None else self.trace.trace_id, **more)

@@ -24,6 +24,7 @@ What a record does to a worker rank:
     RequestFinished              the request is no longer listed
     LoadReported                 replaces the load
     TurnBegan, TurnEnded         ``session_table``, which takes requests and members too
+    GroupsReported               replaces the groups
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from poolgrid.wire.events import (
     BlocksStored,
     CacheCleared,
     EventBatch,
+    GroupsReported,
     JournalRecord,
     LoadReported,
     PrefillCompleted,
@@ -63,8 +65,8 @@ from poolgrid.wire.events import (
     WorkerLeft,
 )
 from poolgrid.wire.feed import BlockChain, RequestState, SourceStream, WorkerState
-from poolgrid.wire.hashing import pack_hashes
-from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
+from poolgrid.wire.hashing import pack_hashes, unpack_hashes
+from poolgrid.wire.identifiers import StreamState, WorkerId, WorkerKey
 from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 from poolgrid.wire.streams import CONSOLIDATOR_SOURCE, WORKER_SOURCE, fold
 
@@ -81,7 +83,19 @@ WorkerEvent = LoadReported | RequestStarted | RequestProgressed | PrefillComplet
 class MemberRank:
     """All that the stream says of one worker rank."""
 
-    __slots__ = ("card", "cursors", "draining", "epoch", "key", "load", "presence", "requests", "restating", "streams")
+    __slots__ = (
+        "card",
+        "cursors",
+        "draining",
+        "epoch",
+        "groups",
+        "key",
+        "load",
+        "presence",
+        "requests",
+        "restating",
+        "streams",
+    )
 
     def __init__(
         self,
@@ -97,6 +111,7 @@ class MemberRank:
         self.draining = False
         self.restating = False
         self.load: LoadReported | None = None
+        self.groups: GroupsReported | None = None
         self.requests: dict[str, RequestState] = {}
         self.presence = BlockOwnership(blocks_max, discarded)
         self.cursors: dict[str, Cursor] = {WORKER_SOURCE: Cursor(epoch)}
@@ -116,6 +131,8 @@ class MemberRank:
                 self.presence.apply(source, event)
             case SnapshotEnded():
                 self.restating = False
+            case GroupsReported():
+                self.groups = event
             case StreamStateChanged() | WorkerJoined() | WorkerLeft() | TurnBegan() | TurnEnded():
                 pass  # of the stream, which ``poolgrid.wire.streams.fold`` takes, or of the pool
             case _:
@@ -154,6 +171,10 @@ class MemberRank:
                     if restating:
                         tells = True
                         restating = self.restating = False
+                        out.append(event)
+                case GroupsReported():
+                    if event != self.groups:
+                        self.groups = event
                         out.append(event)
                 case WorkerJoined() | WorkerLeft() | BlocksShared() | BlocksReleased() | StreamStateChanged():
                     ignored += 1  # the consolidator writes these, never a source
@@ -222,6 +243,7 @@ class MemberRank:
             load=self.load,
             restating=self.restating,
             streams=[stream for _, stream in sorted(self.streams.items())],
+            groups=self.groups,
         )
 
 
@@ -262,16 +284,18 @@ class FrozenPool:
     def visible_chains(self) -> Iterator[tuple[int, BlockChain]]:
         """Yield (position of the worker, chain) for what readers see, sources merged, as ``presence.dump`` says."""
         for position, worker in enumerate(self.workers):
-            for tier in Tier:
-                for parent, hashes in dump([held for at, _, held in worker.held if at is tier]):
-                    yield position, BlockChain(parent, pack_hashes(hashes), tier)
+            places = dict.fromkeys((tier, group) for tier, group, _, _ in worker.held)
+            for tier, group in places:
+                of_place = [held for at, of, _, held in worker.held if at is tier and of == group]
+                for parent, hashes in dump(of_place):
+                    yield position, BlockChain(parent, pack_hashes(hashes), tier, group)
 
     def source_chains(self) -> Iterator[tuple[int, str, BlockChain]]:
         """Yield (position of the worker, source, chain) for all that the fold knows."""
         for position, worker in enumerate(self.workers):
-            for tier, source, held in worker.held:
+            for tier, group, source, held in worker.held:
                 for parent, hashes in dump([held]):
-                    yield position, source, BlockChain(parent, pack_hashes(hashes), tier)
+                    yield position, source, BlockChain(parent, pack_hashes(hashes), tier, group)
 
 
 class PoolState:
@@ -346,7 +370,7 @@ class PoolState:
             (
                 worker.state(),
                 sorted((name, at.epoch, at.next_seq) for name, at in worker.cursors.items()),
-                {(tier, source): held for tier, source, held in worker.presence.freeze() if held},
+                {(tier, group, source): held for tier, group, source, held in worker.presence.freeze() if held},
             )
             for _, worker in sorted(self.workers.items())
         ]
@@ -357,7 +381,7 @@ class PoolState:
         cls,
         offset: int,
         entries: Iterable[WorkerEntry],
-        blocks: Iterable[tuple[int, str, Tier, int | None, tuple[int, ...]]],
+        blocks: Iterable[tuple[int, str, BlockChain]],
         blocks_per_worker_max: int = BLOCKS_PER_WORKER_MAX,
         sessions: SessionsSnapshot = NO_SESSIONS,
     ) -> PoolState:
@@ -372,11 +396,13 @@ class PoolState:
             worker.draining = state.draining
             worker.restating = state.restating
             worker.load = state.load
+            worker.groups = state.groups
             worker.streams = {stream.source: stream for stream in state.streams}
             worker.requests = {request.request_id: request for request in state.requests}
             worker.cursors = {at.source: Cursor(at.epoch, at.next_seq) for at in entry.positions}
             pool.workers[worker.key] = worker
             listed.append(worker)
-        for position, source, tier, parent, hashes in blocks:
-            listed[position].presence.load(tier, source, parent, hashes)
+        for position, source, chain in blocks:
+            hashes = unpack_hashes(chain.sequence_hashes)
+            listed[position].presence.load(chain.tier, chain.group, source, chain.parent, hashes)
         return pool

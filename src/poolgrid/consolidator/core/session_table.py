@@ -85,7 +85,7 @@ class SessionTable:
 
     def latest(self, limit: int) -> list[Session]:
         """Return the sessions that were used last, the latest first."""
-        found = []
+        found: list[Session] = []
         for session in reversed(self._sessions.values()):
             if len(found) >= limit:
                 break
@@ -103,10 +103,12 @@ class SessionTable:
             return []
         return [turn for turn in self._turns.values() if (turn.tenant, turn.session) == (session.tenant, session.name)]
 
-    def waits(self, session: Session) -> bool:
-        """Tell whether all running turns of a session wait in their engines."""
+    def state(self, session: Session) -> str:
+        """Return ``running``, ``waiting`` (all its running turns wait in their engines) or ``idle``."""
         running = self.running_of(session)
-        return bool(running) and not any(turn.blocks for turn in running)
+        if not running:
+            return "idle"
+        return "running" if any(turn.blocks for turn in running) else "waiting"
 
     def blocks_of(self, session: Session) -> dict[WorkerKey, int]:
         """Return the session's footprint: blocks by worker, the worker of the latest turn first.

@@ -2,7 +2,7 @@
 
 file header    magic PGRIDSNP; ``first offset`` = the offset of the next record to apply
 entry 0        the workers, msgpack: [WorkerEntry, ...]
-entry 1..n-2   blocks, msgpack: [[position of the worker, source, tier, parent, hashes], ...]
+entry 1..n-2   blocks, msgpack: [[position of the worker, source, [parent, hashes, tier, group]], ...]
 entry n-1      the end, msgpack: number of block entries, or [number of block entries, SessionsSnapshot] where sessions
                are known (a file without it is not complete)
 """
@@ -26,8 +26,6 @@ from poolgrid.consolidator.journal.framing import (
     scan,
 )
 from poolgrid.wire.feed import BlockChain
-from poolgrid.wire.hashing import unpack_hashes
-from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 
 ENTRY_BYTES = 16 * 1024
@@ -99,13 +97,9 @@ def load(name: str, data: bytes, blocks_per_worker_max: int) -> PoolState:
     try:
         entries = _workers.decode(payload_at(data, positions[0]))
 
-        def blocks() -> Iterator[tuple[int, str, Tier, int | None, tuple[int, ...]]]:
-            for position in positions[1:-1]:
-                for worker, source, chain in _blocks.decode(payload_at(data, position)):
-                    yield worker, source, chain.tier, chain.parent, unpack_hashes(chain.sequence_hashes)
-
+        blocks = (block for position in positions[1:-1] for block in _blocks.decode(payload_at(data, position)))
         return PoolState.load(
-            int(name.removesuffix(SUFFIX)), entries, blocks(), blocks_per_worker_max, _end_of(data, positions)[1]
+            int(name.removesuffix(SUFFIX)), entries, blocks, blocks_per_worker_max, _end_of(data, positions)[1]
         )
     except (msgspec.MsgspecError, IndexError) as error:
         raise _of_another_version(name, error) from None

@@ -24,9 +24,9 @@ import numpy as np
 
 from poolgrid.router.core.candidates import EXPECTED_MS, IndexArray
 from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.engine_times import EngineColumns, Engines
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.observers import IsOpen, Observer
-from poolgrid.router.policies.predicted.engine_times import EngineColumns, Engines
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 

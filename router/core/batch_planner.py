@@ -31,12 +31,12 @@ import msgspec
 import numpy as np
 
 from poolgrid.router.core.candidates import Candidates, FloatArray, RoutingRequest
+from poolgrid.router.core.engine_times import Engines, uncached_tokens
 from poolgrid.router.core.inputs import WorkerWanted
+from poolgrid.router.core.learned_speeds import OWN_MS
 from poolgrid.router.core.overlap import overlap_columns
 from poolgrid.router.core.policy import lowest
 from poolgrid.router.core.selector import Selector
-from poolgrid.router.policies.predicted.engine_times import Engines, uncached_tokens
-from poolgrid.router.policies.predicted.learned_speeds import OWN_MS
 from poolgrid.wire.identifiers import Role, WorkerKey
 
 SMALL_STEPS = 2.0
@@ -85,7 +85,7 @@ class BatchPlanner:
         if not group.workers:
             return [(0, {})]
         untrusted, now_ms = projection.trust.untrusted, first.now_ms
-        overlaps = [overlap_columns(projection, group, each.path, untrusted, now_ms) for each in wanted]
+        overlaps = [overlap_columns(projection, group, each.path, each.request, untrusted, now_ms) for each in wanted]
         candidates = selector.candidates(group, group.all_rows, overlaps[0], now_ms)
         engines = candidates.engines
         assert isinstance(engines, Engines), "it is what the policy's observer describes"

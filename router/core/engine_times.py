@@ -6,8 +6,10 @@ much dearer a long prompt is than a short one.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,10 +22,29 @@ HOST_WORTH, DISK_WORTH = CostWeights().host_weight, CostWeights().disk_weight
 """What a block on a lower tier spares of its computation: it must be brought back first."""
 
 
+class _Line:
+    """Straight lines between points, the first and last value outside: ``np.interp`` for one number."""
+
+    __slots__ = ("slopes", "xs", "ys")
+
+    def __init__(self, points: tuple[tuple[float, float], ...]) -> None:
+        self.xs = [float(x) for x, _ in points]
+        self.ys = [float(y) for _, y in points]
+        self.slopes = [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in pairwise(points)]
+
+    def at(self, x: float) -> float:
+        place = bisect_right(self.xs, x) - 1
+        if place < 0:
+            return self.ys[0]
+        if place >= len(self.slopes):
+            return self.ys[-1]
+        return self.slopes[place] * (x - self.xs[place]) + self.ys[place]
+
+
 class StepCurve:
     """Straight lines between points; beyond the last prompt point its slope goes on, before the first its value."""
 
-    __slots__ = ("_decode_ms", "_prefill_ms", "_shares", "_slope", "_tokens")
+    __slots__ = ("_decode", "_decode_ms", "_prefill", "_prefill_ms", "_shares", "_slope", "_tokens", "least_ms")
 
     def __init__(self, prefill: tuple[tuple[float, float], ...], decode: tuple[tuple[float, float], ...]) -> None:
         """``prefill`` are prompt tokens of a step and milliseconds, ``decode`` used shares of KV and milliseconds.
@@ -38,6 +59,26 @@ class StepCurve:
         if len(prefill) > 1:
             (x0, y0), (x1, y1) = prefill[-2:]
             self._slope = max(0.0, (y1 - y0) / (x1 - x0))
+        self._prefill, self._decode = _Line(prefill), _Line(decode)
+        self.least_ms = float(prefill[0][1])
+        """What a step takes that computes one token."""
+
+    def one_prompt_ms(self, tokens: float, step_tokens: float) -> float:
+        """Return what ``prompt_ms`` does, of one prompt and to the bit."""
+        steps = tokens // step_tokens
+        if not steps:
+            return self._one_step_ms(tokens)
+        return steps * self._one_step_ms(step_tokens) + self._one_step_ms(tokens - steps * step_tokens)
+
+    def _one_step_ms(self, tokens: float) -> float:
+        if tokens <= 0.0:
+            return 0.0
+        line = self._prefill
+        return line.at(tokens) + self._slope * max(0.0, tokens - line.xs[-1])
+
+    def one_decode_ms(self, share: float) -> float:
+        """Return what ``decode_ms`` does, of one worker and to the bit."""
+        return self._decode.at(share)
 
     def step_ms(self, tokens: FloatArray) -> FloatArray:
         """Return the time of a step that computes so many prompt tokens each; 0 for none."""

@@ -1,0 +1,93 @@
+"""What a prompt costs on one worker, in milliseconds: its own first token, and the delay of those already there.
+
+    queue    = max(own, prompt_ms(queued + uncached) − done)   what the engine computes until then, at pace 1
+    expected = pace · (queue + steps · decode_ms)              decode steps come between, while others generate
+    own      = prompt_ms(uncached)                             who comes behind it waits for that, too
+    joined   = pace · (who is in the last step) · (how much longer that step takes)
+    decoding = DECODING_WORTH · pace · (who generates there) · (how much longer their steps take)
+    cost     = expected + own + joined + decoding
+
+An idle worker that holds nothing of a prompt costs what the prompt takes to compute, twice: for itself, and for the
+next one. What only a pool as a whole tells (who would have come to the last free worker) is added by the policy.
+
+Nothing here keeps or reads anything. ``poolgrid.router.core.engine_times`` has the same for many workers at once, to
+the bit.
+"""
+
+from __future__ import annotations
+
+from math import ceil, floor
+from typing import Final, NamedTuple
+
+from poolgrid.router.core.engine_times import StepCurve
+
+DECODING_WORTH: Final = 0.1
+"""What a millisecond is worth by which a token after the first comes later: as one within a target (``EARLY_WORTH``).
+At full worth the streams of a busy pool outweigh its queues, and the TTFT of the trace's ×7 load is half as much again.
+"""
+
+
+class WorkerDelay(NamedTuple):
+    """What delays a prompt on one worker."""
+
+    curve: StepCurve
+    """Step times, at pace 1."""
+    step_tokens: float
+    """Prompt tokens of one step."""
+    total_blocks: float
+    pace: float
+    """How much slower it is than its curve says."""
+    done_ms: float
+    """Milliseconds at pace 1 by which its queue is shorter than its tokens say, for it is at work."""
+    queued_tokens: float
+    """Prompt tokens that it has accepted and not computed."""
+    active_blocks: float
+    requests: float
+    """Active requests, waiting ones included."""
+    waiting: float
+    """Those of them that wait for their first token."""
+
+
+class PromptCost(NamedTuple):
+    """The parts of what a prompt costs, in milliseconds."""
+
+    expected_ms: float
+    """Until its first token."""
+    own_ms: float
+    """For who comes behind it, at pace 1."""
+    joined_ms: float
+    """For prompts whose last step it makes longer."""
+    decoding_ms: float
+    """For the streams of requests that generate there."""
+
+    @property
+    def total_ms(self) -> float:
+        return self.expected_ms + (self.own_ms + self.joined_ms + self.decoding_ms)
+
+
+def prompt_cost(worker: WorkerDelay, uncached_tokens: float) -> PromptCost:
+    """Return what it costs to compute so many tokens of a prompt, at least one, on a worker."""
+    curve, step_tokens, pace, queued = worker.curve, worker.step_tokens, worker.pace, worker.queued_tokens
+    ahead = queued + uncached_tokens
+    own = curve.one_prompt_ms(uncached_tokens, step_tokens)
+    queue = max(own, curve.one_prompt_ms(ahead, step_tokens) - worker.done_ms)
+    if worker.requests > 0.0:
+        queue += ceil(ahead / step_tokens) * curve.one_decode_ms(worker.active_blocks / worker.total_blocks)
+    joined = 0.0
+    last = queued - floor(queued / step_tokens) * step_tokens
+    if worker.waiting > 0.0 and last > 0.0:
+        full = min(step_tokens, last + uncached_tokens)
+        longer = curve.one_prompt_ms(full, step_tokens) - curve.one_prompt_ms(last, step_tokens)
+        joined = pace * (worker.waiting * last / queued) * longer
+    decoding = 0.0
+    generating = worker.requests - worker.waiting
+    if generating > 0.0:
+        # The fixed part of a step is not theirs to wait for: engines compute few tokens together with a decode step.
+        fixed = ceil(uncached_tokens / step_tokens) * curve.least_ms
+        decoding = DECODING_WORTH * pace * generating * max(0.0, own - fixed)
+    return PromptCost(pace * queue, own, joined, decoding)
+
+
+def decode_step_ms(worker: WorkerDelay, blocks: float) -> float:
+    """Return how long a decode step takes once a request of so many blocks is there."""
+    return worker.pace * worker.curve.one_decode_ms((worker.active_blocks + blocks) / worker.total_blocks)
