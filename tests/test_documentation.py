@@ -28,9 +28,9 @@ from poolgrid.cli.main import app
 from poolgrid.process.plugins import policy_names
 from poolgrid.process.settings import Settings
 from poolgrid.router.core.candidates import RoutingRequest
-from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.policy import Policy
+from poolgrid.router.policies.weighted_cost import CostWeights
 from poolgrid.router.policy_loading import PolicyError, load_policy
 from poolgrid.router.settings import RouterSettings
 from poolgrid.wire.events import RequestStarted

@@ -88,7 +88,7 @@ def test_simulated_engines_are_played_as_fast_as_they_were_when_they_were_record
 
 def test_what_if_is_a_function_of_its_arguments(recording: Path, tmp_path: Path) -> None:
     for name in ("one.json", "two.json"):
-        run("what-if", recording, "--temperature", "0.5", "--out", tmp_path / name)
+        run("what-if", recording, "--policy", "random", "--out", tmp_path / name)
 
     assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
 
@@ -97,9 +97,8 @@ def test_what_if_is_a_function_of_its_arguments(recording: Path, tmp_path: Path)
     ("options", "words"),
     [
         (["--policy", "clever"], "'clever' is unknown"),
-        (["--temperature", "hot"], "'hot', allowed are numbers"),
         (["--out", "/nowhere/x"], "cannot be written"),
-        (["--overlap-weight", ",".join(map(str, range(100)))], "100 combinations"),
+        (["--queue-weight", "0.5"], "--queue-weight: removed"),
     ],
 )
 def test_what_cannot_be_tried_is_refused_before_anything_runs(recording: Path, options: list[str], words: str) -> None:
@@ -136,11 +135,13 @@ def router_settings(*arguments: str, env: dict[str, str] | None = None, status: 
 
 def test_a_settings_file_gives_way_to_the_environment_and_that_to_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "router.toml"
-    file.write_text("queue_weight = 0.5\ndecode_weight = 0.1\ntemperature = 0.2\n")
+    file.write_text("worker_queue_factor = 1.5\nlocal_prefill_max_tokens = 10\nselect_port = 7\n")
 
-    found = router_settings("--settings-file", str(file), "--decode-weight", "0.3", env={"POOLGRID_TEMPERATURE": "0.4"})
+    found = router_settings(
+        "--settings-file", str(file), "--local-prefill-max-tokens", "30", env={"POOLGRID_SELECT_PORT": "8"}
+    )
 
-    assert (found.queue_weight, found.decode_weight, found.temperature) == (0.5, 0.3, 0.4)
+    assert (found.worker_queue_factor, found.local_prefill_max_tokens, found.select_port) == (1.5, 30, 8)
 
 
 @pytest.mark.parametrize(

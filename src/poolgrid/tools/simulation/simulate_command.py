@@ -13,7 +13,6 @@ from poolgrid.cli.journal_directory import UsageError, journal_errors
 from poolgrid.cli.options import with_settings
 from poolgrid.process.figures import number, percent
 from poolgrid.process.terminal_table import Heading, TerminalTable
-from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.policy import Policy
 from poolgrid.router.policy_loading import PolicyError, make_policy
 from poolgrid.tools.simulation.conditions import SpeedError, WorkerSpeeds
@@ -62,14 +61,13 @@ def _simulate(trace: Path, settings: SimulationSettings) -> None:
 
 
 def _policies(settings: SimulationSettings) -> dict[str, Policy]:
-    weights = CostWeights(queue_weight=settings.queue_weight, decode_weight=settings.decode_weight)
     policies: dict[str, Policy] = {}
     for name in [each.strip() for each in settings.policy.split(",") if each.strip()] or [""]:
         if name not in SIMULATED_POLICIES and ":" not in name:
             allowed = f"{', '.join(SIMULATED_POLICIES)}, or module:Class"
             raise UsageError(f"policy {name!r} is unknown, allowed are {allowed}")
         try:
-            policies[name] = make_policy(name, weights, settings.temperature)
+            policies[name] = make_policy(name)
         except PolicyError as error:
             raise UsageError(str(error)) from None
     return policies
