@@ -37,9 +37,9 @@ AGAIN_WORTH: Final = 1.0
 and the next turn finds half of its history here and half there. At 0 every eighteenth later turn of a simulated peak
 load leaves, at 1 every fortieth; at 2 first turns stay with their system prompts instead of spreading."""
 
-NEXT_WORTH: Final = 15.0
-"""Turns that will follow at the same worker, each waiting for what is computed there: six, and the rest of a prompt
-under way is 2.5 times a typical one, since long prompts take most of the time. Decides for first turns."""
+NEXT_WORTH, EVEN = 2.0, 1.25
+"""How many typical prompts it costs, at most, to come to a worker that was sent more than its share of late: the next
+turns of a conversation will come there too. Up to ``EVEN`` times the mean, workers count as equally used."""
 
 TERMS: Final = (
     "uncached_tokens", EXPECTED_MS, OWN_MS, "joined_ms", "crowding_ms", PACE, "decoding_ms", "again_ms", "next_ms",
@@ -53,7 +53,7 @@ class KvAware:
                    + crowding + again + next + behind
         crowding = rate · (after² − before²) / 2                   who would have been free of a queue
         again    = AGAIN_WORTH · (own − own of the worker that holds most)
-        next     = NEXT_WORTH · pace² · recent_load · typical      what the next turns will wait for here
+        next     = NEXT_WORTH · typical · (how far its load of late is above EVEN times the mean: 0 to 1)
         behind   = pace · own · (who waits at the router, to be computed behind it)
 
     What a prompt takes of others is counted at pace 1: a slow worker's requests wait longer for it, and are fewer.
@@ -216,6 +216,7 @@ def _costs_of_few(
     prompts = [prompt_cost(worker, tokens) for worker, tokens in zip(workers, uncached, strict=True)]
     crowding = _crowding_of_few(workers, prompts, engines)
     least, typical_ms = min(uncached), engines.typical_ms
+    even = EVEN * sum([worker.recent_load * worker.pace for worker in workers]) / len(workers)
     again, following, costs = [], [], []
     for worker, tokens, (expected, own, joined, decoding), crowd in zip(
         workers, uncached, prompts, crowding, strict=True
@@ -223,7 +224,8 @@ def _costs_of_few(
         extra = 0.0
         if tokens > least:
             extra = AGAIN_WORTH * max(0.0, own - worker.curve.one_prompt_ms(least, worker.step_tokens))
-        next_ms = NEXT_WORTH * worker.recent_load * typical_ms * worker.pace * worker.pace
+        load = worker.recent_load * worker.pace
+        next_ms = NEXT_WORTH * typical_ms * min(1.0, (load - even) / even) if load > even else 0.0
         others = own + joined + crowd + decoding + extra + next_ms
         if target_ms > 0.0:
             late = max(0.0, expected * TARGET_MARGIN - target_ms)
