@@ -1,4 +1,4 @@
-"""Where first and later turns go, at light load and at peak: what four GPUs showed of the former cost, and of today's."""
+"""Where turns of conversations go, at light load and at peak: what four GPUs showed of the former cost, and today's."""
 
 from __future__ import annotations
 
