@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test lowest format docs boards proof site plots soak fuzz long attack clients nixl schemathesis ui vllm kubernetes nats hosts slurm trtllm-upstream
+.PHONY: check lint types test lowest format docs boards proof site plots soak fuzz long attack clients nixl schemathesis ui vllm kubernetes nats hosts slurm trtllm-upstream comparison
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -92,6 +92,11 @@ CHECKS ?=
 
 vllm:  ## in front of two real vLLM servers on the CPU, in the environment that POOLGRID_VLLM names, or CHECKS="index kill"
 	$(PYTHON) -m tests.real_vllm $(CHECKS)
+
+PEER_PYTHON ?=
+
+comparison:  ## routers in turn before the same stand-in engines; PEER_PYTHON has smg and vllm-router; a machine with GPUs: docs/benchmarks.md
+	$(PYTHON) -m lab.comparison --rehearse --seconds 20 --levels light,heavy,eviction --disturb heavy --peer-python "$(PEER_PYTHON)" --output build/comparison
 
 WRITE ?=
 

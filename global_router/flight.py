@@ -65,5 +65,5 @@ class Flight(RoutedRequest, eq=False):
 
     @property
     def admitted_by(self) -> StageName:
-        """Return the stage whose pools say whether there is room: those that generate the output."""
+        """Return the stage whose pools decide whether there is room: those that generate the output."""
         return "aggregated" if self.config.document.mode == "aggregated" else "decode"

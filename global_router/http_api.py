@@ -48,7 +48,8 @@ def add_global_router_endpoints(
 
     @app.get("/v1/pools", tags=["global router"])
     async def list_pools() -> dict[str, Any]:
-        """List every pool of the document in force: its state, its last status, its breaker; and who waits for room."""
+        """List every pool of the document in force: its state, its last status, its breaker; and the requests that
+        wait for room."""
         active = service.configuration.active
         in_flight = service.in_flight()
         rows: list[PoolRow] = []

@@ -149,6 +149,8 @@ class PoolPlacer:
         flight.stage, flight.work = stage, work
         delivery = machine.delivery
         delivery.decision_reason = f"{how}-{placed.answer.reason}"
+        if work in (Stage.WHOLE, Stage.PREFILL):
+            delivery.promised_tokens = placed.answer.overlap_blocks * placed.answer.block_size
         before = delivery.pool if work is Stage.DECODE or machine.plan.encoded else ""
         delivery.pool = ",".join(filter(None, [before, pool.name]))
         if work is not Stage.ENCODE:

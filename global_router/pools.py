@@ -161,7 +161,7 @@ class PoolConnection:
         self._heard()
 
     def _heard(self) -> None:
-        """Take in that some router said something, or was lost."""
+        """Take in that a router sent something, or was lost."""
         before = self._active
         if before is None or before.status is None or not before.status.ready or before not in self._links.values():
             there = [link for _, link in sorted(self._links.items()) if link.status is not None]
@@ -385,7 +385,7 @@ class Pools:
         await asyncio.gather(*(pool.reached.wait() for pool in self._pools.values()))
 
     def listen(self, on_news: Callable[[], None]) -> None:
-        """Have ``on_news`` called whenever any pool said something, or was lost."""
+        """Have ``on_news`` called whenever any pool sent something, or was lost."""
         self._on_news = on_news
 
     def _news(self) -> None:
@@ -438,7 +438,7 @@ ROLES: dict[Stage, tuple[Role, ...]] = {
 
 
 def model_status(status: PoolStatus | None, model: str) -> ModelStatus | None:
-    """Return what a pool says of one model."""
+    """Return what a pool reports of one model."""
     if status is None:
         return None
     return next((each for each in status.models if each.model == model), None)

@@ -1,18 +1,18 @@
 """Requests that wait until some pool has room for them: tried again at what pools report.
 
 Rules
-    1. Who waits is decided by ``FairQueue``: bounded, by priority, fair among tenants, then by arrival. Requests
-       for which the same pools come into question wait in one *lane*; lanes do not wait for each other.
+    1. Which request waits is decided by ``FairQueue``: bounded, by priority, fair among tenants, then by arrival.
+       Requests for which the same pools come into question wait in one *lane*; lanes do not wait for each other.
     2. A request is tried (``Attempt``) when it comes, unless others wait in its lane already. Those that wait are tried
        in their turn whenever something *changed*: a pool spoke, or a request ended. Asking a pool takes a while, so up
        to ``ATTEMPTS_PER_LANE_MAX`` are tried at a time, asking in the order of their turns; when one finds no room,
-       nobody is tried until the next change.
+       none is tried until the next change.
     3. A request that found no room keeps its place. One that no pool can serve leaves, with the reason.
     4. *Resumed* requests (their clients are being served already) go before all others of their lane.
     5. While anybody waits, full pools are asked how they are more often than otherwise (``ask_pools``), because others
        than this router end requests there too.
-    6. Whoever leaves (cancelled, timed out, gave way) is out at once. An attempt that is under way for it finds its
-       request finished and takes back what it had reserved.
+    6. A request that leaves (cancelled, timed out, gave way) is out at once. An attempt that is under way for it finds
+       its request finished and takes back what it had reserved.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from poolgrid.serving.fair_queue import QueuedRequest
 log = logging.getLogger(__name__)
 
 ASKS_PER_STATUS_INTERVAL = 5
-"""How often full pools are asked for their status per ``status_interval_ms`` while somebody waits: every 50 ms."""
+"""How often full pools are asked for their status per ``status_interval_ms`` while requests wait: every 50 ms."""
 
 ATTEMPTS_PER_LANE_MAX = 16
 """A pool answers in a millisecond or, under load, in ten: enough to place some thousand requests a second."""

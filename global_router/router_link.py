@@ -50,7 +50,7 @@ RETRY_MAX_S = 2.0
 """Between two attempts to find a pool that is not there; a pool that comes up is used two seconds later at most."""
 
 FOLLOWING = Restart(limit=None, pause_s=RETRY_MIN_S, pause_max_s=RETRY_MAX_S)
-"""A pool whose follower fails in a way that nobody thought of is followed again, and is down meanwhile."""
+"""A pool whose follower fails in an unforeseen way is followed again, and is down meanwhile."""
 
 ASKS_OPEN_MAX = 100_000
 """Questions open at one pool; far more than requests arrive within a select timeout. Beyond, the pool is lost."""
@@ -266,7 +266,7 @@ class RouterLink:
                 self._given_up.append((self._clock.monotonic_ms(), message.ask))
 
     def _undo(self, answer: Selected | SelectRefused | Probed, request_id: str) -> None:
-        """Give back what an answer reserved that nobody takes."""
+        """Give back what an answer reserved that is not taken."""
         if isinstance(answer, Selected) and request_id:
             self.release(Reservation(request_id, answer.worker))
 

@@ -16,24 +16,26 @@ from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.process.clock import Clock
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.inputs import WorkerWanted
+from poolgrid.router.core.inputs import TurnOffered, WorkerWanted
 from poolgrid.router.core.policy import Planner
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import PROMPT_STAGES, NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import (
     DECODE_ROLES,
+    EITHER_ROLES,
     ENCODE_LEG,
     ENCODE_ROLES,
-    NEVER_LOCAL,
     PREFILL_ROLES,
     SECOND_LEG,
     WHOLE_ROLES,
     LegSpec,
     RoleAvailability,
     first_leg,
+    spec_of,
 )
 from poolgrid.router.fleet_links import FleetLinks
 from poolgrid.router.placement import LocalRequest, Placement, PlacementFailure
+from poolgrid.router.session_naming import SessionNaming
 from poolgrid.router.settings import RouterSettings
 from poolgrid.serving.admission_queue import FullWorkers
 from poolgrid.serving.legs import LegPlan
@@ -43,11 +45,14 @@ from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 
 log: Final = logging.getLogger(__name__)
 
-PROMPT_ROLES: Final = tuple(dict.fromkeys((*WHOLE_ROLES, *PREFILL_ROLES)))
+PROMPT_ROLES: Final = EITHER_ROLES
 """Who may hold a prompt's prefix where it would be computed."""
 
 LONG_PROMPT_BYTES: Final = 8192 * 4
 """Token bytes of a prompt that is hashed in one go: 8,192 tokens are a quarter of a millisecond."""
+
+CROWDED: Final = "its sessions fill its cache"
+"""Filter reason of a worker where a turn would evict sessions that run."""
 
 NO_ADAPTER: Final = "it does not serve the adapter"
 """Filter reason of a worker for requests with an adapter that others of its model serve."""
@@ -71,9 +76,10 @@ class Chooser:
         full: FullWorkers[WorkerKey],
     ) -> None:
         self.paths = TenantPaths()
+        self.naming = SessionNaming(state.projection)
         self.full = full
         """Workers that refused requests for lack of room: they get nothing for a while."""
-        self._settings = settings
+        self._always_two = settings.legs == "two"
         self._state = state
         self._selector = state.selector
         self._projection = state.projection
@@ -127,11 +133,14 @@ class Chooser:
         now_ms = self._clock.monotonic_ms()
         if not routed.path:
             routed.path = self.path_now(request)
+        if routed.queued is not None and not machine.plan.dispatches:
+            # While it waited its session may have gone on without it.
+            request.turn = self.naming.turn_of(request, routed.path, self.block_size(request.model))
         output_tokens = len(machine.delivery.output) // TOKEN_BYTES
         leg, wanted = self._wanted(machine.plan, output_tokens, routed.path, now_ms, routed)
         found = self._state.select(wanted)
         if isinstance(found, Decision):
-            return Placement(found, leg, now_ms)
+            return Placement(found, leg if found.legs is None else spec_of(found.legs), now_ms)
         if isinstance(found, PolicyFailed):
             log.error(
                 "choosing a worker for request %s: %s",
@@ -144,6 +153,9 @@ class Chooser:
         assert isinstance(found, NoWorker), "there is a decision, or none"
         if leg.stage is Stage.ENCODE and not found.busy:
             machine.plan.encodes_itself = True
+            return self.choose(routed)
+        if routed.crowded:
+            routed.crowded = {}  # no other can serve it now: better on a crowded worker than nowhere
             return self.choose(routed)
         full = self.full.at(now_ms)
         coming = self._links.away | full.keys() if full else self._links.away
@@ -163,7 +175,7 @@ class Chooser:
         """Return a request's next leg, and the question to the selector for it."""
         request = plan.request
         block_size = self.block_size(request.model)
-        leg = self._next_leg(plan, output_tokens, path, block_size)
+        leg = self._next_leg(plan)
         queued = None if routed is None else routed.queued
         return leg, WorkerWanted(
             _routing(request, output_tokens, block_size, leg),
@@ -177,6 +189,46 @@ class Chooser:
             _NONE_BEHIND if routed is None else routed.behind,
             0.0 if queued is None else now_ms - queued.entered_ms,
         )
+
+    # -- sessions --------------------------------------------------------------------------------------------------
+
+    def admits(self, routed: LocalRequest, is_first: bool, waited_ms: float = 0.0) -> bool:
+        """Tell whether a turn of a session may go to a worker now, or waits for room in the pool's working set.
+
+        Without ``is_first`` others wait already, and only turns of sessions that have their place go on.
+        """
+        request, sessions = routed.machine.request, self._state.sessions
+        if request.turn is None:
+            return True
+        size = self.block_size(request.model)
+        if is_first and (not size or sessions.working_set.is_free(len(request.token_ids) // (TOKEN_BYTES * size) + 1)):
+            return True
+        now_ms = self._clock.monotonic_ms()
+        if not routed.path:
+            routed.path = self.path_now(request)
+        leg, wanted = self._wanted(routed.machine.plan, 0, routed.path, now_ms, routed)
+        routed.crowded = {}
+        if leg.stage not in PROMPT_STAGES:
+            return True
+        if not is_first and not sessions.belongs(wanted.request):
+            return False
+        found = self._state.offer(
+            TurnOffered(wanted.request, wanted.path, now_ms, wanted.time_ms, wanted.roles, waited_ms)
+        )
+        if found.admitted and found.crowded:
+            routed.crowded = dict.fromkeys(found.crowded, CROWDED)
+        return found.admitted
+
+    @property
+    def place_changes(self) -> int:
+        """Return a number that grows when a session may have lost its place."""
+        return self._state.sessions.working_set.changes
+
+    def next_place_ms(self) -> float:
+        """Return when the next session that does nothing loses its place; infinity without one."""
+        return self._state.sessions.working_set.next_ms()
+
+    # -- plans -----------------------------------------------------------------------------------------------------
 
     @property
     def plans(self) -> bool:
@@ -213,12 +265,16 @@ class Chooser:
         machine = routed.machine
         now_ms = self._clock.monotonic_ms()
         leg, wanted = self._wanted(machine.plan, machine.delivery.tokens, routed.path, now_ms, routed)
-        return wanted if leg.stage in PROMPT_STAGES else None
+        if leg.stage not in PROMPT_STAGES:
+            return None
+        return self._selector.with_legs(wanted)[0] if wanted.roles == EITHER_ROLES else wanted
 
     def preview(self, request: InferenceRequest) -> Decision | PlacementFailure:
         """Return what a request would get now; nothing is booked, sent, counted or recorded."""
         now_ms = self._clock.monotonic_ms()
-        _, wanted = self._wanted(LegPlan(request), 0, self.path_now(request), now_ms)
+        path = self.path_now(request)
+        request.turn = self.naming.turn_of(request, path, self.block_size(request.model))
+        _, wanted = self._wanted(LegPlan(request), 0, path, now_ms)
         found = self._state.preview(wanted)
         if isinstance(found, Decision):
             return found
@@ -237,8 +293,8 @@ class Chooser:
             found = {**found, **full}
         if request.lora_name:
             found = {**found, **self._without_adapter(request)}
-        if routed is not None and (routed.tried or routed.unable):
-            found = {**found, **routed.tried, **routed.unable}
+        if routed is not None and (routed.tried or routed.unable or routed.crowded):
+            found = {**found, **routed.tried, **routed.unable, **routed.crowded}
         return found
 
     def _without_adapter(self, request: InferenceRequest) -> dict[WorkerKey, str]:
@@ -248,7 +304,7 @@ class Chooser:
         missing = {worker.key: NO_ADAPTER for worker in workers if name not in worker.card.loras}
         return missing if len(missing) < len(workers) else {}
 
-    def _next_leg(self, plan: LegPlan, output_tokens: int, path: array[int], block_size: int) -> LegSpec:
+    def _next_leg(self, plan: LegPlan) -> LegSpec:
         """Return what the next worker is to do: the decode leg after a prefill, else what the plan says."""
         if plan.prefill_params is not None:
             return SECOND_LEG
@@ -256,12 +312,7 @@ class Chooser:
         whole, prefill, decode, encode = self._staff_of(request.model)
         if encode and plan.wants_encode:
             return ENCODE_LEG
-        if not (prefill and decode):
-            return first_leg(whole, prefill, decode, 0, NEVER_LOCAL)
-        uncached = len(request.token_ids) // 4 + output_tokens
-        uncached -= block_size * self._selector.best_overlap_blocks(request.model, DECODE_ROLES, path)
-        local_max = self._settings.local_prefill_max_tokens if request.multimodal is None else NEVER_LOCAL
-        return first_leg(whole, True, True, uncached, local_max)
+        return first_leg(whole, prefill, decode, self._always_two or request.multimodal is not None)
 
     def _staff_of(self, model: str) -> RoleAvailability:
         """Return which roles of a model have anyone who takes requests."""
@@ -284,6 +335,7 @@ def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg
     """Return what a policy may know of a request: what it was given and has generated so far is one prompt."""
     tokens = len(request.token_ids) // 4 + output_tokens
     size = max(1, block_size)
+    turn = request.turn
     return RoutingRequest(
         request.request_id,
         request.model,
@@ -295,6 +347,10 @@ def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg
         () if request.multimodal is None else media_hashes(request),
         () if request.multimodal is None or leg.stage is Stage.DECODE else media_kinds(request),
         ttft_target_ms=ttft_target_ms(request.hints) if request.hints else 0.0,
+        session="" if turn is None else turn.session,
+        tenant=0 if turn is None else turn.tenant,
+        domain="adapter" if request.lora_name else "salt" if request.cache_salt else "",
+        parent="" if turn is None else turn.parent,
     )
 
 

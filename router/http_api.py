@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from fastapi import FastAPI, Path, Query, Request
 from fastapi.responses import StreamingResponse
-from msgspec import Raw, Struct
+from msgspec import Raw, Struct, structs
 from msgspec.structs import asdict
 
+from poolgrid.consolidator.core.session_table import SessionTable
+from poolgrid.diagnosis.rules import Verdict
 from poolgrid.frontend.app import Readiness
 from poolgrid.frontend.errors import RequestError, invalid, refused
 from poolgrid.frontend.media.loader import MediaLoader
@@ -46,6 +48,7 @@ from poolgrid.router.service import RouterService
 from poolgrid.serving.router_process import decision_not_found
 from poolgrid.wire.answers import (
     DecisionList,
+    DoctorAnswer,
     DrainAnswer,
     DryRun,
     EndpointRow,
@@ -57,8 +60,11 @@ from poolgrid.wire.answers import (
     QueueRow,
     RecordingRow,
     RequestExplanation,
+    SessionList,
+    SessionRow,
     SourceRow,
     StreamRow,
+    VerdictRow,
     WorkerList,
     WorkerRow,
 )
@@ -67,11 +73,13 @@ from poolgrid.wire.limits import DRAIN_TIMEOUT_MS_MAX, IDENTIFIER_BYTES_MAX
 from poolgrid.wire.loading import LoadingWorker
 from poolgrid.wire.names import COMPONENTS
 from poolgrid.wire.selection import PoolStatus, RoleStatus
+from poolgrid.wire.sessions import Ending, Session
 
 if TYPE_CHECKING:
     from poolgrid.router.decision_journal.recorder import DecisionRecorder
 
 DECISIONS_LISTED_MAX = 1000
+SESSIONS_LISTED_MAX = 1000
 
 LINES_PER_TURN = 1024
 """Lines of a worker's blocks written between two turns of the event loop: a millisecond or two."""
@@ -83,7 +91,7 @@ def add_router_endpoints(
     clock: Clock,
     who_loads: Callable[[], Sequence[LoadingWorker]],
 ) -> None:
-    """Add ``/v1/workers``, ``/v1/decisions`` and ``/v1/decisions/{request_id}``."""
+    """Add ``/v1/workers``, ``/v1/sessions``, ``/v1/decisions`` and ``/v1/decisions/{request_id}``."""
 
     @app.get("/v1/workers", tags=["router"])
     async def list_workers() -> dict[str, Any]:
@@ -99,9 +107,37 @@ def add_router_endpoints(
         ]
         queue = msgspec.convert(service.queue.view(), QueueRow, from_attributes=True)
         members = {row.worker_id for row in rows}
+        examiner = service.tracker.examiner
+        rows = [
+            structs.replace(row, verdict=examiner.verdict(WorkerKey(WorkerId(row.worker_id), row.dp_rank)).cause.value)
+            for row in rows
+        ]
         # Who has just joined may still be among them.
         loading = [loading_row(each) for each in who_loads() if each.worker_id not in members]
-        return WorkerList(offset=projection.next_offset, queue=queue, data=rows, loading=loading).to_json()
+        return WorkerList(
+            offset=projection.next_offset,
+            queue=queue,
+            data=rows,
+            loading=loading,
+            uncached_tokens=service.metrics.uncached(),
+        ).to_json()
+
+    @app.get("/v1/doctor", tags=["router"])
+    async def doctor() -> dict[str, Any]:
+        """Compare promised and reported reuse of each worker, and name the cause where they differ."""
+        verdicts = service.tracker.examiner.verdicts()
+        return DoctorAnswer(
+            data=[verdict_row(each) for each in verdicts], uncached_tokens=service.metrics.uncached()
+        ).to_json()
+
+    @app.get("/v1/sessions", tags=["router"])
+    async def list_sessions(
+        limit: Annotated[int, Query(ge=1, le=SESSIONS_LISTED_MAX, description="How many, the latest first.")] = 50,
+    ) -> dict[str, Any]:
+        """List the pool's sessions: turns, footprint in blocks by worker, state, expected return."""
+        sessions, now_ms = service.projection.sessions, clock.wall_ms()
+        rows = [session_row(sessions, each, now_ms) for each in sessions.latest(limit)]
+        return SessionList(offset=service.projection.next_offset, total=len(sessions), data=rows).to_json()
 
     @app.get("/v1/decisions", tags=["router"])
     async def list_decisions(
@@ -117,6 +153,43 @@ def add_router_endpoints(
         if not attempts:
             raise decision_not_found(request_id, len(service.decisions))
         return RequestExplanation(request_id=request_id, attempts=attempts).to_json()
+
+
+def session_row(sessions: SessionTable, session: Session, now_ms: int) -> SessionRow:
+    """Return what ``/v1/sessions`` says of one session."""
+    blocks = sessions.blocks_of(session)
+    return SessionRow(
+        session=session.name,
+        tenant=f"{session.tenant:016x}" if session.tenant else "",
+        parent=session.parent,
+        state=sessions.state(session),
+        turns=session.turns,
+        footprint_blocks=sum(blocks.values()),
+        workers={str(worker): count for worker, count in blocks.items()},
+        isl=session.isl,
+        cached_tokens=session.cached_tokens,
+        last_request_id=session.request_id,
+        last_ms_ago=max(0, now_ms - session.last_ms),
+        expected_return_ms=sessions.return_ms(session, now_ms),
+        gaps_ms={kind.value: gap.mean_ms for kind, gap in zip(Ending, session.gaps, strict=True) if gap.count},
+    )
+
+
+def verdict_row(verdict: Verdict) -> VerdictRow:
+    """Return a verdict for people and programs."""
+    cause = verdict.cause
+    return VerdictRow(
+        worker=verdict.worker,
+        cause=cause.value,
+        is_fault=cause.is_fault,
+        meaning=cause.meaning,
+        evidence=list(verdict.evidence),
+        fix=cause.fix,
+        first_request=verdict.first_request,
+        requests=verdict.requests,
+        promised_tokens=verdict.promised_tokens,
+        reported_tokens=verdict.reported_tokens,
+    )
 
 
 def loading_row(worker: LoadingWorker) -> LoadingRow:

@@ -26,6 +26,7 @@ from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, SnapshotLoad
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, JournalRecord
 from poolgrid.wire.feed import BlockChain, WorkerState
+from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 
 log: Final = logging.getLogger(__name__)
 
@@ -82,12 +83,16 @@ class JournalApplier:
         self._stopped = False
 
     def on_snapshot(
-        self, next_offset: int, workers: Sequence[WorkerState], chains: Iterable[tuple[int, BlockChain]]
+        self,
+        next_offset: int,
+        workers: Sequence[WorkerState],
+        chains: Iterable[tuple[int, BlockChain]],
+        sessions: SessionsSnapshot = NO_SESSIONS,
     ) -> None:
         """Replace all state by a snapshot of the pool; at once when it is small, else a slice at a time."""
         self._arrived.clear()  # they are in the snapshot, or of another life
         self._lost = False
-        self._loading = self._projection.begin_load(next_offset, workers, chains)
+        self._loading = self._projection.begin_load(next_offset, workers, chains, sessions)
         self.level.clear()
         if not self._slice_scheduled:
             self._slice()

@@ -5,8 +5,10 @@ Counters move where things happen; gauges that mirror state are read at scrape t
 
 from __future__ import annotations
 
+from msgspec.structs import astuple
 from prometheus_client import CollectorRegistry
 
+from poolgrid.diagnosis.evidence import UncachedSplit
 from poolgrid.process.instruments import Counter, Histogram
 from poolgrid.serving.metrics import ServingMetrics
 
@@ -18,7 +20,8 @@ ERROR_BUCKETS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
 
 
 WAIT_CAUSES = (
-    "`workers_full`, `unreachable`, `behind_others`, `held` (policy kv: all new requests count), or, after the "
+    "`workers_full`, `unreachable`, `behind_others`, `working_set` (no room for its session), `held` (policy kv: all "
+    "new requests count), or, after the "
     "first output, `worker_lost` and `next_leg`. Requests without a wait do not count, except for `held`."
 )
 
@@ -64,6 +67,14 @@ class RouterMetrics(ServingMetrics):
             "of history reach. The difference to the overlap found was evicted, or is on other workers.",
             registry=registry,
         )
+        uncached = Counter(
+            "poolgrid_router_uncached_tokens_total",
+            "Prompt tokens computed, by cause: `cold` (never sent before), `routing` (another worker held them), "
+            "`eviction` (no worker holds them any more), `mismatch` (promised by the index and not reused).",
+            ["cause"],
+            registry=registry,
+        )
+        self._uncached = [uncached.labels(cause) for cause in UncachedSplit.__struct_fields__]
         self.prediction_error_tokens = Counter(
             "poolgrid_router_prediction_error_tokens_total",
             "Prompt tokens by which workers reused `less` or `more` than the index predicted. Less: evictions "
@@ -90,8 +101,8 @@ class RouterMetrics(ServingMetrics):
         self.legs = Counter(
             "poolgrid_router_legs_total",
             "Dispatches by stage (`whole`, `encode`, `prefill`, `decode`) and reason (`aggregated`, "
-            "`local_prefill`, `no_prefill_worker`, `disaggregated`, `media`). Many with `no_prefill_worker` "
-            "mean missing prefill workers.",
+            "`local_prefill`, `overflow`, `no_prefill_worker`, `disaggregated`, `media`). Many with `overflow` or "
+            "`no_prefill_worker` mean too few prefill workers.",
             ["stage", "reason"],
             registry=registry,
         )
@@ -113,3 +124,13 @@ class RouterMetrics(ServingMetrics):
             "Decisions made with unapplied journal records. Their reason code ends in `-behind`.",
             registry=registry,
         )
+
+    def count_uncached(self, split: UncachedSplit) -> None:
+        """Count why the tokens of a prompt were computed."""
+        for counter, tokens in zip(self._uncached, astuple(split), strict=True):
+            counter.value += tokens
+
+    def uncached(self) -> dict[str, int]:
+        """Return the tokens computed so far by cause."""
+        names = UncachedSplit.__struct_fields__
+        return {name: int(counter.value) for name, counter in zip(names, self._uncached, strict=True)}

@@ -15,6 +15,7 @@ from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.selector import NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import LegSpec
 from poolgrid.serving.fair_queue import QueuedRequest
+from poolgrid.serving.legs import Dispatch
 from poolgrid.serving.request_tracker import RoutedRequest
 from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
 
@@ -26,6 +27,7 @@ class WaitCause(StrEnum):
     UNREACHABLE = "unreachable"
     BEHIND_OTHERS = "behind_others"
     HELD = "held"
+    WORKING_SET = "working_set"
     WORKER_LOST = "worker_lost"
     NEXT_LEG = "next_leg"
 
@@ -37,10 +39,16 @@ class LocalRequest(RoutedRequest, eq=False):
     """Sequence hashes of the prompt's whole blocks."""
     tried: dict[WorkerKey, str] = msgspec.field(default_factory=dict)
     """Workers that failed this request, and how: they come last."""
+    latest: Dispatch | None = None
+    """Its last dispatch; ``None`` before the first."""
+    block_size: int = 0
+    """Tokens of a block of ``path``."""
     unable: dict[WorkerKey, str] = msgspec.field(default_factory=dict)
     """Workers that cannot do what it asks for, and why: they are not asked again."""
     queued: QueuedRequest[LocalRequest] | None = None
     """Its place in the queue, while it waits."""
+    crowded: Mapping[WorkerKey, str] = msgspec.field(default_factory=dict)
+    """Workers that it must leave alone while others can serve it: it would evict sessions there."""
     behind: Mapping[WorkerKey, int] = msgspec.field(default_factory=dict)
     """Those that wait and will be computed behind it on each worker, while it is placed by a plan."""
     resumed_for: WaitCause = WaitCause.WORKER_LOST
@@ -119,6 +127,8 @@ def tell_decision(span: SpanRecord, decision: Decision) -> None:
         "poolgrid.journal_offset": told.offset,
         "poolgrid.behind_records": told.behind_records,
     }
+    if told.session:
+        span.attributes["poolgrid.session"] = told.session
     if told.cost is not None:
         span.attributes["poolgrid.cost"] = told.cost
     others = []

@@ -11,24 +11,43 @@ Rules
        planned together (``core.policy.Planner``): at the end of a turn of the event loop in which one came
        or a first token was seen, and when events were applied. A plan is forgotten at once. No request is refused
        because others are deferred: where that takes the room, those whose turn it is go to workers.
+    6. Turns of sessions for which the pool's working set has no room wait in a lane of their own for each model, by
+       when their session first asked. A client that was refused after ``queue_timeout_ms`` keeps that place for
+       ``ASKED_KEPT_MS``. Turns of sessions that have a place pass them, and are charged to their tenants.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import OrderedDict
 from collections.abc import Callable
+from typing import Final
 
 from poolgrid.inference.ports import Refused
 from poolgrid.process.awake_clock import within
 from poolgrid.process.clock import Clock
 from poolgrid.router.choosing import Chooser
 from poolgrid.router.core.policy import HELD_MAX, PLANNED_MAX
+from poolgrid.router.core.working_set import AGE_MS
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.placement import LocalRequest, PlacementFailure, WaitCause
 from poolgrid.router.settings import RouterSettings
-from poolgrid.serving.admission_queue import AdmissionQueue
+from poolgrid.serving.admission_queue import RETRY_AFTER_MAX_S, AdmissionQueue
 from poolgrid.serving.fair_queue import QueuedRequest, QueueOrder
 from poolgrid.wire.identifiers import WorkerKey
+
+SESSIONS: Final = "\0sessions"
+"""Ends the name of such a lane; no model has one like it."""
+
+PLACE_WAIT_MAX_S: Final = 5.0
+"""Turns are offered again after this time even if nothing is known to have changed."""
+
+SESSION_TICK_MS: Final = 0.001
+"""A turn that has waited, however shortly, has waited longer than 0."""
+
+ASKED_KEPT_MS: Final = 2 * RETRY_AFTER_MAX_S * 1000
+"""Clients come back within ``Retry-After``, which is half of it at most."""
 
 
 def queue_span(request_id: str) -> str:
@@ -66,8 +85,28 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         self._pumping = False
         self._pump_scheduled = False
         self._closed = False
+        self._asked_ms: OrderedDict[tuple[int, str], float] = OrderedDict()
+        """When sessions without a place first asked; at most ``max_queue_requests`` of them."""
+        self._asked_max = max(1, settings.max_queue_requests)
+        self._offered: dict[str, tuple[int, float]] = {}
+        """By lane of sessions, at which change of the working set its head found no room, and when to try again."""
+        self._place_timer: asyncio.TimerHandle | None = None
 
     # -- in --------------------------------------------------------------------------------------------------------
+
+    def must_wait(self, routed: LocalRequest) -> bool:
+        """Tell whether a new request has to wait for room in the pool's working set."""
+        request = routed.machine.request
+        if request.turn is None:
+            return False
+        lane = request.model + SESSIONS
+        is_first = not self._queue.waiting(lane)
+        if not self._chooser.admits(routed, is_first):
+            return True
+        if not is_first:
+            tokens = len(request.token_ids) // 4
+            self._queue.charge(lane, request.tenant, request.tenant_weight, request.priority, tokens)
+        return False
 
     async def wait(self, routed: LocalRequest, cause: WaitCause) -> None:
         """Wait until a new request is on a worker; raises ``Refused``."""
@@ -75,7 +114,9 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         placed = routed.placed = asyncio.get_running_loop().create_future()
         try:
             queued = self._queued(routed, now_ms)
-            if self._chooser.plans:
+            if cause is WaitCause.WORKING_SET:
+                self._await_place(queued, now_ms)
+            elif self._chooser.plans:
                 self._make_room(queued)
             self._enter(queued)
             if cause is WaitCause.HELD:
@@ -108,6 +149,8 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
     def close(self, refusal: Refused) -> None:
         """Place no request any more, and refuse those that wait."""
         self._closed = True
+        if self._place_timer is not None:
+            self._place_timer.cancel()
         super().close(refusal)
 
     def _queued(self, routed: LocalRequest, now_ms: float) -> QueuedRequest[LocalRequest]:
@@ -160,6 +203,9 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
                 if kind not in stuck and not self._try(routed):
                     stuck.add(kind)
             for lane in self._queue.lanes():
+                if lane.endswith(SESSIONS):
+                    self._place_sessions(lane)
+                    continue
                 if self._chooser.plans:
                     self._place_deferred(lane)
                     continue
@@ -203,6 +249,51 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         else:
             self._give_up(routed, str(failure), None)
         return True
+
+    # -- turns of sessions -----------------------------------------------------------------------------------------
+
+    def _await_place(self, queued: QueuedRequest[LocalRequest], now_ms: float) -> None:
+        """Have a turn wait for room in the working set, from when its session first asked."""
+        turn = queued.item.machine.request.turn
+        assert turn is not None, "only turns of sessions wait for that"
+        asked = self._asked_ms
+        session = (turn.tenant, turn.session)
+        queued.lane += SESSIONS
+        queued.entered_ms = asked.setdefault(session, now_ms)
+        if now_ms - queued.entered_ms > self._timeout_ms + ASKED_KEPT_MS:
+            queued.entered_ms = asked[session] = now_ms
+        asked.move_to_end(session)
+        if len(asked) > self._asked_max:
+            asked.popitem(last=False)
+        self._offered.pop(queued.lane, None)
+        self.pump_soon()
+
+    def _place_sessions(self, lane: str) -> None:
+        """Place turns of sessions, the one whose turn it is first, as long as the working set has room for them."""
+        chooser = self._chooser
+        while (head := self._queue.head(lane)) is not None:
+            now_ms = self._clock.monotonic_ms()
+            changes, retry_ms = self._offered.get(lane, (-1, 0.0))
+            if changes == chooser.place_changes and now_ms < retry_ms and not head.item.is_over:
+                return
+            waited_ms = max(now_ms - head.entered_ms, SESSION_TICK_MS)
+            if not head.item.is_over and not chooser.admits(head.item, True, waited_ms):
+                aged_ms = head.entered_ms + AGE_MS
+                retry_ms = min(chooser.next_place_ms(), aged_ms if aged_ms > now_ms else math.inf)
+                self._offered[lane] = (chooser.place_changes, retry_ms)
+                self._pump_at(now_ms, retry_ms)
+                return
+            turn = head.item.machine.request.turn
+            if not self._try(head.item):
+                return
+            if turn is not None:
+                self._asked_ms.pop((turn.tenant, turn.session), None)
+
+    def _pump_at(self, now_ms: float, retry_ms: float) -> None:
+        if self._place_timer is not None:
+            self._place_timer.cancel()
+        delay_s = min(PLACE_WAIT_MAX_S, max(0.001, (retry_ms - now_ms) / 1000))
+        self._place_timer = asyncio.get_running_loop().call_later(delay_s, self.pump)
 
     # -- deferred requests -----------------------------------------------------------------------------------------
 

@@ -81,7 +81,7 @@ class RouterService:
         self._not_ready = REBUILDING
         self._settings = settings
         self._feed = feed
-        self._metrics = metrics
+        self.metrics = self._metrics = metrics
         self._clock = clock
         self.journal = JournalApplier(state, clock, BulkWork(clock), self._on_applied, self._after_records, feed.resync)
         journal = self.journal
@@ -185,9 +185,12 @@ class RouterService:
             chooser = self.chooser
             path = chooser.path_now(request) if chooser.is_quick(request) else await chooser.path(request)
             delivery = TokenDelivery(request.request_id, self.tracker.on_client_left, self._loop)
+            request.turn = chooser.naming.turn_of(request, path, chooser.block_size(request.model))
             routed = LocalRequest(RequestMachine(request, delivery, self._settings.migration_limit), timer, path)
             cause = WaitCause.BEHIND_OTHERS
-            if chooser.planner is not None and chooser.plans and chooser.can_be_planned(routed):
+            if self.queue.must_wait(routed):
+                cause = WaitCause.WORKING_SET
+            elif chooser.planner is not None and chooser.plans and chooser.can_be_planned(routed):
                 cause = WaitCause.HELD
             elif not self.queue.has_waiting(request.model):
                 failure = self._place(routed)
@@ -261,6 +264,8 @@ class RouterService:
         if dispatch is None:
             return False
         machine.delivery.decision_reason = chosen.reason()
+        if leg.stage in PROMPT_STAGES:
+            machine.delivery.promised_tokens = chosen.overlap_tokens()
         self.tracker.enter(routed, chosen, dispatch.id)
         return True
 

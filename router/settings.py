@@ -125,13 +125,11 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
     )
     hold_limit_ms: ClassVar[float] = HOLD_LIMIT_MS
     """How long policy kv holds a request for its best worker at most; 0 = never."""
-    local_prefill_max_tokens: int = Field(
-        256,
-        ge=0,
-        le=4_194_304,
+    legs: Literal["expected-time", "two"] = Field(
+        "expected-time",
         description=(
-            "In a disaggregated pool, prefill on the decode worker when at most this many prompt tokens are "
-            "not cached there."
+            "In a disaggregated pool, serve each prompt in one leg or two by expected time, or always in two while a "
+            "prefill worker is left."
         ),
     )
     reservation_ttl_ms: ClassVar[float] = 30_000

@@ -105,6 +105,14 @@ class StateCollector(Collector):
             ["worker"],
             [((str(key),), check.disagreement) for key, check in list(trust.checks.items())],
         )
+        examiner = self._service.tracker.examiner
+        yield _by_label(
+            "reuse_verdict",
+            "1 for the verdict of `poolgrid doctor` on each worker, by `cause`: `agrees`, `cold-workload`, `unknown`, "
+            "or a fault with a section in the runbook. Alert on faults.",
+            ["worker", "cause"],
+            [((str(key), examiner.verdict(key).cause.value), 1) for key in list(projection.fleet.workers)],
+        )
         states: Counter[tuple[str, str, str]] = Counter()
         streams = Counter({(state.name.lower(),): 0 for state in OWN_STATES})
         further = Counter({(state.name.lower(),): 0 for state in StreamState})

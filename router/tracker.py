@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from poolgrid.process.clock import Clock
 from poolgrid.process.instruments import Counter
 from poolgrid.router.core.decision import Decision, DecisionLog
+from poolgrid.router.core.examiner import Examiner, uncached_of
 from poolgrid.router.core.inputs import Booked, Expired, Overcommitted, PromptComputed, Released
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import PROMPT_STAGES
@@ -20,6 +21,7 @@ from poolgrid.router.core.stream_health import TOKENS_MIN
 from poolgrid.router.fleet_links import FleetLinks
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.placement import LocalRequest, Placement
+from poolgrid.router.session_naming import SessionNaming
 from poolgrid.serving.admission_queue import FullWorkers
 from poolgrid.serving.legs import AvoidWorker, Dispatch, EndRequest, WorkerFull, WorkerOvercommitted, WorkerReported
 from poolgrid.serving.prompt_paths import ReuseSketch
@@ -53,6 +55,7 @@ class RouterTracker(RequestTracker[LocalRequest]):
         self.decisions = DecisionLog(DECISIONS_KEPT)
         self.sketch = ReuseSketch()
         """What prompts were seen, of requests with a worker."""
+        self.naming = SessionNaming(state.projection)
         self.recorder: DecisionRecorder | None = None
         """Where decisions are kept beyond ``decisions``; it is the log of the state too."""
         self._counters: dict[tuple[str, str, Stage, str], tuple[Counter, Counter]] = {}
@@ -60,6 +63,7 @@ class RouterTracker(RequestTracker[LocalRequest]):
         self._state = state
         self._metrics = metrics
         self._full = full
+        self.examiner = Examiner(state.projection, self.decisions.of_dispatch)
         self._plans = state.selector.planner is not None
         self._overcommit_timer: asyncio.TimerHandle | None = None
         for observer in state.projection.observers:
@@ -74,6 +78,9 @@ class RouterTracker(RequestTracker[LocalRequest]):
         self._state.book(Booked(decision, routed.path, dispatch_id, chosen.now_ms))
         self.decisions.add(decision)
         self.requests[plan.request.request_id] = routed
+        self.naming.dispatched(plan.request)
+        routed.latest = plan.current
+        routed.block_size = decision.request.block_size
         metrics = self._metrics
         kind = (decision.policy, routed.machine.delivery.decision_reason, leg.stage, leg.reason)
         counters = self._counters.get(kind)
@@ -102,12 +109,19 @@ class RouterTracker(RequestTracker[LocalRequest]):
         metrics, request = self._metrics, decision.request
         found_tokens = decision.overlap_blocks * request.block_size
         # Others than this router may have shown a prompt to the pool: what is there was achieved.
-        seen_tokens = self.sketch.note(path) * request.block_size
+        decision.seen_tokens = seen_tokens = self.sketch.note(path) * request.block_size
         metrics.prompt_tokens.value += request.isl
         metrics.overlap_found_tokens.value += min(request.isl, found_tokens)
         metrics.achievable_tokens.value += min(request.isl, max(seen_tokens, found_tokens))
 
-    def realised(self, dispatch_id: str, cached_tokens: int) -> None:
+    def gateway_realised(self, dispatch_id: str, path: Sequence[int], cached_tokens: int, isl: int | None) -> None:
+        """Note what an engine reported in an answer that went past this router."""
+        self.realised(dispatch_id, cached_tokens, isl)
+        decision = self.decisions.of_dispatch(dispatch_id)
+        if decision is not None:
+            self.examiner.gateway_reported(decision, path, cached_tokens, isl)
+
+    def realised(self, dispatch_id: str, cached_tokens: int, isl: int | None = None) -> None:
         """Note what the chosen worker really reused."""
         decision = self.decisions.realised(dispatch_id, cached_tokens)
         if decision is None:
@@ -121,10 +135,12 @@ class RouterTracker(RequestTracker[LocalRequest]):
             else:
                 metrics.reused_less.value -= error
             metrics.prediction_error.observe(abs(error) / request.isl)
+            if decision.attempt == 0 or decision.is_reservation:
+                metrics.count_uncached(uncached_of(decision, cached_tokens))
             if decision.is_reservation and _is_first(decision):
                 metrics.overlap_realised_tokens.value += cached_tokens
         if self.recorder is not None:
-            self.recorder.realised(request.request_id, decision.attempt, cached_tokens)
+            self.recorder.realised(request.request_id, decision.attempt, cached_tokens, isl)
 
     def first_token(self, dispatch_id: str, expected_ms: float, real_ms: float) -> None:
         """Note how long a first token really took, of a policy that predicts it."""
@@ -173,6 +189,12 @@ class RouterTracker(RequestTracker[LocalRequest]):
         self._await_overcommit_end(now_ms)
 
     def ended(self, routed: LocalRequest, end: EndRequest) -> None:
+        machine, latest = routed.machine, routed.latest
+        turn = self.naming.ended(
+            machine.request, routed.path, routed.block_size, machine.delivery.output, end.last.finish_reason or ""
+        )
+        if turn is not None and latest is not None and (link := self._links.get(latest.endpoint)) is not None:
+            link.answered(latest.id, turn)
         if self.recorder is not None:
             self.recorder.ended(routed.machine.request.request_id, routed.machine.delivery.tokens)
 

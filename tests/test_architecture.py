@@ -24,6 +24,7 @@ ANYTHING = ("",)
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "wire": (),
+    "diagnosis": (),
     "kv_events": ("wire",),
     "kv_events.publisher_sockets": ("wire", "kv_events", "process", "transport"),
     "structured_output": ("wire",),
@@ -54,10 +55,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "consolidator": ("wire", "kv_events", "process", "transport", "http", "discovery"),
     "nats": ("wire", "process", "transport", "inference", "discovery", "frontend", "consolidator"),
     "fleet_page": ("wire", "process", "frontend", "serving", "consolidator", "router", "global_router"),
-    "router.core": ("wire", "consolidator.core.sharded_map"),
+    "router.core": ("wire", "diagnosis", "consolidator.core.session_table", "consolidator.core.sharded_map"),
     "router.policies": ("wire", "router.core"),
     "router": (
         "wire",
+        "diagnosis",
         "process",
         "transport",
         "http",
@@ -91,14 +93,16 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "router.core",
         "workers.core",
         "workers.engines.simulated.core",
+        "serving.fair_queue",
+        "tools.bench.agents",
         "tools.bench.trace",
         "consolidator.core",
         "router.decision_journal",
         "router.policy_loading",
         "cli",
     ),
-    "tools.engine_check.core": ("wire", "kv_events", "process.figures"),
-    "tools.engine_check": ("wire", "process", "transport", "workers.engines", "cli"),
+    "tools.engine_check.core": ("wire", "diagnosis", "kv_events", "process.figures"),
+    "tools.engine_check": ("wire", "diagnosis", "process", "transport", "workers.engines", "cli"),
     "tools.bench": ("wire", "process", "http", "frontend", "cli"),
     "tools": (),
     "cli": ANYTHING,
@@ -113,6 +117,7 @@ SERVICES = ("router", "global_router", "workers")
 
 PURE = (
     "wire",
+    "diagnosis",
     "structured_output",
     "discovery.registry",
     "kubernetes.slices",

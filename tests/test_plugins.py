@@ -19,7 +19,6 @@ PROCESSES = (
     "poolgrid.global_router.bootstrap",
     "poolgrid.consolidator.bootstrap",
     "poolgrid.workers.bootstrap",
-    "poolgrid.workers.engines.simulated.opening",
     "poolgrid.cli.up",
 )
 """Modules that start each process."""
@@ -46,6 +45,8 @@ PLUGINS = (
     Plugin("tools/bench", ("bench",), "bench: not installed"),
     Plugin("tools/engine_check", ("engine-check", "--url", "http://h"), "engine-check: not installed"),
     Plugin("tools/simulation", ("what-if", "dir"), "what-if: not installed"),
+    Plugin("workers/engines/simulated", ("worker", "--consolidator", "127.0.0.1:1"), "--engine is simulated, which is"),
+    Plugin("workers/engines/simulated", ("up",), "--engine is simulated, which is not installed"),
     Plugin("workers/engines/trtllm", ("engine-config", "check", "x"), "engine-config: not installed"),
     Plugin("workers/engines/trtllm", (*TRTLLM_POOL, "--gpus", "0"), "--engine is trtllm, which is not installed"),
 )

@@ -95,7 +95,7 @@ class EmbeddingFetcher:
             self._on_failed(request_id, why)
 
     def _is_awaited(self, request_id: str) -> bool:
-        """Take this fetch off the list; tell whether it was there: whoever gave it up hears nothing of it."""
+        """Take this fetch off the list; return whether it was there: a caller that gave it up is not called."""
         if self._tasks.get(request_id) is not asyncio.current_task():
             return False
         del self._tasks[request_id]

@@ -30,7 +30,7 @@ class Endings(dict[str, Ending]):
     """The endings of requests that are cancelled so that another worker continues them, by request id."""
 
     def rewrite(self, report: EngineReport) -> None:
-        """Turn the engine's ``cancelled`` into what it means here: go on elsewhere."""
+        """Turn the engine's ``cancelled`` into what it means here: continue elsewhere."""
         report.deltas = [
             msgspec.structs.replace(
                 delta,

@@ -1,6 +1,6 @@
 """Asks prefill workers for the KV of decode requests: ``poolgrid.workers.core.kv_fetches``, its sockets, its timer.
 
-One DEALER socket per prefill worker, made when it is first needed, closed when nobody needed it for
+One DEALER socket per prefill worker, made when it is first needed, closed when it was not needed for
 ``SOURCE_IDLE_MS``; at most ``SOURCES_MAX`` of them. No task: frames come by callback, time by one timer.
 """
 
@@ -31,7 +31,7 @@ SOURCES_MAX = 512
 process. When all are in use a request is refused as busy; else the one idle for longest makes room."""
 
 SOURCE_IDLE_MS = 60_000.0
-"""A connection costs milliseconds to make; the worker behind one that nobody needed for a minute may be gone."""
+"""A connection costs milliseconds to make; the worker behind one that was not needed for a minute may be gone."""
 
 
 @dataclass(slots=True)

@@ -4,10 +4,10 @@ Rules:
 
 1. A request belongs to the peer that sent it. A peer is known while it has requests here.
 2. A peer that is silent for its lease, cannot be reached or stops reading is given up: each of its requests is ended,
-   because nobody would take the tokens, and belongs to nobody until the engine has let go of it.
+   because no peer would take the tokens, and has no owner until the engine has let go of it.
 3. A peer that was given up and speaks again is told which of its requests ended unheard, so that it continues them
    elsewhere. At most ``ABANDONED_MAX`` are remembered for that.
-4. A router is whoever sends pings. One that is silent for the lease is not counted any more.
+4. A router is a peer that sends pings. One that is silent for the lease is not counted any more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROUTERS_MAX = 1024
 """Routers that are counted; beyond it they are served, and not known to be several, which they are anyway."""
 
 ABANDONED_MAX = 65_536
-"""Requests of silent peers that are remembered until the peer speaks again, the oldest forgotten first: what a hundred
+"""Requests of silent peers that are remembered until the peer sends again, the oldest forgotten first: what a hundred
 routers may have here together. A peer whose connection broke never asks."""
 
 
@@ -64,7 +64,7 @@ class Peers:
         ``broken`` ends a request with a delta that no message can carry, and returns its last delta.
         """
         self.owners: dict[str, bytes | None] = {}
-        """Whom each request that the engine has belongs to; ``None`` when nobody takes its tokens any more."""
+        """Whom each request that the engine has belongs to; ``None`` when its tokens are not taken any more."""
         self.steps = 0
         """Steps of the engine so far, which go with every batch of tokens."""
         self._worker_id = worker_id
@@ -114,7 +114,7 @@ class Peers:
     # -- hearing them --------------------------------------------------------------------------------------------------
 
     def heard(self, peer_id: bytes) -> None:
-        """Note that a peer speaks."""
+        """Note that a peer sent something."""
         peer = self._peers.get(peer_id)
         if peer is not None:
             peer.heard_ms = self._clock.monotonic_ms()
@@ -158,7 +158,7 @@ class Peers:
         self.send(peer_id, frame)
 
     def refuse_all(self, reason: str, kind: RefusalKind, but: Collection[str]) -> None:
-        """Tell every peer that its requests go on elsewhere, except those that have had their last delta."""
+        """Tell every peer that its requests continue elsewhere, except those that have had their last delta."""
         # A peer that cannot be reached loses its requests meanwhile.
         for request_id, owner in list(self.owners.items()):
             if owner is not None and request_id not in but:

@@ -1,6 +1,10 @@
 """Carries the worker's events to the consolidator: the push stream, its socket and its timer.
 
-One task's worth of state on the event loop, no task: frames come by callback, time by one timer.
+One task's worth of state on the event loop, no task: frames come by callback, time by a timer each for the stream and
+for what is held.
+
+Each batch costs the consolidator and every router more than the events in it. What changes nothing that a router waits
+for (``GROWTH``) is therefore held for as long as two load reports are apart, and leaves with what comes meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from poolgrid.transport.planes import PlaneContext
 from poolgrid.wire import codec
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.events import AnyEvent, LoadReported
+from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, LoadReported, RequestProgressed
 from poolgrid.wire.loading import LOADING_FRAME, TELL_EVERY_S, LoadingWorker
 from poolgrid.workers.adapters.sockets import CONSOLIDATOR, DealerSocket
 from poolgrid.workers.core.push_stream import Effect, PublishedRequests, PushStream, RestateNeeded, Send, State
@@ -26,10 +30,30 @@ from poolgrid.workers.metrics import WorkerMetrics
 log = logging.getLogger(__name__)
 
 SILENCE_SAID_S = 5.0
-"""How long nobody welcomes a worker until the log says so: what starts at the same time is there by then."""
+"""How long a worker is not welcomed until that is logged: what starts at the same time is there by then."""
 
 SILENCE_SAID_MAX_S = 60.0
 """Between two such lines, whose intervals double."""
+
+GROWTH = frozenset({RequestProgressed, LoadReported})
+"""Events that tell how far something has grown; the next ones tell it again."""
+
+OF_BLOCKS = frozenset({BlocksStored, BlocksRemoved})
+
+SMALL_CHAIN_BYTES = 128
+"""Hashes of 16 blocks: what decode fills in a step or two. Those of a prompt are published at once."""
+
+HELD_EVENTS_MAX = 256
+"""Events that are held; then they leave. Some 20 KB."""
+
+
+def can_wait(event: AnyEvent) -> bool:
+    """Tell whether nobody waits for an event."""
+    kind = type(event)
+    if kind in OF_BLOCKS:
+        assert isinstance(event, BlocksStored | BlocksRemoved)
+        return len(event.sequence_hashes) <= SMALL_CHAIN_BYTES
+    return kind in GROWTH
 
 
 class EventPublisher:
@@ -62,6 +86,8 @@ class EventPublisher:
         self._requests = PublishedRequests()
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._held: list[AnyEvent] = []
+        self._holding: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
         self._closed = False
         self._started = False
@@ -102,10 +128,26 @@ class EventPublisher:
         if not events:
             return
         self._requests.apply(events)
-        self._do(self._stream.publish(events, self._clock.wall_ms(), self._clock.monotonic_ms()))
+        self._held += events
+        if len(self._held) > HELD_EVENTS_MAX or not all(map(can_wait, events)):
+            self._publish_held()
+        elif self._holding is None:
+            self._holding = self._loop.call_later(self._load_interval_ms / 1e3, self._publish_held)
+
+    def _publish_held(self) -> None:
+        held = self._take_held()
+        if held and not self._closed:
+            self._do(self._stream.publish(held, self._clock.wall_ms(), self._clock.monotonic_ms()))
+
+    def _take_held(self) -> list[AnyEvent]:
+        if self._holding is not None:
+            self._holding.cancel()
+            self._holding = None
+        held, self._held = self._held, []
+        return held
 
     async def until_registered(self) -> None:
-        """Wait until the consolidator has welcomed the worker; says now and then that nobody does."""
+        """Wait until the consolidator has welcomed the worker; logs now and then that it has not."""
         pause_s, waited_s = SILENCE_SAID_S, 0.0
         while not self._stream.is_open:
             try:
@@ -128,6 +170,7 @@ class EventPublisher:
 
     def leave(self, reason: str) -> None:
         """Say goodbye, for the time being; what is published until ``rejoin`` is left out."""
+        self._publish_held()
         self._do(self._stream.end(reason))
 
     def rejoin(self, epoch: int) -> None:
@@ -138,6 +181,7 @@ class EventPublisher:
 
     async def say_goodbye(self, reason: str, timeout_s: float) -> bool:
         """Wait for the last acknowledgement, say goodbye, wait for the answer; say whether all that came in time."""
+        self._publish_held()
         try:
             async with asyncio.timeout(timeout_s):
                 if self._stream.state is not State.ENDED:
@@ -152,6 +196,7 @@ class EventPublisher:
     def close(self, orderly: bool) -> None:
         """End without another word."""
         self._closed = True
+        self._take_held()
         if self._timer is not None:
             self._timer.cancel()
         if self._socket is not None:
@@ -204,6 +249,7 @@ class EventPublisher:
         self._set_timer()
 
     def _say_all(self) -> None:
+        self._take_held()  # the restatement tells all of it
         before, after = self._restate()
         facts = [*before, *self._requests.restate(), *after]
         self._do(self._stream.restate(facts, self._clock.wall_ms(), self._clock.monotonic_ms()))

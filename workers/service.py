@@ -35,8 +35,8 @@ from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.wire import codec
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.events import AnyEvent, RequestFinished, SnapshotEnded, WorkerDraining
-from poolgrid.wire.hashing import unpack_hashes
+from poolgrid.wire.events import AnyEvent, RequestFinished, SnapshotEnded, TurnBegan, TurnEnded, WorkerDraining
+from poolgrid.wire.hashing import TOKEN_BYTES, unpack_hashes
 from poolgrid.wire.identifiers import STAGE_WORD, Role, Stage
 from poolgrid.wire.limits import TEXT_CHARS_MAX
 from poolgrid.wire.requests import (
@@ -113,7 +113,7 @@ class WorkerService:
         self._worker_id = worker_id
         self._membership = Membership(epoch)
         self.card = card
-        """What the worker says of itself now; adapters come and go."""
+        """What the worker reports of itself now; adapters come and go."""
         self._engine = engine
         self._requests = requests
         self._limits = limits
@@ -132,6 +132,8 @@ class WorkerService:
         )
         self._kept: set[str] = set()
         """Prefill legs that have had their last delta and whose KV is kept."""
+        self._turns: dict[int, list[AnyEvent]] = {}
+        """Turns that began and are not published yet, by rank: they go with the engine's next step, which is soon."""
         self._endings = Endings()
         self._joined = TokenCoalescer()
         self._traces = None if tracing is None else LegTraces(tracing, worker_id, card.role.name.lower())
@@ -247,14 +249,14 @@ class WorkerService:
         raise RuntimeError(reason) from error
 
     def drain(self, timeout_ms: float | None = None) -> None:
-        """Take nothing new; what is here after ``timeout_ms`` (by default the limits' time) goes on elsewhere."""
+        """Take nothing new; what is here after ``timeout_ms`` (by default the limits' time) continues elsewhere."""
         if self._drain.order(timeout_ms):
             self._metrics.draining.set(1)
             for publisher in self._membership.publishers:
                 publisher.publish([WorkerDraining()])
 
     def _refuse_all(self, reason: str, kind: RefusalKind) -> None:
-        """Tell every peer that its requests go on elsewhere, without the engine."""
+        """Tell every peer that its requests continue elsewhere, without the engine."""
         self._peers.refuse_all(reason, kind, self._kept)
 
     def _on_health(self) -> None:
@@ -292,7 +294,9 @@ class WorkerService:
                 pong = Pong(message.nonce, self._membership.epoch, self._drain.is_on)
                 self._peers.send(peer_id, codec.from_worker.encode(pong))
             case Cancel():
-                if self._peers.owners.get(message.request_id) == peer_id:
+                if message.answered is not None:
+                    self._membership.publishers[0].publish([TurnEnded(message.answered)])
+                elif self._peers.owners.get(message.request_id) == peer_id:
                     self._end_here(message.request_id)
             case FetchKv():
                 self._peers.send(peer_id, codec.from_worker.encode(self._transfers.offer(message.transfer_id)))
@@ -332,6 +336,9 @@ class WorkerService:
             self._peers.send_tokens(peer_id, [self._break(request.request_id, error)])
             return
         self._metrics.requests.inc()
+        if request.turn is not None:
+            began = TurnBegan(request.request_id, len(request.token_ids) // TOKEN_BYTES, request.turn)
+            self._turns.setdefault(request.routing.dp_rank, []).append(began)
         self._joined.begin(request)
         if request.stage in PROMPT_STAGES:
             uncached = len(request.token_ids) // 4 - request.routing.overlap_tokens
@@ -350,9 +357,10 @@ class WorkerService:
             # Nobody dispatches a leg again while its first result is of use.
             self._let_go(request.request_id)
         if request.request_id in owners:
-            # When nobody owns it any more it is on its way out, and the id will be free in a moment.
-            leaving = owners[request.request_id] is None
-            raise (BusyError if leaving else RefusedError)(
+            # Only a router's own second use is its fault. What nobody owns is on its way out; what another peer
+            # took may be a forged message, and a dispatch to another worker has another id.
+            is_own = owners[request.request_id] == peer_id
+            raise (RefusedError if is_own else BusyError)(
                 f"request id {request.request_id!r} is already active on worker {self._worker_id}"
             )
         _check_routing(self._worker_id, self.card, request.routing)
@@ -364,7 +372,7 @@ class WorkerService:
             _check_crowding(self._worker_id, self._books[request.routing.dp_rank], expected)
 
     def _on_peer_gone(self, request_id: str) -> bool:
-        """Cancel a request that nobody waits for; return whether its peer has not heard of an end yet."""
+        """Cancel a request that is not waited for; return whether its peer has not heard of an end yet."""
         is_unheard = request_id not in self._kept
         self._end_here(request_id)
         return is_unheard
@@ -461,7 +469,9 @@ class WorkerService:
             self._forget(request_id)  # not before: until its end is sent it is among those that a fault gives up
         for dp_rank, rank in report.ranks.items():
             self._books[dp_rank].observe(rank.events)
-            self._membership.publishers[dp_rank].publish(rank.events, rank.load)
+            turns = self._turns.pop(dp_rank, None) if self._turns else None
+            events = [*turns, *rank.events] if turns else rank.events
+            self._membership.publishers[dp_rank].publish(events, rank.load)
             if rank.events:
                 self._metrics.observe_events(rank.events)
             self._metrics.observe_load(dp_rank, rank.load)

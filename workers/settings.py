@@ -54,7 +54,7 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
     )
     http_port: int = Field(0, ge=0, le=65535, description="Serve health and metrics at this port; 0 = any free port.")
     peer_lease_ms: ClassVar[int] = 10_000
-    """Requests of a router that is silent for this time are cancelled: routers say every second that they are there."""
+    """Requests of a router that is silent for this time are cancelled: routers send a sign of life every second."""
     drain_timeout_ms: int = Field(
         30_000, ge=0, le=86_400_000, description="Let running requests finish for this time after SIGTERM."
     )
@@ -188,5 +188,5 @@ class StepTimesSettings(Settings):
         return self
 
     def step_times(self) -> StepTimes:
-        """Return what the card says; raises ``TableError`` for a table that cannot be used."""
+        """Return the times of the card; raises ``TableError`` for a table that cannot be used."""
         return NO_STEP_TIMES if self.timing is None else step_times_of(timing_model(self.timing))

@@ -39,7 +39,7 @@ class StartPhases:
         """The one under way; ``None`` before the first, and when the worker is registered."""
         self.done_bytes = 0
         self.total_bytes = 0
-        """Of the phase; 0 = nobody says."""
+        """Of the phase; 0 = not reported."""
 
     @property
     def left_bytes(self) -> int:

@@ -5,7 +5,7 @@ Rules:
 1. A decode leg first has its KV asked for (``KvFetcher``), a leg behind an encode worker its embeddings
    (``EmbeddingFetcher``); until the answer is here the engine knows nothing of the leg.
 2. Such a leg ends here when it is cancelled, when its fetch fails, or when the engine refuses it with what arrived.
-   Whoever made this is told of each end once, and never of a leg that the engine has.
+   Its maker is told of each end once, and never of a leg that the engine has.
 3. The source of KV is let go of when the KV has arrived or the leg ends, whatever ended it.
 4. An engine that hands no KV over answers that it has none.
 """

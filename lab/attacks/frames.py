@@ -95,9 +95,7 @@ async def _record(scene: Scene) -> Recording:
             guests.append(await Service.start(f"guest-{role}", ["worker", *arguments], scene.directory))
         feed, query = await tap("feed", pool.endpoint("feed")), await tap("query", pool.endpoint("query"))
         router = ["router", "--port", "0", "--feed-endpoint", feed, "--query-endpoint", query]
-        guests.append(
-            await Service.start("guest-router", [*router, "--local-prefill-max-tokens", "0"], scene.directory)
-        )
+        guests.append(await Service.start("guest-router", [*router, "--legs", "two"], scene.directory))
         async with asyncio.timeout(RECORD_TIMEOUT_S):
             await asyncio.gather(*(guest.wait_ready() for guest in guests))
             async with plain_client() as http:
@@ -428,7 +426,7 @@ PART = Part(
             "crossing identifiers",
             "Uses request ids derived from another tenant's.",
             identifiers.crossing,
-            Shape("disaggregated", router=("--local-prefill-max-tokens", "256")),
+            Shape("disaggregated", router=("--legs", "expected-time")),
             judge_latency=False,
             short=False,
         ),

@@ -19,8 +19,8 @@ REPEATS = 12
 
 DEEP = 1000
 CHAINED_RULES = 4000
-TEMPLATE = Path(__file__).with_name("doubling.jinja")
-DOUBLINGS = 26
+TEMPLATE = Path(__file__).with_name("looping.jinja")
+ROUNDS = 10_000
 
 Body = dict[str, Any]
 Request = tuple[str, Mapping[str, Any] | bytes]
@@ -218,8 +218,8 @@ async def _body_attack(scene: Scene) -> Outcome:
 
 def _templates(model: str) -> list[Request]:
     return [
-        _chat(model, chat_template_kwargs={"doublings": DOUBLINGS}),
-        _chat(model, chat_template_kwargs={"doublings": 10**9}),
+        _chat(model, chat_template_kwargs={"rounds": ROUNDS}),
+        _chat(model, chat_template_kwargs={"rounds": 10**9}),
         _chat(model, chat_template="{{ 'x' * 10**10 }}"),
     ]
 
@@ -253,7 +253,7 @@ PART = Part(
         Attack("bodies", "Sends bodies of 30 MB: deep, long, of numbers, of nothing.", _body_attack, short=False),
         Attack(
             "templates",
-            "Makes the operator's template double a list 26 times, and sends a template of its own.",
+            "Makes the operator's template loop a billion times, and sends a template of its own.",
             sending(_templates, 3),
             Shape(router=("--chat-template", str(TEMPLATE))),
             short=False,

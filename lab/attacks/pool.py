@@ -260,7 +260,7 @@ class AttackedPool:
 
     def _router(self) -> list[str]:
         keys = ["--api-keys", str(self._key_path)]
-        local = ["--local-prefill-max-tokens", "0"] if self.shape.topology == "disaggregated" else []
+        local = ["--legs", "two"] if self.shape.topology == "disaggregated" else []
         bounds = [*_flags(JOURNAL_BOUNDS)]
         return ["--port", "0", *keys, *bounds, *local, *self.shape.router]
 

@@ -64,6 +64,7 @@ from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import Role, WorkerId
 from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Acknowledged, Hello, Welcome
 from poolgrid.wire.loading import LoadingWorker
+from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 from tests.router.fleet_builder import decided
 
 BLOCKS_PER_RECORD = 32
@@ -217,11 +218,15 @@ class WatchedFeed:
         await self._feed.stop()
 
     def on_snapshot(
-        self, next_offset: int, workers: Sequence[WorkerState], chains: Iterable[tuple[int, BlockChain]]
+        self,
+        next_offset: int,
+        workers: Sequence[WorkerState],
+        chains: Iterable[tuple[int, BlockChain]],
+        sessions: SessionsSnapshot = NO_SESSIONS,
     ) -> None:
         """Note the time, pass it on."""
         self.snapshot_at_s = time.perf_counter()
-        self._reader.on_snapshot(next_offset, workers, chains)
+        self._reader.on_snapshot(next_offset, workers, chains, sessions)
 
     def on_records(self, records: Sequence[JournalRecord]) -> None:
         """Pass records on."""

@@ -32,10 +32,10 @@ LOAD_TIMEOUT_S = 600.0
 class Fleet:
     """Processes that are ended together."""
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(self, logs: Path, *, pin: bool = True) -> None:
         self.logs = logs
         cpus = sorted(os.sched_getaffinity(0))
-        self.is_pinned = len(cpus) > 1 and shutil.which("taskset") is not None
+        self.is_pinned = pin and len(cpus) > 1 and shutil.which("taskset") is not None
         self._side, self._tested = cpus[0], cpus[-1]
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -59,6 +59,10 @@ class Fleet:
             )
         self._processes.append(process)
         return process
+
+    def running(self) -> list[int]:
+        """Return the process ids of those that were started and have not ended."""
+        return [process.pid for process in self._processes if process.poll() is None]
 
     def pinned(self, command: list[str], *, tested: bool = False) -> list[str]:
         """Return a command bound to the core of the process under test, or to that of all others."""

@@ -1,7 +1,7 @@
 """CPU of the HTTP surface: ours and its peers, each pinned to one core, in front of mock engines, in one run.
 
     python -m lab.benchmarks.http --profile [--tests short,chunks,turns] [--seconds 10] [--peer-python PYTHON]
-    python -m lab.benchmarks.http [--peers ours,ours-before,dynamo,dynamo-fast,smg,vllm-router]
+    python -m lab.benchmarks.http [--peers ours,ours-before,ours-front,ours-front-before,smg,...]
                               [--tests short,stream,turns] [--seconds 4] [--rounds 5]
                               [--peer-python PYTHON] [--before-python PYTHON] [--json OUT]
 
@@ -12,6 +12,7 @@ Figures are CPU time from the scheduler's counts, so other load on the machine c
 ``stream``   chat streams, 1,024 tokens in, 128 out, 16 clients, engines as fast as they can: CPU µs per token
 ``chunks``   chat streams, 16 tokens in, 512 out: the same with less of the request in it
 ``paced``    the same from engines that take 10 ms for a step, 64 clients: each token comes by itself, as from a GPU
+``front``    conversations from 1,500 tokens on, as streams from engines that take 10 ms for a step: CPU µs per token
 ``turns``    conversations of real growth, 16 at a time: 8k tokens in the first turn, then 10 further: CPU µs per turn
 ``turns4``   the same, four at a time: whoever has its worker on planes waits for events meanwhile, and wakes up more
 ``long``     short requests, 100 or so a second: TTFT alone, and while some 8 prompts of 60k tokens arrive a second
@@ -46,7 +47,7 @@ from lab.benchmarks.cpu_profile import Recording, find_py_spy, profile_table
 from lab.benchmarks.fleet import Fleet
 from lab.benchmarks.http_load import LoadSpec, rss_mb
 from lab.benchmarks.http_model import ensure_model
-from lab.benchmarks.peers import BEFORE, MODEL, NAMES, OURS, Peers
+from lab.benchmarks.peers import BEFORE, FRONT, FRONT_BEFORE, MODEL, NAMES, OURS, Peers
 from lab.benchmarks.worker_load import WorkerLoadSpec
 
 UNLOADED_SECONDS_MAX = 2.0
@@ -61,6 +62,7 @@ TESTS: dict[str, dict[str, Any]] = {
     "stream": {"chat": True, "stream": True, "concurrency": 16, "isl": 1024, "osl": 128},
     "chunks": {"chat": True, "stream": True, "concurrency": 16, "isl": 16, "osl": 512},
     "paced": {"chat": True, "stream": True, "concurrency": 64, "isl": 16, "osl": 128, "step_ms": 10.0},
+    "front": {"chat": True, "stream": True, "concurrency": 16, "isl": 1500, "osl": 128, "turns": 5, "step_ms": 10.0},
     "turns": {"chat": True, "concurrency": 16, "isl": 8000, "osl": 32, "turns": 11, "turn_words": 200},
     "turns4": {"chat": True, "concurrency": 4, "isl": 8000, "osl": 32, "turns": 11, "turn_words": 200},
     "long": {"concurrency": 4, "isl": 64, "osl": 1, "pause_s": 0.04, "long_isl": 60_000, "long_pause_s": 0.1},
@@ -234,7 +236,7 @@ def with_ratios(measured: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[st
     for peer, tests in measured.items():
         for test, rounds in tests.items():
             unit = "us_per_token" if TESTS[test].get("stream") else "us_per_request"
-            ours = measured.get("ours", {}).get(test, [])
+            ours = measured.get(OURS, measured.get(FRONT, {})).get(test, [])
             ratios = [theirs[unit] / own[unit] for theirs, own in zip(rounds, ours, strict=False) if own[unit]]
             figures.setdefault(peer, {})[test] = {**medians(rounds), "to_ours": ratios}
     return figures
@@ -306,7 +308,7 @@ def main() -> int:
         for peer in options.peers.split(","):
             absent_because = peers.absent_because(peer)
             if absent_because:
-                python = options.before_python if peer == BEFORE else options.peer_python
+                python = options.before_python if peer in (BEFORE, FRONT_BEFORE) else options.peer_python
                 console.print(f"{peer}: skipped, {python or 'nothing'} cannot start it: {absent_because}")
             else:
                 present.append(peer)

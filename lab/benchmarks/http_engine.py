@@ -1,10 +1,13 @@
-"""A mock OpenAI server, for the peers that pass HTTP through: answers at once, with as many tokens as were asked for.
+"""A mock OpenAI server, for what passes HTTP through: answers at once, with as many tokens as were asked for.
 
-    python -m lab.benchmarks.http_engine PORT [STEP_MS]
+    python -m lab.benchmarks.http_engine PORT [STEP_MS [EVENTS_PORT]]
 
 ``/v1/completions`` and ``/v1/chat/completions`` (JSON and SSE, one chunk per token), their ``/render`` (the prompt's
 token ids: one per word, the same for the same word), any GET. Raw protocol on uvloop. With ``STEP_MS`` a step begins so
 often, and gives every stream one token, as engines do it; without, all tokens leave at once.
+
+To a worker of ours it looks like vLLM's server: prompts and answers of token ids, its facts, and at ``EVENTS_PORT`` the
+events of a prefix cache that never evicts.
 """
 
 from __future__ import annotations
@@ -20,11 +23,14 @@ from typing import Any, cast
 import httptools
 import msgspec
 import uvloop
+import zmq
 
 
 class _Wanted(msgspec.Struct):
     max_tokens: int = 1
     stream: bool = False
+    return_token_ids: bool = False
+    prompt: Any = ""
 
 
 class _Text(msgspec.Struct):
@@ -41,7 +47,58 @@ _decode_prompt = msgspec.json.Decoder(_Prompt).decode
 INFERENCE = (b"/v1/completions", b"/v1/chat/completions")
 RENDERING = tuple(path + b"/render" for path in INFERENCE)
 VOCABULARY = 32_000
-MODELS = b'{"object":"list","data":[{"id":"bench","object":"model","owned_by":"mock"}]}'
+MODELS = b'{"object":"list","data":[{"id":"bench","object":"model","owned_by":"vllm","max_model_len":131072}]}'
+BLOCK_SIZE = 16
+PAGES = {
+    b"/version": b'{"version":"0.25.0"}',
+    b"/metrics": b'vllm:cache_config_info{block_size="%d",engine="0",num_gpu_blocks="65536"} 1.0\n' % BLOCK_SIZE,
+}
+OUTPUT_TOKEN = 1000
+
+
+class CacheEvents:
+    """What the prefix cache of one server publishes, as vLLM does: a frame for each prompt, and for each full block."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.PUB)
+        self._socket.bind(f"tcp://127.0.0.1:{port}")
+        self._known: set[int] = set()
+        self._sequence = 0
+        self.sources = msgspec.json.encode({"0": {"endpoint": f"tcp://*:{port}"}})
+
+    def store(self, token_ids: list[int]) -> int:
+        """Publish the blocks of a prompt that are new; return how many of its tokens were there."""
+        parent, before, cached = None, None, 0
+        hashes: list[int] = []
+        for end in range(BLOCK_SIZE, len(token_ids) + 1, BLOCK_SIZE):
+            name = hash((before, tuple(token_ids[end - BLOCK_SIZE : end])))
+            if name in self._known:
+                parent, cached = name, end
+            else:
+                self._known.add(name)
+                hashes.append(name)
+            before = name
+        if hashes:
+            event = {
+                "type": "BlockStored",
+                "block_hashes": hashes,
+                "parent_block_hash": parent,
+                "token_ids": token_ids[cached : cached + BLOCK_SIZE * len(hashes)],
+                "block_size": BLOCK_SIZE,
+                "lora_id": None,
+                "medium": "GPU",
+            }
+            frames = [b"", self._sequence.to_bytes(8, "big"), msgspec.msgpack.encode([0.0, [event], 0])]
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            self._sequence += 1
+        return cached
+
+    def output(self, prompt: list[int], tokens: int, chunks: Iterator[bytes]) -> Iterator[bytes]:
+        """Yield the chunks of an answer, one a token; publish each block that they fill."""
+        for number in range(len(prompt) + 1, len(prompt) + tokens + 1):
+            if number % BLOCK_SIZE == 0:
+                self.store([*prompt, *repeat(OUTPUT_TOKEN, number - len(prompt))])
+            yield next(chunks)
 
 
 class Steps:
@@ -75,8 +132,9 @@ class Steps:
 
 
 class _Server(asyncio.Protocol):
-    def __init__(self, steps: Steps | None) -> None:
+    def __init__(self, steps: Steps | None, events: CacheEvents | None) -> None:
         self._steps = steps
+        self._events = events
         self._parser: httptools.HttpRequestParser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
         self._url = b""
@@ -105,7 +163,10 @@ class _Server(asyncio.Protocol):
             return
         if path not in INFERENCE:
             known = self._parser.get_method() == b"GET"
-            self._answer(MODELS if known else b'{"error":"unknown"}', b"200 OK" if known else b"404 Not Found")
+            page = PAGES.get(path, MODELS)
+            if path == b"/kv_event_sources":
+                known, page = self._events is not None, b"" if self._events is None else self._events.sources
+            self._answer(page if known else b'{"error":"unknown"}', b"200 OK" if known else b"404 Not Found")
             return
         wanted = _decode(b"".join(self._body))
         chat = b"chat" in path
@@ -114,7 +175,7 @@ class _Server(asyncio.Protocol):
             wanted.max_tokens + 1,
         )
         if wanted.stream:
-            self._stream(chat, wanted.max_tokens)
+            self._stream(chat, wanted)
         elif chat:
             self._answer(
                 b'{"id":"x","object":"chat.completion","created":1,"model":"bench","choices":[{"index":0,"message":'
@@ -133,23 +194,32 @@ class _Server(asyncio.Protocol):
             b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body)
         )
 
-    def _stream(self, chat: bool, tokens: int) -> None:
+    def _stream(self, chat: bool, wanted: _Wanted) -> None:
         assert self._transport is not None
+        tokens = wanted.max_tokens
         kind = b"chat.completion.chunk" if chat else b"text_completion"
         text = b'"delta":{"content":" word"}' if chat else b'"text":" word"'
+        if wanted.return_token_ids:
+            text += b',"token_ids":[%d]' % OUTPUT_TOKEN
         event = (
             b'data: {"id":"x","object":"%s","created":1,"model":"bench","choices":[{"index":0,%s,"logprobs":null,'
             b'"finish_reason":null}]}\n\n' % (kind, text)
         )
         chunk = b"%x\r\n%s\r\n" % (len(event), event)
-        last = event.replace(b'"finish_reason":null', b'"finish_reason":"length"') + b"data: [DONE]\n\n"
+        usage = b""
+        chunks = repeat(chunk, tokens - 1)
+        if self._events is not None and isinstance(wanted.prompt, list):
+            cached = self._events.store(wanted.prompt)
+            usage = b'data: {"choices":[],"usage":{"prompt_tokens_details":{"cached_tokens":%d}}}\n\n' % cached
+            chunks = self._events.output(wanted.prompt, tokens - 1, chunks)
+        last = event.replace(b'"finish_reason":null', b'"finish_reason":"length"') + usage + b"data: [DONE]\n\n"
         head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         end = b"%x\r\n%s\r\n0\r\n\r\n" % (len(last), last)
         if self._steps is None:
-            self._transport.write(head + chunk * (tokens - 1) + end)
+            self._transport.write(head + b"".join(chunks) + end)
         else:
             self._transport.write(head)
-            self._steps.begin(self._transport, chain(repeat(chunk, tokens - 1), (end,)))
+            self._steps.begin(self._transport, chain(chunks, (end,)))
 
 
 _ids: dict[str, int] = {}
@@ -169,13 +239,14 @@ def rendered(body: bytes, chat: bool) -> bytes:
     return msgspec.json.encode(answer if chat else [answer])
 
 
-async def serve(port: int, step_ms: float) -> None:
-    """Listen until the process is ended; 0 = without steps."""
+async def serve(port: int, step_ms: float = 0.0, events_port: float = 0) -> None:
+    """Listen until the process is ended; 0 = without steps, without events."""
     steps = Steps(step_ms) if step_ms else None
-    server = await asyncio.get_running_loop().create_server(partial(_Server, steps), "127.0.0.1", port)
+    events = CacheEvents(int(events_port)) if events_port else None
+    server = await asyncio.get_running_loop().create_server(partial(_Server, steps, events), "127.0.0.1", port)
     await server.serve_forever()
 
 
 if __name__ == "__main__":
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(int(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 0.0))
+        runner.run(serve(int(sys.argv[1]), *map(float, sys.argv[2:])))

@@ -2,7 +2,8 @@
 
 ``ours``, ``ours-before`` (another version, from a Python that has it) and Dynamo (``dynamo`` with its
 default tokenizer, ``dynamo-fast`` with ``fastokens``) tokenize, route by KV cache and detokenize, before mock workers
-on their own planes. ``smg`` and ``vllm-router`` pass text through to mock OpenAI servers. All but ours run from another
+on their own planes. ``ours-front`` and ``ours-front-before`` are all processes of ``poolgrid up --engine-url`` before
+mock OpenAI servers. ``smg`` and ``vllm-router`` pass text through to mock OpenAI servers. All but ours run from another
 Python, which has their wheels.
 """
 
@@ -32,7 +33,8 @@ MODULE_OF = {
     "vllm-router": "vllm_router.launch_router",
 }
 OURS, BEFORE = "ours", "ours-before"
-NAMES = (OURS, BEFORE, *MODULE_OF)
+FRONT, FRONT_BEFORE = "ours-front", "ours-front-before"
+NAMES = (OURS, BEFORE, FRONT, FRONT_BEFORE, *MODULE_OF)
 
 
 class Peers:
@@ -48,9 +50,9 @@ class Peers:
 
     def absent_because(self, peer: str) -> str:
         """Return why a peer cannot be started by its Python; empty when it can."""
-        if peer == OURS:
+        if peer in (OURS, FRONT):
             return ""
-        if peer == BEFORE:
+        if peer in (BEFORE, FRONT_BEFORE):
             return self._before_absent_because()
         # Imported, not only looked for: a wheel whose requirements are missing is found and does not start.
         probe = subprocess.run(
@@ -72,6 +74,8 @@ class Peers:
         start: dict[str, Callable[[], tuple[int, int]]] = {
             OURS: lambda: self._start_ours(fleet, step_ms),
             BEFORE: lambda: self._start_ours(fleet, step_ms, self._before_python),
+            FRONT: lambda: self._start_front(fleet, step_ms),
+            FRONT_BEFORE: lambda: self._start_front(fleet, step_ms, self._before_python),
             "dynamo": lambda: self._start_dynamo(fleet, "hf", step_ms),
             "dynamo-fast": lambda: self._start_dynamo(fleet, "fastokens", step_ms),
             "smg": lambda: self._start_smg(fleet, step_ms),
@@ -81,10 +85,12 @@ class Peers:
         await_answer(port, fleet)
         return port, pid
 
-    def start_engine(self, fleet: Fleet, number: int = 0, step_ms: float = 0.0) -> tuple[int, int]:
+    def start_engine(
+        self, fleet: Fleet, number: int = 0, step_ms: float = 0.0, events_port: int = 0
+    ) -> tuple[int, int]:
         """Start one mock OpenAI server, wait until it answers, and return its port and process id."""
         port = free_port()
-        command = [sys.executable, "-m", "lab.benchmarks.http_engine", str(port), str(step_ms)]
+        command = [sys.executable, "-m", "lab.benchmarks.http_engine", str(port), str(step_ms), str(events_port)]
         process = fleet.start(f"engine{number}", command)
         await_answer(port, fleet)
         return port, process.pid
@@ -105,6 +111,14 @@ class Peers:
 
     def _engines(self, fleet: Fleet, step_ms: float) -> list[str]:
         return [f"http://127.0.0.1:{self.start_engine(fleet, number, step_ms)[0]}" for number in range(ENGINES)]
+
+    def _start_front(self, fleet: Fleet, step_ms: float, python: str = sys.executable) -> tuple[int, int]:
+        engines = [self.start_engine(fleet, number, step_ms, free_port())[0] for number in range(ENGINES)]
+        option = "--front" if python == self._before_python else "--engine-url"
+        fronts = [word for port in engines for word in (option, f"http://127.0.0.1:{port}")]
+        command = [python, "-m", "poolgrid", "up", *fronts, "--model-path", str(self._model), "--port", "0"]
+        up = fleet.start("up", command, tested=True)
+        return int(fleet.ready_words(up)["http"].rpartition(":")[2]), up.pid
 
     def _before_absent_because(self) -> str:
         """Return why the other version of ours cannot be started; empty when it can."""

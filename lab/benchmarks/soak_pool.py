@@ -91,7 +91,7 @@ class SoakPool:
         shape, data = self._shape, str(self._directory / "data")
         consolidator = await self._start("consolidator", ["--data-dir", data, *_flags(JOURNAL_BOUNDS)])
         planes = ["--feed-endpoint", consolidator.word("feed"), "--query-endpoint", consolidator.word("query")]
-        local = ["--local-prefill-max-tokens", "0"] if shape.prefill_workers else []
+        local = ["--legs", "two"] if shape.prefill_workers else []
         bounds = [*_flags(JOURNAL_BOUNDS), "--data-dir", data, *local]
         router = self._start("router", ["--port", "0", "--http-workers", str(shape.http_workers), *planes, *bounds])
         roles = ["aggregated"] * shape.workers

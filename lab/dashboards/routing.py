@@ -69,6 +69,39 @@ ROUTING = Board(
                     no_value="nothing to reuse",
                 ),
                 Panel(
+                    "Computed prompt tokens, by cause",
+                    "percentunit",
+                    (
+                        Query(
+                            share(
+                                f"sum by (cause) (rate(poolgrid_router_uncached_tokens_total{{{POOL}}}"
+                                "[$__rate_interval]))",
+                                f"scalar({PROMPT})",
+                            ),
+                            "{{cause}}",
+                        ),
+                    ),
+                    "Prompt tokens that workers computed, as a share of all. Cold: never sent before. Routing: another "
+                    "worker held them. Eviction: no worker holds them any more. Mismatch: promised and not reused.",
+                    "Routing: a policy with more weight on overlap. Eviction: more KV memory. Mismatch: run "
+                    "`poolgrid doctor`.",
+                    "reuse-parted",
+                ),
+                Panel(
+                    "Verdicts of the doctor",
+                    "short",
+                    (
+                        Query(
+                            f"count by (cause) (max by (worker, cause) (poolgrid_router_reuse_verdict{{{POOL}}}))",
+                            "{{cause}}",
+                        ),
+                    ),
+                    "Workers by verdict on their reuse: `agrees`, `cold-workload`, `unknown`, or a fault.",
+                    "A fault: run `poolgrid doctor`.",
+                    "reuse-parted",
+                    no_value="no worker is known",
+                ),
+                Panel(
                     "Error of the prediction",
                     "percentunit",
                     tuple(
@@ -91,7 +124,7 @@ ROUTING = Board(
                     "Difference between predicted and real reuse, as a share of the prompt.",
                     "Less than predicted: small caches, or late events. More: missing events; see gaps on the "
                     "Events dashboard.",
-                    "index-untrusted",
+                    "reuse-parted",
                 ),
             ),
         ),
@@ -105,7 +138,7 @@ ROUTING = Board(
                     "Reasons of choices. `-predicted`: the worker's events are untrusted. `-behind`: the router "
                     "was catching up.",
                     "Mostly `tie`: cold caches or short prompts. `-predicted`, `-behind` for long: see Staleness.",
-                    "index-untrusted",
+                    "reuse-parted",
                     stacked=True,
                 ),
                 Panel(
@@ -196,7 +229,7 @@ ROUTING = Board(
                     (Query(f"max by (pool) (poolgrid_router_untrusted_workers{{{POOL}}})", "{{pool}}"),),
                     "Workers whose events contradict their reported reuse; the router uses its own dispatches instead.",
                     "Above 0: see Disagreement, and the logs of worker and consolidator.",
-                    "index-untrusted",
+                    "reuse-parted",
                     no_value="no router is scraped",
                 ),
                 Panel(
@@ -205,7 +238,7 @@ ROUTING = Board(
                     (Query(f"poolgrid_router_overlap_disagreement_ratio{{{POOL}}}", "{{worker}}"),),
                     "Share of tokens, over a worker's last 64 requests, about which index and worker disagree.",
                     "A worker far above the others has lost or late events.",
-                    "index-untrusted",
+                    "reuse-parted",
                     maximum=1,
                 ),
                 Panel(
@@ -257,7 +290,7 @@ ROUTING = Board(
                     (Query(rate(f"poolgrid_router_gateway_prompts_total{{{POOL}}}", ["known"]), "{{known}}"),),
                     "`tokens`: the prompt was known. Other values are the reason why only load counted.",
                     "`no_body`: the gateway sends no bodies; set `request_body_mode` as in deploy/envoy.",
-                    "index-untrusted",
+                    "reuse-parted",
                     no_value="no gateway asks",
                 ),
                 Panel(

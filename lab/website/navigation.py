@@ -18,6 +18,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
     "Guides": (
         "docs/stock_engines",
         "docs/engine_check",
+        "docs/doctor",
         "docs/kubernetes",
         "docs/bare_metal",
         "docs/slurm",
@@ -27,6 +28,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
         "pool_configs/README",
         "docs/multimodal",
         "docs/coding_agents",
+        "docs/sessions",
         "docs/sizing",
         "docs/production_checklist",
         "docs/migration",

@@ -89,7 +89,7 @@ class BatchPlanner:
         if not group.workers:
             return [(0, {})]
         untrusted, now_ms = projection.trust.untrusted, first.now_ms
-        overlaps = [overlap_columns(projection, group, each.path, untrusted, now_ms) for each in wanted]
+        overlaps = [overlap_columns(projection, group, each.path, each.request, untrusted, now_ms) for each in wanted]
         candidates = selector.candidates(group, group.all_rows, overlaps[0], now_ms)
         engines = candidates.engines
         assert isinstance(engines, Engines), "it is what the policy's observer describes"

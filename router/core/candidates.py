@@ -102,6 +102,14 @@ class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Kinds of media that the worker must take."""
     ttft_target_ms: float = 0.0
     """The client's target for its first token; 0 = none."""
+    session: str = ""
+    """The session that it is a turn of, by which ``Projection.sessions`` knows it; empty = none is known."""
+    tenant: int = 0
+    """``stable_u64`` of the tenant's name, the other half of the session's key."""
+    domain: str = ""
+    """What its blocks are hashed with besides the tokens: ``salt`` or ``adapter``; empty for plain text."""
+    parent: str = ""
+    """The session that it forked from; empty where it did not, or that is not known."""
 
     @property
     def drawn_by(self) -> str:

@@ -17,10 +17,13 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 
 from poolgrid.router.core.candidates import EXPECTED_MS, Candidates, Choice, RoutingRequest
+from poolgrid.router.core.stage_plan import LegChoice, Outlook
 from poolgrid.wire.answers import (
     CandidateRow,
     DecisionExplanation,
     DecisionRow,
+    LegRow,
+    LegsRow,
     MediaRow,
     RetentionRow,
 )
@@ -68,10 +71,16 @@ class Decision(msgspec.Struct, eq=False):
     """Leading blocks of a prompt with media that could be compared with what workers hold."""
     queued_ms: float = 0.0
     """How long the request waited for a worker with room before this decision could be carried out."""
+    legs: LegChoice | None = None
+    """Why the request has one leg or two, where both were possible."""
     retention: KvRetention | None = None
     """How long the prompt's blocks should stay, of a decision that was recorded when that was learned."""
     realised_cached_tokens: int | None = None
     """What the worker then really reused."""
+    reported_isl: int | None = None
+    """Prompt tokens that the engine counted."""
+    seen_tokens: int = 0
+    """Leading prompt tokens that this router had sent to the pool before."""
     realised_ttft_ms: float | None = None
     """How long its first token then really took, as far as the policy expected something."""
     is_reservation: bool = False
@@ -149,6 +158,7 @@ class Decision(msgspec.Struct, eq=False):
             cost=None if costs is None else float(costs[self.choice.row]),
             candidates=len(self.candidates),
             realised_cached_tokens=self.realised_cached_tokens,
+            session=self.request.session,
         )
 
     def explanation(self) -> DecisionExplanation:
@@ -184,6 +194,7 @@ class Decision(msgspec.Struct, eq=False):
             filtered={str(worker): why for worker, why in self.filtered.items()},
             untrusted={str(worker): why for worker, why in self.untrusted.items()},
             media=self._media(),
+            legs=UNSET if self.legs is None else _legs_row(self.legs),
             retention=self._retention(),
         )
 
@@ -197,6 +208,17 @@ class Decision(msgspec.Struct, eq=False):
         if self.compared_blocks is None:
             return UNSET
         return MediaRow(items=len(self.request.media), compared_blocks=self.compared_blocks)
+
+
+def _legs_row(legs: LegChoice) -> LegsRow:
+    return LegsRow(reason=legs.reason, one=_leg_row(legs.one, "pause_ms"), two=_leg_row(legs.two, "transfer_ms"))
+
+
+def _leg_row(outlook: Outlook | None, further: str) -> LegRow | None:
+    if outlook is None:
+        return None
+    terms = {"queue_ms": outlook.queue_ms, "prompt_ms": outlook.prompt_ms, further: outlook.further_ms}
+    return LegRow(cost_ms=outlook.cost_ms, weight=outlook.weight, terms=terms)
 
 
 DECISION_LOG_BYTES: Final = 64 * 1024 * 1024
@@ -281,12 +303,13 @@ class DecisionLog:
     def _id_under(self, name: str) -> str | None:
         return name if (name, 0) in self._decisions else self._latest.get(name)
 
-    def realised(self, dispatch_id: str, cached_tokens: int) -> Decision | None:
-        """Note what the worker really reused for a dispatch; return its decision when that is news.
+    def of_dispatch(self, dispatch_id: str) -> Decision | None:
+        """Return the decision of a dispatch: attempt 0 has the request's own id, attempt n is called ``<id>~<n>``."""
+        return self._decisions.get((dispatch_id, 0)) or self._decisions.get(dispatch_of(dispatch_id))
 
-        The dispatch of attempt 0 has the request's own id, that of attempt n is called ``<id>~<n>``.
-        """
-        decision = self._decisions.get((dispatch_id, 0)) or self._decisions.get(dispatch_of(dispatch_id))
+    def realised(self, dispatch_id: str, cached_tokens: int) -> Decision | None:
+        """Note what the worker really reused for a dispatch; return its decision when that is news."""
+        decision = self.of_dispatch(dispatch_id)
         if decision is None or decision.realised_cached_tokens is not None:
             return None
         decision.realised_cached_tokens = cached_tokens
@@ -294,7 +317,7 @@ class DecisionLog:
 
     def first_token(self, dispatch_id: str, ttft_ms: float) -> Decision | None:
         """Note how long the first token of a dispatch really took; return its decision, if it is kept."""
-        decision = self._decisions.get((dispatch_id, 0)) or self._decisions.get(dispatch_of(dispatch_id))
+        decision = self.of_dispatch(dispatch_id)
         if decision is not None:
             decision.realised_ttft_ms = ttft_ms
         return decision

@@ -58,6 +58,18 @@ class WorkerWanted(msgspec.Struct, frozen=True):
     """How long it has waited at the router; for the record, changes nothing."""
 
 
+class TurnOffered(msgspec.Struct, frozen=True):
+    """A turn of a session asks for room in the pool's working set; what comes of it is an ``Admission``."""
+
+    request: RoutingRequest
+    path: Sequence[int]
+    now_ms: float
+    time_ms: int
+    roles: tuple[Role, ...] = (Role.AGGREGATED,)
+    waited_ms: float = 0.0
+    """How long it has waited for that at the router."""
+
+
 class Booked(msgspec.Struct, frozen=True):
     """The last decision of a request is carried out: its load counts from now on."""
 
@@ -114,6 +126,7 @@ Input = (
     RecordsArrived
     | SnapshotArrived
     | WorkerWanted
+    | TurnOffered
     | Booked
     | Overcommitted
     | Renewed

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.prefix_index import PrefixIndex, slots_of
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.worker_groups import WorkerGroup
@@ -24,6 +25,7 @@ def overlap_columns(
     projection: Projection,
     group: WorkerGroup,
     path: Sequence[int],
+    request: RoutingRequest,
     untrusted: Mapping[WorkerKey, str],
     now_ms: float,
     as_numbers: bool = False,
@@ -36,10 +38,14 @@ def overlap_columns(
     else:
         columns = np.zeros(size), np.zeros(size), np.zeros(size)
     if path:
-        found = projection.index.find(path)
+        index = projection.index
+        if index.groups.reported:
+            found, computed = _resumed(projection, group, path, (request.isl - 1) // request.block_size)
+        else:
+            found, computed = index.find(path), projection.trust.computed.overlaps(path)
         if found:
-            _fill(projection.index, group, path, found, columns)
-        for worker, depth in projection.trust.computed.overlaps(path):
+            _fill(index, group, path, found, columns)
+        for worker, depth in computed:
             row = group.row_of_worker.get(worker)
             if row is not None and depth > columns[0][row] + columns[1][row] + columns[2][row]:
                 _set(columns, row, depth)  # what a worker has not told of is on its device
@@ -48,6 +54,25 @@ def overlap_columns(
             if row is not None:
                 _set(columns, row, projection.trust.predicted(worker, path, now_ms).device)
     return columns
+
+
+def _resumed(
+    projection: Projection, group: WorkerGroup, path: Sequence[int], deepest: int
+) -> tuple[list[tuple[int, int]], list[tuple[WorkerKey, int]]]:
+    """Return what the index and prompts that were just computed say, where some workers have several KV groups.
+
+    These can resume at the end of such a prompt, where the window and the state are those that it left.
+    """
+    index, computed = projection.index, projection.trust.computed
+    several = {
+        worker
+        for mask in index.groups.reported.values()
+        for slot in slots_of(mask)
+        if (worker := index.worker(slot)) in group.row_of_worker
+    }
+    prompts = [(worker, depth) for worker, depth in computed.overlaps(path) if worker not in several]
+    prompts += [(worker, depth) for worker, depth in computed.continued(path) if worker in several and depth <= deepest]
+    return index.find(path, deepest), prompts
 
 
 def _set(columns: Columns, row: int, device: int, host: int = 0, disk: int = 0) -> None:

@@ -46,10 +46,13 @@ from typing import Final
 
 from poolgrid.consolidator.core.sharded_map import KEY_BITS, SHARD_ENTRIES
 from poolgrid.router.core.block_locator import GONE
+from poolgrid.router.core.group_index import GroupIndex
 from poolgrid.router.core.lower_tiers import LowerTiers, TierOverlap, add_bits
 from poolgrid.router.core.orphans import Orphans
 from poolgrid.router.core.run_forest import Run
 from poolgrid.router.core.run_map import RUN_BLOCKS_MAX, RunMap, common_prefix
+from poolgrid.wire.events import BlocksRemoved, BlocksStored, GroupsReported
+from poolgrid.wire.hashing import hash_array
 from poolgrid.wire.identifiers import Tier, WorkerKey
 
 BYTES_PER_BLOCK: Final = 128
@@ -337,6 +340,7 @@ class PrefixIndex:
         self._reach = RunMap(shard_entries, first_depth)
         self._orphans = Orphans(min(shard_entries, SHARD_ENTRIES))
         self.lower = LowerTiers(min(shard_entries, SHARD_ENTRIES))
+        self.groups = GroupIndex(self._max_blocks)
         self._holdings = Holdings(self._reach, self._orphans, self.lower)
         self._slots: dict[WorkerKey, int] = {}
         self._workers: list[WorkerKey | None] = []
@@ -386,6 +390,8 @@ class PrefixIndex:
         self._held[slot] = 0
         self._lower_blocks[slot] = 0
         self._live &= ~(1 << slot)
+        if self.groups.reported:
+            self.groups.report(1 << slot, None)
         self._dead |= 1 << slot
         self.slot_changes += 1
         self.counters.dropped_workers += 1
@@ -545,10 +551,14 @@ class PrefixIndex:
 
     def clear(self, worker: WorkerKey) -> None:
         """Forget all that a worker holds, but not the worker; its bit is another one from now on."""
-        if worker in self._slots:
+        slot = self._slots.get(worker)
+        groups = None if slot is None or not self.groups.reported else self.groups.report_of(1 << slot)
+        if slot is not None:
             self.drop(worker)
             self.counters.dropped_workers -= 1
-        self.slot(worker)
+        slot = self.slot(worker)
+        if groups is not None:
+            self.groups.report(1 << slot, groups)  # the model's, whatever is held
 
     # -- a whole index in the place of another ---------------------------------------------------------------------
 
@@ -574,18 +584,35 @@ class PrefixIndex:
 
         Freed at once, a million blocks keep everybody waiting for a tenth of a second.
         """
-        for each in (self.lower, self._reach, self._orphans):
+        for each in (self.lower, self._reach, self._orphans, self.groups):
             entries = each.discard(entries)
         return entries <= 0
 
+    # -- KV groups other than full attention -----------------------------------------------------------------------
+
+    def report_groups(self, worker: WorkerKey, report: GroupsReported | None) -> None:
+        """Take which KV groups a worker's model has."""
+        self.groups.report(1 << self.slot(worker), report)
+
+    def change_group(self, worker: WorkerKey, event: BlocksStored | BlocksRemoved) -> None:
+        """Take what happened to blocks of another group than full attention."""
+        hashes, groups = hash_array(event.sequence_hashes), self.groups
+        change = groups.store if type(event) is BlocksStored else groups.remove
+        change(1 << self.slot(worker), event.group, hashes, event.tier)
+        if self._dead or self._sweeping:
+            self._sweep_slice(SWEPT_PER_CALL + SWEPT_PER_BLOCK * len(hashes))
+
     # -- queries ---------------------------------------------------------------------------------------------------
 
-    def find(self, path: Sequence[int]) -> list[tuple[int, int]]:
+    def find(self, path: Sequence[int], deepest: int | None = None) -> list[tuple[int, int]]:
         """Return groups ``(depth, mask)``, deepest first: the workers of ``mask`` hold exactly ``depth`` blocks.
 
         ``depth`` counts leading blocks of the path. Masks are disjoint; whoever holds nothing of the path is in none.
+        For workers with several KV groups it is the deepest place to resume, at most ``deepest``.
         """
-        return self._reach.find(path, self._live)
+        found = self._reach.find(path, self._live)
+        groups = self.groups
+        return groups.resumable(path, found, self._live, deepest) if groups.reported else found
 
     def overlap(self, path: Sequence[int], worker: WorkerKey) -> TierOverlap:
         """Return how much of a path one worker holds, by tier."""
@@ -632,7 +659,7 @@ class PrefixIndex:
     def size_bytes(self) -> int:
         """Return a close estimate: the maps exactly, 40 bytes a block for its key and place in its run."""
         orphans = self._orphans.size_bytes() + 32 * self._orphans.entries
-        return self._reach.size_bytes() + orphans + self.lower.size_bytes()
+        return self._reach.size_bytes() + orphans + self.lower.size_bytes() + self.groups.size_bytes()
 
     # -- sweeping and eviction -------------------------------------------------------------------------------------
 
@@ -657,6 +684,7 @@ class PrefixIndex:
             ages.begin_walk()
             self._orphans.begin_sweep()
             self.lower.begin_sweep()
+            self.groups.begin_sweep()
         dead = self._sweeping
         while left > 0 and (run := ages.step()) is not None:
             left -= 1
@@ -666,7 +694,7 @@ class PrefixIndex:
                     left -= len(run.blocks)
                     self._reach.delete(run)
         left = self._orphans.sweep(dead, left)
-        left = self.lower.sweep(dead, left)
+        left = self.groups.sweep(dead, self.lower.sweep(dead, left))
         self._swept_too_far = max(0, -left)
         if left > 0:
             self._free_slots.extend(slots_of(dead))
@@ -712,6 +740,7 @@ _CONTENTS = (
     "_reach",
     "_orphans",
     "lower",
+    "groups",
     "_holdings",
     "_slots",
     "_workers",

@@ -12,10 +12,13 @@ place in one (``adopt``). Nobody ever sees half of it, and what is seen does not
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
+from poolgrid.consolidator.core.session_table import SessionTable
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.fleet import Fleet
+from poolgrid.router.core.leg_times import LegTimes
+from poolgrid.router.core.lineage import Lineage
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.observers import Observer
 from poolgrid.router.core.prefix_index import PrefixIndex
@@ -27,6 +30,7 @@ from poolgrid.wire.events import (
     BlocksShared,
     BlocksStored,
     CacheCleared,
+    GroupsReported,
     JournalRecord,
     LoadReported,
     PrefillCompleted,
@@ -36,14 +40,20 @@ from poolgrid.wire.events import (
     SnapshotBegan,
     SnapshotEnded,
     StreamStateChanged,
+    TurnBegan,
+    TurnEnded,
     WorkerDraining,
     WorkerJoined,
     WorkerLeft,
 )
 from poolgrid.wire.feed import BlockChain, WorkerState
 from poolgrid.wire.hashing import hash_array
-from poolgrid.wire.identifiers import StreamState, WorkerId, WorkerKey
+from poolgrid.wire.identifiers import Role, StreamState, WorkerId, WorkerKey
+from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 from poolgrid.wire.streams import fold
+
+HASH_BYTES: Final = 8
+"""Of one packed hash."""
 
 LOAD_STEP_BLOCKS: Final = 2048
 """Blocks of a snapshot loaded between two turns of a router: about a millisecond."""
@@ -58,16 +68,20 @@ class SnapshotLoad:
         next_offset: int,
         workers: Sequence[WorkerState],
         chains: Iterable[tuple[int, BlockChain]],
+        sessions: SessionsSnapshot = NO_SESSIONS,
     ) -> None:
         self.next_offset = next_offset
+        self.sessions = sessions
         self.workers = workers
         self.keys = [WorkerKey(WorkerId(state.worker_id), state.dp_rank) for state in workers]
         self.index = index
         """Where the blocks go; ``None`` when they are not wanted. After ``adopt`` it is what was there before."""
         self._chains = iter(chains)
         if index is not None:
-            for key in self.keys:
+            for key, state in zip(self.keys, workers, strict=True):
                 index.slot(key)
+                if state.groups is not None:
+                    index.report_groups(key, state.groups)
 
     def step(self, blocks: int) -> bool:
         """Load about that many blocks; return whether there are more."""
@@ -76,9 +90,12 @@ class SnapshotLoad:
             return False
         keys = self.keys
         for position, chain in self._chains:
-            hashes = hash_array(chain.sequence_hashes)
-            index.store(keys[position], chain.parent, hashes, chain.tier)
-            blocks -= len(hashes)
+            if chain.group:
+                stored = BlocksStored(None, chain.sequence_hashes, chain.tier, chain.group)
+                index.change_group(keys[position], stored)
+            else:
+                index.store(keys[position], chain.parent, hash_array(chain.sequence_hashes), chain.tier)
+            blocks -= len(chain.sequence_hashes) // HASH_BYTES
             if blocks <= 0:
                 return True
         return False
@@ -94,6 +111,18 @@ class Hole(RuntimeError):
         )
 
 
+class ReuseExaminer(Protocol):
+    """Looks on while requests start (``poolgrid.router.core.examiner``)."""
+
+    def started(self, worker: WorkerKey, dispatch_id: str, isl: int) -> None: ...
+
+    def compared(
+        self, worker: WorkerKey, dispatch_id: str, path: Sequence[int], promised_tokens: int, reported_tokens: int
+    ) -> None: ...
+
+    def left(self, worker: WorkerKey) -> None: ...
+
+
 class Projection:
     """Fleet, prefix index and load ledger of one pool, at one journal offset."""
 
@@ -102,11 +131,17 @@ class Projection:
         self.index = index
         self.ledger = ledger
         self.trust = StreamHealth(index)
+        self.sessions = SessionTable()
+        self.lineage = Lineage()
         self.next_offset = 0
         """Every record below this offset has been applied."""
         self.observers: tuple[Observer, ...] = ()
+        self.legs: LegTimes | None = None
+        """Follows since the first prefill worker: other pools have one leg, and nothing to learn of it."""
         self.predictions: ApproximateIndex = self.trust.predictions
         """What choices say of caches: in the place of all events, or of those that are not believed."""
+        self.examiner: ReuseExaminer | None = None
+        """Who compares promised and reported reuse; changes nothing."""
         self.follows_blocks = True
         """Whether the index holds what events tell of blocks; else it holds what was chosen."""
 
@@ -120,6 +155,11 @@ class Projection:
             self.predictions = observer
             self.follows_blocks = False
         return observer
+
+    def follow_legs(self) -> None:
+        if self.legs is None:
+            self.legs = LegTimes()
+            self.observers += (self.legs,)
 
     def observer(self, name: str) -> Any:
         """Return the observer of a name, or ``None``."""
@@ -148,6 +188,7 @@ class Projection:
             _EFFECTS[kind](self, key, record, event, now_ms)
             if kind in _OF_STREAMS:
                 concerns_streams = True
+        self.sessions.apply(record)
         worker = self.fleet.workers.get(key)
         if worker is not None:
             streams = worker.streams
@@ -162,11 +203,21 @@ class Projection:
 
     def _stored(self, key: WorkerKey, record: JournalRecord, event: BlocksStored, now_ms: float) -> None:
         if self.follows_blocks and key in self.fleet.workers:
-            self.index.store(key, event.parent, hash_array(event.sequence_hashes), event.tier)
+            if event.group:
+                self.index.change_group(key, event)
+            else:
+                self.index.store(key, event.parent, hash_array(event.sequence_hashes), event.tier)
 
     def _removed(self, key: WorkerKey, record: JournalRecord, event: BlocksRemoved, now_ms: float) -> None:
         if self.follows_blocks and key in self.fleet.workers:
-            self.index.remove(key, hash_array(event.sequence_hashes), event.tier)
+            if event.group:
+                self.index.change_group(key, event)
+            else:
+                self.index.remove(key, hash_array(event.sequence_hashes), event.tier)
+
+    def _grouped(self, key: WorkerKey, record: JournalRecord, event: GroupsReported, now_ms: float) -> None:
+        if self.follows_blocks and key in self.fleet.workers:
+            self.index.report_groups(key, event)
 
     def _cleared(self, key: WorkerKey, record: JournalRecord, event: AnyEvent, now_ms: float) -> None:
         if self.follows_blocks:
@@ -182,8 +233,10 @@ class Projection:
         worker = self.fleet.workers.get(key)
         if worker is not None:
             worker.requests_total += 1
+        if self.examiner is not None:
+            self.examiner.started(key, event.request_id, event.isl)
         if not event.cached_later:
-            self.trust.started(key, event.request_id, event.cached_tokens)
+            self._compare(key, event.request_id, event.cached_tokens)
         for observer in self.observers:
             observer.on_started(key, event.request_id, event.cached_tokens)
 
@@ -201,8 +254,14 @@ class Projection:
             observer.on_finished(key, request_id, self.ledger.blocks_of(key, request_id), now_ms)
         self.ledger.finished(key, request_id)
         if event.cached_tokens is not None:
-            self.trust.started(key, request_id, event.cached_tokens)
+            self._compare(key, request_id, event.cached_tokens)
         self.trust.not_started(key, request_id)
+
+    def _compare(self, key: WorkerKey, request_id: str, cached_tokens: int) -> None:
+        """Compare what a worker reused with what the index held."""
+        promised = self.trust.started(key, request_id, cached_tokens)
+        if promised is not None and self.examiner is not None:
+            self.examiner.compared(key, request_id, *promised, cached_tokens)
 
     def _loaded(self, key: WorkerKey, record: JournalRecord, event: LoadReported, now_ms: float) -> None:
         worker = self.fleet.workers.get(key)
@@ -213,13 +272,23 @@ class Projection:
         self._forget(key)
         self.fleet.join(key, record.epoch, event.card)
         self.ledger.ensure_slot(self.index.slot(key))
+        if event.card.role is Role.PREFILL:
+            self.follow_legs()
 
     def _draining(self, key: WorkerKey, record: JournalRecord, event: WorkerDraining, now_ms: float) -> None:
         self.fleet.drain(key)
 
     def _left(self, key: WorkerKey, record: JournalRecord, event: WorkerLeft, now_ms: float) -> None:
+        if self.examiner is not None:
+            self.examiner.left(key)
         self._forget(key)
         self.fleet.leave(key)
+
+    def _turn_began(self, key: WorkerKey, record: JournalRecord, event: TurnBegan, now_ms: float) -> None:
+        self.lineage.begin_turn(event)
+
+    def _turn_ended(self, key: WorkerKey, record: JournalRecord, event: TurnEnded, now_ms: float) -> None:
+        self.lineage.end(event.answer.request_id, event.answer.total, event.answer.digest)
 
     def _elsewhere(self, key: WorkerKey, record: JournalRecord, event: AnyEvent, now_ms: float) -> None:
         """Pass over an event of another source of the worker, or one that ``fold`` takes."""
@@ -249,10 +318,14 @@ class Projection:
         return expired, renewed
 
     def begin_load(
-        self, next_offset: int, workers: Sequence[WorkerState], chains: Iterable[tuple[int, BlockChain]]
+        self,
+        next_offset: int,
+        workers: Sequence[WorkerState],
+        chains: Iterable[tuple[int, BlockChain]],
+        sessions: SessionsSnapshot = NO_SESSIONS,
     ) -> SnapshotLoad:
         """Begin to load a snapshot beside the state in use; ``chains`` are read as it steps on."""
-        return SnapshotLoad(self.index.empty() if self.follows_blocks else None, next_offset, workers, chains)
+        return SnapshotLoad(self.index.empty() if self.follows_blocks else None, next_offset, workers, chains, sessions)
 
     def adopt(self, load: SnapshotLoad, now_ms: float) -> None:
         """Replace all state by a snapshot that was loaded to its end."""
@@ -275,8 +348,12 @@ class Projection:
             for request in state.requests:
                 prefill = request.isl - request.cached_tokens if request.prefilling else 0
                 self.ledger.started(key, slot, request.request_id, prefill, request.active_blocks, now_ms)
+        if any(state.card.role is Role.PREFILL for state in load.workers):
+            self.follow_legs()
         for observer in self.observers:
             observer.on_snapshot(frozenset(load.keys), self.ledger.knows)
+        self.sessions.load(load.sessions)
+        self.lineage.load(load.sessions)
         self.next_offset = load.next_offset
 
 
@@ -289,6 +366,7 @@ _EFFECTS: Final[Mapping[type[AnyEvent], Callable[[Projection, WorkerKey, Journal
     SnapshotBegan: Projection._cleared,
     SnapshotEnded: Projection._elsewhere,
     StreamStateChanged: Projection._elsewhere,
+    GroupsReported: Projection._grouped,
     RequestStarted: Projection._started,
     PrefillCompleted: Projection._prefilled,
     RequestProgressed: Projection._progressed,
@@ -297,6 +375,8 @@ _EFFECTS: Final[Mapping[type[AnyEvent], Callable[[Projection, WorkerKey, Journal
     WorkerJoined: Projection._joined,
     WorkerDraining: Projection._draining,
     WorkerLeft: Projection._left,
+    TurnBegan: Projection._turn_began,
+    TurnEnded: Projection._turn_ended,
 }
 """By exact type: each failed ``case`` of a match on structs takes a quarter of a microsecond."""
 

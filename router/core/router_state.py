@@ -23,17 +23,20 @@ from poolgrid.router.core.inputs import (
     Released,
     Renewed,
     SnapshotArrived,
+    TurnOffered,
     WorkerWanted,
 )
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.selector import Found, Selector
+from poolgrid.router.core.session_places import SessionPlaces
+from poolgrid.router.core.working_set import Admission
 
 
 class InputLog(Protocol):
     """Keeps the inputs that changed something."""
 
-    def note(self, given: Input, decision: Decision | None = None) -> None:
-        """Take an input, and the decision that came of it: quickly, in the router's turn, changing nothing."""
+    def note(self, given: Input, came: Decision | Admission | None = None) -> None:
+        """Take an input, and what came of it: quickly, in the router's turn, changing nothing."""
         ...
 
 
@@ -43,6 +46,9 @@ class RouterState:
     def __init__(self, selector: Selector) -> None:
         self.projection: Projection = selector.projection
         self.selector = selector
+        self.sessions = SessionPlaces()
+        """Which sessions' KV the pool is to keep."""
+        self.projection.attach(self.sessions)
         self.log: InputLog | None = None
 
     def apply(self, given: Input) -> Any:
@@ -53,6 +59,22 @@ class RouterState:
         """Return the decision for a request, or why there is none, and nothing changed."""
         found = self.selector.select(given)
         if self.log is not None and isinstance(found, Decision):
+            self.log.note(given, found)
+        return found
+
+    def offer(self, given: TurnOffered) -> Admission:
+        """Return whether a turn of a session may go to a worker now, or would evict sessions that run.
+
+        What changes nothing is not noted: a turn that waits on, and one that goes on beside nobody.
+        """
+        sessions, request = self.sessions, given.request
+        workers = self.selector.groups.of(request.model, given.roles).workers
+        common = 0
+        if not sessions.working_set.is_member((request.tenant, request.session)):
+            common = self.selector.best_overlap_blocks(request.model, given.roles, given.path)
+        found = sessions.offer(request, workers, common, given.now_ms, given.waited_ms)
+        matters = bool(found.crowded or found.displaced or given.waited_ms) if found.admitted else not given.waited_ms
+        if self.log is not None and matters:
             self.log.note(given, found)
         return found
 
@@ -115,6 +137,7 @@ class RouterState:
 
 _EFFECTS: Final[Mapping[type[Input], Callable[[RouterState, Any], Any]]] = {
     WorkerWanted: RouterState.select,
+    TurnOffered: RouterState.offer,
     Booked: RouterState.book,
     Released: RouterState.release,
     Renewed: RouterState.renew,

@@ -13,15 +13,29 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from poolgrid.router.core.candidates import Candidates, IndexArray
 from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.engine_times import DISK_WORTH, HOST_WORTH
 from poolgrid.router.core.inputs import WorkerWanted
+from poolgrid.router.core.leg_times import LegTimes
 from poolgrid.router.core.observers import Observer
 from poolgrid.router.core.overlap import Columns, overlap_columns
 from poolgrid.router.core.policy import MediaAffinity, Planner, Policy
 from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.stage_plan import (
+    EITHER_ROLES,
+    ONE_LEG_ROLES,
+    PREFILL_ROLES,
+    LegChoice,
+    PromptWorker,
+    choose_legs,
+    one_leg,
+    spec_of,
+    two_legs,
+)
 from poolgrid.router.core.worker_groups import BUSY, WorkerGroup, WorkerGroups
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 
@@ -91,6 +105,9 @@ class Selector:
 
         A ``dry_run`` leaves no trace: a policy that counts is asked on a copy.
         """
+        legs: LegChoice | None = None
+        if wanted.roles == EITHER_ROLES:
+            wanted, legs = self.with_legs(wanted)
         projection, request, path = self.projection, wanted.request, wanted.path
         for observer in projection.observers:
             observer.advance(wanted.now_ms)
@@ -103,7 +120,7 @@ class Selector:
         untrusted = projection.trust.untrusted if projection.follows_blocks else _NO_WORKERS
         as_numbers = self._compares_numbers and policy is self.policy and group.few is not None
         overlap = overlap_columns(
-            projection, group, path if policy.needs_overlap else (), untrusted, wanted.now_ms, as_numbers
+            projection, group, path if policy.needs_overlap else (), request, untrusted, wanted.now_ms, as_numbers
         )
         if as_numbers:
             candidates = self._few_candidates(group, rows, overlap, wanted)
@@ -132,6 +149,48 @@ class Selector:
             wanted.behind_records,
             len(path) if request.media else None,
             wanted.queued_ms,
+            legs,
+        )
+
+    def with_legs(self, wanted: WorkerWanted) -> tuple[WorkerWanted, LegChoice | None]:
+        """Return a question that leaves the number of legs open as one for the first leg, and why; as it is where no
+        worker takes it now."""
+        times, request = self.projection.legs, wanted.request
+        if times is None:
+            return wanted, None
+        whole, uncached_tokens = self._prompt_workers(wanted, ONE_LEG_ROLES, times)
+        prefill, _ = self._prompt_workers(wanted, PREFILL_ROLES, times)
+        if not whole and not prefill:
+            return wanted, None
+        legs = choose_legs(one_leg(whole), two_legs(prefill, times.transfer_ms(uncached_tokens)))
+        leg = spec_of(legs)
+        if request.stage is not leg.stage:
+            request = msgspec.structs.replace(request, stage=leg.stage)
+        return msgspec.structs.replace(wanted, request=request, roles=leg.roles), legs
+
+    def _prompt_workers(
+        self, wanted: WorkerWanted, roles: tuple[Role, ...], times: LegTimes
+    ) -> tuple[list[PromptWorker], float]:
+        """Return what workers of some roles would need that can take a request now, and the tokens that the one lacks
+        which holds most of it."""
+        projection, request = self.projection, wanted.request
+        group, ledger = self.groups.of(request.model, roles), projection.ledger
+        rows, _ = group.eligible(request, wanted.unavailable, ledger)
+        if not len(rows):
+            return [], float(request.isl)
+        path = wanted.path if self.policy.needs_overlap else ()
+        untrusted = projection.trust.untrusted if projection.follows_blocks else _NO_WORKERS
+        device, host, disk = overlap_columns(projection, group, path, untrusted, wanted.now_ms)
+        held = device + HOST_WORTH * host + DISK_WORTH * disk
+        uncached = np.maximum(1.0, request.isl - held * request.block_size)[rows]
+        slots = group.slots[rows]
+        queued, requests = ledger.prefill_tokens[slots].tolist(), ledger.requests[slots].tolist()
+        needs = [
+            times.prompt_ms(group.workers[row], tokens_before, tokens, wanted.now_ms)
+            for row, tokens_before, tokens in zip(rows.tolist(), queued, uncached.tolist(), strict=True)
+        ]
+        return [PromptWorker(*need, others > 0) for need, others in zip(needs, requests, strict=True)], float(
+            uncached.min()
         )
 
     def _few_candidates(

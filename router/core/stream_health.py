@@ -87,7 +87,7 @@ class StreamHealth:
         self.computed.drop_all_of(worker)
         self._judge(worker)
 
-    def started(self, worker: WorkerKey, request_id: str, cached_tokens: int) -> None:
+    def started(self, worker: WorkerKey, request_id: str, cached_tokens: int) -> tuple[Sequence[int], int] | None:
         """Compare what a worker reused with what the index said of it, for a request that was chosen here.
 
         The index is asked at the choice and now, and the number in between that is nearest to the truth counts: a batch
@@ -95,10 +95,12 @@ class StreamHealth:
 
         Engines that say only at the end what they reused are compared then: what they hold and the index does not is
         not stored again meanwhile, so it is still missed.
+
+        Returns the request's path and the predicted tokens; ``None`` for one that is not awaited.
         """
         pending = self._pending.pop((worker, request_id), None)
         if pending is None:
-            return
+            return None
         self.computed.drop(worker, request_id)
         block_size = pending.block_size
         predicted = pending.blocks * block_size
@@ -111,6 +113,7 @@ class StreamHealth:
         if check.add(predicted, cached_tokens, block_size):
             self.verdicts += check.is_suspect
             self._judge(worker)
+        return pending.path, predicted
 
     def not_started(self, worker: WorkerKey, request_id: str) -> None:
         """Await a request no longer: it ended before it started."""
@@ -367,6 +370,12 @@ class ComputedPrompts:
             return []
         newest = islice(reversed(same.items()), SAME_BEGINNING_MAX)
         return [(key[0], _shared_blocks(path, other)) for key, other in newest]
+
+    def continued(self, path: Sequence[int]) -> list[tuple[WorkerKey, int]]:
+        """Return the blocks of each such prompt that a path continues, with its worker."""
+        same = self._of_first.get(path[0]) if path else None
+        newest = islice(reversed((same or {}).items()), SAME_BEGINNING_MAX)
+        return [(key[0], n) for key, other in newest if (n := len(other)) <= len(path) and path[n - 1] == other[-1]]
 
     def __iter__(self) -> Iterator[_Key]:
         return iter(self._first_block)

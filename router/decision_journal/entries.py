@@ -20,6 +20,7 @@ from poolgrid.consolidator.journal.stored_records import SegmentKind
 from poolgrid.router.core.candidates import Candidates, Choice, RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
+from poolgrid.router.core.stage_plan import LegChoice
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.hashing import pack_hashes, unpack_hashes
 from poolgrid.wire.identifiers import WorkerKey
@@ -35,7 +36,7 @@ DECISIONS = SegmentKind(
 COMPRESSION_LEVEL = 1
 """zlib's quickest: columns are mostly small integers as floats, which it shrinks to a fifth."""
 
-INPUTS_VERSION = 6
+INPUTS_VERSION = 7
 """Which inputs a router's state is made of, and what they mean: higher than what a reader knows, it cannot replay.
 
 A kind of input more, or one that does something else to the state, is a new version. An entry that no decision depends
@@ -45,7 +46,7 @@ on, or a trailing field that may be missing, is none.
 LATE_STARTS_VERSION = 5
 """From this on, a worker's word that a request began makes no entry when the router has released the request before."""
 
-MILLISECONDS_VERSION = 6
+MILLISECONDS_VERSION = 7
 """From this on the costs of ``kv`` and ``approximate`` are milliseconds; before, weighted blocks."""
 
 _FEATURE_COLUMNS = ("prefill_tokens", "active_blocks", "requests", "device_overlap", "host_overlap", "disk_overlap")
@@ -218,6 +219,24 @@ class DecisionMade(JournalEntry, frozen=True):
     """Workers, and how many requests waited at the router that were to be computed behind this one there."""
     queued_ms: float = 0.0
     """How long the request had waited at the router when it was chosen for."""
+    legs: LegChoice | None = None
+    """Why the request has one leg or two, where ``roles`` leave that open."""
+
+
+class TurnJudged(JournalEntry, frozen=True):
+    """Whether a turn of a session was admitted to the pool's working set, and what led to that."""
+
+    request: RoutingRequest
+    path: bytes
+    now_ms: float
+    time_ms: int
+    roles: tuple[int, ...]
+    waited_ms: float
+    admitted: bool
+    crowded: list[int]
+    """Workers without room for it."""
+    displaced: list[tuple[int, str]]
+    """Tenant and name of the sessions that lost their places to it."""
 
 
 class DecisionBooked(JournalEntry, frozen=True):
@@ -275,6 +294,8 @@ class OverlapRealised(JournalEntry, frozen=True):
     request_id: str
     attempt: int
     cached_tokens: int
+    isl: int | None = None
+    """Prompt tokens as the engine counted them, where its answer went past the router."""
 
 
 class FirstTokenCame(JournalEntry, frozen=True):
@@ -301,6 +322,7 @@ AnyEntry = (
     | RecordsApplied
     | WorkersNamed
     | DecisionMade
+    | TurnJudged
     | DecisionBooked
     | WorkerCrowded
     | LeaseRenewed
@@ -376,6 +398,7 @@ def decision_of(made: DecisionMade, workers: Sequence[WorkerKey]) -> Decision:
     )
     decision.retention = made.retention
     decision.queued_ms = made.queued_ms
+    decision.legs = made.legs
     return decision
 
 
@@ -409,4 +432,5 @@ def made_of(wanted: WorkerWanted, decision: Decision, number_of: Mapping[WorkerK
         decision.retention,
         [(number_of[worker], count) for worker, count in wanted.behind.items()],
         wanted.queued_ms,
+        decision.legs,
     )

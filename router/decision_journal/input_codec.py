@@ -25,9 +25,11 @@ from poolgrid.router.core.inputs import (
     Released,
     Renewed,
     SnapshotArrived,
+    TurnOffered,
     WorkerWanted,
 )
 from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, Projection
+from poolgrid.router.core.working_set import Admission
 from poolgrid.router.decision_journal.entries import (
     AnyEntry,
     Checkpoint,
@@ -45,6 +47,7 @@ from poolgrid.router.decision_journal.entries import (
     ReservationsExpired,
     RouterSettingsNoted,
     SnapshotLoaded,
+    TurnJudged,
     WorkerCrowded,
     WorkersNamed,
     encoder,
@@ -53,6 +56,7 @@ from poolgrid.router.decision_journal.entries import (
     stream_check,
 )
 from poolgrid.wire.events import JournalRecord
+from poolgrid.wire.hashing import pack_hashes, unpack_hashes
 from poolgrid.wire.identifiers import Role, WorkerKey
 
 # -- from input to entry -----------------------------------------------------------------------------------------------
@@ -65,18 +69,28 @@ class Decided(msgspec.Struct, frozen=True, gc=False):
     decision: Decision
 
 
-Kept = Decided | Booked | Overcommitted | Renewed | PromptComputed | Released | Expired | JournalEntry
+class Judged(msgspec.Struct, frozen=True, gc=False):
+    """A turn of a session that asked for a place, and what came of it."""
+
+    offered: TurnOffered
+    admission: Admission
+
+
+Kept = Decided | Judged | Booked | Overcommitted | Renewed | PromptComputed | Released | Expired | JournalEntry
 """What is kept of an input until it is written: of records and snapshots no more than the entry says."""
 
 
-def kept(given: Input, decision: Decision | None) -> Kept:
+def kept(given: Input, came: Decision | Admission | None) -> Kept:
     """Return what to keep of an input, in the router's turn."""
     match given:
         case RecordsArrived():
             return records_applied(given, 0)
         case WorkerWanted():
-            assert decision is not None, "a request that got no worker changes nothing, and is no input"
-            return Decided(given, decision)
+            assert isinstance(came, Decision), "a request that got no worker changes nothing, and is no input"
+            return Decided(given, came)
+        case TurnOffered():
+            assert isinstance(came, Admission), "each offer is answered"
+            return Judged(given, came)
         case SnapshotArrived(load, now_ms):
             return SnapshotLoaded(load.next_offset, now_ms)
         case _:
@@ -110,6 +124,8 @@ class InputWriter:
                 workers = [*decision.candidates.workers, *decision.filtered, *wanted.unavailable, *decision.untrusted]
                 workers += wanted.behind
                 return made_of(wanted, decision, self._named(workers, out))
+            case Judged(offered, admission):
+                return judged_of(offered, admission, self._named(admission.crowded, out))
             case Booked():
                 return DecisionBooked(item.decision.request.request_id, item.dispatch_id, item.now_ms, item.lease_ms)
             case Overcommitted():
@@ -182,6 +198,15 @@ class InputReader:
                 return self.snapshot(offset, now_ms, projection)
             case DecisionMade():
                 return wanted_of(entry, workers)
+            case TurnJudged():
+                return TurnOffered(
+                    entry.request,
+                    unpack_hashes(entry.path),
+                    entry.now_ms,
+                    entry.time_ms,
+                    tuple(Role(role) for role in entry.roles),
+                    entry.waited_ms,
+                )
             case DecisionBooked():
                 decided = self.decided
                 if decided is None or decided.decision.request.request_id != entry.request_id:
@@ -211,7 +236,7 @@ class InputReader:
                 f"the pool's journal no longer holds what was seen: it reaches back to record {self._reaches_back}"
             )
         frozen = state_at(self._pool, offset, self._blocks_max).freeze()
-        load = projection.begin_load(frozen.offset, frozen.states(), frozen.visible_chains())
+        load = projection.begin_load(frozen.offset, frozen.states(), frozen.visible_chains(), frozen.sessions)
         while load.step(LOAD_STEP_BLOCKS):
             pass
         return SnapshotArrived(load, now_ms)
@@ -237,6 +262,21 @@ class InputReader:
                 return stored.record
             self._next_stored = -1  # more may have been written meanwhile
         raise StreamDiffers(f"the pool's journal has no record {offset}")
+
+
+def judged_of(offered: TurnOffered, admission: Admission, number_of: Mapping[WorkerKey, int]) -> TurnJudged:
+    """Return the entry of an offer and of what came of it; ``number_of`` knows every worker in it."""
+    return TurnJudged(
+        offered.request,
+        pack_hashes(offered.path),
+        offered.now_ms,
+        offered.time_ms,
+        tuple(map(int, offered.roles)),
+        offered.waited_ms,
+        admission.admitted,
+        [number_of[worker] for worker in admission.crowded],
+        list(admission.displaced),
+    )
 
 
 def wanted_of(made: DecisionMade, workers: Sequence[WorkerKey]) -> WorkerWanted:

@@ -31,6 +31,7 @@ from poolgrid.process.clock import Clock
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import Input, RecordsArrived
 from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.working_set import Admission
 from poolgrid.router.decision_journal.checkpoints import Draft, draft_of
 from poolgrid.router.decision_journal.entries import (
     DECISIONS,
@@ -156,7 +157,7 @@ class DecisionRecorder:
 
     # -- InputLog --------------------------------------------------------------------------------------------------
 
-    def note(self, given: Input, decision: Decision | None = None) -> None:
+    def note(self, given: Input, came: Decision | Admission | None = None) -> None:
         """Note an input that changed the router's state."""
         pending = self._pending
         if type(given) is RecordsArrived and pending:
@@ -169,12 +170,12 @@ class DecisionRecorder:
             ):
                 pending[-1] = records_applied(given, last.check)
                 return
-        self._add(kept(given, decision))
+        self._add(kept(given, came))
 
     # -- what came of it -------------------------------------------------------------------------------------------
 
-    def realised(self, request_id: str, attempt: int, cached_tokens: int) -> None:
-        self._add(OverlapRealised(request_id, attempt, cached_tokens))
+    def realised(self, request_id: str, attempt: int, cached_tokens: int, isl: int | None = None) -> None:
+        self._add(OverlapRealised(request_id, attempt, cached_tokens, isl))
 
     def first_token(self, request_id: str, attempt: int, ttft_ms: float) -> None:
         self._add(FirstTokenCame(request_id, attempt, ttft_ms))

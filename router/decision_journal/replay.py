@@ -15,16 +15,17 @@ Rules
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from poolgrid.consolidator.journal.inspection import NotKept
 from poolgrid.consolidator.ports import ReadableDisk
 from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.inputs import TurnOffered
 from poolgrid.router.core.policy import Policy
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.decision_journal.checkpoints import restore
@@ -34,8 +35,10 @@ from poolgrid.router.decision_journal.entries import (
     Checkpoint,
     DecisionMade,
     InputsLost,
+    OverlapRealised,
     RouterSettingsNoted,
     SnapshotLoaded,
+    TurnJudged,
     decision_of,
     made_of,
 )
@@ -45,6 +48,7 @@ from poolgrid.router.decision_journal.input_codec import (
     NoDecision,
     PoolJournalTooShort,
     StreamDiffers,
+    judged_of,
     wanted_of,
 )
 from poolgrid.router.decision_journal.opening import settings_of
@@ -78,6 +82,8 @@ class ReplayOutcome:
     """What came of the decisions of one router."""
 
     identical: int = 0
+    identical_admissions: int = 0
+    """Turns of sessions that were admitted, or had to wait, as recorded."""
     not_derivable: int = 0
     lost_decisions: int = 0
     """Decisions of which the journal only says that it does not have them."""
@@ -87,12 +93,30 @@ class ReplayOutcome:
     remarks: ReadRemarks = field(default_factory=ReadRemarks)
 
 
+class ReplayWatcher(Protocol):
+    """Looks on while a router's decisions are derived."""
+
+    def begin(self, state: RouterState) -> None:
+        """A state begins, in place of the one before."""
+        ...
+
+    def decided(self, decision: Decision, path: Sequence[int]) -> None: ...
+
+    def realised(self, entry: OverlapRealised) -> None: ...
+
+
 class DecisionReplay:
     """One router's decision journal against the journal of its pool."""
 
     def __init__(
-        self, pool: ReadableDisk, decisions: ReadableDisk, make_policy: MakePolicy, blocks_per_worker_max: int
+        self,
+        pool: ReadableDisk,
+        decisions: ReadableDisk,
+        make_policy: MakePolicy,
+        blocks_per_worker_max: int,
+        watcher: ReplayWatcher | None = None,
     ) -> None:
+        self._watcher = watcher
         self._decisions = decisions
         self._make_policy = make_policy
         self._inputs = InputReader(pool, blocks_per_worker_max)
@@ -139,7 +163,11 @@ class DecisionReplay:
             self._restore(entry)
         elif isinstance(entry, DecisionMade):
             return self._decide(stored, entry, outcome)
+        elif isinstance(entry, TurnJudged):
+            return None if self._blind or self._state is None else self._judge(stored, entry, self._state, outcome)
         elif not self._blind or (self._too_old and isinstance(entry, SnapshotLoaded)):
+            if self._watcher is not None and isinstance(entry, OverlapRealised):
+                self._watcher.realised(entry)
             return self._apply(stored)
         return None
 
@@ -168,6 +196,8 @@ class DecisionReplay:
         state = make_state(settings_of(noted), self._make_policy(noted))
         if noted.inputs_version < LATE_STARTS_VERSION:
             state.projection.ledger.late_starts_max = 0
+        if self._watcher is not None:
+            self._watcher.begin(state)
         return state
 
     def _restore(self, checkpoint: Checkpoint) -> None:
@@ -225,6 +255,19 @@ class DecisionReplay:
             self._blind = ""
         return None
 
+    def _judge(
+        self, stored: StoredEntry, judged: TurnJudged, state: RouterState, outcome: ReplayOutcome
+    ) -> Difference | None:
+        """Compare whether a turn was admitted with what the state derives."""
+        given = self._inputs.input_of(judged, stored.workers, state.projection)
+        assert isinstance(given, TurnOffered), "the entry stands for an offer"
+        numbers = {worker: number for number, worker in enumerate(stored.workers)}
+        again = judged_of(given, state.offer(given), numbers)
+        if again != judged:
+            return Difference(stored.file, stored.number, judged.request.request_id, 0, "the admission", judged, again)
+        outcome.identical_admissions += 1
+        return None
+
     # -- decisions -------------------------------------------------------------------------------------------------
 
     def _decide(self, stored: StoredEntry, made: DecisionMade, outcome: ReplayOutcome) -> Difference | None:
@@ -253,6 +296,8 @@ class DecisionReplay:
         if not isinstance(derived, Decision):
             return difference("the decision", made.reason, f"no worker: {derived}")
         self._inputs.decided = Decided(wanted, derived)
+        if self._watcher is not None:
+            self._watcher.decided(derived, wanted.path)
         numbers = {worker: number for number, worker in enumerate(stored.workers)}
         recorded = decision_of(made, stored.workers)
         if derived.candidates.workers != recorded.candidates.workers:

@@ -42,6 +42,9 @@ class RecordedTraffic:
     block_size: int
     path: tuple[int, ...]
     worker: WorkerKey
+    session: str = ""
+    """Tenant and name of the session that it is a turn of; empty = of none."""
+    parent: str = ""
     osl: int | None = None
     cached_tokens: int | None = None
     first_token_ms: int | None = None
@@ -108,6 +111,8 @@ def read_recording(
                         request.block_size,
                         path_of(entry),
                         stored.workers[_chosen(entry)],
+                        f"{request.tenant:x} {request.session}" if request.session else "",
+                        f"{request.tenant:x} {request.parent}" if request.parent else "",
                     )
             elif isinstance(entry, RequestEnded) and entry.request_id in found:
                 found[entry.request_id].osl = entry.output_tokens

@@ -1,7 +1,7 @@
 """The messages of Envoy's external processing, as far as an endpoint picker speaks them.
 
 They are declared here by the names and numbers of their fields, facts of ``envoy/service/ext_proc/v3`` and of what it
-imports; protobuf's own library makes classes of them. Fields that are left out are skipped by whoever reads them. The
+imports; protobuf's own library makes classes of them. Fields that are left out are skipped by readers. The
 names of the messages do not travel, so they are ours, and no other package's declaration of the same stands in the way.
 Nothing is generated, so any protobuf of the last years reads this.
 """

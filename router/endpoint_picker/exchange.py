@@ -52,16 +52,16 @@ class AnswerReader:
             del self._tail[:-TAIL_BYTES]
         return is_first
 
-    def cached_tokens(self) -> int | None:
-        """Return the prompt tokens that the answer says came from a cache; ``None`` where it does not say."""
+    def prompt_tokens(self) -> tuple[int | None, int | None]:
+        """Return the prompt tokens that the answer says came from a cache, and all; ``None`` where it does not say."""
         text = self._tail.decode("utf-8", "replace")
         at = text.rfind(_USAGE)
         while at >= 0:
             value = _value_after(text, at + len(_USAGE))
             if isinstance(value, dict):
-                return _cached(value)
+                return _cached(value), _counted(value)
             at = text.rfind(_USAGE, 0, at)  # a last chunk may have ``"usage": null``
-        return None
+        return None, None
 
 
 def _value_after(text: str, at: int) -> Any:
@@ -77,6 +77,14 @@ def _value_after(text: str, at: int) -> Any:
 def _cached(usage: dict[str, Any]) -> int | None:
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
     value = details.get("cached_tokens") if isinstance(details, dict) else usage.get("cache_read_input_tokens")
+    return value if type(value) is int and value >= 0 else None
+
+
+def _counted(usage: dict[str, Any]) -> int | None:
+    """Return the tokens of the whole prompt; Anthropic's ``input_tokens`` leave out what came from a cache."""
+    value = usage.get("prompt_tokens")
+    if value is None and "input_tokens_details" in usage:
+        value = usage.get("input_tokens")
     return value if type(value) is int and value >= 0 else None
 
 
@@ -97,7 +105,7 @@ UPSTREAM_ADDRESS = "upstream.address"
 RANK_HEADER = "x-data-parallel-rank"
 
 SHOWN_BODY_MODES = (envoy.FULL_DUPLEX_STREAMED, envoy.BUFFERED, envoy.BUFFERED_PARTIAL)
-"""Modes in which a body is there before the request goes on."""
+"""Modes in which a body is there before the request continues."""
 
 READ_HEADERS = frozenset((":method", ":path", "content-encoding", "content-length", "x-request-id"))
 """Request headers that are kept until the choice."""
@@ -406,11 +414,11 @@ class PickerExchange:
         self._table.await_end(self)
         picked, self._picked = self._picked, None
         if picked is not None and picked.booking is not None:
-            self._picks.ended(picked.booking, self._answer.cached_tokens())
+            self._picks.ended(picked.booking, *self._answer.prompt_tokens())
 
 
 def _asleep() -> None:
-    """Nobody waits."""
+    """No request waits."""
 
 
 def _size(values: Iterable[str]) -> int:
@@ -452,7 +460,7 @@ def _served(said: Any) -> str:
 
 
 def _response(phase: str) -> Response:
-    """Return the answer that lets a phase go on as it is."""
+    """Return the answer that lets a phase continue as it is."""
     response = envoy.ProcessingResponse()
     getattr(response, phase).SetInParent()
     return response

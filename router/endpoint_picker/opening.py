@@ -62,7 +62,7 @@ async def open_endpoint_picker(
         state,
         reader,
         service.chooser.path_now,
-        service.tracker.realised,
+        service.tracker.gateway_realised,
         RequestIds(f"g{secrets.token_hex(6)}"),
         FALLBACKS,
         metrics,

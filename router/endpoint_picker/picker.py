@@ -41,7 +41,7 @@ NOT_A_CANDIDATE = "not among the endpoints that the gateway allows"
 
 
 class Pods:
-    """Follows a fleet; looked up with every request, made anew with every change of the fleet."""
+    """Follows a fleet; looked up with every request, made again with every change of the fleet."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -147,7 +147,7 @@ class Picker:
         state: RouterState,
         reader: PromptReader,
         path_of: Callable[[InferenceRequest], Sequence[int]],
-        realised: Callable[[str, int], None],
+        realised: Callable[[str, Sequence[int], int, int | None], None],
         request_ids: RequestIds,
         fallbacks: int,
         metrics: PickerMetrics,
@@ -246,7 +246,7 @@ class Picker:
         return WHOLE_ROLES if self._state.selector.available(model, WHOLE_ROLES, excluded) else DECODE_ROLES
 
     def _any_model(self) -> str:
-        """Return the model of whoever asks for none that the fleet has: the first by name that a gateway reaches."""
+        """Return the model for a request that names none of the fleet's: the first by name that a gateway reaches."""
         excluded = self._pods.excluded(None)
         for name, workers in self._router.projection.fleet.models().items():
             if any(worker.key not in excluded for worker in workers):
@@ -309,11 +309,12 @@ class Picker:
         if self._state.note_prompt(PromptComputed(booking.worker, booking.dispatch_id, is_held)):
             self._router.room_changed()
 
-    def ended(self, booking: Booking, cached_tokens: int | None) -> None:
-        """Take a request off the books, whatever ended it; ``cached_tokens`` as the engine said."""
+    def ended(self, booking: Booking, cached_tokens: int | None, isl: int | None = None) -> None:
+        """Take a request off the books, whatever ended it; ``cached_tokens`` and ``isl`` as the engine reported."""
         self._bookings.discard(booking)
         if cached_tokens is not None:
-            self._realised(booking.dispatch_id, cached_tokens)
+            path = () if booking.wanted is None else booking.wanted.path
+            self._realised(booking.dispatch_id, path, cached_tokens, isl)
         self._release(booking)
 
     def _release(self, booking: Booking) -> None:
@@ -321,7 +322,7 @@ class Picker:
         self._router.room_changed()
 
     def renew(self, held: Iterable[Booking]) -> None:
-        """Begin the leases of the bookings that open streams hold anew, and end the others."""
+        """Begin the leases of the bookings that open streams hold again, and end the others."""
         now_ms = self._clock.monotonic_ms()
         lost = set(self._bookings)
         for booking in held:

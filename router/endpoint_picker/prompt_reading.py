@@ -107,7 +107,7 @@ class PromptReader:
         }
 
     def _prepare_response(self, raw: bytes) -> PreparedRequest:
-        """Check a Responses request; raises ``RequestError`` for one that goes on from what its engine keeps."""
+        """Check a Responses request; raises ``RequestError`` for one that continues what its engine keeps."""
         body = parse_responses(raw)
         if body.previous_response_id is not None or any(references(body.input)):
             raise unsupported("previous_response_id", "the engine keeps the conversation")

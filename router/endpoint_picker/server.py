@@ -211,7 +211,7 @@ class _Stream:
 
 
 def _credentials(tls: tuple[Path, Path], client_ca: Path | None) -> Any:
-    """Return credentials that follow their files: they are read anew for each handshake, and no connection is cut."""
+    """Return credentials that follow their files: they are read again for each handshake, and no connection is cut."""
 
     def read() -> Any:
         certificate, key = tls

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
-import zmq.asyncio
 from pydantic import ValidationError
 
 from poolgrid.cli.front import FrontPlan, FrontProblem, FrontServer, ask_all, make_plan
@@ -18,7 +14,8 @@ from poolgrid.cli.local_pool import UpSettings
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.workers.engines.server.core.server_facts import ServerFacts
 from tests.e2e.processes import Process, eventually, metric
-from tests.fakes.engine_server.vllm import Options, VllmServer
+from tests.fakes.engine_server.threaded import servers_in_thread
+from tests.fakes.engine_server.vllm import Options
 
 
 def server(url: str, role: str = "aggregated", **facts: Any) -> FrontServer:
@@ -50,8 +47,26 @@ def test_prompt_and_output_may_have_servers_of_their_own() -> None:
     settings = UpSettings(engine_url=("prefill=http://a", "decode=http://b"))
     plan = make_plan(settings, [server("http://a", "prefill"), server("http://b", "decode")])
 
-    roles = [worker.arguments[worker.arguments.index("--role") + 1] for worker in plan.workers]
-    assert roles == ["prefill", "decode"]
+    (process,) = plan.workers
+    urls = [word for word in process.arguments if word.endswith(("//a", "//b"))]
+    assert (process.name, process.count, urls) == ("vllm", 2, ["prefill=http://a", "decode=http://b"])
+
+
+def test_one_process_has_the_workers_of_all_servers_of_a_kind() -> None:
+    plan = planned(*(server(f"http://{name}") for name in "abcd"))
+
+    (process,) = plan.workers
+    assert (process.count, process.arguments.count("--engine-url")) == (4, 4)
+    assert process.arguments[process.arguments.index("--worker-id") + 1] == "vllm"
+
+
+def test_roles_with_options_of_their_own_have_processes_of_their_own() -> None:
+    settings = UpSettings(engine_url=("prefill=http://a", "decode=http://b"), part_option=("prefill.max-batch-size=8",))
+    plan = make_plan(settings, [server("http://a", "prefill"), server("http://b", "decode")])
+
+    assert [process.name for process in plan.workers] == ["vllm-prefill-0", "vllm-decode-0"]
+    assert "--max-batch-size=8" in plan.workers[0].arguments
+    assert "--max-batch-size=8" not in plan.workers[1].arguments
 
 
 @pytest.mark.parametrize(
@@ -86,6 +101,10 @@ def test_without_any_events_the_router_goes_by_its_own_choices() -> None:
     assert plan.settings.policy == "approximate"
     assert "it publishes none: set X" in plan.notes[0]
     assert planned(*silent, policy="round-robin").settings.policy == "round-robin"
+    told = tuple(f"worker.kv-events-endpoint=tcp://{name}:5557" for name in "ab")
+    exact = planned(*silent, part_option=told)
+    assert (exact.settings.policy, exact.notes) == ("kv", ())
+    assert exact.workers[0].arguments[-2:] == tuple(each.replace("worker.", "--") for each in told)
     # One server that publishes is routed to by its events; the other is found out.
     assert planned(silent[0], server("http://c")).settings.policy == "kv"
 
@@ -112,34 +131,6 @@ def test_a_server_that_does_not_answer_in_time_or_is_none_is_named() -> None:
         asyncio.run(ask_all(UpSettings(engine_url=("gpu1:8000",))))
 
 
-@contextmanager
-def servers_running(count: int) -> Iterator[list[VllmServer]]:
-    """Run servers of ours in a thread, in a loop of their own."""
-    loop = asyncio.new_event_loop()
-    context = zmq.asyncio.Context()
-    servers = [VllmServer(context, Options(block_size=16, ranks=1 + number)) for number in range(count)]
-    started, stop = threading.Event(), asyncio.Event()
-
-    async def main() -> None:
-        for each in servers:
-            await each.start()
-        started.set()
-        await stop.wait()
-        for each in servers:
-            await each.stop()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(main()))
-    thread.start()
-    assert started.wait(30)
-    try:
-        yield servers
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join()
-        loop.close()
-        context.destroy(linger=0)
-
-
 def held(url: str, worker: str, dp_rank: int) -> set[int]:
     """What the router believes of a rank."""
     lines = httpx.get(f"{url}/v1/workers/{worker}/blocks", params={"dp_rank": dp_rank}, timeout=30).text.split("\n")
@@ -148,7 +139,8 @@ def held(url: str, worker: str, dp_rank: int) -> set[int]:
 
 def test_one_command_goes_in_front_of_what_runs_already() -> None:
     """Two servers, the second one with two ranks behind its URL."""
-    with servers_running(2) as servers:
+    with servers_in_thread(*(Options(block_size=16, ranks=ranks) for ranks in (1, 2))) as running:
+        servers = running.servers
         fronts = [word for each in servers for word in ("--engine-url", each.url)]
         with Process("up", *fronts, "--port", "0", "--model-path", str(TINY_MODEL_PATH)) as up:
             url = up.wait_ready().url
@@ -187,7 +179,8 @@ def test_second_turn_of_claude_code_reuses_what_an_engine_alone_would() -> None:
     late = {"role": "system", "content": "The directory is /tmp."}
     first = [{"role": "user", "content": "Where is the next station?"}, late]
     second = [*first, {"role": "assistant", "content": "North."}, {"role": "user", "content": "And the one after it?"}]
-    with servers_running(2) as (front, alone):
+    with servers_in_thread(*(Options(block_size=16) for _ in range(2))) as running:
+        front, alone = running.servers
         options = ("--port", "0", "--model-path", str(TINY_MODEL_PATH))
         with Process("up", "--engine-url", front.url, *options) as up, httpx.Client(timeout=30) as client:
             url = up.wait_ready().url

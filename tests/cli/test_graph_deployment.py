@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +130,45 @@ def test_the_second_form_is_read_alike() -> None:
             "gpus": 1,
         }
     ]
-    assert made.values["model"] == {"name": "Org/Model", "path": "Org/Model"}
-    assert any("name on a hub" in remark for remark in made.remarks)
+    assert made.values["model"] == {"name": "Org/Model", "cache": {"kind": "pvc", "source": "Org/Model"}}
+    assert [remark for remark in made.remarks if "engine file /conf/agg.yaml" in remark]
+
+
+ENGINE_FILE = {"max_batch_size": 8, "kv_cache_config": {"dtype": "fp8"}}
+CONFIG_MAP = f"""
+---
+kind: ConfigMap
+apiVersion: v1
+metadata: {{name: engines}}
+data:
+  agg.yaml: '{json.dumps(ENGINE_FILE)}'
+"""
+
+
+@pytest.mark.parametrize("override", [None, {"max_batch_size": 9}])
+@pytest.mark.parametrize("place", ["ConfigMap", "beside"])
+def test_an_engine_file_is_carried_over_with_its_content(place: str, override: dict[str, Any] | None) -> None:
+    text = SECOND_FORM + CONFIG_MAP if place == "ConfigMap" else SECOND_FORM
+    if override is not None:
+        text = text.replace("/conf/agg.yaml]", f"/conf/agg.yaml, --override-engine-args, '{json.dumps(override)}']")
+    beside = {"/conf/agg.yaml": json.dumps(ENGINE_FILE)} if place == "beside" else {}
+
+    made = convert_graph(text, {*TRTLLM, "override-engine-args"}, (), beside.get)
+
+    options = checked(made.values)["workers"][0]["options"]
+    assert list(options) == ["override-engine-args"]
+    assert json.loads(options["override-engine-args"]) == {**ENGINE_FILE, **(override or {})}
+    assert not [remark for remark in made.remarks if "engine file" in remark]
+
+
+def test_the_newest_options_become_ours_and_those_without_are_remarked() -> None:
+    newest = "[--model, Org/Model, --disaggregation-mode, agg, --dyn-tool-call-parser, harmony, --store-kv, etcd]"
+    made = convert_graph(re.sub(r"args: .*", f"args: {newest}", SECOND_FORM), {*TRTLLM, "tool-call-parser"}, ())
+
+    assert made.values["model"]["cache"]["source"] == "Org/Model"
+    group = made.values["workers"][0]
+    assert (group["role"], group["options"]) == ("aggregated", {"tool-call-parser": "harmony"})
+    assert [remark for remark in made.remarks if "--store-kv" in remark]
 
 
 @pytest.mark.parametrize(

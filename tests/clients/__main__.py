@@ -77,8 +77,11 @@ def python_of(suite: str) -> str:
     interpreter = str(environment / "bin" / "python")
     if not is_made_from(environment, pins):
         venv.create(environment, with_pip=True, clear=True)
-        install = [interpreter, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-r", str(pins)]
-        subprocess.run(install, check=True)
+        # pip needs more than half an hour to resolve these pins, uv some seconds.
+        pip = [interpreter, "-m", "pip", "install", "-q", "--disable-pip-version-check", "uv"]
+        subprocess.run(pip, check=True)
+        uv = [str(environment / "bin" / "uv"), "pip", "install", "-q", "--python", str(environment), "-r", str(pins)]
+        subprocess.run(uv, check=True)
         shutil.copy(pins, environment)
     return interpreter
 

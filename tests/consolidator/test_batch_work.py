@@ -44,7 +44,7 @@ class Reader:
     def __init__(self) -> None:
         self.records = 0
 
-    def on_snapshot(self, offset: int, workers: Any, chains: Any) -> None: ...
+    def on_snapshot(self, offset: int, workers: Any, chains: Any, sessions: Any = None) -> None: ...
 
     def on_records(self, records: Sequence[JournalRecord]) -> None:
         self.records += len(records)

@@ -127,8 +127,8 @@ def same(one: PoolState, other: PoolState) -> None:
     assert a.offset == b.offset
     assert [worker.entry for worker in a.workers] == [worker.entry for worker in b.workers]
     for left, right in zip(a.workers, b.workers, strict=True):
-        assert {(tier, source): held for tier, source, held in left.held if held} == {
-            (tier, source): held for tier, source, held in right.held if held
+        assert {(tier, group, source): held for tier, group, source, held in left.held if held} == {
+            (tier, group, source): held for tier, group, source, held in right.held if held
         }
 
 

@@ -141,8 +141,8 @@ def test_no_step_of_a_dump_looks_at_more_blocks_because_more_are_held() -> None:
 def test_freezing_copies_no_block_and_a_change_copies_its_shard() -> None:
     here = BlockOwnership(10_000_000)
     here.store("worker", stored(list(range(1, 100_001))), [])
-    ((_, _, frozen),) = here.freeze()
-    (held,) = here._tiers[0].values()
+    ((*_, frozen),) = here.freeze()
+    (held,) = here._places[0].values()
     shards = {id(shard) for shard in held._page_of.shards}
     assert {id(shard) for shard in frozen._shards} == shards
 

@@ -197,7 +197,7 @@ class Scene:
 
     def held_by_any(self, tier: Tier) -> set[int]:
         presence = self.bench.core.pool.workers[W].presence
-        return {block for at, _, held in presence.freeze() if at is tier for block in held}
+        return {block for at, _, _, held in presence.freeze() if at is tier for block in held}
 
     def held(self, tier: Tier = Tier.HOST) -> set[int]:
         """Return what routers believe the worker holds."""
@@ -653,7 +653,7 @@ def test_a_source_that_is_not_listed_any_more_takes_its_blocks_along() -> None:
     after.close(turn)
 
     worker = after.core.pool.workers[W]
-    assert {block for _, _, held in worker.presence.freeze() for block in held} == everything(1)
+    assert {block for *_, held in worker.presence.freeze() for block in held} == everything(1)
     assert worker.stream(NAME).state is StreamState.ABSENT
     again = ConsolidatorTurn(after.now())
     after.core.drop_unlisted({}, again)

@@ -66,7 +66,7 @@ def read(view: dict[Tier, set[int]], events: list[AnyEvent]) -> None:
 
 
 def frozen(presence: BlockOwnership) -> dict[tuple[Tier, str], dict[int, int | None]]:
-    return {(tier, source): dict(held.items()) for tier, source, held in presence.freeze() if held}
+    return {(tier, source): dict(held.items()) for tier, _, source, held in presence.freeze() if held}
 
 
 @settings(max_examples=examples(30))
@@ -109,7 +109,7 @@ def test_a_dump_names_each_block_once_with_its_parent(history: list[Operation]) 
     for operation in history:
         perform(presence, operation, [])
 
-    for _, _, held in presence.freeze():
+    for *_, held in presence.freeze():
         back: dict[int, int | None] = {}
         for parent, run in chains(held):
             previous = parent
@@ -135,7 +135,7 @@ def test_hashes_that_name_each_other_in_a_circle_are_dumped_once() -> None:
     presence.store("worker", stored([4], 2), [])
     presence.store("worker", stored([9], 9), [])
 
-    (held,) = (held for _, _, held in presence.freeze())
+    (held,) = (held for *_, held in presence.freeze())
 
     assert sorted(block for _, run in chains(held) for block in run) == [1, 2, 3, 4, 9]
 

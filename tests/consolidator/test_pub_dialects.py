@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from poolgrid.kv_events.pub import EngineCleared, EngineRemoved, EngineStored, decode_pub
 from poolgrid.kv_events.translation import EngineTranslator
 from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.events import BlocksRemoved, BlocksStored
+from poolgrid.wire.events import BlocksRemoved, BlocksStored, GroupsReported, KvGroup
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
 from poolgrid.wire.identifiers import Tier
 from tests.consolidator.pub_engine import BLOCK, block_removed, block_stored, frame_of
@@ -150,12 +150,18 @@ def test_a_text_among_the_keys_of_the_first_block_alone_is_the_salt() -> None:
     assert found == names(tokens, "poet", "tenant-a")
 
 
-def test_other_groups_of_a_hybrid_model_neither_store_nor_remove() -> None:
+def test_other_groups_of_a_hybrid_model_are_told_apart() -> None:
     full = {**block_stored("trtllm", [1], None, [1] * 4), "group_idx": 0, "kv_cache_spec_kind": "full_attention"}
     window = {**block_stored("trtllm", [1], None, [1] * 4), "group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
+    window["kv_cache_spec_sliding_window"] = 9
     out = translated([full, window, {**block_removed("trtllm", [1]), "group_idx": 1}])
 
-    assert [type(event) for event in out] == [BlocksStored]
+    assert out[0] == GroupsReported((KvGroup(2),))
+    assert [(type(event), event.group) for event in out[1:]] == [
+        (BlocksStored, 0),
+        (BlocksStored, 1),
+        (BlocksRemoved, 1),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -166,19 +172,25 @@ def test_other_groups_of_a_hybrid_model_neither_store_nor_remove() -> None:
         ("FULL_ATTENTION", True),
         ("sink_full_attention", True),
         ("mla_attention", True),
-        ("sliding_window_mla", False),
-        ("mla_sliding_window", False),
-        ("not_full_attention", False),
-        ("sliding_window", False),
-        ("mamba", False),
-        ("chunked_local_attention", False),
-        ("", False),
-        (3, False),
+        ("sliding_window_mla", KvGroup(3)),
+        ("mla_sliding_window", KvGroup(3)),
+        ("sliding_window", KvGroup(3)),
+        ("mamba", KvGroup(1)),
+        ("chunked_local_attention", True),
+        ("not_full_attention", KvGroup(0)),
+        ("", KvGroup(0)),
+        (3, KvGroup(0)),
     ],
 )
-def test_only_kinds_of_full_attention_are_promised(kind: Any, promised: bool) -> None:
+def test_what_a_group_needs_follows_from_its_kind(kind: Any, promised: KvGroup | bool) -> None:
     stored = {**block_stored("trtllm", [1], None, [1] * 4), "group_idx": 0, "kv_cache_spec_kind": kind}
-    assert [type(event) for event in translated([stored])] == [BlocksStored] * promised
+    out = translated([{**stored, "kv_cache_spec_sliding_window": 12}])
+
+    if promised is True:
+        assert [(type(event), event.group) for event in out] == [(BlocksStored, 0)]
+    else:
+        assert out[0] == GroupsReported((promised,), has_full_attention=False)
+        assert [event.group for event in out[1:]] == ([] if promised == KvGroup(0) else [1])
 
 
 def of_group(event: dict[str, Any], group: int | None, kind: str | None = None) -> dict[str, Any]:
@@ -204,15 +216,16 @@ def test_groups_may_be_numbered_in_one_kind_of_event_only(stores: int | None, re
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 3), st.integers(1, 3)), max_size=40))
 @settings(max_examples=examples(40))
-def test_a_block_is_promised_while_all_groups_that_had_it_hold_it(
+def test_a_block_is_promised_while_all_groups_hold_it(
     steps: list[tuple[bool, int, int, int]],
 ) -> None:
-    """The naive model: copies of each block by group; a group that never had a block does not count for it."""
+    """The naive model: copies of each block by group; a group that never stored anything does not count."""
     tokens = [list(range(10 * block, 10 * block + 4)) for block in range(7)]
     chain = names([token for block in tokens for token in block])
     translator = EngineTranslator(BLOCK, 1000)
     copies: list[dict[int, int]] = [{} for _ in tokens]
     promised: set[int] = set()
+    met: set[int] = set()
     for stores, group, begin, count in steps:
         blocks = range(begin, begin + count)
         hashes = [block + 1 for block in blocks]
@@ -222,6 +235,7 @@ def test_a_block_is_promised_while_all_groups_that_had_it_hold_it(
             parent = begin or None
             flat = [token for block in blocks for token in tokens[block]]
             event = of_group(block_stored("trtllm", hashes, parent, flat), group, "full_attention")
+            met.add(group)
             for block in blocks:
                 copies[block][group] = copies[block].get(group, 0) + 1
         else:
@@ -239,13 +253,13 @@ def test_a_block_is_promised_while_all_groups_that_had_it_hold_it(
             else:
                 assert found <= promised
                 promised -= found
-        assert promised == {chain[block] for block, held in enumerate(copies) if held and all(held.values())}
+        assert promised == {chain[at] for at, held in enumerate(copies) if met and all(held.get(each) for each in met)}
 
 
 def test_the_upstream_layout_with_a_group_behind_the_extra_keys_is_read() -> None:
     event = ["BlockStored", [1], None, [1] * 4, 4, None, "GPU", None, None, 1, "sliding_window", 128]
 
-    assert translated([event]) == []
+    assert translated([event])[0] == GroupsReported((KvGroup(32),), has_full_attention=False)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ from poolgrid.wire.feed_frames import FEED_TOPIC, FeedFrame, decode_feed
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import StreamState, Tier
 from poolgrid.wire.ingest import Hello, JoinRefused, Unknown, Welcome
+from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 from tests.consolidator.pub_engine import BLOCK, Cache, PubEngine
 from tests.consolidator.pusher import Pusher, card, removed, stored
 from tests.consolidator.tuned import tuned
@@ -72,7 +73,11 @@ class Reader:
         self.changed = asyncio.Event()
 
     def on_snapshot(
-        self, offset: int, workers: Sequence[WorkerState], chains: Iterable[tuple[int, BlockChain]]
+        self,
+        offset: int,
+        workers: Sequence[WorkerState],
+        chains: Iterable[tuple[int, BlockChain]],
+        sessions: SessionsSnapshot = NO_SESSIONS,
     ) -> None:
         self.offset = offset
         self.snapshots += 1

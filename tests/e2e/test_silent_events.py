@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from poolgrid.cli.commands.doctor import examine_journal, examine_url
 from tests.e2e.processes import Process, eventually, metric, ready_workers, worker_rows
 from tests.fakes import FAKES_PATH
 
 pytestmark = pytest.mark.e2e
 
 
-def complete(url: str, number: int) -> httpx.Response:
+def complete(url: str, number: int, receipt: bool = False) -> httpx.Response:
     prompt = [5 + (place % 1000) for place in range(320)] + [number + 5] * 20
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+    headers = {"x-poolgrid-receipt": "1"} if receipt else {}
+    return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=30)
 
 
 def stream(url: str) -> dict[str, Any]:
@@ -28,10 +32,10 @@ def stream(url: str) -> dict[str, Any]:
 
 
 def test_an_event_stream_that_never_fills_is_found_out_and_the_routers_own_choices_stand_in(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FAKES_PATH), os.environ.get("PYTHONPATH", "")]))
-    with Process("router", "--port", "0") as router:
+    with Process("router", "--port", "0", "--data-dir", str(tmp_path)) as router:
         router.wait_ready()
         options = ("--engine", "trtllm", "--model-path", "tiny", "--kv-block-size", "16", "--worker-id", "w")
         silent = ("--no-publish-events-and-metrics", "--consolidator", router.word("ingest"))
@@ -48,9 +52,22 @@ def test_an_event_stream_that_never_fills_is_found_out_and_the_routers_own_choic
             assert (told["predicted_tokens"], told["disagreement"]) == (0, 1.0)
             assert "the index predicted 0 cached tokens" in told["untrusted_because"]
             assert metric(router.url, "poolgrid_router_untrusted_workers") == 1
+            assert examine_url(router.url, as_json=True) == 1
+            (verdict,) = json.loads(capsys.readouterr().out)["data"]
+            assert (verdict["cause"], verdict["promised_tokens"]) == ("events-off", 0)
+            assert worker_rows(router.url)["w"]["verdict"] == "events-off"
+            assert metric(router.url, "poolgrid_router_reuse_verdict") == 1
+            assert metric(router.url, "poolgrid_router_uncached_tokens_total") > 0
+            (receipt,) = complete(router.url, 50, receipt=True).json()["usage"]["poolgrid_receipt"]
+            assert receipt["worker"] == "w"
+            assert receipt["promised_tokens"] == receipt["reported_tokens"] == 320
 
             # From now on what was sent there is believed to be there.
             complete(router.url, 100)
             assert complete(router.url, 101).headers["x-poolgrid-decision"].endswith("-predicted")
             newest = httpx.get(f"{router.url}/v1/decisions").json()["data"][0]
             assert newest["overlap_blocks"] == 320 // 16
+
+    assert examine_journal(str(tmp_path), as_json=True) == 1
+    (verdict,) = json.loads(capsys.readouterr().out)["data"]
+    assert verdict["cause"] == "events-off", "the recorded journal gives the same verdict"

@@ -55,7 +55,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(FAKES_PATH), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("TRTLLM_FAKE", json.dumps({"version": "1.3", "vocabulary_size": 4096}))
-        router = stack.enter_context(Process("router", "--port", "0", "--local-prefill-max-tokens", "20")).wait_ready()
+        router = stack.enter_context(Process("router", "--port", "0", "--legs", "two")).wait_ready()
         ingest = ("--consolidator", router.word("ingest"))
         prefill = stack.enter_context(Process(*COMMON, *ingest, "--worker-id", "p", "--disaggregation-mode", "prefill"))
         decode = stack.enter_context(

@@ -200,7 +200,7 @@ def running_gateway(directory: Path, **settings: Any) -> Iterator[Gateway]:
             welcomed = []
             for number, server in enumerate(servers):
                 worker: dict[str, Any] = {
-                    "engine_url": server.url, "consolidator": at.ingest, "worker_id": f"engine-{number}",
+                    "engine_url": (server.url,), "consolidator": at.ingest, "worker_id": f"engine-{number}",
                     "health_interval_ms": 60_000, "heartbeat_ms": 100,
                 }  # fmt: skip
                 joined: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -33,6 +33,8 @@ class Habits:
     says_block_size: int = BLOCK
     says_cached_tokens: bool = True
     lists_sources: bool = True
+    transfers: str = ""
+    """Lines of its metrics about KV that moved."""
     swapped: bool = False
     """The endpoint that it names is its replay socket's."""
 
@@ -157,7 +159,9 @@ def handler_of(server: EngineServer) -> type[BaseHTTPRequestHandler]:
                 self._say(server.sources() if server.habits.publishes else [])
             elif self.path == "/metrics":
                 labels = f'block_size="{server.habits.says_block_size}",num_gpu_blocks="{BLOCKS}"'
-                self._send(200, f"vllm:cache_config_info{{{labels}}} 1.0\n".encode(), "text/plain")
+                self._send(
+                    200, f"vllm:cache_config_info{{{labels}}} 1.0\n{server.habits.transfers}".encode(), "text/plain"
+                )
             else:
                 self._say({"detail": "Not Found"}, 404)
 

@@ -13,6 +13,7 @@ from poolgrid.tools.engine_check.core.finding import Kind
 from poolgrid.tools.engine_check.settings import EngineCheckSettings
 from poolgrid.workers.core.timing import TableTiming
 from tests.engine_check.engine_server import Habits, engine_server
+from tests.engine_check.test_transfer_rules import METRICS
 
 
 def squeezed(text: str) -> str:
@@ -68,6 +69,15 @@ def test_a_server_that_is_set_up_wrong_is_told_what_to_set(
     assert status == 1
     assert squeezed(f"fault: {kind} (") in squeezed(text)
     assert squeezed("To set: ") in squeezed(text)
+
+
+def test_slow_transfers_of_kv_are_a_warning_with_their_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    with engine_server(Habits(transfers=METRICS)) as server:
+        status, text, _ = check(server.url, capsys)
+
+    assert status == 0
+    assert squeezed("KV moves at 6.8 GB/s, as over TCP: 1,100 MB take 162 ms") in squeezed(text)
+    assert squeezed("663 transfers of 1,100 MB at 6.8 GB/s") in squeezed(text)
 
 
 def test_without_a_replay_and_cached_tokens_it_passes_with_warnings(capsys: pytest.CaptureFixture[str]) -> None:

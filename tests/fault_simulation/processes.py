@@ -55,6 +55,7 @@ from poolgrid.wire.feed import BlockChain, WorkerState
 from poolgrid.wire.leadership import Leader
 from poolgrid.wire.loading import LoadingWorker
 from poolgrid.wire.requests import Generate
+from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.push_stream import PushStream, PushTiming
 from poolgrid.workers.core.refusal import BusyError
@@ -429,12 +430,16 @@ class WatchedFeed:
         await self._feed.stop()
 
     def on_snapshot(
-        self, next_offset: int, workers: Sequence[WorkerState], chains: Iterable[tuple[int, BlockChain]]
+        self,
+        next_offset: int,
+        workers: Sequence[WorkerState],
+        chains: Iterable[tuple[int, BlockChain]],
+        sessions: SessionsSnapshot = NO_SESSIONS,
     ) -> None:
         """Pass a snapshot on."""
         assert self._listener is not None
         self._watcher.on_snapshot(self._router, next_offset)
-        self._listener.on_snapshot(next_offset, workers, chains)
+        self._listener.on_snapshot(next_offset, workers, chains, sessions)
 
     def on_records(self, records: Sequence[JournalRecord]) -> None:
         """Pass records on."""
@@ -458,7 +463,7 @@ class RouterProcess(Process):
         self.select_endpoint = ""
         self._settings = _ROUTER_SETTINGS.model_copy(
             update={
-                "local_prefill_max_tokens": world.scenario.local_prefill_max_tokens,
+                "legs": "expected-time" if world.scenario.local_prefill_max_tokens else "two",
                 "queue_timeout_ms": 60_000.0 if world.scenario.strict else 4_000.0,
                 "max_queue_requests": world.scenario.queue_limit,
                 "worker_queue_factor": world.scenario.worker_queue_factor,

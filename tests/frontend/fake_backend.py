@@ -65,6 +65,7 @@ class FakeStream:
     steps: list[Step]
     worker: str = "worker-0"
     decision_reason: str = "lowest_cost"
+    promised_tokens: int = 0
     pool: str = ""
     cancels: int = 0
     on_waiting: Callable[[], None] = lambda: None

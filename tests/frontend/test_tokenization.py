@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from poolgrid.frontend.chat_template import ChatTemplate
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.prompt_encoder import BatchEncoder
 from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.prompts import SAMPLE_CHARS_PER_TOKEN
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.inference.ports import ServedModel
 from poolgrid.wire.hashing import pack_tokens
@@ -206,3 +208,23 @@ def test_an_array_that_is_too_long_for_the_model_is_refused_before_its_tokens_ar
 
     response = asyncio.run(go())
     assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "some words of a text " * 10_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "some words of a text " * 10_000}]}),
+    ],
+)
+def test_a_text_of_hundreds_of_contexts_is_refused_by_its_beginning(path: str, body: dict[str, object]) -> None:
+    async def go() -> httpx.Response:
+        backend = FakeBackend(served=[ServedModel("tiny", 0, 100)])
+        async with in_process(application(backend)) as client:
+            return await client.post(path, json={"model": "tiny", **body})
+
+    error = asyncio.run(go()).json()["error"]
+    found = re.search(r"has more than (\d+) tokens", error["message"])
+    assert error["code"] == "context_length_exceeded"
+    assert found is not None
+    assert 200 < int(found[1]) <= SAMPLE_CHARS_PER_TOKEN * 100, "all of it has 50,000"

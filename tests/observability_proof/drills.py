@@ -216,7 +216,7 @@ DRILLS = (
     Drill("a certificate that ends in 5 days", "lone", ("PoolgridCertificateExpiring",), short_certificate),
     Drill("a key file that ends in the middle", "fleet", ("PoolgridKeyFileStale",), broken_key_file),
     Drill("a worker whose clock is 30 s ahead (libfaketime)", "skewed", ("PoolgridClockSkew",), skewed_clock),
-    Drill("an engine that keeps its events to itself", "silent", ("PoolgridIndexUntrusted",), silent_engine),
+    Drill("an engine that keeps its events to itself", "silent", ("PoolgridReuseParted",), silent_engine),
     Drill("an engine whose process stands still", "hanging", ("PoolgridEngineUnhealthy",), hanging_engine),
     Drill("a KV block manager is killed", "lone", ("PoolgridStreamBroken",), publisher_gone),
     Drill("the disk takes nothing more (RLIMIT_FSIZE)", "staged", ("PoolgridJournalFailing",), disk_full),

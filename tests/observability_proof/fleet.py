@@ -174,7 +174,7 @@ class Fleet:
         front = self.run(
             "global router", "global-router", "--config", str(document), "--port", "0",
             *(f"--pool-url={name}={router.url}" for name, router in routers.items()),
-            "--api-keys", str(self.keys), "--worker-timeout-ms", "1000", "--local-prefill-max-tokens", "64",
+            "--api-keys", str(self.keys), "--worker-timeout-ms", "1000", "--legs", "two",
         ).wait_ready()  # fmt: skip
         self.stack.scrape("fleet-front", [front.url], namespace="fleet", component="global-router")
 

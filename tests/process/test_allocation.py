@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from poolgrid.process.allocation import return_large_blocks
+from poolgrid.process.allocation import ATTEMPTS, GROWTH_BYTES, TRIM_INTERVAL_S, TrimSchedule, return_large_blocks
 
 PROGRAM = """
 import sys
@@ -58,7 +58,7 @@ def resident_mb():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
 
 if sys.argv[1] == "told":
-    allocation.TRIM_INTERVAL_S = 0.05
+    allocation.LOOK_INTERVAL_S = 0.05
     assert keep_heap_trimmed()
 before = resident_mb()
 bodies = [[b"x" * 65_000 for _ in range(300)] for _ in range(5)]
@@ -79,3 +79,23 @@ sys.stdout.write(str(resident_mb() - before))
 def test_what_came_in_pieces_is_returned_too() -> None:
     assert grown_mb("told", IN_PIECES) < 30
     assert grown_mb("untold", IN_PIECES) > 60, "or this test could not tell"
+
+
+def test_holes_are_given_back_once_a_minute() -> None:
+    schedule = TrimSchedule(0.0, 100)
+
+    assert not schedule.is_due(TRIM_INTERVAL_S - 1, 100)
+    assert schedule.is_due(TRIM_INTERVAL_S, 100)
+    schedule.note(TRIM_INTERVAL_S, 100)
+    assert not schedule.is_due(TRIM_INTERVAL_S + 1, 100)
+
+
+def test_growth_is_given_back_soon_and_taken_as_use_after_some_attempts() -> None:
+    schedule = TrimSchedule(0.0, 0)
+
+    assert not schedule.is_due(5.0, GROWTH_BYTES - 1)
+    for attempt in range(ATTEMPTS):
+        assert schedule.is_due(5.0 + attempt, GROWTH_BYTES)
+        schedule.note(5.0 + attempt, GROWTH_BYTES)
+    assert not schedule.is_due(20.0, GROWTH_BYTES)
+    assert schedule.is_due(20.0, 2 * GROWTH_BYTES)

@@ -58,7 +58,7 @@ def apart(vllm: Path, model: Path, directory: Path) -> Found:
         for each in servers:
             each.wait()
         fronts = ("--engine-url", f"prefill={prefill.url}", "--engine-url", f"decode={decode.url}", "--port", "0")
-        options = ("--model-path", str(model), "--part-option", "router.local-prefill-max-tokens=16")
+        options = ("--model-path", str(model), "--part-option", "router.legs=two")
         with Process("up", *fronts, *options, log=directory / "apart.log") as up:
             return _through(up.wait_ready().url, prefill, decode)
     finally:

@@ -65,12 +65,12 @@ def environment(vllm: Path) -> dict[str, str]:
     return {**ENVIRONMENT, "PATH": f"{vllm / 'bin'}:{os.environ['PATH']}"}
 
 
-def make_model(vllm: Path, directory: Path) -> Path:
-    """Make the tiny model: random weights in float32 beside the tokenizer of the built-in model."""
+def make_model(vllm: Path, directory: Path, source: str = MAKE_MODEL) -> Path:
+    """Make a tiny model: random weights in float32 beside the tokenizer of the built-in model."""
     for path in TINY_MODEL_PATH.iterdir():
         shutil.copy(path, directory)
     subprocess.run(
-        [str(vllm / "bin" / "python"), "-c", MAKE_MODEL, str(directory)],
+        [str(vllm / "bin" / "python"), "-c", source, str(directory)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=True,
         capture_output=True,

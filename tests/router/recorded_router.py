@@ -11,6 +11,7 @@ import msgspec
 
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.process.settings import with_constants
+from poolgrid.router.choosing import CROWDED
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (
@@ -20,6 +21,7 @@ from poolgrid.router.core.inputs import (
     Released,
     Renewed,
     SnapshotArrived,
+    TurnOffered,
     WorkerWanted,
 )
 from poolgrid.router.decision_journal.entries import MILLISECONDS_VERSION
@@ -78,6 +80,7 @@ class RecordedRouter:
         churn: float = 1.0,
         scale: int = 1,
         starts_late: bool = False,
+        kv_blocks: int = 0,
         former: Mapping[str, object] | None = None,
         **given: object,
     ) -> None:
@@ -100,6 +103,8 @@ class RecordedRouter:
         self.open: list[tuple[WorkerKey, str]] = []
         self.requests = 0
         self.made = 0
+        self.admissions = {True: 0, False: 0}
+        """Turns of sessions that were admitted, and that had to wait; here they are gone."""
         self._seq = 0
         self._epoch = 0
         self._segment_bytes = segment_bytes
@@ -108,6 +113,7 @@ class RecordedRouter:
         """Share of the requests that reuse what the index says."""
         self._scale = scale
         self._conversations, self._kv_blocks = (4, 1000) if scale == 1 else (24, 4000)
+        self._kv_blocks = kv_blocks or self._kv_blocks
         self._starts_late = starts_late
         self._churn = churn
         """How often workers come and go, as a share of the usual."""
@@ -190,11 +196,22 @@ class RecordedRouter:
             conversation = 10 * self.requests
         path = [1000 * self._scale * conversation + block for block in range(blocks)]
         request_id = f"request-{self.requests}"
-        routing = RoutingRequest(request_id, "m", len(path) * BLOCK_SIZE + 3, BLOCK_SIZE, len(path) + 1)
+        session = f"session-{conversation}" if self.requests % 5 else ""
+        parent = "session-0" if conversation == 1 else ""
+        routing = RoutingRequest(
+            request_id, "m", len(path) * BLOCK_SIZE + 3, BLOCK_SIZE, len(path) + 1,
+            priority=self.requests % 2, session=session, tenant=7, parent=parent,
+        )  # fmt: skip
         down = {worker_key(chance.choice(NAMES)): "unreachable"} if chance.random() < 0.2 else {}
         now_ms = self.clock.monotonic_ms()
         behind = {worker_key(NAMES[self.requests % len(NAMES)]): 3} if self.requests % 3 == 0 else {}
         queued_ms = WAITED_MS * (self.requests % 3)
+        if session:
+            admission = self.state.apply(TurnOffered(routing, path, now_ms, self.clock.wall_ms(), waited_ms=queued_ms))
+            self.admissions[admission.admitted] += 1
+            if not admission.admitted:
+                return
+            down |= dict.fromkeys(admission.crowded, CROWDED)
         wanted = WorkerWanted(routing, path, now_ms, self.clock.wall_ms(), down, behind=behind, queued_ms=queued_ms)
         if chance.random() < 0.2 and not isinstance(self.state.preview(wanted), Decision):  # somebody only asks
             return

@@ -24,15 +24,19 @@ from poolgrid.router.core.inputs import (
     Overcommitted,
     PromptComputed,
     SnapshotArrived,
+    TurnOffered,
     WorkerWanted,
 )
 from poolgrid.router.core.load_ledger import ENTRY_BYTES
 from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.working_set import Admission
 from poolgrid.router.decision_journal import recorder, replay
 from poolgrid.router.decision_journal.entries import (
     INPUTS_VERSION,
+    Checkpoint,
     PrefillEnded,
     RouterSettingsNoted,
+    TurnJudged,
     decode,
     encoder,
 )
@@ -52,11 +56,11 @@ ROOT = Path(__file__).parents[2]
 BEFORE_INPUTS = ROOT / "tests/data/recording_before_inputs"
 
 
-class Log(list[tuple[Input, Decision | None]]):
-    """Keeps inputs as they are."""
+class Log(list[tuple[Input, Decision | Admission | None]]):
+    """Keeps inputs as they are, with what came of them."""
 
-    def note(self, given: Input, decision: Decision | None = None) -> None:
-        self.append((given, decision))
+    def note(self, given: Input, came: Decision | Admission | None = None) -> None:
+        self.append((given, came))
 
 
 def crowd(router: RecordedRouter, number: int) -> None:
@@ -129,7 +133,9 @@ def test_a_state_that_is_given_the_log_of_another_is_like_it_and_decides_alike(
     came_to = [again.apply(each) for each, _ in log]
 
     for (each, decision), result in zip(log, came_to, strict=True):
-        if decision is not None:
+        if isinstance(decision, Admission):
+            assert result == decision
+        elif decision is not None:
             assert isinstance(each, WorkerWanted)
             assert isinstance(result, Decision)
             assert result.explanation() == decision.explanation()
@@ -183,6 +189,10 @@ def test_every_kind_of_input_is_written_and_read_back_as_it_was() -> None:
             assert isinstance(result, Decision)
             reader.decided = Decided(read, result)
             assert msgspec.structs.replace(read, path=list(read.path)) == wrote
+        elif isinstance(read, TurnOffered):
+            assert isinstance(wrote, TurnOffered)
+            assert msgspec.structs.replace(read, path=list(read.path)) == wrote
+            assert result == decision, "the admission"
         elif isinstance(read, Booked):
             assert isinstance(wrote, Booked)
             assert read.decision.explanation() == wrote.decision.explanation()
@@ -219,6 +229,36 @@ def test_a_router_whose_ledger_was_full_is_replayed_with_a_ledger_as_small() -> 
 
     assert outcome.difference is None
     assert outcome.identical == router.made > 50
+
+
+@pytest.mark.parametrize("seed", range(examples(4)))
+def test_every_admission_of_a_session_is_derived_again_also_from_a_checkpoint(seed: int) -> None:
+    async def run() -> RecordedRouter:
+        router = RecordedRouter(seed=seed, kv_blocks=30, churn=0.5, segment_bytes=30_000, worker_queue_factor=100)
+        for name in NAMES:
+            router.join(name)
+        for number in range(600):
+            router.step()
+            if number % 10 == 0:
+                router.recorder.flush()
+                await asyncio.sleep(0.001)
+        await router.recorder.stop()
+        return router
+
+    router = asyncio.run(run())
+    assert min(router.admissions.values()) > 10, "some were admitted and some were not"
+    entries = [each.entry for each in stored_entries(router.decisions_disk)]
+    judged = sum(isinstance(each, TurnJudged) for each in entries)
+    assert sum(isinstance(each, Checkpoint) and bool(each.observers.get("sessions")) for each in entries)
+
+    outcome = router.replay()
+    assert (outcome.difference, outcome.identical_admissions, outcome.identical) == (None, judged, router.made)
+
+    later = FakeDisk()
+    later.files = dict(sorted(router.decisions_disk.files.items())[-2:])
+    again = router.replay(decisions=later)
+    assert again.difference is None
+    assert again.identical_admissions > 0
 
 
 def test_a_recording_made_before_inputs_were_values_is_still_derived_bit_for_bit() -> None:

@@ -120,8 +120,6 @@ OUTER["moe_load_balancer_config"] = ("load_balancer", "moe_config")
         ("tensor_parallel_size: null", "tensor_parallel_size: is null"),
         ("tokens_per_block: 32", "tokens_per_block: did you mean 'kv_cache_config.tokens_per_block'?"),
         ("build_config: {}", "build_config: TensorRT engine backend"),
-        ("model_kwargs: {}", "model_kwargs: belongs to the AutoDeploy backend"),
-        ("post_processor_hook: x", "post_processor_hook: came after TensorRT-LLM 1.2.1"),
         ("mpi_session: x", "mpi_session: is a Python object"),
         ("kv_cache_config: 3", "kv_cache_config: a mapping"),
         (
@@ -134,10 +132,6 @@ OUTER["moe_load_balancer_config"] = ("load_balancer", "moe_config")
         (
             "cache_transceiver_config: {kv_transfer_timeout_ms: 0}",
             "cache_transceiver_config.kv_transfer_timeout_ms: than 0",
-        ),
-        (
-            "scheduler_config: {dynamic_batch_config: {enable_batch_size_tuning: true}}",
-            "scheduler_config.dynamic_batch_config.dynamic_batch_moving_average_window: required",
         ),
         ("speculative_config: {max_draft_len: 3}", "speculative_config.decoding_type: is required"),
         ("speculative_config: {decoding_type: eagle}", "speculative_config.decoding_type: did you mean 'Eagle'?"),

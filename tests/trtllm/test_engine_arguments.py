@@ -236,7 +236,8 @@ def test_the_encoder_keeps_its_own_number_of_tokens_unless_told() -> None:
 
 @pytest.mark.parametrize("mode", ["prefill_and_decode", "prefill", "decode"])
 def test_every_result_starts_the_contract_fake(mode: str) -> None:
-    made = run({"disaggregation_mode": mode, "connector": "kvbm", "max_batch_size": 4})
+    connector = "none" if mode == "decode" else "kvbm"  # KVBM has no part in decode workers
+    made = run({"disaggregation_mode": mode, "connector": connector, "max_batch_size": 4})
     LLM(**made.values).shutdown()
     TorchLlmArgs(**update_llm_args_with_extra_dict({}, made.values))
 

@@ -31,7 +31,14 @@ class BaseLlmArgs(StrictBaseModel):
     cache: Optional["KvCacheConfig"] = None
     session: Optional[object] = Field(default=None, alias="_session")
     _hidden: int = PrivateAttr(default=0)
-_REMOVED_ARG_CHECKS: Dict[str, Any] = {"old": _check}
+def _check(value): ...
+def _check_sampler(value):
+    "Some values meant what there is now."
+    if value in ("auto", "TorchSampler"):
+        logger.warning("ignored")
+        return
+    raise ValueError("removed")
+_REMOVED_ARG_CHECKS: Dict[str, Any] = {"old": _check, "sampler": _check_sampler}
 class TorchLlmArgs(BaseLlmArgs):
     speculative: Optional[Union_] = Field(default=None)
     shaped: Dict[str, str] = Field(default_factory=dict)
@@ -68,6 +75,11 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         ({"cache": {"nested": {"steps": 0}}}, "cache.nested.steps: is 0, allowed is a value greater than 0"),
         ({"cache": {"nested": {"step": 1}}}, "cache.nested.step: is not a known argument; did you mean 'steps'?"),
         ({"policy": "sjf"}, "policy: is \"sjf\", allowed is 'fcfs'"),
+        ({"sampler": "TorchSampler"}, ""),
+        (
+            {"sampler": "TRTLLMSampler"},
+            "sampler: is \"TRTLLMSampler\", allowed is 'auto' or 'TorchSampler'; did you mean 'TorchSampler'?",
+        ),
         ({"LIMIT": 3}, "LIMIT: is not a known argument"),
         ({"_hidden": 3}, "_hidden: is not a known argument"),
         ({"max_batch_size": 3}, "max_batch_size: is no argument of TensorRT-LLM 1.4.0rc4; 1.2.1 had it"),

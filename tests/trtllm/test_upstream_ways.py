@@ -20,6 +20,7 @@ from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence
 from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
 from poolgrid.wire.requests import RefusalKind, Routing
+from poolgrid.wire.sessions import SessionTurn
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.core.vetting import UNLIKELY
 from poolgrid.workers.engines.trtllm import library
@@ -142,6 +143,24 @@ async def test_priorities_are_given_with_the_policy_that_honours_them(later: Mod
         assert calls[0]["priority"] == 0.75
         await told.finish(make_request("s"))
         assert "priority" not in calls[1]
+
+
+async def test_a_turn_of_a_session_is_a_conversation_of_its_tenant(later: ModuleType) -> None:
+    async with running_engine() as told:
+        calls = hold(told)
+        for tenant in (1, 2):
+            turn = SessionTurn("s", tenant)
+            await told.finish(msgspec.structs.replace(make_request(f"r{tenant}"), turn=turn))
+        await told.finish(make_request("no turn"))
+        named = [getattr(call.get("conversation_params"), "conversation_id", None) for call in calls]
+        assert named == ["0000000000000001-s", "0000000000000002-s", None]
+
+
+async def test_a_release_without_conversations_is_given_none() -> None:
+    async with running_engine() as told:
+        calls = hold(told)
+        await told.finish(msgspec.structs.replace(make_request(), turn=SessionTurn("s")))
+        assert "conversation_params" not in calls[0]
 
 
 # -- events ------------------------------------------------------------------------------------------------------------

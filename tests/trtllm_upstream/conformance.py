@@ -6,7 +6,6 @@ behaviour run upstream's code; facts about fields read its source.
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import json
 import random
@@ -25,12 +24,13 @@ from poolgrid.kv_events.root_seeds import root_key, salt_ids
 from poolgrid.kv_events.trtllm import parse_event
 from poolgrid.workers.core.event_translation import EventTranslator
 from poolgrid.workers.engines.server.dialects.trtllm_serve import FANOUT_EVENTS_MAX
-from poolgrid.workers.engines.trtllm.arguments.contract import KV_CACHE, Contract, contract, contract_of
+from poolgrid.workers.engines.trtllm.arguments.contract import KV_CACHE, TOP, Contract, contract, contract_of
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import KV_EVENTS, EventStreamEndpoints, stream_faults
 from poolgrid.workers.engines.trtllm.arguments.installed import TOP_CLASS, read_facts
 from tests.fakes import FAKES_PATH
 from tests.fakes.tensorrt_llm._fake.block_key import block_key_hash, salt_id, truncated
 from tests.fakes.tensorrt_llm.llmapi.llm import _block_names
+from tests.trtllm_upstream.argument_classes import ArgumentClasses
 from tests.trtllm_upstream.files import (
     ARGUMENTS,
     COMMON,
@@ -296,27 +296,46 @@ def _arguments(files: UpstreamFiles) -> Iterator[Fact]:
     if facts is None:
         yield Fact(f"{ARGUMENTS} {TOP_CLASS}", ABSENT, theirs="no such class")
         return
-    theirs = contract_of(facts)
-    defaults = dict(_written_defaults(text))
+    installed, classes = contract_of(facts), ArgumentClasses(text)
     for section, kind in SECTIONS.items():
-        known = facts["sections"].get(section if section == "llm_args" else kind)
+        known = classes.fields(kind)
         if known is None:
             yield Fact(f"{section} ({kind})", ABSENT, theirs="no such class")
             continue
+        tried = [(name, value) for name in known for value in classes.values(kind, name)]
+        verdicts = [classes.verdict(kind, *each) for each in tried]
+        valid = [each for each, verdict in zip(tried, verdicts, strict=True) if verdict is True]
+        invalid = [each for each, verdict in zip(tried, verdicts, strict=True) if verdict is False]
         ours = {name.rpartition(".")[2] for name in contract().fields if _is_in(name, section)}
-        gone, new = sorted(ours - known.keys()), sorted(known.keys() - ours)
-        refused = [name for name in known if _faults(theirs, section, name, defaults.get((kind, name)))]
-        taken = [name for name in [*gone, f"{next(iter(known))}x"] if not _faults(theirs, section, name, None)]
-        yield _compare(f"{section}: valid arguments of {kind} refused ({len(known)} fields)", [], refused)
-        yield _compare(f"{section}: arguments that are gone, or unknown, accepted", [], taken)
-        handled = "installed_contract, where it is installed" if not taken else ""
-        yield _compare(f"{section}: arguments of ours that are gone", [], gone, handled)
-        handled = "installed_contract" if not refused else ""
-        yield _compare(f"{section}: arguments that ours do not name", [], new, handled)
+        gone = [(name, 1) for name in sorted(ours - known.keys()) if name not in facts["sections"][TOP]]
+        invalid += [*gone, (f"{next(iter(known))}x", 1)]
+        size = f"{len(known)} fields, {len(valid)} valid and {len(invalid)} invalid values"
+        for name, checked in (("installed", installed), ("1.2.1 and later names", contract())):
+            refused = [
+                each for each in valid if each not in REFUSED_BY_VALIDATORS and _refuses(checked, section, *each)
+            ]
+            yield _compare(f"{section}: valid arguments of {kind} refused ({name}; {size})", [], refused)
+        # One with an underscore is a Python object, which a file cannot hold.
+        unnamed = [name for name in known if name not in ours and not name.startswith("_")]
+        yield _compare(f"{section}: arguments of {kind} without a name (1.2.1 and later names)", [], unnamed)
+        taken = [each for each in invalid if not _refuses(installed, section, *each)]
+        yield _compare(f"{section}: invalid arguments of {kind} accepted (installed)", [], taken)
+        yield _compare(
+            f"{section}: arguments of 1.2.1 and later that {files.version} does not have",
+            [],
+            [name for name, _ in gone],
+            "installed_contract, where it is installed",
+        )
 
+
+REFUSED_BY_VALIDATORS = (
+    ("max_attention_window", [0]),
+    *product(("encoder_max_batch_size", "encoder_max_num_tokens"), (0, -1)),
+)
+"""Values that pass upstream's field and not the validator behind it."""
 
 SECTIONS: Mapping[str, str] = {
-    "llm_args": TOP_CLASS,
+    TOP: TOP_CLASS,
     "kv_cache_config": "KvCacheConfig",
     "scheduler_config": "SchedulerConfig",
     "cache_transceiver_config": "CacheTransceiverConfig",
@@ -330,30 +349,17 @@ SECTIONS: Mapping[str, str] = {
 
 def _is_in(path: str, section: str) -> bool:
     above = path.rpartition(".")[0]
-    return above == ("" if section == "llm_args" else section)
+    return above == ("" if section == TOP else section)
 
 
-def _faults(theirs: Contract, section: str, name: str, value: Any) -> list[str]:
-    """Return what a contract says of one argument with a value, or of its name where no value is known."""
-    path = name if section == "llm_args" else f"{section}.{name}"
+def _refuses(checked: Contract, section: str, name: str, value: Any) -> bool:
+    path = name if section == TOP else f"{section}.{name}"
     nested: Any = value
     for key in reversed(path.split(".")):
         nested = {key: nested}
-    return [
-        fault.message
-        for fault in theirs.check(nested)
-        if fault.path == path and (value is not None or fault.message.startswith(("is not a known", "is no argument")))
-    ]
-
-
-def _written_defaults(text: str) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Yield each field's default that is written as a constant, by class and name: a valid value."""
-    classes = [found for found in ast.walk(ast.parse(text)) if isinstance(found, ast.ClassDef)]
-    for node, each in ((kind, line) for kind in classes for line in kind.body):
-        if isinstance(each, ast.AnnAssign) and isinstance(each.value, ast.Call) and isinstance(each.target, ast.Name):
-            for given in each.value.keywords:
-                if given.arg == "default" and isinstance(given.value, ast.Constant):
-                    yield (node.name, each.target.id), given.value.value
+    return any(
+        f"{fault.path}.".startswith(f"{path}.") or fault.path.startswith(f"{path}[") for fault in checked.check(nested)
+    )
 
 
 def _parameters(file: str, kind: str, section: str) -> Callable[[UpstreamFiles], Iterator[Fact]]:

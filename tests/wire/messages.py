@@ -16,6 +16,7 @@ from poolgrid.wire import (
     multimodal,
     requests,
     selection,
+    sessions,
     tensors,
     trace_context,
 )
@@ -30,6 +31,7 @@ MODULES = (
     multimodal,
     requests,
     selection,
+    sessions,
     tensors,
     trace_context,
 )

@@ -39,7 +39,9 @@ from poolgrid.wire.events import (
     BlocksStored,
     CacheCleared,
     EventBatch,
+    GroupsReported,
     JournalRecord,
+    KvGroup,
     LoadReported,
     PrefillCompleted,
     RequestFinished,
@@ -48,6 +50,8 @@ from poolgrid.wire.events import (
     SnapshotBegan,
     SnapshotEnded,
     StreamStateChanged,
+    TurnBegan,
+    TurnEnded,
     WorkerDraining,
     WorkerJoined,
     WorkerLeft,
@@ -104,6 +108,17 @@ from poolgrid.wire.selection import (
     SelectRefused,
     WorkerRank,
 )
+from poolgrid.wire.sessions import (
+    Ending,
+    Footprint,
+    Gap,
+    Session,
+    SessionsSnapshot,
+    SessionTurn,
+    Tail,
+    Turn,
+    TurnAnswer,
+)
 from poolgrid.wire.tensors import (
     FetchTensor,
     NixlRegion,
@@ -119,6 +134,8 @@ from tests.wire.messages import messages
 GOLDEN_FILE = Path(__file__).with_name("golden_frames.txt")
 
 CODECS: dict[str, Codec[Any]] = {name: value for name, value in vars(codec).items() if isinstance(value, Codec)}
+
+TURN = SessionTurn("s-1", U64_MAX, "s-0", True, U64_MAX, 5, 6, 900)
 
 SMALL_CARD = WorkerCard("tiny", Role.AGGREGATED, 16, WorkerLimits(8, 2048, 512, 4096), "tcp://127.0.0.1:40001")
 FULL_CARD = WorkerCard(
@@ -172,6 +189,11 @@ GOLDEN: dict[tuple[str, str], Any] = {
     ("event_batch", "blocks shared and released by one of several sources"): _batch(
         BlocksShared(pack_hashes([9])), BlocksReleased(pack_hashes([9]), Tier.HOST)
     ),
+    ("event_batch", "groups of a hybrid model, and blocks of a window"): _batch(
+        GroupsReported((KvGroup(16), KvGroup(1, 4))),
+        BlocksStored(None, pack_hashes([5, 9]), Tier.DEVICE, 1),
+        GroupsReported((KvGroup(0),), has_full_attention=False),
+    ),
     ("event_batch", "a stream is not trusted any more"): _batch(
         StreamStateChanged("worker", StreamState.STALE, "batches from 7 are missing")
     ),
@@ -181,6 +203,9 @@ GOLDEN: dict[tuple[str, str], Any] = {
         PrefillCompleted("r-1"),
         RequestProgressed("r-1", 8),
         RequestFinished("r-1", "stop"),
+    ),
+    ("event_batch", "turn of a session"): _batch(
+        TurnBegan("r-1", 100, TURN), TurnEnded(TurnAnswer("r-1", U64_MAX, "s-1", 120, U64_MAX))
     ),
     ("event_batch", "load reported"): _batch(LOAD),
     ("event_batch", "restatement of a cache"): _batch(SnapshotBegan(), SnapshotEnded()),
@@ -229,11 +254,13 @@ GOLDEN: dict[tuple[str, str], Any] = {
         retention=KvRetention(
             (RetainedTokens(0, 2048, 80, 600_000), RetainedTokens(4096)), decode_priority=0, decode_duration_ms=U32_MAX
         ),
+        turn=TURN,
     ),
     ("to_worker", "generate, media of a request to encode"): Generate(
         "r-3", pack_tokens([1]), Sampling(1), multimodal=b"\x00" * 8, stage=Stage.ENCODE
     ),
     ("to_worker", "cancel"): Cancel("r-1"),
+    ("to_worker", "answer of a turn"): Cancel("r-1", TurnAnswer("r-1", 0, "s-1", 120, 7)),
     ("to_worker", "ping"): Ping(5),
     ("to_worker", "fetch kv"): FetchKv("7-12"),
     ("to_worker", "release kv"): ReleaseKv("7-12"),
@@ -297,6 +324,30 @@ GOLDEN: dict[tuple[str, str], Any] = {
             )
         ],
         [(0, BlockChain(None, pack_hashes([5, 6]))), (0, BlockChain(6, pack_hashes([7]), Tier.HOST))],
+        SessionsSnapshot(
+            [
+                Session(
+                    "s-1",
+                    U64_MAX,
+                    "s-0",
+                    1_700_000_000_123,
+                    1_700_000_000_456,
+                    3,
+                    1,
+                    "r-1",
+                    100,
+                    96,
+                    1_700_000_000_400,
+                    "stop",
+                    Ending.TOOL,
+                    (Gap(2, 900, 300), Gap(), Gap()),
+                    (Footprint("w1", 0, 7, U64_MAX),),
+                    (Tail("r-1", 5, 4, 100, 3, 120, 7),),
+                )
+            ],
+            [Turn("r-1", U64_MAX, "s-1", "w1", 0, 5, 7, 96)],
+            (Gap(2, 900, 300), Gap(), Gap()),
+        ),
     ),
     ("to_pool", "select, smallest"): Select(1, "r-1", "tiny", Stage.WHOLE, 100),
     ("to_pool", "select, every field"): Select(

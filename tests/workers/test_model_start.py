@@ -81,7 +81,7 @@ def test_each_phase_has_its_time_and_says_what_is_left() -> None:
     [
         {"engine": "trtllm", "model_path": "/nowhere/model", "model_cache_dir": "CACHE"},
         {"engine": "trtllm", "model_path": "HERE", "model_cache_dir": "CACHE"},
-        {"engine": "vllm", "engine_url": "http://gpu1:8000", "model_cache_dir": "CACHE"},
+        {"engine": "vllm", "engine_url": ("http://gpu1:8000",), "model_cache_dir": "CACHE"},
         {"engine": "simulated", "model_cache_dir": "CACHE"},
     ],
 )
@@ -110,7 +110,7 @@ def test_an_engine_loads_the_cached_directory_under_the_name_that_clients_know(e
 
 def test_a_source_for_an_engine_that_loads_nothing_is_refused(tmp_path: Path) -> None:
     settings = settings_of(
-        "vllm", engine_url="http://gpu1:8000", model_cache_dir=str(tmp_path), model_source="org/model"
+        "vllm", engine_url=("http://gpu1:8000",), model_cache_dir=str(tmp_path), model_source="org/model"
     )
 
     with pytest.raises(ValueError, match="with these settings the engine vllm loads no model: leave it out"):

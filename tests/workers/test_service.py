@@ -21,6 +21,7 @@ from poolgrid.wire.events import (
     LoadReported,
     PrefillCompleted,
     RequestFinished,
+    RequestProgressed,
     RequestStarted,
     SnapshotBegan,
     SnapshotEnded,
@@ -90,7 +91,7 @@ async def test_all_requests_of_a_peer_share_one_frame_per_step() -> None:
         assert steps == sorted(set(steps))
 
 
-async def test_a_second_request_with_an_active_id_is_refused_and_the_first_goes_on() -> None:
+async def test_an_id_that_another_peer_uses_is_refused_as_busy_so_its_router_goes_elsewhere() -> None:
     async with running_worker(speedup=1.0) as worker, fake_router(worker.request_endpoint) as other:
         request = make_request("same", range(8), max_tokens=10)
         await worker.router.send(request)
@@ -100,7 +101,7 @@ async def test_a_second_request_with_an_active_id_is_refused_and_the_first_goes_
         await worker.router.until_finished("same")
 
         refusal = other.last("same")
-        assert (refusal.finish_reason, refusal.refusal) == ("error", None)
+        assert (refusal.finish_reason, refusal.refusal) == ("error", RefusalKind.BUSY)
         assert "already active" in (refusal.error or "")
         assert worker.router.output("same") == expected(request)
 
@@ -699,3 +700,34 @@ async def test_draining_is_not_for_web_pages(header: tuple[str, str]) -> None:
         assert answer.status_code == 403
         assert "web pages" in answer.text
         assert (await worker.get("/ready")).status_code == 200
+
+
+async def test_events_that_only_report_growth_leave_with_the_next_that_says_more() -> None:
+    journal = Journal()
+    clock = SystemClock()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    async with FakeConsolidator(journal) as consolidator:
+        card = make_card(make_settings(consolidator.endpoint), 1, 0)
+        stream = PushStream("w0", 0, 5, card)
+        metrics = WorkerMetrics(CollectorRegistry())
+        a_day_ms = 86_400_000.0
+        publisher = EventPublisher(context, consolidator.endpoint, stream, lambda: ([], []), clock, metrics, a_day_ms)
+        publisher.start()
+        await publisher.until_registered()
+        grown = [RequestProgressed("r", 2), BlocksStored(None, bytes(8 * 16))]
+        began = [RequestStarted("r", 20, 0, 1), PrefillCompleted("r")]
+        for each in (began, grown[:1], grown[1:]):
+            publisher.publish(each)
+        assert stream.outbox.next_seq == 1
+        publisher.publish([RequestFinished("r", FinishReason.STOP)])
+        assert stream.outbox.next_seq == 2
+        await consolidator.until(lambda journal: journal.events[-1:] == [RequestFinished("r", FinishReason.STOP)])
+        assert journal.events == [*began, *grown, RequestFinished("r", FinishReason.STOP)]
+
+        publisher.publish([BlocksStored(None, bytes(8 * 17))])
+        assert stream.outbox.next_seq == 3, "blocks of a prompt wait for nothing"
+        publisher.publish(grown[1:])
+        assert await publisher.say_goodbye("drained", 30.0)
+        assert journal.events[-1] == grown[1]
+        publisher.close(orderly=False)
+    context.term()

@@ -85,4 +85,4 @@ def test_one_whose_timing_table_is_none_leaves_nothing(tmp_path: Path) -> None:
 def test_one_that_cannot_say_that_it_is_ready_ends_and_leaves_nothing(caplog: pytest.LogCaptureFixture) -> None:
     ended_leaving_nothing(starting(ready=breaks))
 
-    assert "task 'announcement' failed: this process ends" in caplog.text
+    assert "task 'announcement' failed: what it is part of ends" in caplog.text

@@ -37,7 +37,7 @@ def test_a_table_that_cannot_be_used_is_refused_before_an_engine_is_loaded(engin
 
 
 def test_the_card_of_a_worker_before_a_server_says_them() -> None:
-    settings = engine_definition("vllm").settings(engine_url="http://127.0.0.1:8001", timing="h200-qwen3-8b")
+    settings = engine_definition("vllm").settings(engine_url=("http://127.0.0.1:8001",), timing="h200-qwen3-8b")
 
     card = make_card(settings, ServerFacts("vllm", model="m", block_size=16), KIND, 5000, 5001)
 

@@ -21,7 +21,7 @@ class HttpApi(HealthApp):
     """Says too what the engine's cache really holds; what it shows is given to it once it exists.
 
     ``POST /drain`` is for what ends the process on this machine (Kubernetes' ``preStop`` in the worker's own pod).
-    There are no API keys here, and the port is open to whoever looks at health, so nobody else is heard; no web page
+    There are no API keys here, and the port is open to all that check health, so nothing else is served; no web page
     either, which a browser on this machine may send requests for.
     """
 

@@ -73,7 +73,7 @@ class Peer(NamedTuple):
     waits: bool = False
     """Whether frames for one that is not there wait in the socket for it; else sending says that it takes none."""
     watched_as: str = ""
-    """What it is called when it refuses this worker's key; empty = nobody is told."""
+    """What it is called when it refuses this worker's key; empty = it is not logged."""
     scheme: str = ""
     """What its endpoints begin with; empty = all that ZMQ knows."""
 

@@ -1,14 +1,14 @@
 """Prompt tokens that a worker rank has promised to compute: what routers that do not know of each other may rely on.
 
 Several routers can choose the same idle worker in the same millisecond: each sees the others' choices only in the
-worker's events, a step later. So a router says with each request how much it believes the worker still has to
-compute for others, and the worker, who knows, refuses a request that was chosen on a belief too far from the truth
+worker's events, a step later. So a router states with each request how much, by its count, the worker still has to
+compute for others, and the worker, who knows, refuses a request that was chosen on a count too far from the truth
 (``crowding``). The refusal carries the truth; the router chooses again with it, and may choose the same worker.
 
 Rules
-    1. An accepted request counts with the tokens that its router did not expect to be cached, until the engine tells
+    1. An accepted request counts with the tokens that its router did not expect to be cached, until the engine reports
        how many really are; it counts nothing once its prompt is computed or it has ended.
-    2. Nobody is refused who states no belief: a router's last attempt always gets through, so a request is refused a
+    2. A request without a count is not refused: a router's last attempt always gets through, so a request is refused a
        bounded number of times.
 """
 
@@ -44,7 +44,7 @@ class BookedPrefill:
         self.total -= self._tokens.pop(request_id, 0)
 
     def observe(self, events: Iterable[AnyEvent]) -> None:
-        """Follow what the engine says of its requests."""
+        """Follow what the engine reports of its requests."""
         for event in events:
             if type(event) in CACHE_EVENTS:
                 continue

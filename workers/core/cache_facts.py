@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared
+from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared, GroupsReported
 from poolgrid.wire.hashing import pack_hashes, unpack_hashes
 from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX
 
 CacheEvent = BlocksStored | BlocksRemoved
+RestatedEvent = BlocksStored | GroupsReported
+"""What a whole cache is told in."""
 CACHE_EVENTS = frozenset({BlocksStored, BlocksRemoved})
-"""For whoever looks for something else in a step's events, nearly all of which are these."""
+"""For readers that look for something else in a step's events, nearly all of which are these."""
 
 
 def stored_chain(parent: int | None, hashes: Sequence[int], tier: Tier) -> list[BlocksStored]:
@@ -130,35 +132,41 @@ class CacheFacts:
 
 
 class ReportedBlocks:
-    """The blocks of one rank by tier, each with its parent, as reports have told: so that they can be told again."""
+    """The blocks of one rank by KV group and tier, each with its parent, as reports have told: to be told again."""
 
     def __init__(self) -> None:
-        self._held: dict[Tier, dict[int, int | None]] = {tier: {} for tier in Tier}
+        self._groups: GroupsReported | None = None
+        self._held: dict[tuple[int, Tier], dict[int, int | None]] = {(0, tier): {} for tier in Tier}
 
     def __bool__(self) -> bool:
         return any(self._held.values())
 
     def count_on(self, tier: Tier) -> int:
-        return len(self._held[tier])
+        return len(self._held[0, tier])
 
     def apply(self, events: Iterable[AnyEvent]) -> None:
         for event in events:
             if type(event) is BlocksStored:
-                held = self._held[event.tier]
+                held = self._held.setdefault((event.group, event.tier), {})
                 hashes = unpack_hashes(event.sequence_hashes)
                 held.update(zip(hashes, (event.parent, *hashes[:-1]), strict=True))
             elif type(event) is BlocksRemoved:
-                held = self._held[event.tier]
+                held = self._held.setdefault((event.group, event.tier), {})
                 for sequence_hash in unpack_hashes(event.sequence_hashes):
                     held.pop(sequence_hash, None)
             elif type(event) is CacheCleared:
                 for held in self._held.values():
                     held.clear()
+            elif type(event) is GroupsReported:
+                self._groups = event
 
-    def restate(self) -> list[BlocksStored]:
-        """Return all of it, parents before children, tier by tier."""
-        events: list[BlocksStored] = []
-        for tier, held in self._held.items():
+    def restate(self) -> list[RestatedEvent]:
+        """Return all of it: the groups, then parents before children, tier by tier."""
+        events: list[RestatedEvent] = [] if self._groups is None else [self._groups]
+        for (group, tier), held in self._held.items():
             for parent, hashes in chains(held.items()):
-                events += stored_chain(parent, hashes, tier)
+                events += [
+                    BlocksStored(each.parent, each.sequence_hashes, tier, group)
+                    for each in stored_chain(parent, hashes, tier)
+                ]
         return events

@@ -6,7 +6,7 @@ Rules:
    the parent's; the map from one to the other holds exactly the blocks that the engine holds.
 2. A partial block (fewer tokens than a block) and whatever follows it in its event is not for routers; its engine hash
    is kept only to swallow its removal. So are blocks that cannot be named: those that depend on more than their
-   tokens, those of a tenant that nobody told of, and those that hang off something unknown.
+   tokens, those of an unknown tenant, and those that hang off something unknown.
 3. Only the largest attention window counts: its blocks are the ones that decide about reuse of a whole prefix. The
    windows are learnt from the ``created`` events with which an engine begins. Where those are lost, nothing is named
    until as many windows have been seen as are configured. Of several groups of layers with that window the lowest
@@ -48,7 +48,7 @@ REMEMBERED_BLOCKS_MAX = 524_288
 are forgotten: their blocks come back only when the engine stores them again."""
 
 RootSeed = Callable[[StoredBlock], int | None]
-"""Says which seed (LoRA and salt) the first block of a chain was hashed with; ``None`` = nobody knows."""
+"""Returns the seed (LoRA and salt) of the first block of a chain; ``None`` = unknown."""
 
 NameMedia = Callable[[Sequence[StoredBlock]], tuple[StoredBlock, ...]]
 """Finds the media that touch blocks (``media_keys``), as far as they are known."""
@@ -82,7 +82,7 @@ class Counts(msgspec.Struct):
     multimodal_blocks: int = 0
     """Blocks that depend on more than their tokens, in a form that our hashes do not cover."""
     foreign_blocks: int = 0
-    """Blocks of a LoRA adapter or cache salt that nobody told of."""
+    """Blocks of a LoRA adapter or cache salt that was not announced."""
     other_window_events: int = 0
     lost_events: int = 0
     gaps: int = 0

@@ -155,7 +155,7 @@ class KvFetches:
         return effects
 
     def end(self, request_id: str) -> list[Effect]:
-        """End a request's fetch, if there is one: its KV is here, or nobody needs it."""
+        """End a request's fetch, if there is one: its KV is here, or it is not needed."""
         fetch = self._by_request.get(request_id)
         if fetch is None:
             return []

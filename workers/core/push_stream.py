@@ -19,10 +19,10 @@ Theory of operation. The stream is *greeting* until the consolidator welcomes it
     any        JoinRefused                      refused      Warn; Hello again after a back-off that doubles
     refused    retry time                   greeting     Send(Hello)
     any        end                          ended        Send(Goodbye)
-    ended      publish                      ended        (it is left out: whoever comes back restates)
+    ended      publish                      ended        (it is left out: a worker that returns restates)
     ended      begin_again                  greeting     Send(Hello), in another life
 
-While nobody answers, greetings come at intervals that double up to that of heartbeats: a consolidator that stood still
+Without an answer, greetings come at intervals that double up to that of heartbeats: a consolidator that stood still
 finds those of all that time in its socket, and answers each. Only the first Welcome has anything sent.
 
 ``RestateNeeded`` asks the owner to call ``restate`` with the whole truth at once, before it publishes anything else.
@@ -175,7 +175,7 @@ class PushTiming:
     heartbeat_ms: float = 1000.0
     """Between two signs of life; the consolidator's lease (``Welcome.lease_ms``) shortens it to a third of itself."""
     hello_retry_ms: float = 100.0
-    """First wait between two greetings while nobody answers, what a start waits for a consolidator that starts with it;
+    """First wait between two greetings without an answer, what a start waits for a consolidator that starts with it;
     doubles each time, up to ``heartbeat_ms``: a greeting is a sign of life too."""
     silence_ms: float = 5000.0
     """Without a word from the consolidator the stream greets again."""
@@ -434,7 +434,7 @@ def _pieces(event: AnyEvent) -> Iterator[AnyEvent]:
     parent, hashes = event.parent, event.sequence_hashes
     for at in range(0, len(hashes), longest):
         piece = hashes[at : at + longest]
-        yield BlocksStored(parent, piece, event.tier)
+        yield BlocksStored(parent, piece, event.tier, event.group)
         parent = unpack_hashes(piece[-HASH_BYTES:])[0]
 
 

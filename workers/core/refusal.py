@@ -1,4 +1,4 @@
-"""How an engine or a worker says no to a request: a class for each ``poolgrid.wire.requests.RefusalKind``."""
+"""How an engine or a worker refuses a request: a class for each ``poolgrid.wire.requests.RefusalKind``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from poolgrid.wire.requests import RefusalKind
 
 
 class RefusedError(WireError):
-    """A request cannot be taken, here or elsewhere: it is wrong in a way that its client cannot mend."""
+    """A request cannot be taken, here or elsewhere: it is wrong in a way that its client cannot change."""
 
     kind: RefusalKind | None = None
     """What the router may do next; ``None`` = nothing, the request has failed."""
@@ -59,7 +59,7 @@ class UnknownModelError(UnableError):
 
 
 class UnsupportedError(RefusedError):
-    """No worker of this kind does what the request asks for, or takes the value: its client is to mend it."""
+    """No worker of this kind does what the request asks for, or takes the value: its client must change it."""
 
     kind = RefusalKind.INVALID
 

@@ -64,7 +64,7 @@ class _Table(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class _Curve:
-    """Straight lines between measured points; beyond the last the last slope goes on, before the first its value."""
+    """Straight lines between measured points; beyond the last the last slope continues, before the first its value."""
 
     xs: tuple[float, ...]
     ys: tuple[float, ...]
@@ -148,11 +148,11 @@ class TableTiming:
 
 PREFILL_POINTS = (1, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 DECODE_POINTS = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
-"""Where a worker's card says how long its steps take."""
+"""Where a worker's card has the times of its steps."""
 
 
 def step_times_of(timing: TimingModel) -> StepTimes:
-    """Return what a card says of these times."""
+    """Return these times as a card has them."""
     return StepTimes(
         tuple((tokens, timing.prefill_ms(tokens)) for tokens in PREFILL_POINTS),
         tuple((share, timing.decode_ms(share)) for share in DECODE_POINTS),

@@ -1,6 +1,6 @@
-"""Output of several engine steps that is sent together, for requests whose answer nobody reads before its end.
+"""Output of several engine steps that is sent together, for requests whose answer is not read before its end.
 
-Every message costs its router more than the tokens in it, so a router says of each request how many tokens may come
+Every message costs its router more than the tokens in it, so a router sets for each request how many tokens may come
 together (``Routing.tokens_together``).
 
 Rules

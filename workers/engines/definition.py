@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +98,8 @@ class EngineDefinition(Generic[S]):
     """What it loads with these settings, as they name it, which may be nothing yet; ``None`` = it loads no model."""
     with_model: Callable[[S, Path], S] | None = None
     """The settings by which it loads a model from this directory, under the name that clients know."""
+    workers: Callable[[S], Sequence[S]] = lambda settings: (settings,)
+    """The settings of each worker of a process with these settings."""
     read_limits: Callable[[Path], dict[str, int]] | None = None
     """The sizes in an engine file, as options of an engine that pretends to be the file's; raises ``ValueError``.
     ``None`` = it has no files."""

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from poolgrid.wire.events import AnyEvent, BlocksStored, LoadReported
 from poolgrid.wire.requests import Generate, KvOffered, TokenDelta
+from poolgrid.workers.core.cache_facts import RestatedEvent
 from poolgrid.workers.core.kv_fetches import KvArrival, KvWanted
 from poolgrid.workers.tensor_transfer.port import Tensor
 
@@ -105,7 +106,7 @@ class Engine(Protocol):
         """
         ...
 
-    def restate(self, dp_rank: int) -> list[BlocksStored]:
+    def restate(self, dp_rank: int) -> Sequence[RestatedEvent]:
         """Return everything in a rank's cache, as reports have told it up to now, parents before children."""
         ...
 

@@ -30,13 +30,16 @@ def engines() -> dict[str, EntryPoint]:
 
     Raises ``RuntimeError`` where poolgrid's own are missing: its installation is older than its source.
     """
-    found = {point.name: point for point in sorted(entry_points(group=GROUP)) if _is_there(point)}
-    if DEFAULT not in found:
+    named = {
+        point.name: point
+        for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name != DEFAULT, point.name))
+    }
+    if DEFAULT not in named:
         raise RuntimeError(
             f"looking for engines: no installed package has an entry point {DEFAULT!r} in group {GROUP}; poolgrid was "
             "installed before its engines were found that way: install it again (pip install -e . in its source)"
         )
-    return {DEFAULT: found[DEFAULT], **found}
+    return {name: point for name, point in named.items() if _is_there(point)}
 
 
 def _is_there(point: EntryPoint) -> bool:

@@ -1,4 +1,4 @@
-"""How processors that run in the engine's process tell the worker's process of their failures.
+"""How processors that run in the engine's process report their failures to the worker's process.
 
 A Unix datagram socket that the worker owns: a processor carries only its path, so it can be pickled, and a report never
 waits. Overflow policy: a report that does not fit into the socket's buffer is dropped; the next ones count again.

@@ -1,4 +1,4 @@
-"""Settings of a worker's end of tensor transfers; which transport there is, each engine says itself."""
+"""Settings of a worker's end of tensor transfers; which transport there is, each engine defines."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class _Fetch:
     descriptor: TensorDescriptor
     chunk_bytes: int
     buffer: bytearray
-    """Grows with what arrives: what a descriptor claims is not believed before."""
+    """Grows with what arrives: what a descriptor claims does not count before."""
     done: asyncio.Future[None]
     asked: int = 0
     """Bytes asked for, from the front."""
@@ -104,7 +104,7 @@ class TensorTransfer:
     # -- as a source -----------------------------------------------------------------------------------------------
 
     def offer(self, name: str, tensor: Tensor) -> TensorDescriptor:
-        """Keep a tensor for whoever gets the descriptor, for one lease from the last question on.
+        """Keep a tensor for the holders of its descriptor, for one lease from the last question on.
 
         Raises ``RefusedError``: ``BusyError`` when no more can be kept.
         """

@@ -134,5 +134,5 @@ class Axis:
 
     @property
     def middle(self) -> float:
-        """Return the middle of the range: the target of a request when nobody gave one."""
+        """Return the middle of the range: the target of a request when none is given."""
         return (self.minimum + self.maximum) / 2

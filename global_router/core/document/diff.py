@@ -15,7 +15,7 @@ from poolgrid.global_router.core.document.grid_document import GridDocument
 from poolgrid.global_router.core.document.problems import path_text, value_text
 
 CHANGES_MAX = 1000
-"""Changes listed; a new grid may change every cell, and nobody reads them all."""
+"""Changes listed; a new grid may change every cell, too many to read."""
 
 
 @dataclass(frozen=True, slots=True)

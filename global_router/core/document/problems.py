@@ -106,7 +106,7 @@ DEPTH_MAX = 16
 def read_json(text: bytes | str) -> tuple[Any, list[Problem]]:
     """Return the value of a JSON text, arrays as lists, and its problems; the value is ``None`` if it is no JSON.
 
-    Numbers that are not finite are kept for whoever says what was expected there.
+    Numbers that are not finite are kept for the check that reports what was expected there.
     """
     value, faults = read_strictly(text, bytes_max=DOCUMENT_BYTES_MAX, depth_max=DEPTH_MAX)
     return value, [Problem(*fault) for fault in faults]

@@ -154,8 +154,16 @@ def _convert_graph(path: Path, text: str, out: Path | None) -> int:
         else set()
         for engine in ("trtllm", "simulated")
     }
+
+    def beside(name: str) -> str | None:
+        """Return an engine file that lies where the manifest names it, from its folder or from here."""
+        for place in (path.parent / name, Path(name)):
+            if place.is_file():
+                return read_bytes(place).decode("utf-8", "replace")
+        return None
+
     try:
-        made = convert_graph(text, options["trtllm"], options["simulated"])
+        made = convert_graph(text, options["trtllm"], options["simulated"], beside)
     except GraphDeploymentError as error:
         _print(f"{path}: {error}", to_stderr=True)
         return 1

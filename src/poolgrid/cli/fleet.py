@@ -29,7 +29,6 @@ from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.core.document.grid_document import GridDocument, Pool, PoolSimulation
 from poolgrid.process.figures import counted
 from poolgrid.transport.bound_socket import ReservedPorts
-from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
 
 LOOPBACK = "127.0.0.1"
 
@@ -139,8 +138,7 @@ class LocalFleet:
         timing = ["--timing", self._settings.timing]
         if simulate.timing_table is not None:
             timing = ["--timing", str(self._path.parent / simulate.timing_table)]
-        # Workers that know roles are given the one of their stage; those that do not serve every stage.
-        role = [] if stage == "aggregated" or "role" not in SimulatedWorkerSettings.model_fields else ["--role", stage]
+        role = [] if stage == "aggregated" else ["--role", stage]
         if self._settings.on_nats:
             pushes = self._event_plane(pool)
         else:

@@ -11,6 +11,7 @@ FORMER_SETTINGS: dict[str, str] = {
     "--decision-log-bytes": "The decisions kept for /v1/decisions take at most 64 MiB.",
     "--decision-log-length": "The last 10,000 decisions are kept for /v1/decisions.",
     "--queue-aging-tokens-per-s": "With shortest-uncached-work-first a second of waiting makes up for 4,000 tokens.",
+    "router --local-prefill-max-tokens": "one leg or two is decided by expected time; --legs two for always two.",
     "router --crowding-retries": "A request is chosen again up to 4 times when a worker has more load than was known.",
     **dict.fromkeys(
         (

@@ -6,14 +6,17 @@ Rules
        server loaded, where that is on this machine too.
     3. Where no server's cache events can be followed, the router goes by its own choices (the policy ``approximate``),
        unless another policy was asked for. Where only some cannot be followed, it does so for them as soon as it sees
-       that they reuse what nobody told of.
-    4. The servers are nobody's children: they are neither started nor ended here.
+       that they reuse what no event announced.
+    4. The servers are not our children: they are neither started nor ended here.
+    5. One process has the workers of all servers of a kind, unless roles have options of their own; the consolidator is
+       in the router.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +71,7 @@ def plan_front(settings: UpSettings) -> FrontPlan:
 
 
 async def ask_all(settings: UpSettings) -> list[FrontServer]:
-    """Return what every server says, in the order in which they were given."""
+    """Return the facts of every server, in the order in which they were given."""
     wanted = [(url, role) for role, urls in settings.backends().items() for url in urls]
     timeout_s = settings.start_timeout_s(REAL_START_TIMEOUT_S)
     facts = await asyncio.gather(*(_ask(url, settings, timeout_s) for url, _ in wanted))
@@ -115,10 +118,11 @@ def make_plan(settings: UpSettings, servers: Sequence[FrontServer]) -> FrontPlan
     block_size = _the_same(
         "block size", sizes, f"a router's index has one: start them with the same, {_sizing(servers)}"
     )
+    has_endpoints = _option(settings.options_of("worker"), "kv-events-endpoint") is not None
     notes = [
         f"{each.url}: cache events are not followed: {each.facts.events_missing}"
         for each in servers
-        if each.facts.events_missing
+        if each.facts.events_missing and not has_endpoints
     ]
     changes: dict[str, object] = {
         "model_path": _tokenizer(settings, servers),
@@ -128,25 +132,33 @@ def make_plan(settings: UpSettings, servers: Sequence[FrontServer]) -> FrontPlan
     if len(notes) == len(servers) and "policy" not in settings.model_fields_set:
         changes["policy"] = APPROXIMATE
         notes.append(f"no server publishes its cache events: workers are chosen by what they were sent ({APPROXIMATE})")
-    counts: dict[str, int] = {}
-    workers = []
-    for each in servers:
-        kind = each.facts.kind
-        number = counts.get(kind, 0)
-        counts[kind] = number + 1
-        workers.append(PlannedWorker(f"{kind}-{number}", tuple(worker_arguments(settings, each, f"{kind}-{number}"))))
+    workers = plan_workers(settings, servers, model)
+    counts = Counter(each.facts.kind for each in servers)
     what = " and ".join(counted(count, f"{kind} server") for kind, count in counts.items())
     return FrontPlan(settings.model_copy(update=changes), workers, what, tuple(notes))
 
 
-def worker_arguments(settings: UpSettings, server: FrontServer, name: str) -> list[str]:
-    """Return the command of the worker in front of a server; its API key is in the environment."""
-    return [
-        *("worker", "--engine", server.facts.kind, "--worker-id", name, "--engine-url", server.url),
-        *("--served-model-name", server.facts.model, "--role", server.role),
-        *("--host", settings.host, "--consolidator", INGEST, *settings.log_choice.arguments),
-        *settings.options_of("worker", server.role),
-    ]
+def plan_workers(settings: UpSettings, servers: Sequence[FrontServer], model: str) -> list[PlannedWorker]:
+    """Return the processes in front of servers; their API key is in the environment."""
+    options_of = {role: tuple(settings.options_of("worker", role)) for role in {each.role for each in servers}}
+    groups: dict[tuple[str, tuple[str, ...]], list[FrontServer]] = {}
+    for each in servers:
+        groups.setdefault((each.facts.kind, options_of[each.role]), []).append(each)
+    kinds = Counter(kind for kind, _ in groups)
+    planned = []
+    for (kind, options), group in groups.items():
+        name = kind if kinds[kind] == 1 else f"{kind}-{group[0].role}"
+        urls = [each.url if each.role == "aggregated" else f"{each.role}={each.url}" for each in group]
+        # A process with several workers numbers them itself.
+        worker_id = name if len(group) > 1 else f"{name}-0"
+        arguments = [
+            *("worker", "--engine", kind, "--worker-id", worker_id),
+            *(word for url in urls for word in ("--engine-url", url)),
+            *("--served-model-name", model, "--host", settings.host),
+            *("--consolidator", INGEST, *settings.log_choice.arguments, *options),
+        ]
+        planned.append(PlannedWorker(worker_id, tuple(arguments), count=len(group)))
+    return planned
 
 
 def _option(options: Sequence[str], name: str) -> str | None:

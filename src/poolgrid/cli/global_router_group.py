@@ -2,7 +2,7 @@
 
 Rules
     1. Each has its own connections to the pools, and so its own view of them; what they reserve is decided by the
-       pools' routers, one after the other, whoever asks. Each has its own queue, circuit breakers and closed loop.
+       pools' routers, one after the other, for every client. Each has its own queue, circuit breakers and closed loop.
     2. SIGHUP is passed on to all: each reads the document again.
 """
 

@@ -2,7 +2,7 @@
 
 Rules
     1. Nothing is started on hope: GPUs that are asked for and not there end the start with their names and numbers.
-    2. A GPU goes to one worker. Whoever wants to share one says so by naming it for both.
+    2. A GPU goes to one worker. To share one, name it for both.
     3. GPUs are named as CUDA names them: by number, or by the UUID of a device or of a part of one.
 """
 
@@ -38,7 +38,7 @@ def split_names(text: str) -> tuple[str, ...]:
 
 
 def present_gpus() -> tuple[str, ...] | None:
-    """Return numbers and UUIDs of all GPUs, as NVIDIA's driver tells; ``None`` where nobody can be asked."""
+    """Return numbers and UUIDs of all GPUs, as NVIDIA's driver tells; ``None`` where there is no driver to ask."""
     try:
         import pynvml
     except ImportError:
@@ -59,7 +59,7 @@ def usable_gpus(named: str, environment: Mapping[str, str], present: Sequence[st
     """Return the GPUs that workers may get, in order.
 
     ``named`` is the user's list (empty = all that this process may see), ``present`` what the driver tells. Raises
-    ``GpusMissing`` for a name that is not there, and where nobody can say what is.
+    ``GpusMissing`` for a name that is not there, and where it is unknown what is there.
     """
     visible = environment.get(CUDA_VISIBLE_DEVICES)
     seen = None if visible is None else split_names(visible)

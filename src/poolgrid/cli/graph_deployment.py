@@ -7,17 +7,23 @@ engine options, replicas, GPUs, requests, shared memory and autoscaling. Facts a
 What has no place in the chart is named, one remark each, and nothing is left out in silence. A worker is carried over
 when poolgrid runs its engine inside the worker (TensorRT-LLM, the mocker). Servers of vLLM and SGLang stay what they
 are, and workers stand beside them (docs/stock_engines.md).
+
+An engine file is carried over with its content, as ``override-engine-args``: it comes out of a ConfigMap of the same
+file, or by ``read_file``. A name on a hub becomes the chart's model cache.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
+
+from poolgrid.cli.dynamo_options import in_our_words
 
 KIND = "DynamoGraphDeployment"
 TEXT_BYTES_MAX = 4 * 1024 * 1024
@@ -86,7 +92,16 @@ def is_graph_deployment(text: str) -> bool:
     return re.search(rf'^\s*"?kind"?:\s*"?{KIND}"?\s*,?\s*$', text, re.MULTILINE) is not None
 
 
-def convert_graph(text: str, trtllm_options: Collection[str], simulated_options: Collection[str]) -> Conversion:
+ReadFile = Callable[[str], str | None]
+"""Returns the text of a file that a manifest names; ``None`` where it is not there."""
+
+
+def convert_graph(
+    text: str,
+    trtllm_options: Collection[str],
+    simulated_options: Collection[str],
+    read_file: ReadFile = lambda path: None,
+) -> Conversion:
     """Return the values of a DynamoGraphDeployment, the first of the file.
 
     The collections are the options that our workers have, without dashes. Raises ``GraphDeploymentError``.
@@ -111,12 +126,22 @@ def convert_graph(text: str, trtllm_options: Collection[str], simulated_options:
     for key in sorted(set(spec) - {"services", "components", "pvcs", "backendFramework"}):
         made.remarks.append(f"spec.{key} is not carried over")
     engine_options = {"trtllm": trtllm_options, "simulated": simulated_options}
+    mounted = {
+        str(name): str(content)
+        for each in documents
+        if each.get("kind") == "ConfigMap"
+        for name, content in _dict(each.get("data")).items()
+    }
+
+    def engine_file(path: str) -> str | None:
+        return mounted.get(path.rpartition("/")[2]) or read_file(path)
+
     groups: list[dict[str, Any]] = []
     for component in components:
         if component.kind in ("frontend", "main"):
             _frontend(component, made)
         elif component.kind in ("worker", "prefill", "decode", ""):
-            group = _worker(component, made, engine_options)
+            group = _worker(component, made, engine_options, engine_file)
             if group is not None:
                 groups.append(group)
         elif component.kind == "planner":
@@ -165,7 +190,7 @@ def _frontend(component: _Component, made: Conversion) -> None:
 
 
 def _worker(
-    component: _Component, made: Conversion, engine_options: dict[str, Collection[str]]
+    component: _Component, made: Conversion, engine_options: dict[str, Collection[str]], engine_file: ReadFile
 ) -> dict[str, Any] | None:
     name, words = component.name, component.words()
     program = next((word for word in words if word.startswith("dynamo.")), "")
@@ -177,7 +202,9 @@ def _worker(
             why = f"its program {program or 'is not to be seen in its command'}; known are {', '.join(ENGINES)}"
         made.remarks.append(f"{name}: not carried over: {why}")
         return None
-    options, unread = _options(words[words.index(program) + 1 :])
+    given, unread = _options(words[words.index(program) + 1 :])
+    options = given if engine != "trtllm" else _in_our_words(name, given, made)
+    _engine_file(name, options, engine_file, made)
     mode = str(options.get("disaggregation-mode", component.raw.get("subComponentType") or "prefill_and_decode"))
     if mode not in ROLES:
         made.remarks.append(f"{name}: disaggregation mode {mode} is unknown; taken as aggregated")
@@ -224,6 +251,45 @@ def _options(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     return options, unread
 
 
+def _in_our_words(name: str, given: Mapping[str, Any], made: Conversion) -> dict[str, Any]:
+    """Return options of Dynamo's worker, old and newest, as ours; what is refused is remarked with the alternative."""
+    ours: dict[str, Any] = {}
+    for key, value in given.items():
+        word = f"--no-{key}" if value is False else f"--{key}" if value is True else f"--{key}={value}"
+        try:
+            ours.update(_options(in_our_words("worker", [word, "--engine=trtllm"], {}))[0])
+        except ValueError as error:
+            made.remarks.append(f"{name}: {error}")
+    ours.pop("engine", None)
+    return ours
+
+
+def _engine_file(name: str, options: dict[str, Any], engine_file: ReadFile, made: Conversion) -> None:
+    """Put the content of an engine file in the place of its path, which means nothing in our image."""
+    path = str(options.get("extra-engine-args", ""))
+    if not path:
+        return
+    text = engine_file(path)
+    try:
+        content = None if text is None else yaml.safe_load(text)
+        override = json.loads(str(options.get("override-engine-args", "{}")))
+    except ValueError as error:
+        made.remarks.append(f"{name}: {path} or --override-engine-args is not readable: {error}")
+        return
+    except yaml.YAMLError as error:
+        made.remarks.append(f"{name}: {path} is no YAML: {error}")
+        return
+    if isinstance(content, dict) and isinstance(override, dict):
+        del options["extra-engine-args"]
+        # What both have is the override's; a section of it replaces the file's.
+        options["override-engine-args"] = json.dumps({**content, **override})
+    else:
+        made.remarks.append(
+            f"{name}: the engine file {path} is not beside the manifest, nor in a ConfigMap of it: give its content as "
+            "options.override-engine-args (JSON), or make an image that has it"
+        )
+
+
 def _model(component: _Component, options: dict[str, Any], made: Conversion) -> None:
     path = str(options.get("model-path", ""))
     model: dict[str, Any] = {"name": str(options.get("served-model-name", path)) or "tiny"}
@@ -234,16 +300,14 @@ def _model(component: _Component, options: dict[str, Any], made: Conversion) -> 
         if place and path.startswith(place.rstrip("/") + "/"):
             claim = {"persistentVolumeClaim": {"claimName": str(mount.get("name")), "readOnly": True}}
             model |= {"path": MODELS + path.removeprefix(place.rstrip("/")), "volume": claim}
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and "volume" not in model:
+        model = {"name": model["name"], "cache": {"kind": "pvc", "source": path}}
     known = made.values.setdefault("model", model)
-    if known["name"] != model["name"] or known.get("path") != model.get("path"):
+    if known["name"] != model["name"] or [known.get(key) for key in ("path", "cache")] != [
+        model.get(key) for key in ("path", "cache")
+    ]:
         others = f"others {known['name']}: a pool of the chart has one model"
         made.remarks.append(f"{component.name}: serves {model['name']}, {others}")
-    elif path and "volume" not in known and not path.startswith("/"):
-        remark = (
-            f"{path} is a name on a hub: put the model on a volume (model.volume, model.path), which routers read too"
-        )
-        if remark not in made.remarks:
-            made.remarks.append(remark)
 
 
 def _resources(component: _Component, group: dict[str, Any]) -> None:
@@ -265,7 +329,10 @@ def _further(component: _Component, group: dict[str, Any], made: Conversion) -> 
     raw, name = component.raw, component.name
     nodes = _number(_dict(raw.get("multinode")).get("nodeCount", 1), component, "multinode.nodeCount")
     if nodes > 1:
-        made.remarks.append(f"{name}: an engine over {nodes} nodes; a group of the chart has each engine on one node")
+        made.remarks.append(
+            f"{name}: an engine over {nodes} nodes; a group of the chart has each engine on one node. Its ranks need a "
+            "launcher of MPI: docs/trtllm.md#an-engine-on-several-nodes"
+        )
     scaling = _dict(raw.get("autoscaling"))
     if scaling.get("enabled"):
         group["autoscaling"] = {

@@ -5,7 +5,7 @@ Rules
        that is bound for as long as the group lives, and never listened on.
     2. Each process knows its place in the group (``poolgrid.process.process_group``), and answers for itself alone at
        an admin port of its own, which it keeps when it is started again.
-    3. A process that dies is started again with the same arguments, at growing intervals; the others go on serving.
+    3. A process that dies is started again with the same arguments, at growing intervals; the others keep serving.
 """
 
 from __future__ import annotations

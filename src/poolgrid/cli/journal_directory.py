@@ -98,7 +98,7 @@ def open_directory(directory: Path) -> ReadOnlyDirectory:
 
 @contextmanager
 def progress_bar(what: str, total: int, as_bytes: bool = True) -> Iterator[Callable[[int], None]]:
-    """Show progress on standard error when somebody looks; yields what to call with how much is done."""
+    """Show progress on standard error on a terminal; yields what to call with how much is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(
         *((*columns, DownloadColumn()) if as_bytes else columns),

@@ -33,7 +33,7 @@ ANY = "any free"
 
 @dataclass(frozen=True, slots=True)
 class PlannedWorker:
-    """One worker as it will be started."""
+    """One worker as it will be started, or several in one process."""
 
     name: str
     arguments: tuple[str, ...]
@@ -42,6 +42,8 @@ class PlannedWorker:
     """``None``: its engine needs none."""
     made_of: str = ""
     warnings: tuple[str, ...] = ()
+    count: int = 1
+    """Workers in the process."""
 
     def environment(self) -> dict[str, str]:
         """Return what this worker's environment has that others' have not."""
@@ -102,10 +104,8 @@ def plan_real(
     ``common`` are options of all of them (``model-path``, ``host``, ...), ``usable`` the GPUs there are. Raises
     ``GpusMissing``, ``OptionProblem``, and ``ValueError`` with what a worker would say of its arguments.
     """
-    from poolgrid.workers.engines.registry import engine_definition, engines
+    from poolgrid.workers.engines.registry import engine_definition
 
-    if engine not in engines():
-        raise OptionProblem(f"--engine is {engine}, which is not installed; there are {', '.join(engines())}")
     definition = engine_definition(engine)
     assert definition.start_plan is not None, "an engine that needs GPUs says how many"
     needs: list[Need] = []

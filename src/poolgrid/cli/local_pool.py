@@ -4,13 +4,13 @@ Rules
     0. An option that may differ by role is given as ``ROLE=VALUE`` or ``VALUE``; see ``by_role``.
     1. Parts start in the order consolidator, router, workers.
     2. A part that dies is started again where it was, at growing intervals (``poolgrid.process.restart_pace``): its
-       ports are held for it (``transport.bound_socket``), and the others go on. Only a part that does not start
+       ports are held for it (``transport.bound_socket``), and the others continue. Only a part that does not start
        the first time ends everything, and a worker with
        a real engine that has died more than ``REAL_RESTARTS_MAX`` times in a row.
     4. Workers with a real engine are planned before anything starts (``poolgrid.cli.launch_plan``): their GPUs are
        counted, compared with what is there and assigned. The pool is ready once requests have gone through all of it.
-    3. At the end parts stop in the order router, workers, consolidator; whoever is not gone in time is killed. Parts
-       also stop when this process disappears, whatever became of it: they hold the other end of a pipe.
+    3. At the end parts stop in the order router, workers, consolidator; a part that is not gone in time is killed.
+       Parts also stop when this process disappears, whatever became of it: they hold the other end of a pipe.
 """
 
 from __future__ import annotations
@@ -384,7 +384,7 @@ class UpSettings(EventPlaneSettings):
         return [*file, *policy, *self.options_of("router")]
 
     def _unless_from_file(self, name: str, option: str, value: str) -> list[str]:
-        """Return an option, which would win over the settings file; so nothing that nobody asked for."""
+        """Return an option, which would win over the settings file; so nothing that was not asked for."""
         left_to_file = self.settings_file is not None and name not in self.model_fields_set
         return [] if left_to_file else [option, value]
 
@@ -523,10 +523,16 @@ class LocalPool:
         else:
             data_dir = ["--data-dir", str(self._data_dir)]
             planes = [f"--{key}-port={self._ports.hold()}" for key in ("ingest", "feed", "query")]
-            arguments = ["consolidator", "--host", settings.host, *data_dir, *planes, *common]
-            only = await self._start_part("consolidator", [*arguments, *settings.options_of("consolidator")])
-            self._ingest = only.word("ingest")
-            follow = ["--feed-endpoint", only.word("feed"), "--query-endpoint", only.word("query")]
+            own = [*planes, *settings.options_of("consolidator")]
+            if settings.engine_url:
+                follow = own  # the router's own consolidator: one process less that every event passes
+                host = f"[{settings.host}]" if ":" in settings.host else settings.host
+                self._ingest = f"tcp://{host}:{planes[0].rpartition('=')[2]}"
+            else:
+                arguments = ["consolidator", "--host", settings.host, *data_dir, *own, *common]
+                only = await self._start_part("consolidator", arguments)
+                self._ingest = only.word("ingest")
+                follow = ["--feed-endpoint", only.word("feed"), "--query-endpoint", only.word("query")]
         port = self._ports.hold(settings.port)
         router = self._start_part(
             "router",
@@ -540,7 +546,8 @@ class LocalPool:
         started = await asyncio.gather(router, *(self._start_worker(each) for each in self._planned))
         self._router, self._workers = started[0], list(started[1:])
         url = self._router.ready_words[0]
-        await until_workers_are_ready(self._router.word("select"), len(self._planned), START_TIMEOUT_S)
+        workers = sum(each.count for each in self._planned)
+        await until_workers_are_ready(self._router.word("select"), workers, START_TIMEOUT_S)
         if settings.real:
             await warm_up(url, settings)
         return url
@@ -664,7 +671,7 @@ def planned_parts(settings: UpSettings, workers: Sequence[PlannedWorker]) -> lis
 async def warm_up(url: str, settings: UpSettings) -> None:
     """Send requests through every kind of worker; raises ``PartFailed`` when one fails.
 
-    The first request between a prefill and a decode worker opens the way that KV takes, which is slow; nobody's client
+    The first request between a prefill and a decode worker opens the way that KV takes, which is slow; no client
     should wait for it.
     """
     import httpx

@@ -24,6 +24,7 @@ SECTIONS = {
     "Look": {
         "top": f"{CORE}.top",
         "explain": f"{CORE}.explain",
+        "doctor": f"{CORE}.doctor",
         "journal": f"{CORE}.journal",
     },
     "Try": {

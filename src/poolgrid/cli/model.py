@@ -30,7 +30,7 @@ from poolgrid.workers.model_cache.fetching import ModelFetch, Report, counter, p
 from poolgrid.workers.model_fetch import ProgressLine
 
 PIPED_LINE_S = 10.0
-"""Between two lines of progress where nobody sees a bar: enough to tell work from a hang."""
+"""Between two lines of progress without a terminal: enough to tell work from a hang."""
 
 LINE_S = 0.5
 """Least time between two lines for programs, in one phase."""

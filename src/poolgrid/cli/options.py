@@ -159,7 +159,12 @@ def with_chosen_settings(
             given = _given(values, fields)
             picked = values.pop(selector)
             chosen = getattr(_build(choice, {} if picked is None else {selector: picked}), selector)
-            model = models[chosen]
+            model = models.get(chosen)
+            if model is None:
+                there = ", ".join(models)
+                raise click.UsageError(
+                    f"{option_name(selector)} is {chosen}, which is not installed; there are {there}"
+                )
             for name in set(given) - set(model.model_fields):
                 if _is_typed(click.get_current_context(), name):
                     _refuse_option(name, f"{option_name(selector)} {chosen}", model)

@@ -3,8 +3,8 @@
 Rules
     1. A part that dies is started again with the same arguments (so: the same ports), at growing intervals and without
        end (``poolgrid.process.restart_pace``), unless it has a bound (``restarts_max``): one that died more often in a
-       row is given up, and whoever waits in ``given_up`` hears of it. Nobody else is ended for it here: what works goes
-       on serving, and the log says what does not.
+       row is given up, and ``given_up`` returns. No other part is ended for it here: what works keeps
+       serving, and the log says what does not.
     2. A part also ends when this process disappears, whatever became of it: it holds the other end of a pipe.
     3. What a part leaves behind when it dies goes with it: the processes of an engine hold GPUs, and the part that is
        started in its place needs them. A part and what it starts are a process group.
@@ -125,7 +125,7 @@ class Part:
         return "" if self._log_file is None else f"; its own words are in {self._log_file}"
 
     async def _ready_line(self, stdout: asyncio.StreamReader) -> list[str]:
-        """Return the words of the ready line; empty when the process says something else, or ends."""
+        """Return the words of the ready line; empty when the process prints something else, or ends."""
         while True:
             try:
                 read = await stdout.readline()
@@ -140,7 +140,7 @@ class Part:
                 log_file.write(read)
 
     async def _copy_to_log(self, stdout: asyncio.StreamReader) -> None:
-        """Write what the process still prints into its log: a pipe that nobody reads would stop it."""
+        """Write what the process still prints into its log: a pipe that is not read would stop it."""
         assert self._log_file is not None
         with self._log_file.open("ab", buffering=0) as log_file:
             while read := await stdout.read(65_536):

@@ -77,7 +77,7 @@ def found_url(url: str) -> str:
 
 
 async def url_of(url: str) -> str:
-    """Return a URL as it is, or that of a name; raises ``ValueError`` or ``OSError`` when nobody is found there."""
+    """Return a URL as it is, or that of a name; raises ``ValueError`` or ``OSError`` when nothing is found there."""
     if not is_name(url):
         return url
     found = await _urls_of(url)

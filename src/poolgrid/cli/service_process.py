@@ -34,14 +34,14 @@ _ready = threading.Event()
 
 THREAD_SWITCH_S = 0.001
 """How long a thread that looks at media or tokenizes keeps the interpreter from the event loop, which passes tokens on;
-Python's default of 5 ms shows in everybody's latency."""
+Python's default of 5 ms shows in the latency of all requests."""
 
 PARENT_PIPE_VARIABLE = "POOLGRID_PARENT_PIPE"
 """Set by ``poolgrid up``: standard input is a pipe from the parent, and its end means that the parent is gone."""
 
 
 def say_ready(*parts: str) -> None:
-    """Print the ready line at once, also into a pipe; what the process has made until now stays for its life."""
+    """Print the ready line at once, also into a pipe; what the process has made so far stays for its life."""
     garbage.settle()
     allocation.keep_heap_trimmed()
     sys.stdout.write(" ".join(("ready", *parts)) + "\n")

@@ -16,13 +16,14 @@ from typing import Protocol
 
 from poolgrid.cli.command_line import print_json
 from poolgrid.cli.hub_model import with_directory
-from poolgrid.cli.launch_plan import show, usable_on_this_machine
+from poolgrid.cli.launch_plan import OptionProblem, show, usable_on_this_machine
 from poolgrid.cli.local_pool import LocalPool, UpSettings, plan, plan_engines, planned_parts
 from poolgrid.cli.part import PartFailed
 from poolgrid.cli.service_process import log_failure, say_ready, start_status
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.process import lifecycle
 from poolgrid.process.tasks import unless
+from poolgrid.workers.engines.registry import engines
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,9 @@ def run_up(settings: UpSettings, as_json: bool = False) -> int:
         settings = with_directory(settings, "served_model_name", weights=settings.real, fetch=not settings.dry_run)
         if settings.engine_url:
             return run_front(settings)
+        if settings.engine not in engines():
+            there = ", ".join(engines())
+            raise OptionProblem(f"--engine is {settings.engine}, which is not installed; there are {there}")
         # A plan with a real engine needs no model: it may be on another machine.
         model = None if settings.dry_run and settings.real else PromptModel.load(settings.model_path)
         if settings.pools is not None and model is not None:
@@ -92,8 +96,8 @@ def run_fleet(settings: UpSettings, path: Path, model: PromptModel) -> int:
             sys.stderr.write(f"{path}: {error}\n")
             return 2
     workers = settings.groups(worker_roles(document)) if settings.real else ()
-    engines = plan_engines(settings, workers, usable_on_this_machine) if workers else ()
-    return _run(lambda _: LocalFleet(settings, path, document, model, engines))
+    planned = plan_engines(settings, workers, usable_on_this_machine) if workers else ()
+    return _run(lambda _: LocalFleet(settings, path, document, model, planned))
 
 
 class Local(Protocol):

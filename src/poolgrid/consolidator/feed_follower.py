@@ -157,7 +157,7 @@ class FeedFollower:
                 delivered = []
             if isinstance(effect, Snapshot):
                 log.info("took a snapshot at offset %d: %d worker ranks", effect.offset, len(effect.workers))
-                self._listener.on_snapshot(effect.offset, effect.workers, effect.chains)
+                self._listener.on_snapshot(effect.offset, effect.workers, effect.chains, effect.sessions)
             else:
                 try:
                     self._query.send_multipart([codec.to_feed.encode(effect)], zmq.NOBLOCK)

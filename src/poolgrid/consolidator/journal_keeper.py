@@ -196,7 +196,8 @@ class JournalKeeper:
         context, damage = self._context, self.damage
         offset = self._dumps.offset
         try:
-            offset, _, parts = await self._dumps.make(self.journal.snapshot_parts)
+            frozen, parts = await self._dumps.make(self.journal.snapshot_parts)
+            offset = frozen.offset
             if not await self.stored(offset):
                 return
             async with self._keeping:

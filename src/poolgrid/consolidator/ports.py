@@ -10,13 +10,18 @@ from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
 from poolgrid.consolidator.journal import snapshot_file
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.feed import BlockChain, WorkerState
+from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 
 
 class PoolListener(Protocol):
     """A reader of the pool: the same calls in the same order, whether it lives beside the consolidator or far away."""
 
     def on_snapshot(
-        self, offset: int, workers: Sequence[WorkerState], chains: Iterable[tuple[int, BlockChain]]
+        self,
+        offset: int,
+        workers: Sequence[WorkerState],
+        chains: Iterable[tuple[int, BlockChain]],
+        sessions: SessionsSnapshot = NO_SESSIONS,
     ) -> None:
         """Replace everything known by the state before record ``offset``.
 

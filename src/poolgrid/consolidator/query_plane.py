@@ -20,6 +20,7 @@ from poolgrid.wire.errors import DecodeError, WireError
 from poolgrid.wire.feed import Records, Replay, SnapshotPart, TooOld
 from poolgrid.wire.feed_frames import encode_answer
 from poolgrid.wire.limits import REPLAY_RECORDS_MAX
+from poolgrid.wire.sessions import NO_SESSIONS
 
 log = logging.getLogger(__name__)
 
@@ -151,17 +152,19 @@ class QueryPlane:
         context = self._context
         try:
             while self._waiters and not context.ended:
-                offset, states, steps = await self._dumps.make(cut_snapshot)
-                if not await self._keeper.stored(offset):
+                frozen, steps = await self._dumps.make(cut_snapshot)
+                if not await self._keeper.stored(frozen.offset):
                     return
                 parts = [part for part in steps if part is not None]
+                states = frozen.states()
                 waiters, self._waiters = self._waiters, {}
                 for peer, request in waiters.items():
                     context.counts["feed_snapshots"] += 1
                     for number, chains in enumerate(parts):
                         last = number == len(parts) - 1
-                        workers = states if number == 0 else []
-                        if not self._send_part(peer, SnapshotPart(request, offset, number, last, workers, chains)):
+                        workers, sessions = (states, frozen.sessions) if number == 0 else ([], NO_SESSIONS)
+                        part = SnapshotPart(request, frozen.offset, number, last, workers, chains, sessions)
+                        if not self._send_part(peer, part):
                             break
                         await self._bulk.turn()
                         if context.stopping:

@@ -273,7 +273,7 @@ class ConsolidatorService:
         frozen = self.core.pool.freeze()
         entry = (listener, frozen.offset)
         self._listeners.append(entry)
-        listener.on_snapshot(frozen.offset, frozen.states(), frozen.visible_chains())
+        listener.on_snapshot(frozen.offset, frozen.states(), frozen.visible_chains(), frozen.sessions)
 
         def unsubscribe() -> None:
             if entry in self._listeners:

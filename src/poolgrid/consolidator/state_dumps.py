@@ -9,7 +9,7 @@ from typing import TypeVar
 from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
 from poolgrid.consolidator.service_context import ServiceContext
 from poolgrid.process.bulk_work import BulkWork
-from poolgrid.wire.feed import BlockChain, WorkerState
+from poolgrid.wire.feed import BlockChain
 from poolgrid.wire.limits import SNAPSHOT_CHAINS_PER_PART_MAX
 
 T = TypeVar("T")
@@ -63,21 +63,20 @@ class StateDumps:
     def offset(self) -> int:
         return self._pool.offset
 
-    async def make(self, make: Callable[[FrozenPool], Iterator[T]]) -> tuple[int, list[WorkerState], list[T]]:
-        """Make something of the state as it is at one offset; return the offset, the workers and the result.
+    async def make(self, make: Callable[[FrozenPool], Iterator[T]]) -> tuple[FrozenPool, list[T]]:
+        """Make something of the state as it is at one offset; return it and the result.
 
         Others have their turn after each item that ``make`` yields. What happens in these turns is not in it.
         """
         async with self._freezing:
             frozen = self._pool.freeze()
-            offset, states = frozen.offset, frozen.states()
             made: list[T] = []
             for item in make(frozen):
                 made.append(item)
                 await self._bulk.turn()
                 if self._context.stopping:
                     break  # the result is not needed any more
-            return offset, states, made
+            return frozen, made
 
     def free_discarded(self) -> None:
         """Free what workers no longer hold, a slice at a time, each once others had their turn."""

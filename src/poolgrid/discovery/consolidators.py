@@ -5,7 +5,7 @@ Rules
        process that is connected.
     2. When that connection is lost the others are tried, the latest life first, each for ``PATIENCE_MS``; then all
        again. An endpoint without an entry counts only as long as it answers, or while there is no other.
-    3. Two consolidators of one namespace are a mistake or an attack. The log says so, with both entries: as an error
+    3. Two consolidators of one namespace are a mistake or an attack. The log names both entries: as an error
        where the other one is the later life.
 """
 

@@ -1,13 +1,13 @@
 """Registrations as files of one directory, for the processes of one host.
 
 Rules
-    1. An entry is a file that is written beside and renamed into place, so nobody reads half of one. It is renewed by
+    1. An entry is a file that is written beside and renamed into place, so it is never read by half. It is renewed by
        its time of modification; after ``kill -9`` it stays, and counts until its lease is over.
-    2. Whoever may write into the directory may register: it belongs to the user of the processes, has mode 0700 when
-       it is made here, and one into which any user may write is refused.
+    2. A process that may write into the directory may register: it belongs to the user of the processes, has mode 0700
+       when it is made here, and one into which any user may write is refused.
     3. What is read is bounded: regular files of at most ``ENTRY_BYTES_MAX`` bytes, no links, no pipes, at most
        ``FILES_MAX`` of them.
-    4. Who renews its entry sweeps: files that nobody renewed for ``SWEEP_AFTER_S`` are removed, whoever left them.
+    4. A process that renews its entry sweeps: files that were not renewed for ``SWEEP_AFTER_S`` are removed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class DirectoryRegistrations:
         self.where = str(directory)
 
     async def open(self) -> None:
-        """Make the directory where there is none; raises ``OSError``, and ``ValueError`` for one open to everybody."""
+        """Make the directory where there is none; raises ``OSError``, and ``ValueError`` for one that all users may
+        write."""
         await asyncio.to_thread(self._open)
 
     def _open(self) -> None:

@@ -2,8 +2,8 @@
 
 Rules
     1. What is registered is renewed three times per lease until ``close``, which takes it back. When that fails it is
-       tried every ``RETRY_S``, and the log says so now and then.
-    2. Who is followed is looked for every ``look_s`` of the store. While that fails, what was known last holds.
+       tried every ``RETRY_S``, and that is logged now and then.
+    2. What is followed is looked for every ``look_s`` of the store. While that fails, what was known last holds.
     3. Names are for finding. A connection that stands is not ended because a name is gone.
 """
 
@@ -119,7 +119,7 @@ class Discovery:
         await self.store.open()
 
     async def close(self) -> None:
-        """Give this process's names back, and follow nobody any more."""
+        """Give this process's names back, and follow none any more."""
         await self.withdraw()
         await cancel_all(self._tasks)
         await self.store.close()
@@ -129,8 +129,8 @@ class Discovery:
     async def register(self, component: str, instance: str, endpoints: dict[str, str]) -> None:
         """Have a name from now on, whether it can be written just now or not.
 
-        Where somebody else says who is there this does nothing. Raises ``RegistrationRefused`` when nobody could use
-        what is registered.
+        Where another system registers processes this does nothing. Raises ``RegistrationRefused`` when no process
+        could use what is registered.
         """
         if not self.store.writable:
             return
@@ -149,7 +149,7 @@ class Discovery:
             self._renewing = supervised(self._renew, "renewal of names", Restart(limit=None))
 
     async def withdraw(self) -> None:
-        """Give this process's names back; it goes on to follow others."""
+        """Give this process's names back; it still follows others."""
         if self._renewing is not None:
             await cancel_all([self._renewing])
             self._renewing = None
@@ -181,7 +181,7 @@ class Discovery:
     # Following
 
     def follow(self, scope: Scope, on_change: Callable[[], None]) -> None:
-        """Know who is in a scope from now on; ``on_change`` is called when somebody there, or elsewhere, changes."""
+        """Know the processes of a scope from now on; ``on_change`` is called when one there, or elsewhere, changes."""
         self._listeners.append(on_change)
         if scope not in self._scopes:
             self._scopes.append(scope)
@@ -224,7 +224,7 @@ class Discovery:
         await self._looked.wait()
 
     async def fleet(self) -> FleetList:
-        """Return everybody who has a name, whoever is followed, as of ``look_s`` ago at most.
+        """Return all processes that have names, followed or not, as of ``look_s`` ago at most.
 
         Raises ``DiscoveryUnavailable``.
         """

@@ -9,7 +9,7 @@ from poolgrid.discovery.registry import Seen
 from poolgrid.wire.registration import Registration
 
 LOOK_S = 0.5
-"""Between two looks where they cost next to nothing: who is started is found half a second later."""
+"""Between two looks where they cost next to nothing: a started process is found half a second later."""
 
 
 class DiscoveryUnavailable(OSError):
@@ -34,7 +34,7 @@ class RegistrationStore(Protocol):
     where: str
     """Where it is, for people."""
     writable: bool
-    """Whether processes register there themselves; where they do not, somebody else says who is there."""
+    """Whether processes register there themselves; where they do not, another system registers them."""
     look_s: float
     """Between two looks."""
 

@@ -4,11 +4,11 @@ Rules
     1. A look brings all entries that there are. One that is missing from it is gone at once: its process took it back,
        or its keeper let it end.
     2. An entry counts for its lease after it was last renewed: after its mark was first seen, or had changed. Marks
-       are compared with each other and never with a clock, so that a clock that jumps ends nobody. What is seen for
+       are compared with each other and never with a clock, so that a clock that jumps ends no lease. What is seen for
        the first time is as old as its keeper says; keepers that end leases themselves say 0.
-    3. While nothing can be looked at, everybody keeps the name they have: what could not be seen is not known to be
+    3. While nothing can be looked at, every process keeps the name it has: what could not be seen is not known to be
        gone. After such a time each has a whole lease again.
-    4. An entry that cannot be read is refused, with its name, its field and its value, and keeps nobody else from
+    4. An entry that cannot be read is refused, with its name, its field and its value, and keeps no other from
        being taken. At most ``INSTANCES_MAX`` of a component are taken; of further ones the newest lives are left out,
        so that what is known stays.
 """
@@ -59,7 +59,7 @@ class Registry:
         self.refused_count = 0
 
     def look(self, seen: Iterable[Seen], now_ms: float) -> bool:
-        """Take in all that there is; say whether somebody came, went or moved."""
+        """Take in all that there is; return whether a process came, went or moved."""
         entries: dict[str, _Entry] = {}
         counts: dict[str, int] = {}
         refused: dict[str, str] = {}
@@ -96,7 +96,7 @@ class Registry:
             refused[key] = why
 
     def expire(self, now_ms: float) -> bool:
-        """End the leases that are over; say whether somebody came, went or moved since this was last asked."""
+        """End the leases that are over; return whether a process came, went or moved since this was last asked."""
         live = {
             key: entry.registration
             for key, entry in self._entries.items()
@@ -107,7 +107,7 @@ class Registry:
         return changed
 
     def looked_again(self, now_ms: float) -> None:
-        """Give everybody who has a name a whole lease: nobody could be looked at for a while."""
+        """Give every process that has a name a whole lease: none could be looked at for a while."""
         for key in self._live:
             self._entries[key].renewed_ms = now_ms
 

@@ -156,7 +156,7 @@ class GlobalFleetSource:
         return {record.request_id: _request(record) for record in reversed(records)}
 
     async def request(self, request_id: str) -> dict[str, Any] | None:
-        """Return a request's record, with what the pools' own routers say of each of its dispatches."""
+        """Return a request's record, with what the pools' own routers recorded of each of its dispatches."""
         record = self._service.decisions.get(request_id)
         if record is None:
             return None
@@ -178,7 +178,7 @@ class GlobalFleetSource:
         raise RequestError(409, "no_journal", f"playing back: {self._about['no_playback']}")
 
     async def _ask(self, name: str, dispatch_id: str) -> dict[str, Any] | None:
-        """Return what a pool's router says of a dispatch; ``None`` when it keeps nothing, or does not answer."""
+        """Return what a pool's router recorded of a dispatch; ``None`` when it keeps nothing, or does not answer."""
         pool = self._service.pools.get(name)
         if pool is None or not pool.url:
             return None

@@ -1,7 +1,7 @@
 """What viewers of the fleet page are sent: one picture, then what changed of it, a few times a second.
 
 Rules
-    1. While nobody looks, nothing runs and nothing is collected. The first viewer starts it; it ends ``LINGER_S`` after
+    1. Without viewers, nothing runs and nothing is collected. The first viewer starts it; it ends ``LINGER_S`` after
        the last has gone, so that one who reconnects finds what was missed.
     2. A change is put together and encoded once, for all viewers. At most ``viewers_max`` look at a time; one more is
        answered 503.

@@ -29,11 +29,11 @@ class FleetSource(Protocol):
         ...
 
     def begin(self) -> None:
-        """Somebody looks from now on: begin to collect what is not kept anyway."""
+        """There are viewers from now on: begin to collect what is not kept anyway."""
         ...
 
     def end(self) -> None:
-        """Nobody looks any more: let go of it."""
+        """There are no viewers any more: let go of it."""
         ...
 
     async def look(self) -> Picture:

@@ -31,7 +31,7 @@ REQUESTS_SHOWN = 240
 CONVERSATIONS_SHOWN = 24
 
 CONVERSATIONS_PLAYED = 128
-"""Of the latest, how many are looked for in a pool's past: those that were the latest then have mostly gone on."""
+"""Of the latest, how many are looked for in a pool's past: those that were the latest then have mostly ended."""
 
 CONVERSATIONS_EVERY = 4
 """Pictures between two looks at who holds which conversation: that asks the index for each of them."""

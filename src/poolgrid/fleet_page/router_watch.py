@@ -1,7 +1,7 @@
-"""What the fleet page shows beyond what a router keeps anyway, collected from its inputs while somebody looks.
+"""What the fleet page shows beyond what a router keeps anyway, collected from its inputs while there are viewers.
 
 It stands in the place of the log of the router's state and hands everything on to the log that was there. So nothing on
-the way of a request knows of it, and while nobody looks it is not there.
+the way of a request knows of it, and without viewers it is not there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HASH_BYTES = 8
 
 
 class CacheFlow(msgspec.Struct):
-    """Blocks that came to a worker and left it since somebody looks."""
+    """Blocks that came to a worker and left it since there are viewers."""
 
     stored: int = 0
     removed: int = 0
@@ -52,7 +52,7 @@ class FleetWatch:
         """By dispatch id, in the order in which they were placed."""
         self.flows: dict[WorkerKey, CacheFlow] = {}
         self.records = 0
-        """Records of the journal since somebody looks."""
+        """Records of the journal since there are viewers."""
         self._of_request: OrderedDict[str, str] = OrderedDict()
         """The conversations of requests, for their later legs."""
         self._state = state
@@ -116,7 +116,8 @@ class FleetWatch:
         decision = given.decision
         request = decision.request
         if request.stage is Stage.WHOLE or request.stage is Stage.PREFILL:
-            self._turn(request.request_id, given.path, request.isl, request.block_size, decision.time_ms)
+            size, session = request.block_size, request.session
+            self._turn(request.request_id, given.path, request.isl, size, decision.time_ms, session)
         self.legs[given.dispatch_id] = Leg(
             given.dispatch_id,
             str(decision.worker),
@@ -128,9 +129,12 @@ class FleetWatch:
         while len(self.legs) > LEGS_MAX:
             self.legs.popitem(last=False)
 
-    def _turn(self, request_id: str, path: Sequence[int], isl: int, block_size: int, time_ms: int) -> None:
+    def _turn(
+        self, request_id: str, path: Sequence[int], isl: int, block_size: int, time_ms: int, session: str
+    ) -> None:
         found = self.conversations.turn(path, request_id, isl, block_size, time_ms)
         if found is not None:
+            found.name = session or found.name
             self._of_request[dispatch_of(request_id)[0]] = found.name
             while len(self._of_request) > LEGS_MAX:
                 self._of_request.popitem(last=False)

@@ -67,7 +67,7 @@ NAME = "poolgrid.request_id"
 """Key of a request's name in the ASGI scope, on all paths but those of the inference endpoints."""
 
 BODILESS = "poolgrid.bodiless"
-"""Key of the ASGI scope of a ``HEAD``, which is served as a ``GET`` whose body nobody gets."""
+"""Key of the ASGI scope of a ``HEAD``, which is served as a ``GET`` whose body is not sent."""
 
 EXPOSED_HEADERS = (
     "x-request-id",
@@ -97,10 +97,10 @@ def _always_ready() -> str | None:
 
 
 class Application(FastAPI):
-    """FastAPI, with a short way for the inference endpoints. Whoever made it closes it, once nobody serves it any more.
+    """FastAPI, with a short way for the inference endpoints. Its maker closes it, once no server uses it any more.
 
     They answer every error themselves and take no dependencies, so the layers that FastAPI puts around an endpoint do
-    nothing for them but cost 10 % of a short request. Whoever adds middleware gets it on every request: the short way
+    nothing for them but cost 10 % of a short request. Middleware that is added runs on every request: the short way
     is then closed.
     """
 
@@ -503,7 +503,7 @@ def dynamo_names(rows: Iterable[EndpointRow]) -> list[str]:
 
 
 def _without_worker(endpoints: Endpoints, role: str | None, model: str | None) -> str | None:
-    """Return what is missing of a role or model that somebody asks for, whatever the rest of the pool lacks."""
+    """Return what is missing of a role or model that is asked for, whatever the rest of the pool lacks."""
     wanted = [row for row in endpoints() if role in (None, row.role) and model in (None, row.model)]
     if any(row.ready for row in wanted):
         return None

@@ -35,7 +35,7 @@ _ANTHROPIC_TYPES: Final = {
 
 
 def _anthropic_error(error: RequestError, request_id: str) -> bytes:
-    """Return Anthropic's object, with OpenAI's ``param`` and ``code`` in it, which say more and disturb nobody."""
+    """Return Anthropic's object, with OpenAI's ``param`` and ``code`` in it, which clients may use or ignore."""
     kind = (
         "overloaded_error"
         if error.code == "busy"

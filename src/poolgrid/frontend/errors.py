@@ -24,7 +24,7 @@ REFUSAL_STATUSES = frozenset({401, 403, 413, 429, 503})
 """What says "not you", "not this much" or "not now": the request may be right, and is refused all the same."""
 
 REFUSAL_HEADER = b"x-poolgrid-refusal"
-"""Carries the reason code of a refusal, for whoever does not read bodies: proxies, load balancers, logs."""
+"""Carries the reason code of a refusal, for readers of heads only: proxies, load balancers, logs."""
 
 
 class RequestError(Exception):

@@ -75,7 +75,7 @@ def _verdicts(entries_max: int) -> GuideVerdicts:
 
 
 class CompilerLost(Exception):
-    """The process said nothing of a guide, and the guide is not known to be the reason."""
+    """The process gave no verdict on a guide, and the guide is not known to be the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class GuideCheck:
     async def check(self, guide: Guide, param: str, domain: CacheDomain | None) -> None:
         """Return when a guide may go to a worker; raises ``RequestError`` 400 when it may not, 503 for "not now".
 
-        Its verdict is found by requests of the same ``domain``, and without one by nobody.
+        Its verdict is found by requests of the same ``domain``, and without one by none.
         """
         if not guide or guide == _PLAIN:
             return

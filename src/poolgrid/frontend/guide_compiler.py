@@ -3,12 +3,12 @@
 Its standard input is a connection (``multiprocessing.connection``), on which guides come as MessagePack and a verdict
 goes for each, one after the other, until it ends. A guide is first measured
 (``poolgrid.structured_output.guide_limits``), then compiled, and then a short answer is made with it. What goes beyond
-the bounds ends this process, and whoever asked sees of which signal:
+the bounds ends this process, and its parent sees by which signal:
 
 - the *stack* it compiles on has ``STACK_BYTES``, an eighth of what a thread of an engine has;
 - ``SIGPROF`` comes after so much CPU time, however busy the machine is;
-- a *step*, the search for the token that may come next, has a limit of its own, and takes nobody along: an engine does
-  it between two steps of everybody's answers;
+- a *step*, the search for the token that may come next, has a limit of its own, and ends no other request: an engine
+  does it between two steps of all answers;
 - memory beyond ``MEMORY_BYTES_MAX`` is not given.
 
 Only what is too much is refused here, and what no text keeps to. Another guide that ``llguidance`` does not take may be

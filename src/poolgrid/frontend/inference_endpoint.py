@@ -52,6 +52,7 @@ from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.frontend.responses import AnswerEncoder, counts_so_far, usage
 from poolgrid.frontend.sequence_output import SequenceOutput
 from poolgrid.frontend.sequences import sequences_of
+from poolgrid.frontend.session_fields import session_hint
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.stream_head import KeepAlive, StreamHead
 from poolgrid.frontend.tokenization import TokenizationPool
@@ -60,6 +61,7 @@ from poolgrid.frontend.traffic import NOTHING_YET, EndedRequest, TokenTotals, Tr
 from poolgrid.http.exchange import EXCHANGE, ON_DISCONNECT, HttpExchange
 from poolgrid.http.http_server import SERVER_ENDS
 from poolgrid.inference.ports import HINT_HEADERS, InferenceBackend, Refused
+from poolgrid.inference.session_hint import NO_HINT
 from poolgrid.inference.stream_delta import StreamDelta
 from poolgrid.process.clock import Clock
 from poolgrid.process.log_lines import about
@@ -81,8 +83,11 @@ LOOK_UP_BYTES_MAX: Final = 512 * 1024
 take about 0.6 ns a byte with nothing new and 1.3 with nothing known, so at most 0.7 ms; it holds 80k tokens of text."""
 
 LOOK_UP_RENDERING_MS = 5.0
-"""Longest rendering there, an engine step; it is begun anew in a thread when it takes longer. Templates take a few µs a
-message, but what they do with thousands of tiny ones is theirs."""
+"""Longest rendering there, an engine step; it is begun again in a thread when it takes longer. Templates take a few µs
+a message, but what they do with thousands of tiny ones is theirs."""
+
+RECEIPT_HEADER: Final = b"x-poolgrid-receipt"
+"""Request header that asks for a receipt in ``usage``: what was promised, and what was reused."""
 
 TOOLS_LEFT_OUT: Final = b"x-poolgrid-tools-left-out"
 """Names the types of a request's tools that cannot run here, such as a vendor's web search."""
@@ -353,6 +358,10 @@ class _Exchange:
 
     async def _serve(self, job: PreparedRequest, prompts: Sequence[Prompt], request_ids: list[str]) -> None:
         requests = sequences_of(job, prompts, request_ids, _hints_of(self.headers))
+        hint = session_hint(job, self.headers)
+        if hint is not NO_HINT:
+            for request in requests:
+                request.session = hint
         if self.trace is not None:
             for request in requests:
                 request.trace = self.trace
@@ -655,7 +664,7 @@ class _Answer:
 
     async def _completed(self, complete: Callable[[], bytes]) -> bytes:
         """Return the end of an answer. A response counts the tokens of its reasoning, in a thread when it is long, and
-        is kept before its client can go on from it."""
+        is kept before its client can continue from it."""
         form = self._job.form
         if form is None:
             return complete()
@@ -712,17 +721,36 @@ class _Answer:
         prompts = self._prompts
         if len(self._outputs) == 1:
             [output] = self._outputs
-            return usage(len(prompts[0].token_ids) // TOKEN_BYTES, output.completion_tokens, output.cached_tokens or 0)
-        first_choices = self._outputs[:: self._job.choices_per_prompt]
-        return usage(
-            sum(prompt.isl for prompt in prompts),
-            sum(output.completion_tokens for output in self._outputs),
-            sum(output.cached_tokens or 0 for output in first_choices),
-        )
+            counts = usage(
+                len(prompts[0].token_ids) // TOKEN_BYTES, output.completion_tokens, output.cached_tokens or 0
+            )
+        else:
+            first_choices = self._outputs[:: self._job.choices_per_prompt]
+            counts = usage(
+                sum(prompt.isl for prompt in prompts),
+                sum(output.completion_tokens for output in self._outputs),
+                sum(output.cached_tokens or 0 for output in first_choices),
+            )
+        # What a cache holds is other tenants' business where they are kept apart.
+        if RECEIPT_HEADER in self._exchange.headers and not self._exchange._endpoint._isolates:
+            counts["poolgrid_receipt"] = [receipt(each) for each in self._outputs]
+        return counts
+
+
+def receipt(output: SequenceOutput) -> dict[str, Any]:
+    """Return what was promised to one sequence and what its worker reported (``docs/http_api.md``, Receipts)."""
+    stream = output.stream
+    return {
+        "request_id": output.request.request_id,
+        "worker": "" if stream is None else stream.worker,
+        "decision": "" if stream is None else stream.decision_reason,
+        "promised_tokens": 0 if stream is None else stream.promised_tokens,
+        "reported_tokens": output.cached_tokens,
+    }
 
 
 def account_of(exchange: _Exchange) -> TokenTotals:
-    """Return what a request has sent to workers and got until now."""
+    """Return what a request has sent to workers and got so far."""
     prompt_tokens = cached_tokens = output_tokens = 0
     for output in exchange._outputs:
         if output.stream is not None:

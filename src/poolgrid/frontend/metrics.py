@@ -241,7 +241,7 @@ class FrontendMetrics:
         return (int(errors), *self.ttft.totals(), *self.itl.totals())
 
     def refused(self, code: str, tenant: str = "") -> None:
-        """Count a refusal; ``tenant`` is empty when nobody knows whose it is, or there are none."""
+        """Count a refusal; ``tenant`` is empty when its tenant is unknown, or there are none."""
         self.refusals.labels(code).inc()
         if tenant:
             self._tenant_refusals.labels(self._tenant_label(tenant), code).inc()
@@ -265,7 +265,7 @@ class FrontendMetrics:
 
 
 class TokenizationCollector(Collector):
-    """Reads, when somebody scrapes, what the tokenizers of the served models computed and what they did not have to."""
+    """Reads, at each scrape, what the tokenizers of the served models computed and what they did not have to."""
 
     def __init__(self) -> None:
         self._shown: tuple[InferenceBackend, ModelForms] | None = None

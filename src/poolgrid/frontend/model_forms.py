@@ -2,10 +2,10 @@
 
 Rules
     1. A template or a parser that this server's own options name is used, whatever workers were told; where they were
-       told another one, the log says so once.
-    2. Where the options name none (``auto``), what the workers' cards say is used, and where those say nothing, what
+       given another one, that is logged once.
+    2. Where the options name none (``auto``), what the workers' cards name is used, and where those name nothing, what
        the model's own template and vocabulary show.
-    3. A form is made when it is first asked for, and again when the cards say something else. One is kept for each
+    3. A form is made when it is first asked for, and again when the cards name another one. One is kept for each
        model.
     4. What a card names and this server cannot use is reported once and left out: the model's own is used.
 """
@@ -36,7 +36,7 @@ class ModelForm:
     base: PromptModel
     """The model as this server loaded it."""
     chat: ChatSpec
-    """What the workers' cards say."""
+    """What the workers' cards name."""
     model: PromptModel
     """The model with the template that is in force."""
     format: OutputFormat

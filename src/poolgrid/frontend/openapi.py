@@ -1,4 +1,4 @@
-"""What the OpenAPI page says, generated from the same structs that parse requests and encode answers.
+"""The content of the OpenAPI page, generated from the same structs that parse requests and encode answers.
 
 ``GET /v1/fleet``: who of a deployment has a name, for operators. It is there where a process has names itself.
 """

@@ -35,6 +35,7 @@ from poolgrid.frontend.schema import (
     settle_aliases,
 )
 from poolgrid.frontend.sequences import check_retention
+from poolgrid.frontend.session_fields import answered_by, response_key
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tools import NO_TOOLS, beside_calls, plain_choice, read_tools, tool_use
 from poolgrid.inference.ports import InferenceBackend, ServedModel
@@ -81,8 +82,10 @@ class Preparation:
         return self.chat_job(body)
 
     def responses(self, body: ResponsesBody, earlier: Items, form: AnswerForm | None = None) -> PreparedRequest:
-        """Check a Responses request that was parsed, with the items that it goes on from; raises ``RequestError``."""
+        """Check a Responses request that was parsed, with the items that it continues; raises ``RequestError``."""
         job = self.chat_job(chat_of_responses(body, earlier))
+        if body.previous_response_id and not job.answer:
+            job.answer = response_key(body.previous_response_id)
         job.form = form
         return job
 
@@ -261,6 +264,7 @@ def _note_messages(job: PreparedRequest, body: ChatBody) -> None:
             write_as_tool_calls(messages)
         if message.tool_calls:
             job.earlier_calls += len(message.tool_calls)
+    job.after_tool, job.answer = answered_by(messages)
     if body.continue_final_message:
         last = messages[-1].content if messages else None
         job.continued = last if isinstance(last, str) else ""
@@ -279,7 +283,7 @@ def _stops(stop: str | list[str]) -> tuple[str, ...]:
 
 
 def model_not_found(name: str, served: Sequence[str]) -> RequestError:
-    """Return the 404 for a model that nobody serves, naming those that are."""
+    """Return the 404 for a model that no worker serves, naming those that are."""
     names = ", ".join(served) or "none now"
     return RequestError(
         404, "model_not_found", f"model {quoted(name)} does not exist here; served: {names}", param="model"

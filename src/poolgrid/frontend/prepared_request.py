@@ -127,8 +127,12 @@ class PreparedRequest(msgspec.Struct, eq=False):
     """Whether the tokenizer has work to do: packing a token array is not worth a thread."""
     earlier_calls: int = 0
     """Tool calls in the messages."""
+    after_tool: bool = False
+    """Whether the messages end in results of tools."""
+    answer: int = 0
+    """``session_fields.answer_key`` of the answer that is continued by an id in it; 0 = none is."""
     continued: str | None = None
-    """The words of the assistant that the output goes on with, when the client asked for that."""
+    """The words of the assistant that the output continues, when the client asked for that."""
     media: tuple[MediaReference, ...] = ()
     """Media that the messages name, in order."""
     # What follows is set later by the caller.

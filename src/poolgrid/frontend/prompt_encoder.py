@@ -9,7 +9,7 @@ Rules
     4. Cuts depend on the text before them only, so the prompts of one conversation are cut alike, turn after turn.
     5. Caches (``segment_cache.py``) hold the token ids of whole segments, at most ``cache_bytes`` of them: one for each
        tenant, and in it each salt finds its own (``poolgrid.process.caches``).
-    6. Tokenizers remember words, whoever wrote them. Without ``word_cache`` none does: then the time that a text takes
+    6. Tokenizers remember words, of any client. Without ``word_cache`` none does: then the time that a text takes
        depends on nothing that was encoded before. ``tokenizers`` can be told so, ``fastokens`` cannot and is not used.
     7. ``fastokens``, where it is installed and agrees with ``tokenizers`` on every probe, does the work; otherwise
        ``tokenizers`` does, and ``slow_because`` says why.

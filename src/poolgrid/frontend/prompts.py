@@ -19,6 +19,9 @@ from poolgrid.frontend.schema import ChatBody, CompletionBody, Message
 from poolgrid.frontend.template_probes import capabilities_of
 from poolgrid.wire.hashing import pack_tokens
 
+SAMPLE_CHARS_PER_TOKEN = 16
+"""Text of any language has fewer characters in a token, on average; runs of blanks may have more."""
+
 
 def look_up(job: PreparedRequest, limit_ms: float) -> int | None:
     """Do what is quick of ``tokenize``, and return about how many bytes of text are left for the tokenizer.
@@ -94,6 +97,18 @@ def too_long(job: PreparedRequest, tokens: int) -> ContextOverflow:
     return overflow(job, param, tokens, None, however)
 
 
+def check_length(job: PreparedRequest, text: str) -> None:
+    """Refuse a text whose beginning alone is twice too long, for tokens of all of it can take gigabytes."""
+    limit = job.max_sequence_length
+    sample_chars = SAMPLE_CHARS_PER_TOKEN * limit
+    if len(text) < 2 * sample_chars:
+        return
+    tokens = len(job.model.encode(text[:sample_chars])) // 4
+    if tokens > 2 * limit:
+        param = job.prompt_param
+        raise overflow(job, param, tokens, None, f"{param} has more than {tokens} tokens. Shorten it")
+
+
 def overflow(job: PreparedRequest, param: str, isl: int, wanted: int | None, however: str) -> ContextOverflow:
     """Return the error of a request that does not fit into the model's context."""
     limit = job.max_sequence_length
@@ -107,6 +122,7 @@ def _chat_prompt(job: PreparedRequest, body: ChatBody) -> Prompt:
     text, model = known.text, job.model
     end = text[-PROMPT_END_CHARS:] if job.output_format is not None else ""
     special = bool(body.add_special_tokens)
+    check_length(job, text)
     if job.items:
         packed, multimodal = with_media(text, job.items, job.served.media, model, special, job.domain)
         return Prompt(packed, end=end, multimodal=multimodal)
@@ -120,6 +136,7 @@ def _completion_prompt(
 ) -> Prompt:
     model = job.model
     if isinstance(prompt, str):
+        check_length(job, prompt)
         if known is not None and known.lookup is not None:
             packed = model.complete(known.lookup)
         else:
@@ -167,7 +184,7 @@ def _rendered(job: PreparedRequest, body: ChatBody, limit_ms: float) -> str:
 
 
 def _final_words(body: ChatBody, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the assistant has said so far in the last message, which the answer is to go on with."""
+    """Return what the assistant has said so far in the last message, which the answer is to continue."""
     final = messages[-1]
     content = final.get("content")
     if isinstance(content, list):

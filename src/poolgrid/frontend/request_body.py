@@ -1,11 +1,11 @@
-"""Read a request body whole, as far as it may be long, whoever serves the connection.
+"""Read a request body whole, as far as it may be long, on any kind of connection.
 
 Request bodies that clients compressed with gzip, inflated in steps, within limits, while the client is connected.
 
 A body of some kilobytes can stand for gigabytes, one of some megabytes for hundreds of thousands of streams, each of
 which costs something before its first byte. So a step is short whatever is in it, and after each the limits hold and
-the client is still there, or the rest is not done. A body begins on the event loop; what a few steps do not end goes on
-in a thread from where it is.
+the client is still there, or the rest is not done. A body begins on the event loop; what a few steps do not end
+continues in a thread from where it is.
 
 How many values a request body has, counted before anything is made of them.
 

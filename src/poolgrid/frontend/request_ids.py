@@ -1,4 +1,4 @@
-"""Names for requests: the client's own ``x-request-id`` where it is usable, and an id that nobody else's request has.
+"""Names for requests: the client's own ``x-request-id`` where it is usable, and an id that no other request has.
 
 The name is what answers and their headers show. The id (``poolgrid.wire.request_ids``) is what everything behind the
 front end goes by: two requests that clients call the same, at once or through two routers, are two requests there.

@@ -77,7 +77,7 @@ class AnswerEncoder:
     """Encodes everything one request is answered with."""
 
     outputs: Sequence[SequenceOutput] = ()
-    """The request's choices, for who says at the end how they ended; set by whoever serves it."""
+    """The request's choices, for the line at the end that tells how they ended; set by the server of the request."""
 
     def __init__(
         self, *, chat: bool, request_id: str, model_name: str, created_s: int, model: PromptModel, include_usage: bool

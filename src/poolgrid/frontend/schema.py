@@ -102,7 +102,7 @@ class LatencyTargets(Struct, frozen=True, forbid_unknown_fields=True):
 class Nvext(Struct, frozen=True):
     """Extensions by the name that the field's clients already send.
 
-    What only helps to route or to trace (``cache_control``, ``session_control``, ``agent_context``) is ignored.
+    What only helps to route or to trace is ignored, but for the session in ``agent_context`` and ``session_control``.
     """
 
     ignore_eos: bool | None = None
@@ -129,6 +129,8 @@ class Nvext(Struct, frozen=True):
         Any, refused("answers have no nvext; /v1/decisions/{id} has workers and times, logprobs the tokens", [])
     ] = None
     metadata_upload: Annotated[Any, refused("answers are sent to the client only")] = None
+    agent_context: Any = None
+    session_control: Any = None
     use_raw_prompt: Annotated[Any, refused("use /v1/completions", False)] = None
     token_data: Annotated[Any, refused("use a token array as the prompt of /v1/completions")] = None
     backend_instance_id: Annotated[Any, refused("the router chooses the worker")] = None
@@ -173,6 +175,10 @@ class SamplingFields(Struct, kw_only=True):
     extra_args: Annotated[
         LatencyTargets | None, allowed("an object with ttft_target and itl_target in milliseconds")
     ] = None
+    # Of these only names of sessions are read (session_fields.py).
+    prompt_cache_key: Any = None
+    metadata: Any = None
+    conversation_params: Any = None
 
 
 COPIED_TO_SAMPLING = (

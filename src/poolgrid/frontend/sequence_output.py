@@ -2,7 +2,7 @@
 
 Three ways, by what the request needs, cheapest first:
 
-- collected: nobody looks before the end and there are no stop strings: token bytes are gathered and decoded once;
+- collected: nothing reads it before the end and there are no stop strings: token bytes are gathered and decoded once;
 - by delta: all new tokens of a wake-up are decoded together;
 - by token: stop strings or log probabilities: the token at which a stop string completes is known, so usage and text do
   not depend on how the engine's tokens were batched.
@@ -126,7 +126,7 @@ class SequenceOutput:
         """``stop``, ``length`` or ``error`` once the sequence has ended, ``cancelled`` when the client gave it up."""
         self.error: str | None = None
         self.failure = _NO_FAILURE
-        """With the finish reason ``error``: what the router said of it."""
+        """With the finish reason ``error``: the router's reason."""
         self.started = False
         """Whether a chunk of this choice has been written."""
         self.last_token_at_ms: float | None = None

@@ -1,4 +1,4 @@
-"""What the routers of a pool share: limits of tenants, and responses that clients may go on from."""
+"""What the routers of a pool share: limits of tenants, and responses that clients may continue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Sharing(NamedTuple):
     scope: str
     """What routers of one pool agree on, and no others."""
     place: str
-    """Where this router answers, if nobody else can answer there at the same time; empty = not known."""
+    """Where this router answers, if no other process can answer there at the same time; empty = not known."""
     lease_s: int
     replicas: int
 

@@ -1,4 +1,4 @@
-"""The head of a stream (status line, headers, what its body begins with): sent once, by whoever writes first.
+"""The head of a stream (status line, headers, what its body begins with): sent once, with the first write.
 
 It waits a moment for output, so that a worker that refuses at once is answered with a status of its own.
 
@@ -25,7 +25,7 @@ class KeepAlive:
         self._write = write
         self._interval_s = interval_s
         self.wrote = False
-        """Set by whoever writes to the stream."""
+        """Set by the writer of the stream."""
         self._task: asyncio.Task[None] | None = None
         self._timer = asyncio.get_running_loop().call_later(interval_s, self._look)
 
@@ -95,7 +95,7 @@ class StreamHead:
             pass
 
     def close(self) -> None:
-        """Send nothing more by itself; nobody asks this for anything afterwards."""
+        """Send nothing more by itself; nothing uses it afterwards."""
         self._timer.cancel()
         # Let go of: a task that was cancelled holds the frame it was cancelled in, which holds this.
         task, self._task = self._task, None

@@ -46,7 +46,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def handle_exception(self, source: str | None = None) -> NoReturn:
         """Raise the error that is handled as it is.
 
-        Jinja would show lines of the template in its traceback, which nobody sees here, by frames in a circle with the
+        Jinja would show lines of the template in its traceback, which is not shown here, by frames in a circle with the
         error: whatever the template had made would wait for the collector.
         """
         raise  # noqa: PLE0704 - Jinja calls this where it handles an error

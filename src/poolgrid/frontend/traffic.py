@@ -1,4 +1,4 @@
-"""What a front end's log says of its traffic: a line for each request on demand, and one every ten seconds for all.
+"""What a front end logs of its traffic: a line for each request on demand, and one every ten seconds for all.
 
 Rules
     1. Nothing is said of what a prompt or an answer holds: only names, counts and times.
@@ -85,12 +85,12 @@ class Traffic(Generic[R]):
         self, each_request: bool, account_of: Callable[[R], TokenTotals], line_of: Callable[[R], EndedRequest]
     ) -> None:
         """``each_request``: log a line for each, whatever level other lines have. ``account_of`` is asked what a
-        request has got until now, ``line_of`` what there is to log of one that is over."""
+        request has got so far, ``line_of`` what there is to log of one that is over."""
         self._each = each_request
         self._account_of = account_of
         self._line_of = line_of
         self.running: set[R] = set()
-        """Whoever begins a request puts it here: what every request does must cost next to nothing."""
+        """The server of a request puts it here: what every request does must cost next to nothing."""
         self._ended = 0
         self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
         if each_request:
@@ -109,7 +109,7 @@ class Traffic(Generic[R]):
             log.info("%s", request_line(ended), extra=EVERY_LINE | about(**fields_of(ended)))
 
     def totals(self) -> Totals:
-        """Return what was served until now, of requests under way too."""
+        """Return what was served so far, of requests under way too."""
         accounts = [(self._prompt_tokens, self._cached_tokens, self._output_tokens)]
         accounts += map(self._account_of, self.running)
         return Totals(self._ended, len(self.running), TokenTotals(*map(sum, zip(*accounts, strict=True))))
@@ -143,7 +143,7 @@ def request_line(ended: EndedRequest) -> str:
 
 
 def _word(text: str) -> str:
-    """Return a value that nobody can take for several, whatever a client wrote into it."""
+    """Return a value that reads as one, whatever a client wrote into it."""
     return repr(text) if any(each in text for each in " \"'=") else text
 
 

@@ -1,15 +1,17 @@
-"""All connections of one HTTP server: who may come, what each waits for and since when, and what is held for them.
+"""All connections of one HTTP server: which are accepted, what each waits for and since when, and what is held for
+them.
 
 Rules
-    1. A connection is in at most one queue: waiting for its next request, amid a head, amid a body, or on its way out.
-       Each queue has one time limit, so the first is always the next to run out, and looking for it costs the same
+    1. A connection is in at most one queue: waiting for its next request, within a head, within a body, or on its way
+       out. Each queue has one time limit, so the first is always the next to run out, and looking for it costs the same
        however many wait. Times are looked at every tick of the server, a tenth of a second. A time in which this
-       process stood still is nobody's: what clients sent meanwhile waits unread in their sockets.
+       process stood still counts against no client: what clients sent meanwhile waits unread in their sockets.
     2. When there is no room for a new connection, the one that has waited longest for a request, else for the rest of
-       a head, gives way: whoever only holds connections loses them. With a request in each, the new one is refused.
-    3. When there is no room for more of a body, the body that began first gives way: whoever only holds memory loses
-       it.
-    4. What is refused is counted by reason. The log says each reason at most once in ``SAID_EVERY_S``, with the number.
+       a head, gives way: a client that only holds connections loses them. With a request in each, the new one is
+       refused.
+    3. When there is no room for more of a body, the body that began first gives way: a client that only holds memory
+       loses it.
+    4. What is refused is counted by reason. Each reason is logged at most once in ``SAID_EVERY_S``, with the number.
 """
 
 from __future__ import annotations
@@ -195,7 +197,7 @@ class HttpConnections:
                 return
 
     def has_room(self, size: int) -> bool:
-        """Return whether bytes of requests that nobody has begun may be held."""
+        """Return whether bytes of requests that have not begun may be held."""
         return self.unfinished_bytes + size <= self.limits.unfinished_bytes
 
     # -- time ----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Takes connections for an HTTP server, in turns between the addresses that they come from.
 
-The kernel hands connections out in the order of their coming. Whoever opens thousands and resets them would make
-everybody wait behind them while each is made a transport, a protocol and a parser, only to be taken apart again.
+The kernel hands connections out in the order of their coming. A client that opens thousands and resets them would make
+all others wait behind them while each is made a transport, a protocol and a parser, only to be taken apart again.
 
 Rules
     1. What waits in the kernel is accepted at once, which costs little, and waits here in a queue of its address.
@@ -9,8 +9,9 @@ Rules
        ended by then is closed, and nothing is made for it.
     3. At most ``WAITING_MAX`` connections wait here. While so many do, the others wait in the kernel, in order.
     4. A connection with TLS is counted by its address before a handshake has cost anything, and then has the time for
-       a head to finish it: a server of asyncio calls the protocol when the handshake is done, so whoever connects and
-       is silent would be seen by nobody. One without TLS is counted by its protocol, which can say why it is refused.
+       a head to finish it: a server of asyncio calls the protocol when the handshake is done, so a client that
+       connects and is silent would not be seen. One without TLS is counted by its protocol, which can send why it is
+       refused.
 """
 
 from __future__ import annotations

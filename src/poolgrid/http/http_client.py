@@ -2,7 +2,7 @@
 
 One ``Connection`` carries one ``ClientExchange`` at a time, which is told of each piece of the answer as it arrives: no
 task, queue or copy lies in between. Everything the network does wrong becomes ``RequestFailed`` with a kind that can be
-counted. Whoever stops waiting for an exchange closes its connection, which is how a stream is cancelled.
+counted. A caller that stops waiting for an exchange closes its connection, which is how a stream is cancelled.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class HttpClient:
     ) -> None:
         """``headers`` are lines that every request gets, ``Name: value``.
 
-        ``trusted`` says whom to believe that they are the target; by default whom the system believes.
+        ``trusted`` are the authorities that may certify the target; by default the system's.
         """
         self.target = target
         self._clock = clock

@@ -8,10 +8,12 @@ from typing import Any, Final
 import msgspec
 
 from poolgrid.inference.cache_domain import WHOLE, CacheShares
+from poolgrid.inference.session_hint import NO_HINT, SessionHint
 from poolgrid.process.log_lines import Field, about
 from poolgrid.process.tracing.record import TraceRecord
 from poolgrid.wire.multimodal import MultimodalInput
 from poolgrid.wire.requests import KvRetention, Sampling
+from poolgrid.wire.sessions import SessionTurn
 
 NO_HINTS: Final[Mapping[str, Any]] = {}
 
@@ -35,7 +37,7 @@ class InferenceRequest(msgspec.Struct, eq=False):
     multimodal: MultimodalInput | None = None
     """Its media, with their places among ``token_ids``."""
     read_whole: bool = False
-    """Whether nobody reads the answer before its end: its tokens may come in larger pieces."""
+    """Whether the answer is not read before its end: its tokens may come in larger pieces."""
     tenant: str = ""
     """Whose request it is; requests of one tenant share a queue's turns. Empty without API keys."""
     tenant_weight: float = 1.0
@@ -46,9 +48,15 @@ class InferenceRequest(msgspec.Struct, eq=False):
     hints: Mapping[str, Any] = msgspec.field(default_factory=lambda: NO_HINTS)
     """What the client asked of routing, as it came: ``nvext`` (the parts ``router`` and ``agent_hints``) and
     ``headers`` (those of ``HINT_HEADERS``, by name in lower case). Either may be absent."""
+    session: SessionHint = NO_HINT
+    """What the client says of its session."""
+    turn: SessionTurn | None = None
+    """The turn of a session that it is, once its router has looked."""
     trace: TraceRecord | None = None
     """What happens to the client's request, for one whose trace is kept; shared by all its sequences."""
 
     def named(self, **more: Field) -> dict[str, Any]:
         """Return the ``extra`` of a log line about this request, and what else the line is about."""
+        if self.turn is not None:
+            more["session"] = self.turn.session
         return about(request_id=self.request_id, trace_id="" if self.trace is None else self.trace.trace_id, **more)

@@ -33,6 +33,11 @@ class TokenStream(Protocol):
         ...
 
     @property
+    def promised_tokens(self) -> int:
+        """Return the prompt tokens that the last decision promised as reused, for the receipt."""
+        ...
+
+    @property
     def pool(self) -> str:
         """Return the pools that serve, for the response header; empty where there is only one pool."""
         ...

@@ -3,7 +3,7 @@
 Rules
     1. A look lists the slices with the labels of names in each Kubernetes namespace, with nothing kept between looks.
        ``resourceVersion=0`` asks for what the API server has in memory, which costs it little and may be a second old.
-       Pages are asked for, and bounded, because a server may answer them all in one, or go on for ever.
+       Pages are asked for, and bounded, because a server may answer them all in one, or never end.
     2. A list that became too old between its pages (410) is begun again, ``LISTS_MAX`` times. A server that is
        asked too much (429) or is not well (5xx) is left alone for as long as it says.
     3. The service account's token and authority are files that are renewed under us. They are read again every
@@ -112,7 +112,7 @@ class _Answer(ClientExchange):
 
 
 class _Expired(Exception):
-    """A list is too old to go on with."""
+    """A list is too old to continue from."""
 
 
 def api_server() -> str:

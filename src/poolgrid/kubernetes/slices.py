@@ -6,9 +6,9 @@ Rules
        that is called ``http``, make a URL, every other port is ZMQ's.
     2. A pod has a name while it is ready and does not end. No process renews anything: the cluster's word is as good
        as the look that brought it, so each look renews all that it has (``Seen.mark``).
-    3. The same pod may stand in several slices: of several Services, of both address families, or amid a change. It is
-       one instance, told by its uid. It ends when any of them says so, and else is ready when any of them says so. Its
-       IPv4 address comes first.
+    3. The same pod may stand in several slices: of several Services, of both address families, or during a change. It
+       is one instance, told by its uid. It ends when any of them says so, and else is ready when any of them says so.
+       Its IPv4 address comes first.
     4. A cluster does not say when a pod began. A life is made from the pod's uid alone, so that all readers see the
        same lives in the same order.
 """
@@ -31,7 +31,7 @@ LEASE_MS = 10_000
 """What registrations say, because they must say something: five looks. None ends by it while looks succeed."""
 
 FAMILIES = ("IPv4", "IPv6")
-"""Types of addresses that are read, the one that is preferred first; names of hosts (FQDN) are nobody's pods."""
+"""Types of addresses that are read, the one that is preferred first; names of hosts (FQDN) are no pods."""
 
 
 class Conditions(msgspec.Struct, frozen=True):
@@ -84,7 +84,7 @@ class EndpointSlice(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class ListMetadata(msgspec.Struct, frozen=True, rename={"more": "continue"}):
-    """Where a list goes on."""
+    """Where a list continues."""
 
     more: str = ""
     """Token for the next page; empty = there is none."""

@@ -64,13 +64,17 @@ _STORED_SINCE_SALT = (
     "is_eagle",
     "group_idx",
     "kv_cache_spec_kind",
-    "window",
+    "kv_cache_spec_sliding_window",
     "locality",
 )
-_STORED_SINCE_GROUPS = ("group_idx", "kv_cache_spec_kind", "window", "locality")
+_STORED_SINCE_GROUPS = ("group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality")
 _RANK_NAMES = ("data_parallel_rank", "attn_dp_rank", "dp_rank")
 """What the third field of an envelope is called in a map, by lineage."""
 _REMOVED = ("block_hashes", "medium", "group_idx", "kv_cache_spec_kind", "window", "locality")
+
+UNKNOWN_KIND = -1
+"""Window of a group of layers of which it is not known what they need."""
+
 _decoder = msgspec.msgpack.Decoder()
 
 
@@ -86,7 +90,9 @@ class EngineStored:
     """Hash seed when the event begins a chain under a LoRA adapter or a salt, else the parent's counts."""
     tier: Tier
     group: int | None = None
-    full_attention: bool = True
+    window_tokens: int | None = None
+    """What the layers of the group need of a prefix to go on behind it: ``None`` = all of it, n = n tokens with the one
+    that comes next (a sliding window), 0 = their state at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +204,9 @@ def _stored(fields: dict[Any, Any]) -> EngineStored | None:
     tier = _tier(fields)
     if tier is None or fields.get("is_eagle"):
         return None
-    group = _group(fields)
-    if not _full_attention(fields):
-        return EngineStored([], None, b"", 1, None, tier, group, full_attention=False)
+    group, window = _group(fields), _window(fields)
+    if window == UNKNOWN_KIND:
+        return EngineStored([], None, b"", 1, None, tier, group, window)
     hashes = _hashes(fields.get("block_hashes"))
     parent = fields.get("parent_block_hash")
     block_size = fields.get("block_size")
@@ -225,10 +231,12 @@ def _stored(fields: dict[Any, Any]) -> EngineStored | None:
     if of_text is not None:
         # The blocks from a picture on are nobody's by their tokens alone; those before it are as any others.
         hashes = hashes[:of_text]
-        token_bytes = token_bytes[: TOKEN_BYTES * of_text * block_size]
+        # Of a window the event leaves blocks out, so which tokens these are is not known.
+        token_bytes = token_bytes[: TOKEN_BYTES * of_text * block_size] if window is None else b""
     # What goes on from a parent has the parent's adapter and salt, of which the event may name the first alone.
     seed = hash_seed(lora, salt) if parent is None and (lora or salt) else None
-    return EngineStored(hashes, None if parent is None else _hash(parent), token_bytes, block_size, seed, tier, group)
+    above = None if parent is None else _hash(parent)
+    return EngineStored(hashes, above, token_bytes, block_size, seed, tier, group, window)
 
 
 def _before_media(tokens: list[Any], keys: Any, block_size: int) -> int | None:
@@ -247,7 +255,7 @@ def _before_media(tokens: list[Any], keys: Any, block_size: int) -> int | None:
 def _removed(fields: dict[Any, Any]) -> EngineRemoved | None:
     hashes = _hashes(fields.get("block_hashes"))
     tier = _tier(fields)
-    if tier is None or not _full_attention(fields):
+    if tier is None:
         return None
     return EngineRemoved(hashes, tier, _group(fields))
 
@@ -269,18 +277,21 @@ def _tier(fields: dict[Any, Any]) -> Tier | None:
     raise _Senseless("medium")
 
 
-def _full_attention(fields: dict[Any, Any]) -> bool:
-    """Say whether the event is about the layers whose blocks stand for prefixes (hybrid models have others too).
+def _window(fields: dict[Any, Any]) -> int | None:
+    """Return what the group of layers needs (``EngineStored.window_tokens``).
 
-    Engines without kinds have one group. A kind that is not known here is not promised to anyone.
+    Engines without kinds have one group. A window of unknown size, and the rest of a chunk, are within all of a prefix.
     """
     kind = fields.get("kv_cache_spec_kind")
     if kind is None:
-        return True
-    if not isinstance(kind, str):
-        return False
-    kind = kind.lower()
-    return kind == "mla_attention" or kind.startswith(("full", "sink_full"))
+        return None
+    kind = kind.lower() if isinstance(kind, str) else ""
+    if kind in ("mla_attention", "chunked_local_attention") or kind.startswith(("full", "sink_full")):
+        return None
+    if kind in ("sliding_window", "sliding_window_mla", "mla_sliding_window"):
+        window = fields.get("kv_cache_spec_sliding_window")
+        return window if type(window) is int and 0 < window < 2**32 else None
+    return 0 if kind.startswith("mamba") else UNKNOWN_KIND
 
 
 def _name(value: Any) -> str:

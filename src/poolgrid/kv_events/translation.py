@@ -2,38 +2,68 @@
 
 ``EngineTranslator`` recomputes sequence hashes from the tokens. Token ids end here. What cannot be placed (unknown
 parent, partial block, other block size, keys that enter the engine's hash and not ours) is ignored and counted, and so
-is all that hangs on it. A hybrid model has groups of layers with caches of their own. Only full attention stands for
-prefixes; which groups are others is learned from their stored events, because removed events carry the group's number
-alone.
+is all that hangs on it.
+
+KV groups:
+
+1. A hybrid model has groups of layers with caches of their own. Groups with equal needs are one group of the wire:
+   it holds what all of them hold, as a hit needs all of them. Which there are is learned from stored events, because
+   removed events carry the group's number alone: one that has never stored anything is not known yet.
+2. Groups that need all blocks of a prefix are group 0. Others are reported (``GroupsReported``) before their blocks. A
+   kind that is not known here needs what no event can tell: nothing is promised then.
+3. An engine leaves out the blocks of a window or a state that it does not keep, and names the tokens of all. Its hash
+   of a prefix is the same in all groups, so what full attention stored at the same time gives the name. Without it a
+   block is named by its tokens where none is left out.
 
 An engine may hold a block several times: requests that compute the same prefix at the same time each fill blocks of
-their own, and each of them is stored, and later removed, under the same hash. So copies are counted by group, and a
-block is gone when a group that had it has lost its last copy: a hit needs all groups of full attention.
+their own, and each of them is stored, and later removed, under the same hash. So copies are counted by group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from poolgrid.kv_events.pub import EngineEvent, EngineRemoved, EngineStored
-from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared
+from poolgrid.kv_events.pub import UNKNOWN_KIND, EngineEvent, EngineRemoved, EngineStored
+from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared, GroupsReported, KvGroup
 from poolgrid.wire.hashing import BASE_SEED, block_hashes, pack_hashes, sequence_hashes
 from poolgrid.wire.identifiers import Tier
+from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, GROUPS_PER_WORKER_MAX
 
 RootSeed = Callable[[bytes], int | None]
 """Says which seed (LoRA and salt) a chain was hashed with that does not say it itself, by the tokens of its first block
 (u32 little-endian); ``None`` = nobody knows."""
 
-GROUPS_MAX = 64
-"""Groups of layers that are told apart; models have a handful."""
+ENGINE_GROUPS_MAX = 64
+"""Groups of layers of one engine that are told apart; models have up to a dozen. More are of no known kind."""
 
-FULL_GROUPS_MAX = 8
-"""Groups of full attention whose copies are counted; each may hold all blocks."""
+NOT_RESUMABLE = KvGroup(0)
+"""Of layers whose kind is not known."""
+
+Named = tuple[Sequence[int], Sequence[int], int | None]
+"""Engine hashes, the sequence hashes that they stand for, and the sequence hash of the block before them."""
+
+_Copies = tuple[dict[int, int], dict[int, int], dict[int, int]]
+"""By tier: how many copies of each engine hash a group has."""
 
 
-_Copies = dict[int | None, dict[int, int]]
-_Lost = dict[int, set[int | None]]
+_Ahead = tuple[dict[int, Named | None], dict[int, int]]
+"""What full attention stores in a message: its names by event, and all of them by engine hash."""
+
+_NOTHING_NAMED: _Ahead = ({}, {})
+
+
+@dataclass(slots=True)
+class _WireGroup:
+    """One group of the wire: the engine's groups that have the same needs."""
+
+    number: int
+    needs: KvGroup | None
+    """``None`` = all blocks."""
+    members: dict[int | None, _Copies] = field(default_factory=dict)
+
+    def others_of(self, member: _Copies, tier: Tier) -> list[dict[int, int]]:
+        return [copies[tier] for copies in self.members.values() if copies is not member]
 
 
 class EngineTranslator:
@@ -46,11 +76,12 @@ class EngineTranslator:
         self._known: dict[int, int] = {}
         self._seeds: dict[int, int] = {}
         """Seed by engine hash, where it is not the base seed."""
-        self._on: tuple[_Copies, _Copies, _Copies] = ({}, {}, {})
-        """By tier and group: copies of each engine hash."""
-        self._lost: tuple[_Lost, _Lost, _Lost] = ({}, {}, {})
-        """By tier: the groups that have lost an engine hash, which others still hold."""
-        self._other_groups: set[int] = set()
+        self._groups: dict[KvGroup | None, _WireGroup] = {}
+        self._group_of: dict[int | None, _WireGroup] = {}
+        """By the engine's number."""
+        self._report: GroupsReported | None = None
+        self._is_reported = True
+        """Whether readers know it, as far as they still know anything."""
         self.ignored_blocks = 0
         self.other_block_size = 0
         """Tokens in a block of the last stored event whose blocks have another size; 0 = none had."""
@@ -59,118 +90,202 @@ class EngineTranslator:
         return len(self._known)
 
     def clear(self) -> None:
-        """Forget every engine hash."""
+        """Forget every engine hash; the groups are the model's, and are reported again."""
+        self._forget()
+        self._report = None
+        self._is_reported = False
+
+    def _forget(self) -> None:
         self._known.clear()
         self._seeds.clear()
-        for groups in self._on:
-            groups.clear()
-        for lost in self._lost:
-            lost.clear()
+        for group in self._groups.values():
+            group.members = {number: ({}, {}, {}) for number in group.members}
 
     def translate(self, events: list[EngineEvent]) -> list[AnyEvent]:
         """Return the same events in sequence hashes."""
         out: list[AnyEvent] = []
+        named = self._look_ahead(events) if len(self._groups) > 1 else _NOTHING_NAMED
         for event in events:
-            if isinstance(event, EngineStored):
-                self._store(event, out)
-            elif isinstance(event, EngineRemoved):
-                self._remove(event, out)
+            kind = type(event)
+            if kind is EngineStored:
+                group = self._group_of.get(event.group)  # type: ignore[union-attr]
+                if group is None or not self._is_reported:
+                    self._meet_all(events, out)
+                    named = self._look_ahead(events) if len(self._groups) > 1 else _NOTHING_NAMED
+                    group = self._group_of.get(event.group)  # type: ignore[union-attr]
+                if group is not None and group.needs != NOT_RESUMABLE:
+                    self._store(event, group, named, out)  # type: ignore[arg-type]
+            elif kind is EngineRemoved:
+                self._remove(event, out)  # type: ignore[arg-type]
             else:
-                self.clear()
+                self._forget()
                 out.append(CacheCleared())
         return out
 
-    def _store(self, event: EngineStored, out: list[AnyEvent]) -> None:
-        if not event.full_attention:
-            if event.group is not None and len(self._other_groups) < GROUPS_MAX:
-                self._other_groups.add(event.group)
-            return
-        # Whole blocks only: the tokens of a trailing partial block name nothing that a prompt could share.
+    def _look_ahead(self, events: list[EngineEvent]) -> _Ahead:
+        """Name what full attention stores in a message: it names the blocks of other groups, whichever come first."""
+        named = {
+            id(event): self._name(event)
+            for event in events
+            if isinstance(event, EngineStored) and event.window_tokens is None
+        }
+        fresh: dict[int, int] = {}
+        for each in named.values():
+            if each is not None:
+                fresh.update(zip(each[0], each[1], strict=False))
+        return named, fresh
+
+    # Groups
+
+    def _meet_all(self, events: list[EngineEvent], out: list[AnyEvent]) -> None:
+        """Take in the groups that are seen for the first time, and report all of them."""
+        for event in events:
+            if isinstance(event, EngineStored) and event.group not in self._group_of:
+                self._meet(event, out)
+        self._is_reported = True
+        report = GroupsReported(tuple(needs for needs in self._groups if needs is not None), None in self._groups)
+        if report.groups and report != self._report:
+            self._report = report
+            out.append(report)
+
+    def _meet(self, event: EngineStored, out: list[AnyEvent]) -> None:
+        needs = self._needs_of(event)
+        group = self._groups.get(needs)
+        if group is None:
+            others = len(self._groups) - (None in self._groups)
+            if needs is not None and others >= GROUPS_PER_WORKER_MAX - 1:
+                needs = NOT_RESUMABLE
+            group = self._groups.setdefault(needs, _WireGroup(0 if needs is None else others + 1, needs))
+        elif needs != NOT_RESUMABLE:
+            self._lack(group, out)
+        if len(self._group_of) < ENGINE_GROUPS_MAX:
+            group.members[event.group] = ({}, {}, {})
+            self._group_of[event.group] = group
+
+    def _needs_of(self, event: EngineStored) -> KvGroup | None:
+        window = event.window_tokens
+        if window is None:
+            return None
+        stride, rest = divmod(event.block_size, self._block_size)
+        if window == UNKNOWN_KIND or rest or event.group is None or len(self._group_of) >= ENGINE_GROUPS_MAX:
+            # Smaller blocks than the index's would have to be held in numbers that it does not count.
+            return NOT_RESUMABLE
+        if not window:
+            return KvGroup(1)
+        # The token that is computed next sees window - 1 tokens before it.
+        return KvGroup(max(1, -(-(window - 1) // event.block_size)), stride)
+
+    def _lack(self, group: _WireGroup, out: list[AnyEvent]) -> None:
+        """Take back what a group holds: one that it has besides has nothing yet."""
+        for tier in Tier:
+            holdings = [copies[tier] for copies in group.members.values()]
+            held = [each for each in holdings[0] if all(each in other for other in holdings[1:])]
+            for at in range(0, len(held), BLOCKS_PER_EVENT_MAX):
+                names = [self._known[each] for each in held[at : at + BLOCKS_PER_EVENT_MAX]]
+                out.append(BlocksRemoved(pack_hashes(names), tier, group.number))
+
+    # Names
+
+    def _name(self, event: EngineStored) -> Named | None:
+        """Name a chain of whole blocks by its tokens, or count why it has no names."""
+        # The tokens of a trailing partial block name nothing that a prompt could share.
         whole = len(event.token_bytes) // (4 * event.block_size)
         hashes = event.hashes[:whole]
         parent: int | None = None
         seed = event.seed
-        unfit = event.block_size != self._block_size or whole > len(event.hashes)
-        if not unfit and event.parent is not None:
+        stride, unfit = divmod(event.block_size, self._block_size)
+        if unfit or (stride > 1 and event.window_tokens is None):
+            self.other_block_size = event.block_size
+            unfit = 1
+        is_unfit = bool(unfit) or whole > len(event.hashes)
+        if not is_unfit and event.parent is not None:
             parent = self._known.get(event.parent)
-            unfit = parent is None
+            is_unfit = parent is None
             if seed is None:
                 seed = self._seeds.get(event.parent)
-        elif not unfit and hashes and seed is None and self._root_seed is not None:
-            told = self._root_seed(event.token_bytes[: 4 * event.block_size])
-            unfit = told is None
+        elif not is_unfit and hashes and seed is None and self._root_seed is not None:
+            told = self._root_seed(event.token_bytes[: 4 * self._block_size])
+            is_unfit = told is None
             seed = None if told == BASE_SEED else told
-        groups = self._on[event.tier]
-        unfit = unfit or (event.group not in groups and len(groups) >= FULL_GROUPS_MAX)
-        if event.block_size != self._block_size:
-            self.other_block_size = event.block_size
-        if unfit or len(self._known) + len(hashes) > self._blocks_max:
+        if is_unfit or len(self._known) + len(hashes) > self._blocks_max:
             self.ignored_blocks += len(event.hashes)
-            return
+            return None
         self.ignored_blocks += len(event.hashes) - len(hashes)
-        if not hashes:
-            return
-        own = block_hashes(event.token_bytes, event.block_size, BASE_SEED if seed is None else seed)
+        own = block_hashes(event.token_bytes, self._block_size, BASE_SEED if seed is None else seed)
         names = sequence_hashes(own, parent)
-        self._known.update(zip(hashes, names, strict=True))
+        if stride > 1:
+            names = names[stride - 1 :: stride]
+        self._known.update(zip(hashes, names, strict=False))
         if seed is not None:
             self._seeds.update(dict.fromkeys(hashes, seed))
-        tier = event.tier
-        on = groups.setdefault(event.group, {})
+        return hashes, names, parent
+
+    def _recognise(self, event: EngineStored, fresh: Mapping[int, int]) -> Named | None:
+        """Name the blocks of a window or a state, as far as full attention has named them."""
+        known = self._known
+        for each in event.hashes:
+            if each not in known and each in fresh:
+                known[each] = fresh[each]  # a removal in the same message has taken its name
+        found = [each for each in event.hashes if each in known]
+        if len(found) == len(event.hashes):
+            return found, [known[each] for each in found], None
+        if len(event.hashes) * event.block_size * 4 == len(event.token_bytes):
+            return self._name(event)
+        self.ignored_blocks += len(event.hashes) - len(found)
+        return found, [known[each] for each in found], None
+
+    # Blocks
+
+    def _store(self, event: EngineStored, group: _WireGroup, ahead: _Ahead, out: list[AnyEvent]) -> None:
+        if len(self._groups) == 1 and group.needs is None:
+            named = self._name(event)
+        elif group.needs is None:
+            named = ahead[0].get(id(event))
+        else:
+            named = self._recognise(event, ahead[1])
+        if named is None or not named[0]:
+            return
+        hashes, names, parent = named
+        member, tier = group.members[event.group], event.tier
+        on = member[tier]
         if on.keys().isdisjoint(hashes):
             on.update(dict.fromkeys(hashes, 1))
         else:
             for engine_hash in hashes:
                 on[engine_hash] = on.get(engine_hash, 0) + 1
-        if self._lost[tier]:
-            self._found(event.group, hashes, names, parent, tier, out)
-        else:
-            out.append(BlocksStored(parent, pack_hashes(names), tier))
-
-    def _found(
-        self,
-        group: int | None,
-        hashes: Sequence[int],
-        names: Sequence[int],
-        parent: int | None,
-        tier: Tier,
-        out: list[AnyEvent],
-    ) -> None:
-        """Report the blocks that no group lacks any more, each stretch of them."""
-        lost = self._lost[tier]
-        begin = 0
-        for at, engine_hash in enumerate(hashes):
-            lacking = lost.get(engine_hash)
-            if lacking is None:
-                continue
-            lacking.discard(group)
-            if not lacking:
-                del lost[engine_hash]
-                continue
-            if begin < at:
-                out.append(BlocksStored(names[begin - 1] if begin else parent, pack_hashes(names[begin:at]), tier))
-            begin = at + 1
-        if begin < len(hashes):
-            out.append(BlocksStored(names[begin - 1] if begin else parent, pack_hashes(names[begin:]), tier))
+        if len(self._group_of) == 1:
+            out.append(BlocksStored(parent, pack_hashes(names), tier, group.number))
+            return
+        self._known.update(zip(hashes, names, strict=False))  # a removal in the same message may have taken them
+        others = group.others_of(member, tier)
+        lacking = [any(each not in other for other in others) for each in hashes] if others else ()
+        for begin, end in _stretches(lacking, len(hashes)):
+            above = names[begin - 1] if begin else parent
+            stored = pack_hashes(names[begin:end])
+            out.append(BlocksStored(None if group.number else above, stored, tier, group.number))
 
     def _remove(self, event: EngineRemoved, out: list[AnyEvent]) -> None:
-        if event.group in self._other_groups:
-            return
-        tier = event.tier
-        groups, lost = self._on[tier], self._lost[tier]
-        group = event.group
-        if group not in groups:
+        group = self._group_of.get(event.group)
+        if group is None:
             # Some engines number their groups in one kind of event only.
-            if group is None:
-                for each in list(groups):
+            if event.group is None:
+                for each in list(self._group_of):
                     self._remove(replace(event, group=each), out)
-                return
-            if None not in groups:
-                return
-            group = None
-        on = groups[group]
-        others = [held for other in self._on for held in other.values() if held is not on]
-        of_tier = [held for held in groups.values() if held is not on]
+            elif None in self._group_of:
+                self._remove(replace(event, group=None), out)
+            return
+        if group.needs == NOT_RESUMABLE:
+            return
+        member, tier = group.members[event.group], event.tier
+        on = member[tier]
+        of_tier = group.others_of(member, tier)
+        others = [
+            held
+            for each in self._groups.values()
+            for copies in each.members.values()
+            for held in copies
+            if held is not on
+        ]
         gone: list[int] = []
         for engine_hash in event.hashes:
             copies = on.get(engine_hash)
@@ -180,19 +295,22 @@ class EngineTranslator:
                 on[engine_hash] = copies - 1
                 continue
             del on[engine_hash]
-            lacking = lost.get(engine_hash)
-            if lacking is None:
+            if not of_tier or all(engine_hash in held for held in of_tier):
                 gone.append(self._known[engine_hash])
-            if any(engine_hash in held for held in of_tier):
-                if lacking is None:
-                    lost[engine_hash] = {group}
-                else:
-                    lacking.add(group)
-                continue
-            if lacking is not None:
-                del lost[engine_hash]
             if not any(engine_hash in held for held in others):
                 del self._known[engine_hash]
                 self._seeds.pop(engine_hash, None)
         if gone:
-            out.append(BlocksRemoved(pack_hashes(gone), tier))
+            out.append(BlocksRemoved(pack_hashes(gone), tier, group.number))
+
+
+def _stretches(lacking: Sequence[bool], blocks: int) -> Iterator[tuple[int, int]]:
+    """Yield where the stretches of blocks begin and end that nothing lacks."""
+    begin = 0
+    for at, is_lacking in enumerate(lacking):
+        if is_lacking:
+            if begin < at:
+                yield begin, at
+            begin = at + 1
+    if begin < blocks:
+        yield begin, blocks

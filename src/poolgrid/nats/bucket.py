@@ -2,9 +2,9 @@
 
 A bucket is a stream that keeps the latest message of each subject, which is a key.
 
-Any replica of it may answer a question, also one that is behind. What it shows is believed only when it is as new as
+Any replica of it may answer a question, also one that is behind. What it shows counts only when it is as new as
 what was shown before, and as what the stream's leader had a while ago (``fresh_ms``). A replica that has come to a
-stand would otherwise have everybody be silent who goes on renewing a lease.
+stand would otherwise show each process as silent that still renews its lease.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class BucketSpec(NamedTuple):
 
 
 async def make_bucket(connection: NatsConnection, bucket: BucketSpec) -> None:
-    """Make a bucket where there is none; who may not needs one that is there. Raises ``NatsUnavailable``."""
+    """Make a bucket where there is none; a process without that right needs one that is there. Raises
+    ``NatsUnavailable``."""
     from nats.js import api
     from nats.js.errors import NotFoundError
 
@@ -206,9 +207,9 @@ class Bucket:
 
 
 class BucketReader:
-    """Reads some keys (a subject, with wildcards) again and again, and believes no replica that is behind.
+    """Reads some keys (a subject, with wildcards) repeatedly, and accepts no replica that is behind.
 
-    ``lease_s`` is how long somebody may be silent whose signs are read; the leader is asked ``FRESH_PARTS`` times as
+    ``lease_s`` is how long a process whose signs are read may be silent; the leader is asked ``FRESH_PARTS`` times as
     often.
     """
 

@@ -1,13 +1,14 @@
 """A process's connection to NATS: made of its settings, kept up for ever, and known to be down when it is.
 
 Rules
-    1. Connecting never gives up: whoever starts first waits for the servers. A server that cannot be used at all (too
-       old, without JetStream) is an error at the start.
+    1. Connecting never gives up: a process that starts first waits for the servers. A server that cannot be used at
+       all (too old, without JetStream) is an error at the start.
     2. A server that is gone without a word is noticed within ``PING_S`` times ``PINGS_MAX``; the client's own default
        is four minutes.
     3. While there is no connection nothing is sent, also not later: what was not sent is known not to be stored.
     4. Every question has ``timeout_s``. One that only reads is asked again within it when its answer falls silent.
-    5. Who is cancelled while a question stands gets no answer to it: the client may lose that (``keep_cancellation``).
+    5. A task that is cancelled while it waits for an answer gets none: the client may lose that
+       (``keep_cancellation``).
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ ANSWER_TIMEOUT_S = 5.0
 and what was asked before it is answered by no server."""
 
 ASK_AGAIN_S = 0.5
-"""Silence after which a reading question is asked again, within its time. The servers hand it to any replica, and go on
-to hand it to one whose host is gone until they have noticed, which takes them up to 90 s by their defaults."""
+"""Silence after which a reading question is asked again, within its time. The servers hand it to any replica, and
+continue to hand it to one whose host is gone until they have noticed, which takes them up to 90 s by their defaults."""
 
 ANSWER_BYTES_MAX = 8 * 1024 * 1024
 """Bytes of messages in one answer of the servers; what is left is asked for with the next question."""

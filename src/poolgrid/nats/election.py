@@ -2,7 +2,7 @@
 
 Rules
     1. Only who has the pool's lease opens the journal. Opening it makes it impossible for those before to write on, so
-       also two that both believe to have the lease cannot both write.
+       also two that both take the lease for theirs cannot both write.
     2. A life ends when the lease is lost, or the journal is another's. What it had taken in and not stored was never
        acknowledged; workers send it to the next one. The next life knows nothing of the one before it but the journal.
     3. A process that stands by is well, and ready to take over.

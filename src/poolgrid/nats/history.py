@@ -1,4 +1,4 @@
-"""What can be read from a stream by whoever has it: where an offset is, the newest state, the records after it.
+"""What can be read from a stream by its holder: where an offset is, the newest state, the records after it.
 
 ``StreamHistory`` reads on threads, from a ``RecordStream`` or anything that reads like one.
 """
@@ -239,7 +239,7 @@ SEGMENT_MESSAGES = 2048
 """Messages that make a segment: half a gigabyte where each is as large as it gets, some megabytes where it is not."""
 
 SEGMENTS_KEPT = 4
-"""Segments whose content is kept, for who asks for their size and reads them then."""
+"""Segments whose content is kept, for a reader that asks for their size first."""
 
 
 @dataclass(frozen=True, slots=True)

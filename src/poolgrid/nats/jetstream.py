@@ -1,4 +1,4 @@
-"""A pool's journal on NATS JetStream: a stream of records, an object store of snapshots, a bucket of who does what.
+"""A pool's journal on NATS JetStream: a stream of records, an object store of snapshots, a bucket of roles.
 
     poolgrid-POOL                 stream of ``poolgrid.POOL.journal.WRITER``
     poolgrid-POOL-snapshots       object store, an object for each snapshot
@@ -45,7 +45,7 @@ DUPLICATE_WINDOW_S = 120.0
 
 BEGINNINGS_BYTES = 4 * 1024 * 1024
 """What the servers keep room for beside records: a stream that is full takes the first messages of thousands of writers
-more, so that whoever takes over can make room."""
+more, so that the next writer can make room."""
 
 SNAPSHOTS_MAX = 1024
 """Objects that are looked at; two are kept."""
@@ -76,7 +76,7 @@ _decode_entry = msgspec.json.Decoder(_ObjectEntry).decode
 
 @dataclass(frozen=True, slots=True)
 class StreamShape:
-    """How a pool's stream is made, by whoever makes it."""
+    """How a pool's stream is made, by each process that makes it."""
 
     replicas: int = 1
     bytes_max: int = 4 * 1024 * 1024 * 1024
@@ -370,7 +370,7 @@ class JetStreamJournal:
         return b"".join(parts)
 
     async def remove_snapshot(self, anchor: Anchor) -> None:
-        """Remove a snapshot: the entry first, so that nobody finds it without its pieces."""
+        """Remove a snapshot: the entry first, so that it is never found without its pieces."""
         name = snapshot_file.name_of(anchor.offset)
         information = (await self._object_list()).get(name)
         if information is None:
@@ -418,7 +418,7 @@ def _is_number(text: str) -> bool:
 
 
 class ThreadedStream:
-    """``RecordStream`` for threads, over a loop that goes on meanwhile: each call waits for the journal's own."""
+    """``RecordStream`` for threads, over a loop that runs meanwhile: each call waits for the journal's own."""
 
     def __init__(self, journal: JetStreamJournal, loop: asyncio.AbstractEventLoop) -> None:
         self._journal = journal

@@ -17,7 +17,7 @@ Rules
        when it has become durable by its age, before anything relies on it.
     5. A stream that is full takes no records, but always the body with which a writer begins. It is made smaller from
        what is stored: a snapshot of that, read back before it stands alone, and then retention as above. So no size of
-       records, and no writer that was killed, leaves a stream that nobody can write any more.
+       records, and no writer that was killed, leaves a stream that cannot be written any more.
     6. Foreign messages (``stream.message``) are skipped: the writer continues after them while its own last message
        is where it was.
     7. Where it is durable is the matter of the servers: ``sync`` has nothing to do.
@@ -154,7 +154,7 @@ class KeptSnapshots:
             raise
 
     def thin_out(self) -> None:
-        """Remove the snapshots that nobody needs: kept are the durable one, the next to become it, and the newest."""
+        """Remove the snapshots that are not needed: kept are the durable one, the next to become it, and the newest."""
         base = self.durable()
         after = self._kept if base is None else self._kept[self._kept.index(base) + 1 :]
         needed = {base, *after[:1], *after[-1:]}
@@ -515,7 +515,7 @@ class StreamJournal(Journal):
         return self.retain(now_ms)
 
     def retain(self, now_ms: int) -> int:
-        """Remove messages that are too many or too old and that nobody needs; return their number."""
+        """Remove messages that are too many or too old and not needed; return their number."""
         self._check()
         base = self._snapshots.durable()
         return 0 if base is None else self._retain(base, now_ms)

@@ -1,12 +1,13 @@
-"""The leader of a pool as NATS keeps it: who has the lease, how it is taken, renewed, followed and given back.
+"""The leader of a pool as NATS keeps it: which process has the lease, how it is taken, renewed, followed and given
+back.
 
 Rules
     1. The lease is one entry of the pool's bucket, which goes ``lease_s`` after it was written last. It is written only
-       behind the entry that its writer knows, so two can never both believe that the server gave it to them.
-    2. Who has it renews it three times per lease. Who could not renew it for a whole lease has lost it, whatever the
-       server says later.
-    3. Who waits for it asks twice a second, so it is taken over at most ``lease_s`` + 1 s after its last renewal (the
-       server looks for entries that are over once a second).
+       behind the entry that its writer knows, so the server never gives it to two.
+    2. Its holder renews it three times per lease. A holder that could not renew it for a whole lease has lost it,
+       whatever the server answers later.
+    3. A process that waits for it asks twice a second, so it is taken over at most ``lease_s`` + 1 s after its last
+       renewal (the server looks for entries that are over once a second).
     4. The lease says who *may* write; what keeps two from writing is the sequence of the stream.
 """
 

@@ -4,18 +4,18 @@ Rules
     1. A *row* says how much of one tenant's limits each router has: its *shares*, whole numbers. Rows are kept in
        *pages*, each a value that is replaced as a whole, and only behind the value that its writer read.
     2. The shares of a row are never more than the limit. Only who has a share makes it smaller, in favour of another
-       one; who is gone, which all others judge for themselves, has its shares taken away by whoever sees it.
-    3. Who is about to give goes by the smaller share before it says so, and by the larger one only when it knows that
-       what it said did not count. So what a router goes by is at most what the latest value of the page says, and the
-       sum of what all go by is at most the limit, however late anybody reads.
-    4. A router gives what another one *wants* and it can spare. Whoever wants has a right to an equal part. What nobody
-       wants is divided equally. An idle router keeps an eighth of its equal part, and at least one.
+       one; a router that is gone, which all others judge for themselves, loses its shares to the first that sees it.
+    3. A router that is about to give uses the smaller share before it writes that, and the larger one only when it
+       knows that what it wrote did not count. So a router uses at most what the latest value of the page gives it, and
+       the sum of what all go by is at most the limit, however late anybody reads.
+    4. A router gives what another one *wants* and it can spare. Each router that wants has a right to an equal part.
+       What none wants is divided equally. An idle router keeps an eighth of its equal part, and at least one.
     5. Requests in flight count against the share they began with: such a share is given once they have ended, and
        meanwhile no new one begins there. What of a rate's share is used up goes along as used up.
-    6. A share of somebody who is gone, or that nobody had, comes as used up: nobody knows who used it. Only a tenant of
+    6. A share of a router that is gone, or that none had, comes as used up: its use is unknown. Only a tenant of
        whom there was no row yet begins with all of it.
 
-Pure: who is alive, what is used and wanted are arguments.
+Pure: which routers are alive, what is used and wanted are arguments.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ IDLE_PARTS = 8
 """An idle router keeps one of so many parts of its equal part: what the first requests to come find there."""
 
 STEP_PARTS = 16
-"""Less than one of so many parts of an equal part is not worth a message, except to who has nothing."""
+"""Less than one of so many parts of an equal part is not worth a message, except to a router that has nothing."""
 
 
 class Holding(msgspec.Struct, array_like=True, frozen=True):
@@ -212,7 +212,7 @@ class SharePage:
         self._planned: dict[str, Settled] = {}
         self._planned_page: Page = {}
         self.is_doubtful = False
-        """Whether a value was sent of which nobody knows whether it counts."""
+        """Whether a value was sent of which it is unknown whether it counts."""
 
     def saw(self, revision: int, page: Page) -> dict[str, Amounts]:
         """Take a value that is there; one that is no later than the known one says nothing new.
@@ -283,11 +283,12 @@ class SharePage:
         return charged
 
     def in_doubt(self) -> None:
-        """Note that nobody knows whether what was sent counts: the smaller shares stay until a later value is seen."""
+        """Note that it is unknown whether what was sent counts: the smaller shares stay until a later value is seen."""
         self.is_doubtful = True
 
     def begun_anew(self) -> None:
-        """Note that all values are gone, and their numbers with them: nobody has anything until there are new ones."""
+        """Note that all values are gone, and their numbers with them: no router has anything until there are new
+        ones."""
         self._know(0, {})
 
     def _know(self, revision: int, page: Page) -> None:
@@ -332,13 +333,14 @@ class Routers:
             self._heard[life] = _Heard("", -1, float("-inf"))
 
     def looked_again(self, now_ms: float) -> None:
-        """Note that nobody could be heard until now: the leases begin anew."""
+        """Note that no router could be heard so far: the leases begin again."""
         self._heard = {
             life: each._replace(since_ms=now_ms) if each.mark >= 0 else each for life, each in self._heard.items()
         }
 
     def alive(self, now_ms: float, lives: Collection[str]) -> frozenset[str]:
-        """Return who is alive, this router too; who is not and is none of ``lives`` (who has shares) is forgotten."""
+        """Return the routers that are alive, this one too; one that is not, and is none of ``lives`` (those with
+        shares), is forgotten."""
         alive = {
             life
             for life, each in self._heard.items()

@@ -4,10 +4,10 @@ Rules
     1. Twice a second a router reads what has changed, says what it wants, and gives what others want and it can spare
        (``poolgrid.nats.limit_shares``). Requests use the shares that are there, without a question to NATS.
     2. A value is written only behind the one that was read (``Nats-Expected-Last-Subject-Sequence``).
-    3. A router gives a sign of life three times per lease. Who was silent for a lease while others could read has its
-       shares taken; who comes back finds that out with its first look. While NATS is away nobody takes anything, and
-       everybody goes on with what it has. So it is while only replicas answer that are behind.
-    4. Who has not reached NATS since it started has no shares, and refuses tenants that have limits.
+    3. A router gives a sign of life three times per lease. A router that was silent for a lease while others could
+       read has its shares taken; when it comes back it finds that out with its first look. While NATS is away no
+       router takes any, and each continues with what it has. So it is while only replicas answer that are behind.
+    4. A router that has not reached NATS since it started has no shares, and refuses tenants that have limits.
     5. Tenants are spread over ``PAGES`` values by their names, so that one value stays small and few write the same.
 """
 
@@ -71,7 +71,7 @@ ENTRIES_MAX = 65_536
 """Values of one pool that a look reads: its pages, and signs of life."""
 
 ATTEMPTS = 4
-"""How often a value is made anew because another router was faster; then it waits for the next look."""
+"""How often a value is made again because another router was faster; then it waits for the next look."""
 
 AMOUNT_MAX = 2**53
 """Largest amount of a page: what is handed over is added to it, and the sum must fit a message."""

@@ -5,9 +5,9 @@ Rules
        whatever became of its process. They count whole seconds, and look once a second.
     2. Looks read the bucket's stream from its beginning, as many messages with one question as an answer takes. There
        is no consumer that could be lost, and an entry that is renewed meanwhile comes again at the end. Any replica
-       may answer; one that is behind is not believed (``poolgrid.nats.bucket``).
-    3. The bucket is one for all namespaces of the account, ``poolgrid-names``. Who may write what is for NATS to say,
-       by subject: ``$KV.poolgrid-names.NAMESPACE.>``.
+       may answer; one that is behind does not count (``poolgrid.nats.bucket``).
+    3. The bucket is one for all namespaces of the account, ``poolgrid-names``. Which user may write what is set in
+       NATS, by subject: ``$KV.poolgrid-names.NAMESPACE.>``.
     4. The connection is made in the background: a process does not wait for NATS to start.
 """
 

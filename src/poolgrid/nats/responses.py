@@ -1,15 +1,16 @@
-"""Responses that are kept for all routers of a pool: in a bucket of NATS JetStream, so that any of them goes on.
+"""Responses that are kept for all routers of a pool: in a bucket of NATS JetStream, so that any of them can continue
+one.
 
 Rules
     1. NATS has the only copy. What one router kept or forgot, all others find or miss with their next question.
-    2. A response is found by who asked for it (its *owner*, a tenant) and its id, by nobody else. Keys have hashes of
+    2. A response is found by its *owner* (the tenant that asked for it) and its id only. Keys have hashes of
        both, and what is read is compared with what was asked for.
     3. A response is written in parts that NATS takes, the first part last: it is there once that one is.
     4. A response names all before it, so a conversation is read with two questions, however long it is.
     5. Any server may answer, perhaps one that is a little behind. What is not there is asked for once more, where it is
        written, before it counts as missing.
-    6. When the bucket is full the oldest goes, whoever's it is; what is older than ``ttl_s`` goes too. A conversation
-       of which a part is gone cannot go on from there.
+    6. When the bucket is full the oldest goes, of any owner; what is older than ``ttl_s`` goes too. A conversation
+       of which a part is gone cannot be continued from there.
     7. What cannot be written is lost, and the answer goes out all the same.
 """
 
@@ -256,7 +257,7 @@ def _digest_of(key: str) -> bytes:
 
 
 def _add(found: dict[bytes, _PartsFound], digest: bytes, headers: Any, number: str, data: bytes) -> None:
-    """Add a part that was read; one that nobody of ours wrote is left out."""
+    """Add a part that was read; one that no router of ours wrote is left out."""
     count = str(headers.get(PARTS_HEADER, ""))  # nats-py returns an object for what is not ASCII
     total, part = _small_number(count), _small_number(number)
     if 0 < total <= PARTS_MAX and 0 <= part < total:

@@ -1,7 +1,7 @@
-"""A clock that stands still while its process does: whoever judges others by their silence reads this one.
+"""A clock that stands still while its process does: code that judges others by their silence reads this one.
 
 A process that was stopped (SIGSTOP, the migration of a virtual machine, a blocked event loop) finds on waking that
-everybody has been silent for as long, and that every timer is late. What others said meanwhile waits unread in its
+every peer has been silent for as long, and that every timer is late. What others sent meanwhile waits unread in its
 sockets. ``AwakeTime`` therefore counts a stretch without a sign of its own life as ``gap_max_ms`` at most; Cassandra's
 failure detector ignores a "local pause" in the same way.
 

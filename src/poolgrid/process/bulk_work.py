@@ -1,4 +1,4 @@
-"""Work in bulk on an event loop: a slice in each of its turns, whoever it is for.
+"""Work in bulk on an event loop: a slice in each of its turns, for all who ask.
 
 A token waits for up to two turns of the loop: until its frame is read, and until the task runs that writes it. What is
 done besides (taking in what workers store, telling of it, snapshots, letting go of memory) comes in slices of about a
@@ -6,11 +6,11 @@ millisecond. Where several such things were under way, each did a slice in every
 them. Here they have the turns one after the other.
 
 Rules
-    1. Who asks first has his slice first; who asks again has it after all others.
+    1. The first task that asks has the first slice; one that asks again has it after all others.
     2. Slices are done in one turn of the loop until ``SLICE_MS`` are over, by a clock, and one at least: what takes a
        moment does not need a turn for itself.
-    3. A task has a turn for itself, as nobody knows here how long it takes.
-    4. ``busy`` says whether anybody asked in this turn or waits. When nobody does, what has a little to do may do it at
+    3. A task has a turn for itself, as its length is unknown here.
+    4. ``busy`` is true when a task asked in this turn or waits. When none does, a task with little to do may do it at
        once.
 """
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from poolgrid.process.clock import Clock
 
 PERIOD_MS = 10_000.0
-"""Between two complaints about one peer: often enough to see that it goes on."""
+"""Between two complaints about one peer: often enough to see that it continues."""
 
 PEERS_MAX = 256
-"""Peers that are remembered. Who connects anew for each frame pushes others out; the log's own limit then holds."""
+"""Peers that are remembered. One that connects again for each frame pushes others out; the log's own limit then
+holds."""
 
 
 @dataclass(slots=True)

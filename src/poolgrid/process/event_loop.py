@@ -1,4 +1,5 @@
-"""What every process says of itself: its version, its clock, what its event loop has on its hands, CPU and memory."""
+"""What every process exports about itself: its version, its clock, what its event loop has on its hands, CPU and
+memory."""
 
 from __future__ import annotations
 

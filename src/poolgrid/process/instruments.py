@@ -1,4 +1,4 @@
-"""Counters, gauges and histograms for hot paths, exported by ``prometheus_client`` when somebody scrapes.
+"""Counters, gauges and histograms for hot paths, exported by ``prometheus_client`` at each scrape.
 
 ``prometheus_client``'s own take a lock and several calls per observation: a quarter of a microsecond per bucket that a
 router pays two dozen times a request. These are plain numbers, and belong to the event loop that moves them; a scrape
@@ -94,7 +94,7 @@ class Counter(_Instrument):
 
 
 class Gauge(_Instrument):
-    """A number that moves, or is asked for when somebody scrapes."""
+    """A number that moves, or is read at each scrape."""
 
     value = 0.0
     _function: Callable[[], float] | None = None

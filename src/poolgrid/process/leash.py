@@ -4,7 +4,8 @@
 
 Rules
     1. Standard input is a pipe whose other end the starter holds. Its end means that the starter is gone: killed, say,
-       with nobody to tell of it. The command gets SIGTERM then, and after ``GRACE_S`` its whole process group SIGKILL.
+       with no process left to see it. The command gets SIGTERM then, and after ``GRACE_S`` its whole process group
+       SIGKILL.
     2. SIGTERM and SIGINT are handed on to the command, which ends what it has started itself.
     3. The status is the command's; 128 and the signal's number where a signal ended it, 127 where it could not be
        started.

@@ -1,7 +1,7 @@
 """The life of a process: run a service until SIGINT or SIGTERM asks it to stop, then let it end in order.
 
 A service: ``main(stop)`` runs until it is done or ``stop`` is set. The first
-signal sets ``stop``; a second one cancels the main task, for whoever does not want to wait for a drain.
+signal sets ``stop``; a second one cancels the main task, so that a drain need not be waited for.
 A background task that fails for good (``poolgrid.process.tasks``) sets ``stop`` too, and so does an exception in a
 callback of the event loop (``poolgrid.process.lifecycle``). The process then ends with an error.
 
@@ -102,8 +102,16 @@ async def _supervise(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
         await main(stop)
 
     on_fatal.set(on_failure)
-    context = contextvars.copy_context()  # the loop calls its handler in a context of its own
-    loop.set_exception_handler(LoopFaults(lambda name, error: context.run(end_process, name, error)))
+    context = contextvars.copy_context()
+
+    def on_loop_fault(name: str, error: BaseException) -> None:
+        # uvloop calls its handler in the context of the callback, which may be that of one worker of several.
+        if on_fatal.get() is None:
+            context.run(end_process, name, error)
+        else:
+            end_process(name, error)
+
+    loop.set_exception_handler(LoopFaults(on_loop_fault))
     task = owned(whole(), "main")
 
     def on_signal(name: str) -> None:

@@ -3,7 +3,7 @@
 Rules
     1. An event is one line, whatever is in its text. Much of that text is not ours (names that clients and workers
        chose, headers, addresses, errors of libraries about them): everything that is not printable is escaped, so that
-       nobody writes a line that we did not, moves a terminal's cursor or hides what follows. For people, lines of
+       no text adds a line, moves a terminal's cursor or hides what follows. For people, lines of
        tracebacks are set apart; in JSON a traceback is a field.
     2. A line has at most ``LINE_CHARS_MAX`` characters of the event's own words, a field at most ``FIELD_CHARS_MAX``.
     3. Times are UTC, with the date and milliseconds.
@@ -17,6 +17,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
@@ -38,6 +39,9 @@ ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None] 
 
 Field = str | int | float | bool
 
+fields_of_task: ContextVar[Mapping[str, Field]] = ContextVar("fields_of_task", default={})  # noqa: B039 - never changed
+"""What the lines of a task, and of all that it starts, are about: which worker, where a process has several."""
+
 SECOND = "%Y-%m-%dT%H:%M:%S"
 
 
@@ -47,6 +51,14 @@ def about(**fields: Field | None) -> dict[str, Any]:
     What is empty is left out.
     """
     return {"fields": {name: value for name, value in fields.items() if value is not None and value != ""}}
+
+
+def add_fields_of_task(record: logging.LogRecord) -> bool:
+    """Add to a line what its task is about; a filter of handlers."""
+    of_task = fields_of_task.get()
+    if of_task:
+        record.__dict__["fields"] = {**of_task, **fields_of(record)}
+    return True
 
 
 def fields_of(record: logging.LogRecord) -> Mapping[str, Field]:

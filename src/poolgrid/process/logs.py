@@ -28,7 +28,14 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal, NamedTuple, TextIO
 
-from poolgrid.process.log_lines import LINE_CHARS_MAX, Field, JsonFormatter, LineFormatter, fields_of
+from poolgrid.process.log_lines import (
+    LINE_CHARS_MAX,
+    Field,
+    JsonFormatter,
+    LineFormatter,
+    add_fields_of_task,
+    fields_of,
+)
 
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -213,7 +220,7 @@ class BoundedHandler(logging.StreamHandler[TextIO]):
             pass  # there is nowhere to say it
 
     def close(self) -> None:
-        """End; what was left out until now is said."""
+        """End; what was left out so far is logged."""
         self._say_what_was_left_out(float("inf"))
         super().close()
 
@@ -269,6 +276,7 @@ def configure(
     """
     levels = read_levels(level, default)
     handler = BoundedHandler(sys.stderr)
+    handler.addFilter(add_fields_of_task)
     of_process = {} if fields is None else fields
     handler.setFormatter(
         JsonFormatter(process_name, of_process) if log_format == "json" else LineFormatter(process_name)

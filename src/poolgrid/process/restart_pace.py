@@ -2,7 +2,7 @@
 
 Rules
     1. The pause doubles with each death, from ``PAUSE_MIN_S`` to ``PAUSE_MAX_S``. It never ends: what keeps a part from
-       starting (a port that somebody else has, a full disk) may pass, and meanwhile the others serve.
+       starting (a port in use, a full disk) may pass, and meanwhile the others serve.
     2. Each pause is up to a quarter shorter or longer, drawn from the part's name and the number of its death: parts
        that died together do not come back together, and the same run does the same again.
     3. A part that has lived for ``STEADY_S`` since it was ready is taken for well: its next death is its first.
@@ -21,10 +21,10 @@ PAUSE_MAX_S = 15.0
 JITTER = 0.25
 
 STEADY_S = 30.0
-"""Twice the longest pause: a part that dies more often than that goes on waiting longer."""
+"""Twice the longest pause: a part that dies more often than that waits ever longer."""
 
 DEATHS_LOUD = 5
-"""From this death on the log says that the part keeps dying, and that the others serve."""
+"""From this exit on the log warns that the part keeps dying, and that the others serve."""
 
 
 class RestartPace:

@@ -1,7 +1,7 @@
 """systemd's notification protocol: it is told when a process is ready, that it lives, and that it ends.
 
-The protocol is a datagram of ``NAME=value`` lines to the Unix socket in ``NOTIFY_SOCKET`` (sd_notify(3)). Whoever is
-started without that variable tells nobody and pays nothing. Signs of life come from the event loop itself, so that a
+The protocol is a datagram of ``NAME=value`` lines to the Unix socket in ``NOTIFY_SOCKET`` (sd_notify(3)). A process
+started without that variable sends nothing and pays nothing. Signs of life come from the event loop itself, so that a
 loop that hangs is noticed (``WatchdogSec=``), and not only a process that is gone.
 
 The variables are taken out of the environment: what this process starts is not to speak in its name.
@@ -23,7 +23,7 @@ SIGNS_PER_TIMEOUT = 3
 
 
 class ServiceManager:
-    """Whoever watches over this process, at a Unix datagram socket."""
+    """The manager of this process, at a Unix datagram socket."""
 
     def __init__(self, address: str, watchdog_s: float | None = None) -> None:
         """``address`` is a path, or ``@`` and a name; after ``watchdog_s`` of silence the process is ended."""
@@ -76,4 +76,4 @@ class ServiceManager:
 
 
 service_manager: ContextVar[ServiceManager | None] = ContextVar("service_manager", default=None)
-"""The manager of this process, for whoever finds out that it is ready; set where the process begins."""
+"""The manager of this process, for the code that finds out that it is ready; set where the process begins."""

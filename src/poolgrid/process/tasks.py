@@ -1,13 +1,13 @@
 """Every task of every process is started here, so that none dies unobserved.
 
 Rules
-    1. *Supervised* tasks run in the background. One that raises, or is cancelled by nobody, is logged with its place;
-       then it starts again, with a growing pause and a bound, or the process ends in order, as its starter said.
-       Whoever watches the process (systemd, Kubernetes, ``poolgrid up``) starts it again.
-    2. *Owned* tasks have somebody who awaits them, and who gets what they raise.
+    1. *Supervised* tasks run in the background. One that raises, or ends without being cancelled, is logged with its
+       place; then it starts again, with a growing pause and a bound, or the process ends in order, as its starter said.
+       The manager of the process (systemd, Kubernetes, ``poolgrid up``) starts it again.
+    2. *Owned* tasks have a task that awaits them and gets what they raise.
     3. *Detached* tasks belong to something that may cancel them and never awaits them. What they raise is logged with
        its place at once: it is a bug, since such a task deals with what it expects.
-    4. Whoever starts a task keeps it: an event loop alone does not.
+    4. The starter of a task keeps it: an event loop alone does not.
 
 ``asyncio.TaskGroup`` is the other way to own tasks. ``tests/test_architecture.py`` bans the bare ones.
 """
@@ -45,11 +45,12 @@ class Restart:
 
 
 on_fatal: ContextVar[Callable[[str, BaseException], None] | None] = ContextVar("on_fatal", default=None)
-"""Ends the process in order; set by ``poolgrid.process.lifecycle`` for everything that it runs."""
+"""Ends the process in order; set by ``poolgrid.process.lifecycle`` for everything that it runs. A group of workers sets
+it for each worker, to end that worker only."""
 
 
 def owned(work: Coroutine[Any, Any, T], name: str, loop: asyncio.AbstractEventLoop | None = None) -> asyncio.Task[T]:
-    """Start a task that the caller, or somebody it tells, awaits.
+    """Start a task that the caller, or a task it hands it to, awaits.
 
     Who has the running loop may name it: until Python 3.12 each question for it is a system call.
     """
@@ -57,7 +58,7 @@ def owned(work: Coroutine[Any, Any, T], name: str, loop: asyncio.AbstractEventLo
 
 
 def detached(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Start a task that nobody awaits; the caller may cancel it. It costs a callback more than a bare one."""
+    """Start a task that is not awaited; the caller may cancel it. It costs a callback more than a bare one."""
     task = asyncio.get_running_loop().create_task(work, name=name)
     task.add_done_callback(_log_failure)
     return task
@@ -66,9 +67,9 @@ def detached(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
 def end_process(name: str, error: BaseException) -> bool:
     """Have the process end in order, because something that it cannot do without has failed.
 
-    Returns whether somebody will: outside of ``poolgrid.process.lifecycle`` nobody does.
+    Returns whether the process will end: outside of ``poolgrid.process.lifecycle`` it does not.
     """
-    log.critical("task %r failed: this process ends", name, exc_info=error)
+    log.critical("task %r failed: what it is part of ends", name, exc_info=error)
     end = on_fatal.get()
     if end is None:
         return False
@@ -133,7 +134,7 @@ def keep_cancellation() -> Iterator[None]:
 def wait_from_thread(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], name: str, timeout_s: float) -> T:
     """Have work done on a loop and wait for it in this thread; raises what it raises.
 
-    Raises ``TimeoutError`` when it takes longer. It goes on then, and what it raises is logged.
+    Raises ``TimeoutError`` when it takes longer. It continues then, and what it raises is logged.
     """
     future = asyncio.run_coroutine_threadsafe(work, loop)
     try:
@@ -180,7 +181,7 @@ async def _supervise(work: Callable[[], Coroutine[Any, Any, None]], name: str, r
 
 
 def _is_asked_to_end() -> bool:
-    """Tell whether somebody cancelled this task, and not only what it waits for."""
+    """Return whether this task was cancelled, and not only what it waits for."""
     task = asyncio.current_task()
     assert task is not None, "supervision runs in a task"
     return task.cancelling() > 0

@@ -370,7 +370,7 @@ class FairQueue(Generic[T]):
 
     def _key(self, request: QueuedRequest[T]) -> float:
         if self._order is QueueOrder.ARRIVAL:
-            return float(request.arrival)
+            return request.entered_ms
         # Work minus age, compared between two requests, does not depend on now: both age alike.
         return request.uncached_tokens + request.entered_ms * self._aging_tokens_per_ms
 

@@ -320,6 +320,7 @@ class LegPlan:
             stage=stage,
             trace=trace,
             retention=request.retention,
+            turn=request.turn,
         )
 
     def _media_for(self, stage: Stage) -> bytes | None:

@@ -32,6 +32,7 @@ from poolgrid.transport.dealer import connect_dealer
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.requests import Cancel, Drain, FromWorker, Generate, Ping, Pong, TokenBatch, TokenDelta
+from poolgrid.wire.sessions import TurnAnswer
 
 log: Final = logging.getLogger(__name__)
 
@@ -102,6 +103,11 @@ class WorkerLink:
     def cancel(self, request_id: str) -> None:
         """Tell the worker to stop a request; a link that is down forgets its requests anyway."""
         self._dealer.send(codec.to_worker.encode(Cancel(request_id)))
+
+    def answered(self, dispatch_id: str, answer: TurnAnswer) -> None:
+        """Have the worker put the end of a session's turn into the pool's journal; a link that is down loses it."""
+        if self.is_up:
+            self._dealer.send(codec.to_worker.encode(Cancel(dispatch_id, answer)))
 
     def drain(self, timeout_ms: int | None) -> bool:
         """Tell the worker to drain, within ``timeout_ms`` or its own time; return False when it cannot be told now."""

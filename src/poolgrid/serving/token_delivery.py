@@ -35,6 +35,8 @@ class TokenDelivery:
         """The worker that serves, or served last."""
         self.decision_reason = ""
         """Short reason code of the last decision."""
+        self.promised_tokens = 0
+        """Prompt tokens that the worker was believed to hold."""
         self.pool = ""
         """The pools that serve it, where there are several."""
         self.output = bytearray()

@@ -37,7 +37,7 @@ class ReservedPorts:
     def hold(self, port: int = 0) -> int:
         """Keep a port, any free one for 0, and return it.
 
-        One that somebody listens on already cannot be kept: the part that it is for will say so in its own words.
+        One that is in use already cannot be kept: the part that it is for will report that in its own words.
         """
         try:
             held = bind(self._host, port, "port")

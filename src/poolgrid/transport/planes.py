@@ -9,7 +9,7 @@ Rules
     3. Allowed keys are read from their directory again whenever it has changed, at the next handshake. A connection
        that stands is not cut.
     4. A process without a key behaves exactly as plain ZMQ.
-    5. Every socket has a limit for the frames that it takes, whoever sends them: ``FRAME_BYTES_OF_PLANE`` where peers
+    5. Every socket has a limit for the frames that it takes, from any peer: ``FRAME_BYTES_OF_PLANE`` where peers
        connect to it, the contract's where it connects. A peer that sends a larger one loses its connection.
 """
 
@@ -80,7 +80,7 @@ class KeyPair(NamedTuple):
 
 
 class CurveKeys:
-    """The keys of a process: its own pair, the servers' public key, and who may connect."""
+    """The keys of a process: its own pair, the servers' public key, and the peers that may connect."""
 
     def __init__(self, own: KeyPair, server: bytes, allowed_directory: Path | None) -> None:
         self.own = own
@@ -200,7 +200,7 @@ class PlaneSocket(zmq.Socket[bytes]):
         return self._events is not None
 
     def watch_as_client(self, what: str) -> None:
-        """Log when ``what`` lets nobody in with our key, or speaks another security than we do."""
+        """Log when ``what`` refuses our key, or uses another security than we do."""
 
         def on_event(frames: list[bytes]) -> None:
             event = parse_monitor_message(frames)
@@ -274,7 +274,7 @@ class PlaneContext(zmq.Context[PlaneSocket]):
             self._zap = CallbackSocket(socket, self._on_zap)
 
     def end_zap(self) -> None:
-        """Stop judging, before the context ends; who connects then is refused."""
+        """Stop judging, before the context ends; a peer that connects then is refused."""
         zap, self._zap = self._zap, None
         if zap is not None:
             zap.close()

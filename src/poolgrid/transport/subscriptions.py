@@ -47,7 +47,7 @@ class Subscriptions:
         """By descriptor: whose connection it is, and how many topics that one has named."""
         self._topic = topic
         self._wanted: set[bytes] = set()
-        """Subscriptions by which somebody hears the topic: beginnings of it, so they are few."""
+        """Subscriptions that match the topic: beginnings of it, so they are few."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled = False
         socket.setsockopt(zmq.RCVHWM, QUEUED_MAX)

@@ -1,8 +1,8 @@
 """A ZMQ socket on the event loop: callbacks in, non-blocking sends out.
 
 ``zmq.asyncio`` makes a future per message; a router that receives one frame per engine step from hundreds of workers
-does better with a plain callback. ZMQ's file descriptor is edge-triggered: it signals a *change*, so whoever is told
-must read until nothing is left, and must look again after every send. These classes do both.
+does better with a plain callback. ZMQ's file descriptor is edge-triggered: it signals a *change*, so a reader that is
+told must read until nothing is left, and must look again after every send. These classes do both.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ BATCH_MESSAGES_MAX = 64
 30 microseconds of work, with a router in the same process."""
 
 BATCH_LOOKS = 4
-"""The same as ``LOOKS`` for a batch, at whose end nobody sends: the exception costs as much as six questions."""
+"""The same as ``LOOKS`` for a batch, at whose end no peer sends: the exception costs as much as six questions."""
 
 BATCH_BYTES_MAX = 2 * 1024
 """Bytes handed over at once, and the rest of the last message: 256 blocks are half a millisecond of work, with a router
-in the same process. Tokens of requests wait for that, in every turn while workers tell of all they hold."""
+in the same process. Tokens of requests wait for that, in every turn while workers list all they hold."""
 
 
 def receive_frames(socket: zmq.Socket[bytes], flags: int) -> list[bytes]:
@@ -350,12 +350,12 @@ PROBES_MAX = 3
 """Probes that may stay without an answer: 25 s after it fell silent a machine that is gone is known to be."""
 
 UNACKNOWLEDGED_S = 25
-"""As long, where something was sent that nobody acknowledges: nothing is probed then, and by itself the kernel sends it
+"""As long, where something was sent that is not acknowledged: nothing is probed then, and by itself the kernel sends it
 again for a quarter of an hour, also after the name of the machine has come to mean another one."""
 
 
 def look_again_soon(socket: zmq.Socket[Any]) -> None:
-    """Apply these times to a socket of libzmq; its own pauses never grow, and it probes nobody."""
+    """Apply these times to a socket of libzmq; its own pauses never grow, and it probes no peer."""
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)

@@ -4,7 +4,7 @@
 thread and several system calls for every message; a connection that the event loop reads by itself needs neither.
 
 Rules
-    1. A peer is believed once its greeting and its ``READY`` have come: it speaks at least ZMTP 3.0, without security,
+    1. A peer is accepted once its greeting and its ``READY`` have come: it has at least ZMTP 3.0, without security,
        and is a ROUTER. What it sends before is a fault.
     2. A frame is a message, whether or not further frames follow it.
     3. Nothing is kept for a frame that is longer than the limit: its header is a fault already.
@@ -251,7 +251,7 @@ class ZmtpConnection(asyncio.Protocol):
         self.write: Callable[[bytes], None] = _write_nowhere
         """Sends bytes: the transport's own, as soon as there is one."""
         self._out: list[bytes] = []
-        """Frames that leave together, once everybody whose turn it is has had it."""
+        """Frames that leave together, once all whose turn it is have had it."""
         self._hand_over = hand_over
         self._session = Session(FRAME_BYTES_MAX)
         self.waiting: deque[bytes] = deque()

@@ -1,7 +1,7 @@
 """Addresses that one process gives another: what they must look like before anybody opens a socket to them.
 
-A worker's card, a sources file and a command line all carry addresses that somebody else will connect to. ZMQ says what
-is wrong with one only when a socket is made, in the process of whoever reads it; these checks say it at the door. They
+A worker's card, a sources file and a command line all carry addresses that other processes connect to. ZMQ reports what
+is wrong with one only when a socket is made, in the process that reads it; these checks report it at the door. They
 look at the form alone: whether anybody listens there is found out by connecting.
 
 Each ``..._problem`` returns why an address cannot be used, in words that follow the address (``'tcp://w' names no
@@ -14,7 +14,7 @@ import re
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
 PORT_MAX = 65_535
-"""TCP ports are 16 bits; 0 means "any free one" and nobody can connect to it."""
+"""TCP ports are 16 bits; 0 means "any free one" and cannot be connected to."""
 
 HOST_CHARS_MAX = 253
 """Longest name in the DNS (RFC 1035, in its text form)."""
@@ -32,7 +32,7 @@ IPC_PATH_BYTES_MAX = 107
 
 
 def host_problem(host: str) -> str | None:
-    """Say why nobody can connect to a host (no brackets around IPv6), or ``None``."""
+    """Return why a host (no brackets around IPv6) cannot be connected to, or ``None``."""
     if not host:
         return "names no host"
     if len(host) > HOST_CHARS_MAX:
@@ -61,7 +61,7 @@ def host_problem(host: str) -> str | None:
 
 
 def zmq_endpoint_problem(endpoint: str, local: bool = False) -> str | None:
-    """Say why nobody can connect to a ZMQ endpoint, or ``None``.
+    """Return why a ZMQ endpoint cannot be connected to, or ``None``.
 
     Endpoints are ``tcp://host:port``; with ``local``, where both ends may be on one machine, ``ipc://path`` too.
     """
@@ -89,7 +89,7 @@ def ip_endpoint_problem(endpoint: str) -> str | None:
 
 
 def http_url_problem(url: str) -> str | None:
-    """Say why nobody can ask an HTTP server at a base URL, ``http[s]://host[:port][/path]``, or ``None``."""
+    """Return why no HTTP server can be reached at a base URL, ``http[s]://host[:port][/path]``, or ``None``."""
     for scheme in ("http://", "https://"):
         if url.startswith(scheme):
             place, slash, path = url.removeprefix(scheme).partition("/")

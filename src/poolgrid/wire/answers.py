@@ -104,6 +104,8 @@ class WorkerRow(AnswerRow, frozen=True, kw_only=True):
     last_event_ms_ago: float | None
     http_endpoint: str
     stream: StreamRow
+    verdict: str = ""
+    """Cause that the checks of `poolgrid doctor` name."""
 
 
 class LoadingRow(AnswerRow, frozen=True, kw_only=True):
@@ -116,7 +118,7 @@ class LoadingRow(AnswerRow, frozen=True, kw_only=True):
     done_bytes: int
     total_bytes: int
     left_bytes: int
-    """Of this phase; 0 where nobody says how many it has."""
+    """Of this phase; 0 where it is not reported."""
 
 
 class WorkerList(AnswerRow, frozen=True, kw_only=True):
@@ -127,10 +129,36 @@ class WorkerList(AnswerRow, frozen=True, kw_only=True):
     queue: QueueRow
     data: list[WorkerRow]
     loading: list[LoadingRow] = []
+    uncached_tokens: dict[str, int] = {}
+    """Prompt tokens computed since the router started, by cause."""
+
+
+class VerdictRow(AnswerRow, frozen=True, kw_only=True):
+    """The verdict on one worker: what was promised and reported, and why they differ."""
+
+    worker: str
+    cause: str
+    is_fault: bool
+    meaning: str
+    evidence: list[str]
+    fix: str
+    first_request: str
+    requests: int
+    promised_tokens: int
+    reported_tokens: int
+
+
+class DoctorAnswer(AnswerRow, frozen=True, kw_only=True):
+    """Answer of a router's ``GET /v1/doctor``."""
+
+    object: str = "list"
+    data: list[VerdictRow]
+    uncached_tokens: dict[str, int]
 
 
 class DrainAnswer(AnswerRow, frozen=True, kw_only=True):
-    """Answer of ``POST /v1/workers/{worker_id}/drain``: who was told, and how long it may take if that was said."""
+    """Answer of ``POST /v1/workers/{worker_id}/drain``: which processes were asked, and how long it may take if that
+    is known."""
 
     worker_id: str
     timeout_ms: int | None
@@ -151,6 +179,41 @@ class DecisionRow(AnswerRow, frozen=True, kw_only=True):
     cost: float | None
     candidates: int
     realised_cached_tokens: int | None
+    session: str = ""
+
+
+class SessionRow(AnswerRow, frozen=True, kw_only=True):
+    """One session of a pool."""
+
+    session: str
+    tenant: str
+    """Hash of the tenant's name, 16 hexadecimal digits; empty without API keys."""
+    parent: str
+    state: str
+    """``running``, ``waiting`` (in its engine) or ``idle``."""
+    turns: int
+    footprint_blocks: int
+    """Over all workers."""
+    workers: dict[str, int]
+    """Blocks by worker, that of the latest turn first."""
+    isl: int
+    cached_tokens: int
+    last_request_id: str
+    last_ms_ago: int
+    expected_return_ms: int | None
+    """Until its next turn, 0 where it runs or is overdue; ``null`` = unknown."""
+    gaps_ms: dict[str, int]
+    """Smoothed time to the next turn, by how the turn before ended; only kinds that occurred."""
+
+
+class SessionList(AnswerRow, frozen=True, kw_only=True):
+    """Answer of ``GET /v1/sessions``, the latest first."""
+
+    object: str = "list"
+    offset: int
+    total: int
+    """Sessions that are known."""
+    data: list[SessionRow]
 
 
 class DecisionList(AnswerRow, frozen=True, kw_only=True):
@@ -190,7 +253,7 @@ class MediaRow(AnswerRow, frozen=True, kw_only=True):
 
     items: int
     compared_blocks: int
-    """Leading blocks of the prompt whose names are known: they end at a medium whose tokens nobody can count."""
+    """Leading blocks of the prompt whose names are known: they end at a medium whose tokens cannot be counted."""
 
 
 class RetainedRow(AnswerRow, frozen=True, kw_only=True):
@@ -214,6 +277,26 @@ class RetentionRow(AnswerRow, frozen=True, kw_only=True):
     decode_duration_ms: int | None
 
 
+class LegRow(AnswerRow, frozen=True, kw_only=True):
+    """What serving a request in one leg, or in two, was expected to cost on the best worker."""
+
+    cost_ms: float
+    weight: float
+    """Of the last term in the cost; the others count as they are."""
+    terms: dict[str, float]
+    """``queue_ms``, ``prompt_ms``, and ``pause_ms`` of others (one leg) or ``transfer_ms`` (two)."""
+
+
+class LegsRow(AnswerRow, frozen=True, kw_only=True):
+    """Why a request has one leg or two."""
+
+    reason: str
+    """``local_prefill``, ``overflow``, ``no_prefill_worker`` (one leg) or ``disaggregated`` (two)."""
+    one: LegRow | None
+    """``None`` = no worker took it then."""
+    two: LegRow | None
+
+
 class DecisionExplanation(DecisionRow, frozen=True, kw_only=True):
     """Everything about one decision."""
 
@@ -233,6 +316,8 @@ class DecisionExplanation(DecisionRow, frozen=True, kw_only=True):
     """Only when it was read from a decision journal."""
     media: MediaRow | UnsetType = UNSET
     """Only of a request with media."""
+    legs: LegsRow | UnsetType = UNSET
+    """Only where one leg and two were possible."""
     retention: RetentionRow | UnsetType = UNSET
     """Only where it is learned, and pays."""
 
@@ -512,7 +597,7 @@ class NamedRow(AnswerRow, frozen=True, kw_only=True):
     instance: str
     endpoints: dict[str, str]
     started_ms: int
-    """Unix time at which this life of it registered; 0 = nobody knows."""
+    """Unix time at which this life of it registered; 0 = unknown."""
     lease_ms: int
 
 

@@ -1,4 +1,4 @@
-"""What a worker says of itself when it joins a pool, and what its card must look like by itself.
+"""What a worker declares when it joins a pool, and what its card must look like by itself.
 
 A card is copied into the journal and from there into every router, which connect to the addresses in it and show the
 names in it to people. So it is checked in every door that cards come through: the consolidator's, the sources file's,
@@ -43,7 +43,7 @@ ToolCallParser = Literal[
 ]
 
 AUTO = "auto"
-"""Nobody says: what the workers name, else what the template and the vocabulary show."""
+"""Not given: what the workers name, else what the template and the vocabulary show."""
 
 REASONING_PARSERS: tuple[str, ...] = get_args(ReasoningParser)
 TOOL_CALL_PARSERS: tuple[str, ...] = get_args(ToolCallParser)

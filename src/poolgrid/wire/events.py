@@ -17,8 +17,20 @@ import msgspec
 from msgspec import Meta
 
 from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.identifiers import U32, U64, Identifier, PackedHashes, StreamState, Text, Tier, WorkerId, WorkerKey
-from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX
+from poolgrid.wire.identifiers import (
+    U32,
+    U64,
+    GroupNumber,
+    Identifier,
+    PackedHashes,
+    StreamState,
+    Text,
+    Tier,
+    WorkerId,
+    WorkerKey,
+)
+from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX, GROUPS_PER_WORKER_MAX
+from poolgrid.wire.sessions import SessionTurn, TurnAnswer
 
 
 class Event(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
@@ -46,12 +58,17 @@ class WorkerLeft(Event, frozen=True):
 
 @final
 class BlocksStored(Event, frozen=True):
-    """A chain of blocks became reusable on one tier; each hash continues the one before, the first ``parent``."""
+    """A chain of blocks became reusable on one tier; each hash continues the one before, the first ``parent``.
+
+    In another group than 0 the blocks need not follow each other, and ``parent`` means nothing.
+    """
 
     parent: U64 | None
     sequence_hashes: PackedHashes
     """u64 little-endian, 8 bytes each (``poolgrid.wire.hashing.pack_hashes``)."""
     tier: Tier = Tier.DEVICE
+    group: GroupNumber = 0
+    """KV group that holds the blocks: 0 = full attention, others as in ``GroupsReported``."""
 
 
 @final
@@ -60,6 +77,7 @@ class BlocksRemoved(Event, frozen=True):
 
     sequence_hashes: PackedHashes
     tier: Tier = Tier.DEVICE
+    group: GroupNumber = 0
 
 
 @final
@@ -78,7 +96,7 @@ class RequestStarted(Event, frozen=True):
     active_blocks: U32
     """Blocks that the request occupies now, shared ones included."""
     cached_later: bool = False
-    """Whether ``cached_tokens`` is an estimate: the engine says only at the end how much it reused
+    """Whether ``cached_tokens`` is an estimate: the engine reports only at the end how much it reused
     (``RequestFinished.cached_tokens``)."""
 
 
@@ -105,7 +123,7 @@ class RequestFinished(Event, frozen=True):
     reason: Text
     """``stop``, ``length``, ``cancelled``, ``error`` or ``migrated``."""
     cached_tokens: U32 | None = None
-    """Prompt tokens that were reused, where the engine says so only at the end."""
+    """Prompt tokens that were reused, where the engine reports them only at the end."""
 
 
 @final
@@ -141,6 +159,7 @@ class BlocksShared(Event, frozen=True):
 
     sequence_hashes: PackedHashes
     tier: Tier = Tier.DEVICE
+    group: GroupNumber = 0
 
 
 @final
@@ -149,15 +168,55 @@ class BlocksReleased(Event, frozen=True):
 
     sequence_hashes: PackedHashes
     tier: Tier = Tier.DEVICE
+    group: GroupNumber = 0
 
 
 @final
 class StreamStateChanged(Event, frozen=True):
-    """The consolidator says how far the stream of one of the worker's sources can be trusted from here on."""
+    """The consolidator's verdict on how far the stream of one of the worker's sources can be trusted from here on."""
 
     source: Identifier
     state: StreamState
     reason: Text = ""
+
+
+@final
+class TurnBegan(Event, frozen=True):
+    """The worker accepted a dispatch of a session's turn; before its ``RequestStarted``."""
+
+    request_id: Identifier
+    isl: U32
+    """Prompt tokens."""
+    turn: SessionTurn
+
+
+@final
+class TurnEnded(Event, frozen=True):
+    """A router has seen the whole answer of a turn: a prompt that repeats it continues the session."""
+
+    answer: TurnAnswer
+
+
+class KvGroup(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What a KV group other than full attention must hold so that a prompt can be resumed at a block boundary.
+
+    Layers with a sliding window need the last blocks before the boundary, layers with a state the last one.
+    """
+
+    needed_blocks: U32
+    """Blocks before the boundary, fewer where the prompt has fewer; 0 = not known, nothing can be resumed."""
+    stride_blocks: U32 = 1
+    """Blocks of the index in a block of the group: it is held under the last of them, and can be resumed only there."""
+
+
+@final
+class GroupsReported(Event, frozen=True):
+    """The model has several KV groups; replaces the report before. Without one a worker has group 0 alone."""
+
+    groups: Annotated[tuple[KvGroup, ...], Meta(max_length=GROUPS_PER_WORKER_MAX)]
+    """Groups 1, 2 and so on; groups with equal needs are one, which holds what all of them hold."""
+    has_full_attention: bool = True
+    """Whether group 0 takes part; without it a prompt can be resumed though no other block is held."""
 
 
 AnyEvent = (
@@ -177,6 +236,9 @@ AnyEvent = (
     | BlocksShared
     | BlocksReleased
     | StreamStateChanged
+    | TurnBegan
+    | TurnEnded
+    | GroupsReported
 )
 
 

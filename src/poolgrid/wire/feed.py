@@ -13,9 +13,10 @@ import msgspec
 from msgspec import Meta
 
 from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.events import LoadReported
-from poolgrid.wire.identifiers import U32, U64, Identifier, PackedHashes, StreamState, Text, Tier
+from poolgrid.wire.events import GroupsReported, LoadReported
+from poolgrid.wire.identifiers import U32, U64, GroupNumber, Identifier, PackedHashes, StreamState, Text, Tier
 from poolgrid.wire.limits import REPLAY_RECORDS_MAX, SNAPSHOT_CHAINS_PER_PART_MAX, SOURCES_PER_WORKER_MAX
+from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 
 
 class Replay(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -56,6 +57,7 @@ class BlockChain(msgspec.Struct, array_like=True, frozen=True, gc=False):
     parent: U64 | None
     sequence_hashes: PackedHashes
     tier: Tier = Tier.DEVICE
+    group: GroupNumber = 0
 
 
 class RequestState(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -90,6 +92,8 @@ class WorkerState(msgspec.Struct, array_like=True, frozen=True):
     restating: bool = False
     """Between ``SnapshotBegan`` and ``SnapshotEnded``."""
     streams: Annotated[list[SourceStream], Meta(max_length=SOURCES_PER_WORKER_MAX)] = []
+    groups: GroupsReported | None = None
+    """``None`` = full attention alone."""
 
 
 class SnapshotPart(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -105,6 +109,8 @@ class SnapshotPart(msgspec.Struct, array_like=True, frozen=True, tag=True):
     chains: Annotated[list[tuple[U32, BlockChain]], Meta(max_length=SNAPSHOT_CHAINS_PER_PART_MAX)]
     """(position in part 0's ``workers``, chain), in order of arrival: a parent that went away and came back may come
     after its children."""
+    sessions: SessionsSnapshot = NO_SESSIONS
+    """All sessions of the pool; only in part 0."""
 
 
 FromFeed = Records | TooOld | SnapshotPart

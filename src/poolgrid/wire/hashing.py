@@ -30,7 +30,7 @@ CUT_BLOCKS: Final = 32
 """Blocks of a prompt that are cut out at a time; for each there is a word of a format, kept ready."""
 
 BLOCK_SIZES_MAX: Final = 16
-"""Block sizes whose formats are kept ready; those of more are made anew, in some microseconds."""
+"""Block sizes whose formats are kept ready; those of more are made again, in some microseconds."""
 
 _U64: Final = 2**64
 _LONG_TOKENS: Final = 256

@@ -1,4 +1,4 @@
-"""The names by which processes speak of workers, blocks and positions in streams.
+"""The names by which processes name workers, blocks and positions in streams.
 
 A *block hash* names the content of one block, a *sequence hash* a block and all blocks before it (a whole prefix), an
 *engine hash* is an engine's own name for a block, mapped at the edge and never sent to routers: all u64. An *epoch* is
@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from poolgrid.wire.limits import (
     BLOCKS_PER_EVENT_MAX,
+    GROUPS_PER_WORKER_MAX,
     IDENTIFIER_BYTES_MAX,
     MULTIMODAL_BYTES_MAX,
     OPAQUE_BYTES_MAX,
@@ -43,6 +44,9 @@ Text = Annotated[str, Meta(max_length=TEXT_CHARS_MAX)]
 
 PackedHashes = Annotated[bytes, Meta(max_length=8 * BLOCKS_PER_EVENT_MAX)]
 """u64 little-endian hashes, 8 bytes each; the codec checks that the length is a multiple of 8."""
+
+GroupNumber = Annotated[int, Meta(ge=0, le=GROUPS_PER_WORKER_MAX)]
+"""A KV group of a worker's model; 0 is full attention."""
 
 PackedTokens = Annotated[bytes, Meta(max_length=4 * PROMPT_TOKENS_MAX)]
 """u32 little-endian token ids, 4 bytes each; the codec checks that the length is a multiple of 4."""
@@ -97,7 +101,7 @@ class Stage(IntEnum):
     PREFILL = 1
     """Context only: compute the prompt, generate one token, keep the KV blocks for the decode worker."""
     DECODE = 2
-    """Generation only: take the KV blocks that a prefill worker offers, go on after its first token."""
+    """Generation only: take the KV blocks that a prefill worker offers, continue after its first token."""
     ENCODE = 3
     """Media only: compute their embeddings and keep them for the worker that computes the prompt."""
 

@@ -1,4 +1,4 @@
-"""What a worker's engine cannot do, as its card says it, and whether a request asks for it. Pure."""
+"""What a worker's engine cannot do, as its card declares it, and whether a request asks for it. Pure."""
 
 from __future__ import annotations
 

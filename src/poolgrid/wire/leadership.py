@@ -1,4 +1,4 @@
-"""Who writes a pool's journal, where several may: the entry by which a consolidator says that it is the one.
+"""Which consolidator writes a pool's journal, where several may: the entry by which one claims it.
 
 The entry lies in the key-value bucket of the pool and goes when its writer does not renew it in time. Workers push to
 the ``ingest`` of the active consolidator, and routers follow its ``feed`` and ask its ``query``.

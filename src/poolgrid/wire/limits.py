@@ -46,7 +46,7 @@ TRACEPARENT_CHARS_MAX = 55
 """The span that a message was sent from, as version 00 of W3C's Trace Context writes it."""
 
 TRACE_STATE_CHARS_MAX = 512
-"""What tracing systems give on beside it: as much as W3C has everybody give on."""
+"""What tracing systems give on beside it: as much as W3C asks of everyone."""
 
 RETAINED_RANGES_MAX = 64
 """Ranges of one prompt whose blocks are to stay longer or shorter than others: a system prompt, tools, documents."""
@@ -139,7 +139,7 @@ WORKERS_EXCLUDED_MAX = 1024
 """Workers that one ``Select`` may exclude: every worker that failed a request, of a large pool."""
 
 REFUSAL_REASONS_MAX = 256
-"""Workers that one refusal explains; more of them nobody reads."""
+"""Workers that one refusal explains; more of them are not read."""
 
 RENEWALS_MAX = 65_536
 """Reservations in one ``Renew``; the sender splits."""
@@ -147,8 +147,17 @@ RENEWALS_MAX = 65_536
 DRAIN_TIMEOUT_MS_MAX = 86_400_000
 """Longest that a worker may be told to drain: a day, in which the longest answer ends."""
 
+GROUPS_PER_WORKER_MAX = 15
+"""KV groups of a worker besides full attention that differ in what they need; models have one to three."""
+
 POOL_MODELS_MAX = 1024
 """Models that one pool may report."""
+
+SESSION_FOOTPRINTS_MAX = 8
+"""Worker ranks on which a session's blocks are remembered, the latest."""
+
+SESSION_TAILS_MAX = 4
+"""Turns of a session from which forks are recognised, the latest."""
 
 U64_MAX = 2**64 - 1
 """Hashes, epochs, sequence numbers and offsets are unsigned 64-bit."""

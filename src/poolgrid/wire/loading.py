@@ -4,7 +4,7 @@
    again (``TELL_EVERY_S``). There is no answer. With ``Hello`` it becomes a member, and says no more.
 2. The consolidator keeps the last word of each for ``LOADING_TTL_S``, and publishes all of them beside the feed, under
    ``LOADING_TOPIC``, whenever it has been told something. Readers keep the last list as long.
-3. What is lost is said again. Nothing is decided by it: who loads is not there to be chosen.
+3. What is lost is sent again. Nothing is decided by it: a worker that loads cannot be chosen.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TELL_EVERY_S = 1.0
 """People look at it; a load takes minutes."""
 
 LOADING_TTL_S = 5.0
-"""Five words in a row are lost before somebody that loads is thought gone."""
+"""Five words in a row are lost before a worker that loads counts as gone."""
 
 LOADING_WORKERS_MAX = 4096
 """Loading at a time in one pool; of more the rest is not shown."""
@@ -42,7 +42,7 @@ class LoadingWorker(msgspec.Struct, array_like=True, frozen=True):
     """``wait``, ``fetch``, ``verify``, ``load``, ``warm_up``."""
     done_bytes: U64
     total_bytes: U64
-    """Of the phase; 0 = nobody says."""
+    """Of the phase; 0 = not reported."""
 
 
 class LoadingWorkers(msgspec.Struct, array_like=True, frozen=True):

@@ -1,8 +1,8 @@
-"""What a process says of itself under its name: the entry that a directory or a key-value bucket keeps for its lease.
+"""What a process publishes under its name: the entry that a directory or a key-value bucket keeps for its lease.
 
-An entry is JSON, so that people can read it where it lies. It is written by whoever may write there and read by others,
-so nothing of it is believed before it was checked: a reader refuses an entry with the field and its value, and goes on
-with the next.
+An entry is JSON, so that people can read it where it lies. It is written by all that may write there and read by
+others, so nothing of it is used before it was checked: a reader refuses an entry with the field and its value, and
+continues with the next.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEASE_MS_MAX = 600_000
 SHOWN_CHARS = 80
 
 UNKNOWN_START = "0000"
-"""How a life begins of which nobody knows when it began: as time this is the first three days of 1970."""
+"""How a life with an unknown start begins: as time this is the first three days of 1970."""
 
 _LIFE = re.compile(r"[0-9a-f]{24}")
 
@@ -48,7 +48,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     life: str
     """24 hexadecimal digits: when it began in nanoseconds, then chance; a later life sorts after an earlier one.
 
-    Where nobody knows when it began it starts with ``UNKNOWN_START``.
+    Where its start is unknown it starts with ``UNKNOWN_START``.
     """
     endpoints: Annotated[dict[str, str], msgspec.Meta(max_length=ENDPOINTS_MAX)]
     """Addresses by endpoint, ``tcp://`` or ``http(s)://``."""
@@ -62,7 +62,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def started_ms(self) -> int:
-        """Return when this life began, as Unix time; 0 = nobody knows."""
+        """Return when this life began, as Unix time; 0 = unknown."""
         return 0 if self.life.startswith(UNKNOWN_START) else int(self.life[:16], 16) // 1_000_000
 
     def name(self, endpoint: str) -> EndpointName:

@@ -23,7 +23,7 @@ OBJECT_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 """What stands before a request's name in the ids of OpenAI's and Anthropic's objects."""
 
 SECRET_BYTES: Final = 12
-"""Of the id of a response that is kept: ``resp_NAME_`` and so many random bytes, as nobody else may guess it."""
+"""Of the id of a response that is kept: ``resp_NAME_`` and so many random bytes, so that it cannot be guessed."""
 
 _SECRET: Final = re.compile(rf"_[0-9a-f]{{{2 * SECRET_BYTES}}}$")
 
@@ -52,13 +52,18 @@ def dispatch_of(name: str) -> tuple[str, int]:
     return name, 0
 
 
+def request_of(name: str) -> str:
+    """Return the request of a dispatch."""
+    return dispatch_of(name)[0] if SEPARATOR in name else name
+
+
 def name_of(request_id: str) -> str:
     """Return what the client calls a request, given its id or that of a dispatch; the unique part if it has no name."""
     return request_id.partition(SEPARATOR)[0]
 
 
 def spellings(asked: str) -> tuple[str, ...]:
-    """Return the names that somebody may mean who writes ``asked``, the likeliest first.
+    """Return the names that ``asked`` may stand for, the likeliest first.
 
     People have the header's name, the ``id`` of an answer's body (``chatcmpl-NAME``), or what lists and logs show:
     a request's id, or that of one of its dispatches.

@@ -26,6 +26,7 @@ from poolgrid.wire.limits import (
     TOKEN_DELTAS_PER_BATCH_MAX,
     TOKENS_TOGETHER_MAX,
 )
+from poolgrid.wire.sessions import SessionTurn, TurnAnswer
 from poolgrid.wire.trace_context import TraceContext
 
 Guide = Annotated[str, Meta(max_length=GUIDE_BYTES_MAX)]
@@ -90,23 +91,23 @@ class Routing(msgspec.Struct, array_like=True, frozen=True, gc=False):
     lora_name: Identifier = ""
     cache_salt: Identifier = ""
     emitted_tokens: U32 = 0
-    """Tokens at the end of ``token_ids`` that the client already has (a migrated request). A guide goes on after
-    them; a worker that would begin it anew refuses."""
+    """Tokens at the end of ``token_ids`` that the client already has (a migrated request). A guide continues after
+    them; a worker that would begin it again refuses."""
     overlap_tokens: U32 = 0
     """Prompt tokens that the router expects to be reused."""
     expected_prefill_tokens: U32 | None = None
-    """What the router believes the rank has still to compute for others. A worker that has promised far more refuses,
-    and says how much (``TokenDelta.booked_prefill_tokens``); ``None`` = it must not refuse for that."""
+    """What the rank, by the router's count, has still to compute for others. A worker that has promised far more
+    refuses, and says how much (``TokenDelta.booked_prefill_tokens``); ``None`` = it must not refuse for that."""
     tokens_together: Annotated[int, Meta(ge=1, le=TOKENS_TOGETHER_MAX)] = 1
-    """Up to how many tokens of several engine steps may come in one delta: more than 1 where nobody reads the answer
+    """Up to how many tokens of several engine steps may come in one delta: more than 1 where the answer is not read
     before its end. The first token, and the end, are never kept back."""
 
 
 Retention = Annotated[int, Meta(ge=0, le=100)]
-"""How long a block stays in a cache, against others: of two that nobody holds the lower one goes first."""
+"""How long a block stays in a cache, against others: of two that no request holds the lower one goes first."""
 
 RETENTION_DEFAULT = 35
-"""What blocks have that nobody spoke of; TensorRT-LLM's own."""
+"""What blocks have that no request named; TensorRT-LLM's own."""
 
 
 class RetainedTokens(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -117,7 +118,7 @@ class RetainedTokens(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Exclusive; ``None`` = to the end of the prompt."""
     priority: Retention = RETENTION_DEFAULT
     duration_ms: U32 | None = None
-    """From when nobody holds the block any more; ``None`` = for as long as it is there."""
+    """From when no request holds the block any more; ``None`` = for as long as it is there."""
 
 
 class KvRetention(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -179,15 +180,19 @@ class Generate(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False)
     """An encoded ``poolgrid.wire.multimodal.MultimodalInput``; never with a decode leg."""
     stage: Stage = Stage.WHOLE
     trace: TraceContext | None = None
-    """The router's span of this leg, for a request that is traced; ``None`` where nobody traces."""
+    """The router's span of this leg, for a request that is traced; ``None`` without tracing."""
     retention: KvRetention | None = None
     """How long its blocks stay cached; ``None`` = as long as others."""
+    turn: SessionTurn | None = None
+    """The session that it is a turn of, for the worker's events and its engine; ``None`` = of none."""
 
 
 class Cancel(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
     """Stop a request and free its blocks; answered by a final delta with finish reason ``cancelled``."""
 
     request_id: Identifier
+    answered: TurnAnswer | None = None
+    """What the router saw of the whole answer, for the pool's journal; the request is over then, and nothing stops."""
 
 
 class Ping(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
@@ -238,9 +243,9 @@ class FinishReason(StrEnum):
     ERROR = "error"
     """It failed, or was refused: ``RefusalKind`` says what the router may do next."""
     PREFILLED = "prefilled"
-    """The prompt is computed; another worker goes on with ``disaggregated_params``."""
+    """The prompt is computed; another worker continues with ``disaggregated_params``."""
     ENCODED = "encoded"
-    """The images are encoded; who computes the prompt goes on with ``disaggregated_params``."""
+    """The images are encoded; the worker that computes the prompt continues with ``disaggregated_params``."""
     EXPIRED = "expired"
     """What a leg kept for another worker was not taken in time; in events only."""
     MIGRATED = "migrated"
@@ -248,18 +253,18 @@ class FinishReason(StrEnum):
 
 
 class RefusalKind(StrEnum):
-    """Why a worker does not go on with a leg; the kinds differ in what the router does next."""
+    """Why a worker does not continue a leg; the kinds differ in what the router does next."""
 
     BUSY = "busy"
-    """It has no room now. Another worker may have; nobody is to blame."""
+    """It has no room now. Another worker may have; it is no fault."""
     DRAINING = "draining"
-    """It takes nothing new before it leaves. Another worker may; nobody is to blame."""
+    """It takes nothing new before it leaves. Another worker may; it is no fault."""
     CROWDED = "crowded"
     """It has promised more than the router knew: the router chooses again, knowing ``booked_prefill_tokens``."""
     CANNOT_DO = "cannot-do"
-    """It lacks what the request asks for. Another worker may have it; when none has, the client is to mend it."""
+    """It lacks what the request asks for. Another worker may have it; when none has, the client must change it."""
     INVALID = "invalid"
-    """No worker takes such a request: it ends here, and the client is to mend it."""
+    """No worker takes such a request: it ends here, and the client must change it."""
     BROKEN = "broken"
     """It failed at what it should have done. Another worker may succeed; this one, and its pool, are to blame."""
 
@@ -272,7 +277,7 @@ class TokenDelta(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Index of the first new token among this dispatch's output: a hole or an overlap shows loss or duplication."""
     token_ids: PackedTokens
     finish_reason: FinishReason | None = None
-    """``None`` while the request goes on here."""
+    """``None`` while the request runs here."""
     cached_tokens: U32 | None = None
     """Prompt tokens that were reused; set on the first delta."""
     error: Text | None = None

@@ -68,7 +68,7 @@ class Select(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
     media_kinds: Annotated[tuple[Identifier, ...], Meta(max_length=MEDIA_KINDS_MAX)] = ()
     """Kinds of media that the worker must take."""
     trace: TraceContext | None = None
-    """The asker's span of this question, for a request that is traced; ``None`` where nobody traces."""
+    """The asker's span of this question, for a request that is traced; ``None`` without tracing."""
     seed: U64 = 0
     """Of the hashes (``poolgrid.wire.hashing.hash_seed``) of a request with an adapter or a cache salt; 0 = neither."""
 
@@ -91,7 +91,7 @@ class Reservation(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Renew(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
-    """These dispatches are still wanted: their leases begin anew."""
+    """These dispatches are still needed: their leases begin again."""
 
     reservations: Annotated[tuple[Reservation, ...], Meta(max_length=RENEWALS_MAX)]
 
@@ -120,7 +120,7 @@ class Selected(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False)
     """The worker's request plane."""
     epoch: U64
     overlap_blocks: U32
-    """Leading blocks of the prompt that the worker is believed to hold."""
+    """Leading blocks of the prompt that the worker is thought to hold."""
     block_size: U32
     reason: Text
     """Short reason code of the choice."""
@@ -197,9 +197,9 @@ class ModelStatus(msgspec.Struct, array_like=True, frozen=True):
     roles: Annotated[tuple[RoleStatus, ...], Meta(max_length=len(Role))]
     loras: Annotated[tuple[Identifier, ...], Meta(max_length=LORAS_PER_WORKER_MAX)] = ()
     media: MediaSpec = MediaSpec()
-    """Media that it takes, as its workers' cards say."""
+    """Media that it takes, as its workers' cards declare."""
     chat: ChatSpec = NO_CHAT_SPEC
-    """How its chats are written and read, as its workers' cards say."""
+    """How its chats are written and read, as its workers' cards declare."""
     aliases: Annotated[tuple[Identifier, ...], Meta(max_length=LORAS_PER_WORKER_MAX)] = ()
     """Further names of the model."""
     inabilities: Inabilities = ()

@@ -6,12 +6,12 @@
     LIVE           is followed without a hole
     REPLAYING      has a hole that it was asked to fill
     SNAPSHOTTING   restates its whole cache
-    STALE          has a hole that nobody fills, or cannot be heard: what is known of its cache is not trusted
+    STALE          has a hole that is not filled, or cannot be heard: what is known of its cache is not trusted
     ABSENT         is a further source and has not been heard for the lease: nothing that it said is held
     FORMER         is a further source and speaks for a life of the worker that has ended: nothing of it is taken in
 
-A worker's own stream (``WORKER_SOURCE``) decides how far the worker can be trusted. What a further source says is true
-or taken away, so one that fails makes the worker's view smaller and not wrong.
+A worker's own stream (``WORKER_SOURCE``) decides how far the worker can be trusted. What a further source reports is
+true or taken away, so one that fails makes the worker's view smaller and not wrong.
 
 The consolidator decides (``poolgrid.consolidator.core``) and writes ``StreamStateChanged``; what other events
 imply is not written twice. Every reader uses ``fold``, so all of them see the same state at the same offset.
@@ -26,7 +26,7 @@ from poolgrid.wire.feed import SourceStream
 from poolgrid.wire.identifiers import StreamState
 
 WORKER_SOURCE = "worker"
-"""Source of what a worker says of itself: what it pushes, or what an engine publishes that is listed with its card."""
+"""Source of what a worker reports itself: what it pushes, or what an engine publishes that is listed with its card."""
 
 CONSOLIDATOR_SOURCE = "consolidator"
 """Source of the records that the consolidator writes on its own account."""

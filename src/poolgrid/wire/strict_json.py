@@ -47,7 +47,7 @@ def read_strictly(
     """Return the value of a JSON text, in plain dicts and lists, and its faults; ``None`` if it is no JSON.
 
     ``depth_max`` counts levels of objects and lists. With ``finite`` a number that no float holds is a fault; without,
-    it is left for whoever says what was expected in its place.
+    it is left for the caller that reports what was expected in its place.
     """
     size = len(text)
     if size > bytes_max:

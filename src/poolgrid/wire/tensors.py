@@ -2,7 +2,7 @@
 
 A source *offers* a tensor and describes it; the description travels in ``disaggregated_params``, unread by routers. Who
 takes it asks the source for it piece by piece (or reads its memory, where both have NIXL), then lets it go. A source
-keeps what it offered for a lease that every question renews, so that nothing is kept for nobody.
+keeps what it offered for a lease that every question renews, so that nothing is kept in vain.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where a request stands in a distributed trace, as W3C's Trace Context writes it: what processes hand to each other.
 
-A span is made by whoever did the work. What crosses between processes is only the name of the span that asked for it,
-and whether anybody keeps the trace.
+A span is made by the process that did the work. What crosses between processes is only the name of the span that asked
+for it, and whether anybody keeps the trace.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TraceContext(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def is_sampled(self) -> bool:
-        """Return whether somebody keeps the trace; ``False`` for what is no traceparent."""
+        """Return whether the trace is kept; ``False`` for what is no traceparent."""
         place = read_traceparent(self.traceparent)
         return place is not None and place.is_sampled
 
@@ -61,7 +61,7 @@ class TracePlace(NamedTuple):
 
 
 def read_traceparent(text: str) -> TracePlace | None:
-    """Return what a ``traceparent`` says; ``None`` when it is none, which W3C has everybody treat as absent."""
+    """Return the content of a ``traceparent``; ``None`` when it is none, which W3C treats as absent."""
     found = _TRACEPARENT.fullmatch(text)
     if found is None or found[1] == "ff" or (found[1] == "00" and found[5]):
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,6 +119,10 @@ class Options:
     """Events as arrays, as old versions write them."""
     ranks: int = 1
     step_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    """How fast prompts are computed, one after the other; 0 = at once."""
+    render: Callable[[list[dict[str, Any]]], list[int]] | None = None
+    """What makes tokens of chat messages; without it there is no chat endpoint."""
     health_s: float = 0.0
     """How long ``/health`` takes to answer."""
     kv_connector: bool = False
@@ -155,6 +159,9 @@ class VllmServer:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.running = 0
+        self.counts: Counter[str] = Counter()
+        """What ``/metrics`` says, by family."""
+        self._prefilling = asyncio.Lock()
         self.aborted = asyncio.Event()
         """Set when somebody left amid an answer."""
         self._context = context
@@ -248,6 +255,13 @@ class VllmServer:
             await reply.whole(200, self._sources())
         elif path == "/v1/completions":
             await self._complete(request, reply)
+        elif path == "/v1/chat/completions" and options.render is not None:
+            body = request.json()
+            body.update(prompt=options.render(body["messages"]), is_chat=True)
+            await self._answer_to(request, reply, body, ())
+        elif path == "/reset_prefix_cache":
+            await self.reset_prefix_cache()
+            await reply.whole(200, {"success": True})
         elif path == "/openapi.json":
             await reply.whole(200, self._openapi())
         elif path == "/inference/v1/generate":
@@ -262,7 +276,13 @@ class VllmServer:
             f'num_gpu_blocks="{options.blocks}"}} 1.0'
             for rank in range(options.ranks)
         ]
-        return "\n".join(["# HELP vllm:cache_config_info Info.", "# TYPE vllm:cache_config_info gauge", *lines, ""])
+        info = ["# HELP vllm:cache_config_info Info.", "# TYPE vllm:cache_config_info gauge", *lines]
+        counted = [
+            line
+            for name, count in sorted(self.counts.items())
+            for line in (f"# TYPE vllm:{name} counter", f"vllm:{name}_total {count}")
+        ]
+        return "\n".join([*info, *counted, ""])
 
     def _sources(self) -> Any:
         if not self.options.publishes:
@@ -345,8 +365,12 @@ class VllmServer:
         rank = int(request.headers.get("x-data-parallel-rank", "0"))
         lora = body["model"] if body["model"] in options.adapters else ""
         sequence, cached = self.caches[rank].begin(prompt, lora, body.get("cache_salt") or "", media)
+        self.counts.update(prefix_cache_queries=len(prompt), prefix_cache_hits=cached, request_success=1)
         self.running += 1
         try:
+            if options.prefill_tokens_per_s:
+                async with self._prefilling:
+                    await asyncio.sleep((len(prompt) - cached) / options.prefill_tokens_per_s)
             await self._generate(body, reply, rank, sequence, cached)
         except asyncio.CancelledError:
             self.aborted.set()
@@ -423,6 +447,9 @@ class VllmServer:
 
     def _choice(self, body: dict[str, Any], tokens: list[int], finish: str | None) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": 0, "text": "?" * len(tokens), "finish_reason": finish, "logprobs": None}
+        if body.get("is_chat"):
+            said = "delta" if body.get("stream") else "message"
+            return {"index": 0, said: {"role": "assistant", "content": choice["text"]}, "finish_reason": finish}
         if self.options.token_ids:
             choice["token_ids"] = list(tokens)
         wanted = body.get("logprobs")

@@ -69,7 +69,7 @@ async def engine_server(options: Options | None = None) -> AsyncIterator[VllmSer
 
 @asynccontextmanager
 async def worker_before(server: VllmServer, engine: str = "vllm", **changes: Any) -> AsyncIterator[Front]:
-    async with worker_with(engine, engine_url=server.url, **changes) as running:
+    async with worker_with(engine, engine_url=(server.url,), **changes) as running:
         yield Front(**vars(running), server=server)
 
 

@@ -99,7 +99,7 @@ async def pool_of(engine: str, servers: Servers) -> AsyncIterator[Pool]:
         at = await opened.enter_async_context(
             started(
                 lambda stop, ready: router.serve(
-                    RouterSettings(port=0, select_port=0, local_prefill_max_tokens=8, shutdown_timeout_ms=100),
+                    RouterSettings(port=0, select_port=0, legs="two", shutdown_timeout_ms=100),
                     FrontendSettings(),
                     ConsolidatorSettings(ingest_port=0),
                     stop,

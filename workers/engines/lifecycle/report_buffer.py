@@ -1,4 +1,4 @@
-"""What became visible of an engine since the last report to its worker: one report for all that a turn brings."""
+"""What became visible of an engine since the last report to its worker: one report for all that a moment brings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class ReportBuffer:
-    """Filled within one turn of the event loop, handed over in the next; made on that loop."""
+    """Filled within a turn of the event loop or some time, handed over in the next turn; made on that loop."""
 
     def __init__(self, load: Callable[[int], LoadReported], lose: Callable[[Exception], None], steps: int = 0) -> None:
         """``load`` returns a rank's statistics; ``lose`` is called with what a report was lost by.
@@ -25,6 +25,8 @@ class ReportBuffer:
         self._lose = lose
         self._loop = asyncio.get_running_loop()
         self._flushing: asyncio.Handle | None = None
+        self._is_timed = False
+        """Whether ``_flushing`` is a timer's."""
         self._deliver: Callable[[EngineReport], None] | None = None
         self._events: dict[int, list[AnyEvent]] = {}
         self.pending = EngineReport([], {}, steps)
@@ -43,8 +45,16 @@ class ReportBuffer:
 
     def flush_soon(self) -> None:
         """Report in the next turn: whatever else this turn brings is in the same report."""
+        if self._deliver is None or (self._flushing is not None and not self._is_timed):
+            return
+        self.close()
+        self._flushing = self._loop.call_soon(self.flush)
+
+    def flush_within(self, seconds: float) -> None:
+        """Report after this time, unless something else reports before."""
         if self._flushing is None and self._deliver is not None:
-            self._flushing = self._loop.call_soon(self.flush)
+            self._flushing = self._loop.call_later(seconds, self.flush)
+            self._is_timed = True
 
     def flush(self) -> None:
         """Report now, where there is something to report and a worker that takes it."""
@@ -64,7 +74,8 @@ class ReportBuffer:
             self._lose(error)
 
     def close(self) -> None:
-        """Cancel what ``flush_soon`` has asked for."""
+        """Cancel what ``flush_soon`` and ``flush_within`` have asked for."""
         if self._flushing is not None:
             self._flushing.cancel()
             self._flushing = None
+            self._is_timed = False

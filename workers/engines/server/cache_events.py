@@ -26,9 +26,9 @@ from poolgrid.kv_events.translation import RootSeed
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import supervised
 from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.events import AnyEvent, BlocksStored, CacheCleared, EventBatch
+from poolgrid.wire.events import AnyEvent, CacheCleared, EventBatch
 from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
-from poolgrid.workers.core.cache_facts import ReportedBlocks
+from poolgrid.workers.core.cache_facts import ReportedBlocks, RestatedEvent
 from poolgrid.workers.core.event_translation import EventTranslator
 from poolgrid.workers.engines.server.core.server_facts import EventSource
 from poolgrid.workers.engines.server.server_client import ServerClient, ServerError
@@ -167,7 +167,7 @@ class CacheEvents:
     def cached_blocks(self, dp_rank: int) -> int:
         return 0
 
-    def restate(self, dp_rank: int) -> list[BlocksStored]:
+    def restate(self, dp_rank: int) -> Sequence[RestatedEvent]:
         return []
 
     def is_current(self) -> bool:
@@ -207,7 +207,7 @@ class FollowedEvents(CacheEvents):
     def blocks_on(self, dp_rank: int, tier: Tier) -> int:
         return self._ranks[dp_rank].told.count_on(tier) if self._ranks else 0
 
-    def restate(self, dp_rank: int) -> list[BlocksStored]:
+    def restate(self, dp_rank: int) -> Sequence[RestatedEvent]:
         return self._ranks[dp_rank].told.restate() if self._ranks else []
 
     def is_current(self) -> bool:
@@ -256,7 +256,7 @@ class DrainedEvents(CacheEvents):
     def cached_blocks(self, dp_rank: int) -> int:
         return self._translator.blocks_on(Tier.DEVICE)
 
-    def restate(self, dp_rank: int) -> list[BlocksStored]:
+    def restate(self, dp_rank: int) -> Sequence[RestatedEvent]:
         return self._translator.restate()
 
     def is_current(self) -> bool:

@@ -30,7 +30,7 @@ def server_engine(
     class_name = "".join(word.capitalize() for word in name.split("-")) + "Settings"
     attributes = {
         "__module__": __name__,
-        "__doc__": f"A worker process in front of {title}'s server.",
+        "__doc__": f"Workers in front of {title}'s servers.",
         "engine_name": name,
         "own_arguments": staticmethod(lambda: kind().launch.own),
     }
@@ -45,6 +45,7 @@ def server_engine(
         serves=EngineServerSettings.serves,
         loads=EngineServerSettings.loads,
         with_model=EngineServerSettings.with_model,
+        workers=EngineServerSettings.workers,
         server_kind=kind,
     )
 

@@ -2,8 +2,8 @@
 
 Rules:
 
-1. A request is one HTTP exchange. What arrives in one turn of the loop, of all streams, is one report. Nothing waits
-   but the task that owns the exchange.
+1. A request is one HTTP exchange. What arrives of all streams within ``GATHER_S`` is one report; first tokens and
+   ends go out at once, with what has come. Nothing waits but the task that owns the exchange.
 2. A request is cancelled by closing its connection; it is over at once, whatever the server does meanwhile.
 3. A request's last delta goes out when its answer is whole: how much was reused may come after the last token.
 4. What the server refuses, another worker may be able to do (``CANNOT_DO``). A connection that ends, a stream without
@@ -41,6 +41,7 @@ from poolgrid.wire.events import (
 )
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind
+from poolgrid.workers.core.cache_facts import RestatedEvent
 from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError
 from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.engines.server.answer import AnswerStream
@@ -72,6 +73,10 @@ FAILED_WORDS = {
     "protocol": "the engine server's answer cannot be read",
 }
 """What clients get of an exchange that failed, by its kind."""
+
+GATHER_S = 0.002
+"""How long a token may wait for those of the same step, which a server writes to one connection after the other: each
+message costs a router more than a token in it. A tenth of the time between two tokens."""
 
 EXPIRY_CHECK_S = 0.5
 """Time between two looks at kept prefill legs, and at answers that are over."""
@@ -181,7 +186,7 @@ class ServerEngine:
     def resident_blocks(self, dp_rank: int) -> list[BlocksStored]:
         raise NotImplementedError("an engine server cannot say what its cache holds; only its events tell")
 
-    def restate(self, dp_rank: int) -> list[BlocksStored]:
+    def restate(self, dp_rank: int) -> Sequence[RestatedEvent]:
         return self._events.restate(dp_rank)
 
     async def run(self, deliver: Callable[[EngineReport], None]) -> None:
@@ -314,8 +319,12 @@ class ServerEngine:
         elif piece.finish is not None:
             active.last_piece = piece
         elif piece.tokens:
+            begins = not active.taken
             self._books.grow(active, piece, self._clock.monotonic_ms())
-            self._report.flush_soon()
+            if begins:
+                self._report.flush_soon()
+            else:
+                self._report.flush_within(GATHER_S)
 
     def _cut(self, active: ServerRequest, piece: ServerAnswerPiece, left: int) -> None:
         self._metrics.overlong_answers.inc()

@@ -63,8 +63,8 @@ async def open_server(
 async def _asked(
     settings: EngineServerSettings, around: EngineHost, kind: ServerKind, server: StartedServer | None
 ) -> AsyncIterator[OpenedEngine]:
-    """Ask the server at ``engine_url``."""
-    client = ServerClient(settings.engine_url, around.clock, settings.engine_api_key)
+    """Ask the server at ``server_url``."""
+    client = ServerClient(settings.server_url, around.clock, settings.engine_api_key)
     try:
         facts = completed(await _first_facts(client, kind, settings), settings, kind)
         assert facts.block_size is not None, "completed has seen to it"
@@ -210,7 +210,7 @@ def completed(facts: ServerFacts, settings: EngineServerSettings, kind: ServerKi
         )
     if facts.block_size is None:
         raise ValueError(
-            f"{kind.title} at {settings.engine_url} does not say how many tokens a KV block has: give kv_block_size"
+            f"{kind.title} at {settings.server_url} does not say how many tokens a KV block has: give kv_block_size"
         )
     return facts
 
@@ -253,7 +253,7 @@ def _serving(settings: EngineServerSettings, started: bool) -> tuple[str, ...]:
     """Return where gateways reach the server; empty where nobody said, and its URL does not tell."""
     if settings.serving_endpoint:
         return settings.serving_endpoint
-    target = HttpTarget(settings.engine_url)
+    target = HttpTarget(settings.server_url)
     if target.secure or started:
         # Gateways speak plain HTTP to pods. A server of the worker's own is on loopback, unless its arguments say more.
         return ()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, field_validator, model_validator
 
 from poolgrid.http.http_target import HttpTarget
 from poolgrid.process.settings import ZmqEndpoint
@@ -17,6 +17,8 @@ from poolgrid.workers.engines.server.core.launching import check_arguments
 from poolgrid.workers.settings import StepTimesSettings, WorkerProcessSettings
 
 ROLES = {"aggregated": Role.AGGREGATED, "prefill": Role.PREFILL, "decode": Role.DECODE}
+
+PORTS = 65_536
 
 TIMEOUT_MS_MAX = 86_400_000.0
 """A day: beyond it a time-out is a mistake in the unit."""
@@ -30,19 +32,39 @@ OF_OWN_SERVERS = ("engine_argument", "engine_port", "start_timeout_ms")
 OF_RUNNING_SERVERS = ("kv_events_endpoint", "kv_events_replay_endpoint", "data_parallel_size")
 """Settings that say what a worker knows of the server that it started itself."""
 
+OF_EACH_SERVER = ("kv_events_endpoint", "kv_events_replay_endpoint", "serving_endpoint")
+"""Settings that are given for one server after the other, equally often for each."""
+
+
+def role_and_url(given: str, role: str) -> tuple[str, str]:
+    """Return the role and the URL of ``ROLE=URL``, or of a URL alone, whose worker has ``role``."""
+    prefix, equals, url = given.partition("=")
+    return (prefix, url) if equals and prefix in ROLES else (role, given)
+
+
+def _check_url(given: str) -> str:
+    HttpTarget(role_and_url(given, "")[1])
+    return given
+
+
+ServerUrl = Annotated[str, StringConstraints(min_length=1, max_length=2048), AfterValidator(_check_url)]
+
 
 class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
-    """A worker process in front of an engine server."""
+    """A worker in front of an engine server, or several workers in one process, each in front of its own."""
 
     panel: ClassVar[str] = "Engine server"
 
     own_arguments: ClassVar[Callable[[], Mapping[str, str]]]
     """Options of the server that the worker sets, each with what to do instead."""
 
-    engine_url: str = Field(
-        "",
-        max_length=2048,
-        description="Work in front of this running engine server, as http://gpu1:8000.",
+    engine_url: tuple[ServerUrl, ...] = Field(
+        (),
+        max_length=256,
+        description=(
+            "Work in front of this running engine server, as http://gpu1:8000 or prefill=URL. Repeat for a worker "
+            "each in this process."
+        ),
     )
     model_path: str = Field(
         "",
@@ -182,10 +204,12 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
 
     @field_validator("engine_url")
     @classmethod
-    def _check_url(cls, url: str) -> str:
-        if url:
-            HttpTarget(url)
-        return url
+    def _check_urls(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        urls = [role_and_url(each, "")[1] for each in given]
+        twice = [url for url in urls if urls.count(url) > 1]
+        if twice:
+            raise ValueError(f"engine_url is {twice[0]!r} {len(twice)} times: a server has one worker")
+        return given
 
     @model_validator(mode="after")
     def _check_that_there_is_a_server(self) -> Self:
@@ -207,12 +231,51 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
 
     @model_validator(mode="after")
     def _check_pictures(self) -> Self:
-        if self.image_placeholder and self.role != "aggregated":
+        roles = {role_and_url(each, self.role)[0] for each in self.engine_url} or {self.role}
+        if self.image_placeholder and roles != {"aggregated"}:
             raise ValueError(
-                f"image_placeholder is {self.image_placeholder!r} with role {self.role}: servers are given pictures "
-                "with whole requests only, allowed is role aggregated"
+                f"image_placeholder is {self.image_placeholder!r} with role {', '.join(sorted(roles))}: servers are "
+                "given pictures with whole requests only, allowed is role aggregated"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_several(self) -> Self:
+        servers = len(self.engine_url)
+        for name in OF_EACH_SERVER if servers > 1 else ():
+            given = len(getattr(self, name))
+            if given % servers:
+                raise ValueError(
+                    f"{name} is given {given} times with {servers} engine_url: allowed are as many for each server"
+                )
+        for name in ("request_port", "http_port") if servers > 1 else ():
+            if getattr(self, name) + servers > PORTS:
+                raise ValueError(f"{name} is {getattr(self, name)}: {servers} engine_url need as many ports from it on")
+        return self
+
+    def workers(self) -> tuple[Self, ...]:
+        """Return the settings of each worker of the process; names and fixed ports count up from those given."""
+        servers = len(self.engine_url)
+        if not servers:
+            return (self,)
+        return tuple(self._of_server(number, servers) for number in range(servers))
+
+    def _of_server(self, number: int, servers: int) -> Self:
+        role, url = role_and_url(self.engine_url[number], self.role)
+        own: dict[str, object] = {"engine_url": (url,), "role": role}
+        if servers > 1:
+            own["worker_id"] = f"{self.worker_id}-{number}"
+            own |= {name: port + number for name in ("request_port", "http_port") if (port := getattr(self, name))}
+            for name in OF_EACH_SERVER:
+                given = getattr(self, name)
+                share = len(given) // servers
+                own[name] = given[number * share : (number + 1) * share]
+        return self.model_copy(update=own)
+
+    @property
+    def server_url(self) -> str:
+        """The URL of the server of one worker; empty for one that is yet to be started."""
+        return role_and_url(self.engine_url[0], self.role)[1] if self.engine_url else ""
 
     def serves(self) -> tuple[str, str]:
         return self.served_model_name or self.model_path or self.model_source, self.role
@@ -260,9 +323,10 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
                 f"kv_events_replay_endpoint is given {replays} times and kv_events_endpoint {endpoints} times: allowed "
                 "are as many, or none"
             )
-        if self.data_parallel_size is not None and endpoints not in (0, self.data_parallel_size):
+        ranks = max(1, len(self.engine_url)) * (self.data_parallel_size or 0)
+        if self.data_parallel_size is not None and endpoints not in (0, ranks):
             raise ValueError(
                 f"kv_events_endpoint is given {endpoints} times, data_parallel_size is {self.data_parallel_size}: one "
-                "for each rank"
+                "for each rank of each server"
             )
         return self

@@ -311,7 +311,7 @@ def _prepared(settings: EngineServerSettings, around: EngineHost, kind: ServerKi
     for name, text in command.files.items():
         Path(directory, name).write_text(text, encoding="utf-8")
     known = settings.model_copy(update=_known(settings, wanted, command))
-    client = ServerClient(known.engine_url, around.clock, settings.engine_api_key)
+    client = ServerClient(known.server_url, around.clock, settings.engine_api_key)
     opened.callback(client.close)
     settings.log_dir.mkdir(parents=True, exist_ok=True)
     return StartedServer(
@@ -328,7 +328,8 @@ def _prepared(settings: EngineServerSettings, around: EngineHost, kind: ServerKi
 def _known(settings: EngineServerSettings, wanted: WantedServer, command: ServerCommand) -> dict[str, Any]:
     """Return what the worker knows of a server that it starts, as the settings in which others are told of theirs."""
     reached = (settings.advertise_host or LOOPBACK) if wanted.host in WILDCARDS else wanted.host
-    known: dict[str, Any] = {"engine_url": f"http://{f'[{reached}]' if ':' in reached else reached}:{wanted.port}"}
+    url = f"http://{f'[{reached}]' if ':' in reached else reached}:{wanted.port}"
+    known: dict[str, Any] = {"engine_url": (url,)}
     if command.block_size is not None:
         known["kv_block_size"] = command.block_size
     if wanted.publishing is not None:

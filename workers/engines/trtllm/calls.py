@@ -31,6 +31,7 @@ from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, KvRetention
 from poolgrid.workers.core.refusal import RefusedError, UnableError, UnsupportedError
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArguments
+from poolgrid.workers.engines.trtllm.arguments.engine_rules import BY_TOKENS, uses_kvbm
 from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec
 from poolgrid.workers.engines.trtllm.core.loras import Adapter, adapters
 from poolgrid.workers.engines.trtllm.core.media_names import MediaNames
@@ -90,6 +91,8 @@ class TrtllmCalls:
         self._guide_backend: str | None = arguments.values.get("guided_decoding_backend") or None
         self.inabilities = inabilities(library.version, arguments.values)
         self._accepted = parameters_of(llm.generate_async)
+        self._conversations = library.conversation_params if "conversation_params" in self._accepted else None
+        self._by_tokens = uses_kvbm(arguments.values)
         self._orders = "priority" in self._accepted and orders_by_priority(llm)
         self._dropped_fields: set[str] = set()
         self.machine = machine_id()
@@ -119,6 +122,9 @@ class TrtllmCalls:
         has_salts = "cache_salt" in self._accepted
         if routing.cache_salt and not has_salts:
             raise UnsupportedError("this TensorRT-LLM has no cache salts, and tenants must not share blocks")
+        if self._by_tokens and (routing.cache_salt or request.sampling.prompt_logprobs is not None):
+            given = "cache_salt" if routing.cache_salt else "prompt_logprobs"
+            raise UnableError(f"{given} is given, and {BY_TOKENS}: start workers without it for such requests")
         salt = routing.cache_salt
         if request.sampling.prompt_logprobs is not None and request.stage is not Stage.DECODE and has_salts:
             # The engine tells them of what it computes: with a salt of its own a request reuses nothing.
@@ -181,6 +187,11 @@ class TrtllmCalls:
         given.update(self._scheduling(routing.dp_rank))
         if routing.priority and self._orders:
             given["priority"] = engine_priority(routing.priority)
+        if request.turn is not None and self._conversations is not None:
+            # With the policy per_conversation, state of earlier turns stays for named conversations only. Tenants may
+            # choose the same names.
+            name = f"{request.turn.tenant:016x}-{request.turn.session}"
+            given["conversation_params"] = self._conversations(conversation_id=name)
         if request.retention is not None:
             given["kv_cache_retention_config"] = self._retention(request.retention, request)
         if request.trace is not None and "trace_headers" in self._accepted:

@@ -39,6 +39,7 @@ from poolgrid.workers.engines.trtllm.calls import TrtllmCalls
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, load_of
 from poolgrid.workers.engines.trtllm.feed import TrtllmFeed, WireCacheEvent
 from poolgrid.workers.engines.trtllm.generations import Generations, MediaInputs
+from poolgrid.workers.engines.trtllm.kvbm import KvbmExchange
 from poolgrid.workers.engines.trtllm.library import is_alive
 from poolgrid.workers.engines.trtllm.metrics import EngineCollector, TrtllmMetrics
 from poolgrid.workers.engines.trtllm.requests import EngineRequests, TrtllmLimits
@@ -83,6 +84,7 @@ class TrtllmEngine:
         context: zmq.Context[Any],
         load_media: MediaInputs | None = None,
         tensors: TensorTransfer | None = None,
+        kvbm: KvbmExchange | None = None,
     ) -> None:
         arguments = calls.arguments
         self._calls = calls
@@ -114,7 +116,9 @@ class TrtllmEngine:
             name_media=calls.media if self._takes_media else None,
             stream=self._stream,
             own_metrics=collector,
+            kvbm=kvbm,
         )
+        self._kvbm = kvbm
         self._feeding: asyncio.Task[None] | None = None
         self._reads = arguments.publishes_kv_events or bool(arguments.values.get("enable_iter_perf_stats"))
         self._health = EngineHealth(
@@ -187,6 +191,8 @@ class TrtllmEngine:
     def describe(self) -> dict[str, object]:
         """Return how reading its events goes, which ranks' indexes lack something after a loss, what is on offer."""
         described: dict[str, object] = {"feed": self._feed.describe()} if self._reads else {}
+        if self._kvbm is not None:
+            described["kvbm"] = self._kvbm.describe()
         if self._requests.kept_embeddings is not None:
             described["kept_embeddings"] = self._requests.kept_embeddings
         return described
@@ -271,6 +277,10 @@ class TrtllmEngine:
         self._report.rank(rank).extend(events)
         self._report.flush()
 
+    def _on_kvbm(self, rank: int, events: list[AnyEvent]) -> None:
+        self._report.rank(rank).extend(events)
+        self._report.flush()
+
     def _on_load(self, rank: int, statistics: EngineStatistics) -> None:
         self._loads[rank].reported(load_of(statistics, 0))
         total_blocks = self._loads[rank].total_blocks
@@ -303,6 +313,8 @@ class TrtllmEngine:
         if self._reads:
             self._feeding = owned(self._feed.run(self._on_cache, self._on_load), "engine feed")
             self._feeding.add_done_callback(self._on_feed_end)
+        if self._kvbm is not None:
+            self._kvbm.open(self._on_kvbm)
         if self._stream is not None:
             await self._follow(self._stream)
         try:
@@ -347,6 +359,8 @@ class TrtllmEngine:
         """End every task; the engine itself is shut down by who made it."""
         if self._stream is not None:
             self._stream.close()
+        if self._kvbm is not None:
+            self._kvbm.close()
         if self._feeding is not None:
             self._feeding.cancel()
             await asyncio.wait({self._feeding})

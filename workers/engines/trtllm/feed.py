@@ -27,6 +27,7 @@ from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.core.event_translation import EventTranslator, NameMedia, RootSeed
 from poolgrid.workers.engines.server.cache_events import FollowedEvents
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics
+from poolgrid.workers.engines.trtllm.kvbm import KvbmExchange
 from poolgrid.workers.engines.trtllm.library import observe_release
 from poolgrid.workers.engines.trtllm.metrics import EngineCollector, TrtllmMetrics
 from poolgrid.workers.engines.trtllm.reader import EVENTS, STATISTICS, EngineReader, FeedLimits, FeedTurn
@@ -61,6 +62,7 @@ class TrtllmFeed:
         name_media: NameMedia | None = None,
         stream: FollowedEvents | None = None,
         own_metrics: EngineCollector | None = None,
+        kvbm: KvbmExchange | None = None,
     ) -> None:
         self._llm = llm
         self._clock = clock
@@ -74,6 +76,7 @@ class TrtllmFeed:
             EventTranslator(block_size, windows, root_seed, reuse_is_on_device, name_media) for _ in range(dp_size)
         ]
         self._stream = stream
+        self._kvbm = kvbm
         self._reader = EngineReader(llm, clock, self._limits, self._take, reads_events=stream is None)
         self._empty_ms = clock.monotonic_ms()
         self._failing: dict[str, tuple[float, str]] = {}
@@ -98,7 +101,8 @@ class TrtllmFeed:
 
     def restate(self, rank: int) -> list[BlocksStored]:
         """Return what ``on_cache`` has told of a rank up to now, parents before children."""
-        return self._translators[rank].restate() if self._stream is None else self._stream.restate(rank)
+        told = self._translators[rank].restate() if self._stream is None else self._stream.restate(rank)
+        return told if self._kvbm is None else [*told, *self._kvbm.restate()]
 
     def cached_blocks(self, rank: int) -> int:
         """Return how many device blocks of a rank routers are told of."""
@@ -194,8 +198,16 @@ class TrtllmFeed:
                 translation.lost,
             )
         self._metrics.observe_events(rank, len(events), translator)
+        if self._kvbm is not None:
+            self._kvbm.publish(events, bool(translation.lost))
         if translation.events:
-            on_cache(rank, translation.events)
+            on_cache(rank, self._with_host(translation.events))
+
+    def _with_host(self, events: list[WireCacheEvent]) -> list[WireCacheEvent]:
+        """Return events and, where they clear the rank, what KVBM holds all the same."""
+        if self._kvbm is None or not any(isinstance(each, CacheCleared) for each in events):
+            return events
+        return [*events, *self._kvbm.restate()]
 
     def _note_statistics(
         self,
@@ -249,7 +261,7 @@ class TrtllmFeed:
         for rank, translator in enumerate(self._translators):
             told: list[WireCacheEvent] = [translator.lose()]
             self._metrics.observe_events(rank, 0, translator)
-            on_cache(rank, told)
+            on_cache(rank, self._with_host(told))
 
 
 def _foreign(rank: int | None) -> DecodeError:

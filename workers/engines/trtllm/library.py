@@ -52,6 +52,8 @@ class TrtllmLibrary:
     merge_arguments: Callable[..., dict[str, Any]]
     kv_cache_retention: type[Any] | None
     """``KvCacheRetentionConfig``, where the version has it."""
+    conversation_params: Callable[..., Any] | None
+    """``ConversationParams``, where the version has it (after 1.2)."""
     logprob: Callable[..., Any] | None
     """Class of a token's log probability, where the version has one."""
     scheduler_fields: frozenset[str]
@@ -124,6 +126,7 @@ def load_library() -> TrtllmLibrary:
         request_error=name("llmapi", "RequestError"),
         merge_arguments=name("llmapi.llm_utils", "update_llm_args_with_extra_dict"),
         kv_cache_retention=optional("llmapi", "KvCacheRetentionConfig"),
+        conversation_params=optional("conversation_params", "ConversationParams"),
         logprob=optional("executor.result", "Logprob"),
         scheduler_fields=frozenset(getattr(optional("llmapi", "SchedulerConfig"), "model_fields", ())),
         prompt_fields=frozenset(getattr(optional("inputs", "TextPrompt"), "__annotations__", ())),

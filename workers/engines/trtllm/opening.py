@@ -24,12 +24,14 @@ from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread, end_e
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
 from poolgrid.workers.engines.trtllm.arguments.contract import look_up
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArguments, resolve_files
+from poolgrid.workers.engines.trtllm.arguments.engine_rules import uses_kvbm
 from poolgrid.workers.engines.trtllm.calls import TrtllmCalls
 from poolgrid.workers.engines.trtllm.core.disaggregated_params import carried_tensors
 from poolgrid.workers.engines.trtllm.core.loras import adapters
 from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts, abilities_of, model_problem
 from poolgrid.workers.engines.trtllm.core.sampling import sampler_default
 from poolgrid.workers.engines.trtllm.engine import TrtllmEngine
+from poolgrid.workers.engines.trtllm.kvbm import KvbmExchange, claim_ports
 from poolgrid.workers.engines.trtllm.library import load_library
 from poolgrid.workers.engines.trtllm.logits import ProcessorsOfRequests
 from poolgrid.workers.engines.trtllm.media import load_media
@@ -130,6 +132,7 @@ async def load_engine(
     if takes_media:
         # Before it is loaded, where its files are here already; what is brought in from elsewhere is known after.
         _check_model(await asyncio.to_thread(read_model_facts, str(values["model"])), role, takes_media)
+    ports = claim_ports() if uses_kvbm(values) else None
     thread = EngineThread()
     try:
         library = await thread.call(load_library)
@@ -153,8 +156,22 @@ async def load_engine(
                 takes_embeddings = abilities_of(facts.architecture).takes_embeddings
                 loader = partial(load_media, takes_embeddings=takes_embeddings, encoded_by=settings.encode_endpoint)
             calls = TrtllmCalls(library, llm, arguments, facts, processors)
+            kvbm = None
+            if ports is not None and arguments.publishes_kv_events and arguments.stream is None:
+                kvbm = KvbmExchange(ports, arguments.block_size, host.context, clock)
             engine = TrtllmEngine(
-                thread, calls, role, limits, clock, metrics, trtllm_metrics, collector, host.context, loader, tensors
+                thread,
+                calls,
+                role,
+                limits,
+                clock,
+                metrics,
+                trtllm_metrics,
+                collector,
+                host.context,
+                loader,
+                tensors,
+                kvbm,
             )
             try:
                 host.start.enter(Phase.WARM_UP)

@@ -41,7 +41,7 @@ class Named(msgspec.Struct, frozen=True):
 
 
 class WorkerHealth(msgspec.Struct, frozen=True):
-    """What a worker says of itself in ``/health``, as far as it matters here."""
+    """What a worker reports in ``/health``, as far as it matters here."""
 
     status: str
     running_requests: int
@@ -49,7 +49,7 @@ class WorkerHealth(msgspec.Struct, frozen=True):
 
 
 class DrainFailed(Exception):
-    """Somebody could not be told, or asked; the message says who, and what is known."""
+    """A process could not be reached; the message names it, and what is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def left_on(rows: Sequence[WorkerRow], workers: Collection[str]) -> dict[str, st
 
 
 def without_anybody(rows: Sequence[WorkerRow], workers: Collection[str]) -> list[str]:
-    """Return the models and roles that nobody will serve once these workers have drained."""
+    """Return the models and roles that no worker will serve once these workers have drained."""
     lost = {(row.model, row.role) for row in rows if row.worker_id in workers and row.state != "draining"}
     kept = {(row.model, row.role) for row in rows if row.worker_id not in workers and row.state == "ready"}
     # An aggregated worker does what prefill and decode workers do.
@@ -154,7 +154,8 @@ async def _finish(left: Left, workers: Sequence[str], told: Told, as_json: bool)
 
 
 async def _wait(left: Left, wait_s: float) -> dict[str, str]:
-    """Return what is left when everything has gone, or the time is over; whoever does not answer is asked again."""
+    """Return what is left when everything has gone, or the time is over; a process that does not answer is asked
+    again."""
     ends_s = asyncio.get_running_loop().time() + wait_s
     remaining: dict[str, str] = {}
     while True:

@@ -25,6 +25,7 @@ from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.wire.answers import (
     CandidateRow,
     DecisionExplanation,
+    LegsRow,
     PlacedExplanation,
     PlacementRow,
     PoolList,
@@ -48,7 +49,7 @@ def tree(
 ) -> Tree:
     """Return the tree of an answer of ``GET /v1/decisions/{id}``.
 
-    ``of_pools`` holds what the pools' own routers said of each dispatch, by its id.
+    ``of_pools`` holds what the pools' own routers recorded of each dispatch, by its id.
     """
     root = Tree(f"[bold]request {escape(answer.request_id)}[/]", guide_style="dim")
     if isinstance(answer, RequestExplanation):
@@ -99,6 +100,18 @@ def _add_attempts(root: Tree, attempts: Sequence[DecisionExplanation]) -> None:
                 _add_attempt(branch, attempt)
 
 
+def _legs_line(legs: LegsRow) -> str:
+    """Return why a request has one leg or two, in milliseconds."""
+    parts = []
+    for name, leg in (("one leg", legs.one), ("two legs", legs.two)):
+        if leg is None:
+            parts.append(f"{name}: no worker has room")
+        else:
+            *terms, last = (f"{term.removesuffix('_ms')} {number(ms)}" for term, ms in leg.terms.items())
+            parts.append(f"{name}: {number(leg.cost_ms)} ms = {' + '.join(terms)} + {leg.weight:g} x {last}")
+    return f"{legs.reason}: {'; '.join(parts)}"
+
+
 def _retention_line(retention: RetentionRow) -> str:
     """Return how long the engine was told to keep what, highest priority first, as ranges are in a prompt."""
     parts = []
@@ -111,15 +124,18 @@ def _retention_line(retention: RetentionRow) -> str:
 
 def _add_attempt(root: Tree, attempt: DecisionExplanation) -> None:
     reused = attempt.realised_cached_tokens
-    came = "not known yet how much was reused" if reused is None else f"{counted(reused, 'token')} reused"
+    promised = min(attempt.isl, attempt.overlap_blocks * attempt.block_size)
+    came = "nothing reported yet" if reused is None else f"{counted(reused, 'token')} reported as reused"
     branch = root.add(
         f"attempt {attempt.attempt}, {attempt.stage}: worker [bold]{escape(attempt.worker)}[/], "
         f"{escape(attempt.reason)} by policy {escape(attempt.policy)} at journal offset {attempt.offset}"
     )
     branch.add(
         f"ISL {attempt.isl:,} = {counted(attempt.isl_blocks, 'block')}, {attempt.overlap_blocks:,} believed to be "
-        f"there, {came}"
+        f"there: {counted(promised, 'token')} promised, {came}"
     )
+    if attempt.session:
+        branch.add(f"session {escape(attempt.session)}")
     if attempt.media is not UNSET:
         media, whole = attempt.media, attempt.isl // attempt.block_size
         rest = "" if media.compared_blocks >= whole else f"; {UNCOMPARED}"
@@ -127,6 +143,8 @@ def _add_attempt(root: Tree, attempt: DecisionExplanation) -> None:
             f"{counted(media.items, 'medium')}: {media.compared_blocks:,} of {counted(whole, 'whole block')} compared "
             f"with what workers hold{rest}"
         )
+    if attempt.legs is not UNSET:
+        branch.add(_legs_line(attempt.legs))
     if attempt.expected_ttft_ms is not None:
         real = attempt.realised_ttft_ms
         came = "not known yet what it was" if real is None else f"it was {number(real)} ms"
@@ -287,7 +305,8 @@ def _ask_pools(client: httpx.Client, url: str, answer: PlacedExplanation) -> dic
 )
 @as_json
 def explain(request_id: str, url: str, journal: str | None, as_json: bool) -> None:
-    """Explain why a request went where it went: every candidate, every cost term, who was passed over and why."""
+    """Explain why a request went where it went: every candidate, every cost term, which workers were passed over and
+    why."""
     if journal is not None:
         raise SystemExit(explain_from_journal(request_id, journal, as_json))
     raise SystemExit(run_explain(request_id, found_url(url), as_json))

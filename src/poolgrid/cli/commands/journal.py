@@ -241,7 +241,7 @@ def verify(directory: str, as_json: bool) -> None:
 
 
 def _refuse_torn(disk: JournalFiles, torn: TornTail | None, what: str) -> None:
-    """Raise for a torn tail, unless somebody is writing there now."""
+    """Raise for a torn tail, unless a process is writing there now."""
     if torn is not None and not disk.is_in_use():
         raise JournalCorrupt(
             torn.file,

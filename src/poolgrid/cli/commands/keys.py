@@ -208,7 +208,7 @@ def check(files: tuple[Path, ...], as_json: bool) -> None:
 @click.option("--name", default="poolgrid", help="Name of the key pair. [default: poolgrid]")
 @as_json
 def curve(directory: Path, name: str, as_json: bool) -> None:
-    """Make a CURVE key pair for the ZMQ planes: NAME.key_secret for --curve-key, NAME.key for everybody."""
+    """Make a CURVE key pair for the ZMQ planes: NAME.key_secret for --curve-key, NAME.key to share."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
         click.echo(f"--name is {name!r}: allowed are 1 to 64 letters, digits, '.', '_', '-'", err=True)
         raise SystemExit(2)

@@ -69,6 +69,7 @@ def _row(outcome: ReplayOutcome) -> dict[str, Any]:
     difference = outcome.difference
     return {
         "identical": outcome.identical,
+        "identical_admissions": outcome.identical_admissions,
         "not_derivable": outcome.not_derivable,
         "causes": outcome.causes,
         "lost_decisions": outcome.lost_decisions,
@@ -91,6 +92,11 @@ def _print(console: Console, name: str, outcome: ReplayOutcome) -> None:
     console.print(
         f"{name}: {counted(outcome.identical, 'decision')} derived again, bit for bit as recorded", markup=False
     )
+    if outcome.identical_admissions:
+        console.print(
+            f"  {counted(outcome.identical_admissions, 'admission')} of sessions derived again, as recorded",
+            markup=False,
+        )
     for cause, count in outcome.causes.items():
         console.print(f"  {count:,} not derivable: {cause}", markup=False)
     if outcome.lost_decisions:

@@ -3,7 +3,7 @@
 ``view`` turns the two answers of the router into something to draw and reads no clock and no socket; ``top`` fetches
 and draws, or prints the answers as JSON. A global router is known by having no ``/v1/workers``. A router that goes away
 is shown as away, with the last known state, and asked again at the same interval; one that was found by its name is
-looked for again where names are, and whoever has the name then is watched in its place.
+looked for again where names are, and the process that has the name then is watched in its place.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from rich.live import Live
 from rich.text import Text
 
 from poolgrid.cli.command_line import command, router_url
+from poolgrid.cli.doctor_view import uncached_line
 from poolgrid.cli.router_client import KEY_NOTE, api_key_headers, found_url, key_hint, other_url_of
+from poolgrid.diagnosis.causes import Cause
 from poolgrid.process import lifecycle
 from poolgrid.process.figures import UNKNOWN, counted, milliseconds, number, percent, size
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
@@ -40,6 +42,8 @@ from poolgrid.wire.answers import (
     PoolList,
     PoolRow,
     QueueRow,
+    SessionList,
+    SessionRow,
     StreamRow,
     WorkerList,
     WorkerRow,
@@ -62,6 +66,7 @@ BAR_CELLS = 10
 POOL_PATH = "/v1/pools"
 WORKER_PATH = "/v1/workers"
 FLEET_PATH = "/v1/fleet"
+SESSION_PATH = "/v1/sessions"
 
 Fetch = Callable[[httpx.AsyncClient, "Frame"], Awaitable["Frame"]]
 """A look: what is to be seen now, from what was seen before."""
@@ -100,6 +105,8 @@ class Frame(msgspec.Struct, frozen=True):
     placements: PlacedList | None = None
     fleet: FleetList | None = None
     """Who has a name, when that was asked."""
+    sessions: SessionList | None = None
+    """The sessions of the pool, when they were asked."""
 
 
 def usage_bar(used: int, total: int) -> Text:
@@ -113,7 +120,7 @@ def usage_bar(used: int, total: int) -> Text:
 
 
 def stream_cell(stream: StreamRow) -> Text:
-    """Return the state of a stream, whether it is believed, and the further sources that are not live.
+    """Return the state of a stream, whether it is trusted, and the further sources that are not live.
 
     A worker that has joined says nothing of its own until it has something to do.
     """
@@ -137,12 +144,17 @@ class Column(Generic[R]):
     optional: bool = False
 
 
+_NO_FAULT = frozenset(cause.value for cause in Cause if not cause.is_fault) | {""}
+
 WORKER_COLUMNS: tuple[Column[WorkerRow], ...] = (
     Column("worker", lambda row: Text(row.worker_id if row.dp_rank == 0 else f"{row.worker_id}/{row.dp_rank}"), False),
     Column("role", lambda row: Text(row.role), False, optional=True),
     Column("model", lambda row: Text(row.model), False, optional=True),
     Column("state", lambda row: Text(row.state, style=_STATE_STYLES.get(row.state, "")), False),
     Column("stream", lambda row: stream_cell(row.stream), False),
+    Column(
+        "reuse", lambda row: Text(row.verdict, style="" if row.verdict in _NO_FAULT else "red"), False, optional=True
+    ),
     Column("run", lambda row: f"{row.running_requests:,}"),
     Column("wait", lambda row: f"{row.waiting_requests:,}"),
     Column("KV in use", lambda row: usage_bar(row.active_blocks, row.total_blocks)),
@@ -179,6 +191,22 @@ DECISION_COLUMNS: tuple[Column[DecisionRow], ...] = (
 def _room_in_use(row: PoolRow) -> Text:
     roles = row.roles()
     return usage_bar(sum(role.requests for role in roles), sum(role.capacity for role in roles))
+
+
+_SESSION_STYLES = {"running": "green", "waiting": "yellow", "idle": "dim"}
+
+SESSION_COLUMNS: tuple[Column[SessionRow], ...] = (
+    Column("session", lambda row: Text(row.session), False),
+    Column("parent", lambda row: Text(row.parent), False, optional=True),
+    Column("state", lambda row: Text(row.state, style=_SESSION_STYLES.get(row.state, "")), False),
+    Column("turns", lambda row: f"{row.turns:,}"),
+    Column("footprint", lambda row: f"{row.footprint_blocks:,}"),
+    Column("worker", lambda row: Text(next(iter(row.workers), UNKNOWN)), False),
+    Column("ISL", lambda row: f"{row.isl:,}", optional=True),
+    Column("reused tok", lambda row: f"{row.cached_tokens:,}", optional=True),
+    Column("last", lambda row: milliseconds(row.last_ms_ago)),
+    Column("back in", lambda row: milliseconds(row.expected_return_ms), optional=True),
+)
 
 
 POOL_COLUMNS: tuple[Column[PoolRow], ...] = (
@@ -311,6 +339,8 @@ def view(frame: Frame) -> RenderableType:
         )
         parts.append(Text(headline, style="bold"))
         parts.append(queue_line(frame.workers.queue))
+        if any(frame.workers.uncached_tokens.values()):
+            parts.append(Text(uncached_line(frame.workers.uncached_tokens)))
     if frame.fault is not None:
         is_known = any(each is not None for each in (frame.workers, frame.pools, frame.fleet))
         known = "; below is what was known last" if is_known else ""
@@ -323,6 +353,11 @@ def view(frame: Frame) -> RenderableType:
         if frame.workers.loading:
             parts.append(_table("loading", LOADING_COLUMNS, frame.workers.loading[:WORKERS_SHOWN_MAX]))
         parts.append(worker_table(frame.workers.data))
+    if frame.sessions is not None:
+        table = _table("sessions (footprint in blocks)", SESSION_COLUMNS, frame.sessions.data)
+        if frame.sessions.total > len(frame.sessions.data):
+            table.note = f"not shown: {counted(frame.sessions.total - len(frame.sessions.data), 'session')}"
+        parts.append(table)
     if frame.decisions is not None:
         parts.append(decision_table(frame.decisions.data))
     return Group(*parts)
@@ -381,6 +416,19 @@ async def fetch_fleet(client: httpx.AsyncClient, before: Frame) -> Frame:
     return msgspec.structs.replace(before, fault=fault)
 
 
+async def fetch_sessions(client: httpx.AsyncClient, before: Frame) -> Frame:
+    """Return the pool's workers and sessions now; on a fault what was known before, marked with the fault."""
+    try:
+        workers = msgspec.json.decode(await _get(client, WORKER_PATH), type=WorkerList)
+        found = await _get(client, f"{SESSION_PATH}?limit={WORKERS_SHOWN_MAX}")
+        return Frame(before.url, workers, sessions=msgspec.json.decode(found, type=SessionList))
+    except FetchError as error:
+        fault = f"{error}; sessions are shown by the routers of pools" if error.status == 404 else str(error)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        fault = f"the answer is not a router's: {error}"
+    return msgspec.structs.replace(before, fault=fault)
+
+
 async def _state(client: httpx.AsyncClient, is_global: bool) -> tuple[bool, bytes]:
     """Return whether it is a global router, and its pools or workers; what it was the last time is asked for first."""
     try:
@@ -434,10 +482,10 @@ async def _look(console: Console, url: str, as_json: bool, look: Fetch) -> int:
 
 
 def watch(
-    url: str, interval_s: float, once: bool, as_json: bool = False, fleet: bool = False, other: Other | None = None
+    url: str, interval_s: float, once: bool, as_json: bool = False, look: Fetch = fetch, other: Other | None = None
 ) -> int:
     """Show the router at ``url`` every ``interval_s`` seconds until SIGINT; with ``once`` show it once.
-    With ``fleet``, who has a name. Where it does not answer any more, ``other`` says whom to watch.
+    ``look`` fetches what is shown. Where it stops answering, ``other`` names the one to watch.
 
     Returns the exit code: with ``once`` 1 when the router did not answer as one, else 0; 2 for wrong arguments.
     """
@@ -448,7 +496,6 @@ def watch(
     # httpx logs a line per request, which would tear the screen.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     console = terminal()
-    look: Fetch = fetch_fleet if fleet else fetch
     if once:
         return asyncio.run(_look(console, url, as_json, look))
 
@@ -478,11 +525,13 @@ def _unusable(url: str, interval_s: float, once: bool, as_json: bool) -> str:
 )
 @click.option("--once", is_flag=True, help="Print one frame and end.")
 @click.option("--fleet", is_flag=True, help="Show who has a name, in all namespaces, where the router has names.")
+@click.option("--sessions", is_flag=True, help="Show the sessions of a pool: turns, footprint in blocks, state.")
 @click.option("--json", "as_json", is_flag=True, help="With --once: print the router's answers as JSON.")
-def top(url: str, interval: float, once: bool, fleet: bool, as_json: bool) -> None:
+def top(url: str, interval: float, once: bool, fleet: bool, sessions: bool, as_json: bool) -> None:
     """Watch a router's workers, or a global router's pools, its queue and its last decisions, live.
 
-    With --fleet, the processes of all pools that share names.
+    With --fleet, the processes of all pools that share names. With --sessions, the pool's sessions.
     """
     other = partial(other_url_of, url) if is_name(url) else None
-    raise SystemExit(watch(found_url(url), interval, once, as_json, fleet, other))
+    look = fetch_fleet if fleet else fetch_sessions if sessions else fetch
+    raise SystemExit(watch(found_url(url), interval, once, as_json, look, other))

@@ -10,7 +10,7 @@ import click
 from poolgrid.cli.command_line import Command, LogChoice, log_options
 from poolgrid.cli.options import with_chosen_settings
 from poolgrid.cli.service_process import run_service, say_ready
-from poolgrid.workers.engines.registry import EngineChoice, engine_definition, engines
+from poolgrid.workers.engines.registry import DEFAULT, EngineChoice, engine_definition, engines
 from poolgrid.workers.settings import WorkerProcessSettings
 
 OF_SERVERS = "--"
@@ -80,9 +80,7 @@ def worker(
 
 def with_shipped_tokenizer(settings: WorkerProcessSettings) -> WorkerProcessSettings:
     """Return settings with the tokenizer of the model that ships, where its name is given and nothing else is said."""
-    from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
-
-    if not isinstance(settings, SimulatedWorkerSettings) or settings.served_model_name != SHIPPED_MODEL:
+    if settings.engine_name != DEFAULT or getattr(settings, "served_model_name", "") != SHIPPED_MODEL:
         return settings
     if {"model_path", "vocabulary_size"} & settings.model_fields_set:
         return settings

@@ -1,4 +1,4 @@
-"""Which blocks one worker rank holds, per tier and source.
+"""Which blocks one worker rank holds, per tier, KV group and source.
 
 Rules for this file:
 
@@ -9,6 +9,8 @@ Rules for this file:
 3. Two ways in. ``store``, ``remove``, ``clear`` and ``restate`` take what a source claims, change the state and append
    the events that follow to ``out``. ``apply`` takes those events back and reaches the same state: that is the fold.
 4. The fold is idempotent for stored blocks, so a chain that would fall into many pieces is passed on whole.
+
+5. Groups are kept apart as tiers are. What a model's groups need is nothing to the rules here.
 
 Almost always a worker has one source and a chain is wholly new; that path is a handful of C calls on a dictionary
 from sequence hash to parent, and the event passes through unchanged. Parents are kept for dumps; a block whose parent
@@ -38,14 +40,16 @@ from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX
 BlockEvent = BlocksStored | BlocksRemoved | BlocksShared | BlocksReleased | CacheCleared | SnapshotBegan
 """What an event may say of blocks."""
 
-Frozen = list[tuple[Tier, str, FrozenBlocks]]
-"""Everything held at one moment: tier, source, blocks."""
+Frozen = list[tuple[Tier, int, str, FrozenBlocks]]
+"""Everything held at one moment: tier, group, source, blocks."""
 
 DUMP_STEP_BLOCKS = 2048
 """Blocks looked at between two chains of a dump, at the most: about a millisecond."""
 
 CHAIN_BLOCKS_MAX = 2048
 """Longest chain of a dump; ``SNAPSHOT_CHAINS_PER_PART_MAX`` counts on it."""
+
+TIERS = len(Tier)
 
 PIECES_MAX = 6
 """A stored chain that known blocks cut into more pieces than this is passed on whole, duplicates included: a record
@@ -55,18 +59,19 @@ must stay below the number of events that the contract allows."""
 class BlockOwnership:
     """The blocks of one worker rank."""
 
-    __slots__ = ("_blocks_max", "_discarded", "_tiers", "refused_blocks")
+    __slots__ = ("_blocks_max", "_discarded", "_places", "refused_blocks")
 
     def __init__(self, blocks_max: int = 4 * 1024 * 1024, discarded: Discarded | None = None) -> None:
         """``discarded`` is where large numbers of blocks go that are forgotten at once; whoever gives it frees them."""
-        self._tiers: tuple[dict[str, OwnedBlocks], ...] = ({}, {}, {})
+        self._places: list[dict[str, OwnedBlocks]] = [{} for _ in Tier]
+        """By tier, those of group 0 first; of other groups once they hold something."""
         self._discarded = discarded
         self._blocks_max = blocks_max
         self.refused_blocks = 0
         """Blocks not taken in because the worker was beyond its limit; the view is then a subset of the truth."""
 
     def __len__(self) -> int:
-        return sum(len(held) for tier in self._tiers for held in tier.values())
+        return sum(len(held) for tier in self._places for held in tier.values())
 
     def counts(self) -> tuple[int, int, int]:
         """Return the number of visible blocks on device, host and disk."""
@@ -75,14 +80,14 @@ class BlockOwnership:
 
     def count_of(self, source: str) -> int:
         """Return the number of blocks that a source holds, each tier counted."""
-        return sum(len(tier.get(source, ())) for tier in self._tiers)
+        return sum(len(tier.get(source, ())) for tier in self._places)
 
     def sources(self) -> list[str]:
         """Return the names of the sources that hold anything."""
-        return sorted({source for tier in self._tiers for source in tier})
+        return sorted({source for tier in self._places for source in tier})
 
     def holds(self, sequence_hash: int, tier: Tier = Tier.DEVICE) -> bool:
-        return any(sequence_hash in held for held in self._tiers[tier].values())
+        return any(sequence_hash in held for held in self._places[tier].values())
 
     # What a source claims
 
@@ -92,13 +97,13 @@ class BlockOwnership:
         if not hashes:
             return
         room = self._blocks_max - len(hashes)
-        for holdings in self._tiers:
+        for holdings in self._places:
             for each in holdings.values():
                 room -= len(each)
         if room < 0:
             self.refused_blocks += len(hashes)
             return
-        tier = self._tiers[event.tier]
+        tier = self._place(event.tier, event.group) if event.group else self._places[event.tier]
         held = tier.get(source)
         if held is None:
             held = tier[source] = OwnedBlocks()
@@ -139,13 +144,13 @@ class BlockOwnership:
             # Also right for what is shared: the fold reads a stored block as held by its source.
             out.append(event)
             return
-        out.extend(BlocksStored(parent, pack_hashes(piece), event.tier) for parent, piece in pieces)
+        out.extend(BlocksStored(parent, pack_hashes(piece), event.tier, event.group) for parent, piece in pieces)
         if shared:
-            out.append(BlocksShared(pack_hashes(shared), event.tier))
+            out.append(BlocksShared(pack_hashes(shared), event.tier, event.group))
 
     def remove(self, source: str, event: BlocksRemoved, out: list[AnyEvent]) -> None:
         """Take blocks out of one tier of a source; blocks that it does not hold are ignored."""
-        tier = self._tiers[event.tier]
+        tier = self._place(event.tier, event.group) if event.group else self._places[event.tier]
         held = tier.get(source)
         if held is None:
             return
@@ -157,14 +162,14 @@ class BlockOwnership:
             if len(gone) == len(hashes) and gone:
                 out.append(event)
             elif gone:
-                out.append(BlocksRemoved(pack_hashes(gone), event.tier))
+                out.append(BlocksRemoved(pack_hashes(gone), event.tier, event.group))
             return
-        self._depart(gone, event.tier, source, out)
+        self._depart(gone, event.tier, event.group, source, out)
 
     def clear(self, source: str, out: list[AnyEvent]) -> None:
         """Take everything from a source."""
-        if all(name == source for tier in self._tiers for name in tier):
-            if any(self._tiers):
+        if all(name == source for tier in self._places for name in tier):
+            if any(self._places):
                 out.append(CacheCleared())
             self.forget_all()
             return
@@ -172,7 +177,7 @@ class BlockOwnership:
 
     def restate(self, source: str, event: SnapshotBegan, out: list[AnyEvent]) -> bool:
         """Take everything from a source that starts over; say whether readers see a restatement of the whole cache."""
-        if all(name == source for tier in self._tiers for name in tier):
+        if all(name == source for tier in self._places for name in tier):
             self.forget_all()
             out.append(event)
             return True
@@ -180,19 +185,19 @@ class BlockOwnership:
         return False
 
     def _take_all(self, source: str, out: list[AnyEvent]) -> None:
-        for tier in Tier:
-            held = self._tiers[tier].pop(source, None)
+        for place, sources in enumerate(self._places):
+            held = sources.pop(source, None)
             if held:
-                self._depart(list(held), tier, source, out)
+                self._depart(list(held), *_of_place(place), source, out)
 
-    def _depart(self, gone: Sequence[int], tier: Tier, source: str, out: list[AnyEvent]) -> None:
-        others = [held for name, held in self._tiers[tier].items() if name != source]
+    def _depart(self, gone: Sequence[int], tier: Tier, group: int, source: str, out: list[AnyEvent]) -> None:
+        others = [held for name, held in self._place(tier, group).items() if name != source]
         last: list[int] = []
         kept: list[int] = []
         for sequence_hash in gone:
             (kept if any(sequence_hash in other for other in others) else last).append(sequence_hash)
-        out.extend(BlocksRemoved(pack_hashes(part), tier) for part in _parts(last))
-        out.extend(BlocksReleased(pack_hashes(part), tier) for part in _parts(kept))
+        out.extend(BlocksRemoved(pack_hashes(part), tier, group) for part in _parts(last))
+        out.extend(BlocksReleased(pack_hashes(part), tier, group) for part in _parts(kept))
 
     # The fold
 
@@ -201,20 +206,20 @@ class BlockOwnership:
         match event:
             case BlocksStored():
                 hashes = unpack_hashes(event.sequence_hashes)
-                held = self._of(event.tier, source)
+                held = self._of(event.tier, event.group, source)
                 if not held.add(event.parent, hashes):
                     previous = event.parent
                     for sequence_hash in hashes:
                         held.setdefault(sequence_hash, previous)
                         previous = sequence_hash
             case BlocksRemoved():
-                tier = self._tiers[event.tier]
+                tier = self._place(event.tier, event.group)
                 for name in list(tier):
                     self._drop(tier, name, unpack_hashes(event.sequence_hashes))
             case BlocksShared():
                 self._share(source, event)
             case BlocksReleased():
-                self._drop(self._tiers[event.tier], source, unpack_hashes(event.sequence_hashes))
+                self._drop(self._place(event.tier, event.group), source, unpack_hashes(event.sequence_hashes))
             case CacheCleared() | SnapshotBegan():
                 self.forget_all()
             case _:
@@ -229,23 +234,33 @@ class BlockOwnership:
         if not held:
             del tier[source]
 
-    def _of(self, tier: Tier, source: str) -> OwnedBlocks:
-        """Return what a source holds on a tier, nothing at first."""
-        held = self._tiers[tier].get(source)
+    def _place(self, tier: Tier, group: int) -> dict[str, OwnedBlocks]:
+        """Return what each source holds of a group on a tier."""
+        places = self._places
+        if not group:
+            return places[tier]
+        place = TIERS * group + tier
+        while len(places) <= place:
+            places.append({})
+        return places[place]
+
+    def _of(self, tier: Tier, group: int, source: str) -> OwnedBlocks:
+        """Return what a source holds of a group on a tier, nothing at first."""
+        place = self._place(tier, group)
+        held = place.get(source)
         if held is None:
-            held = self._tiers[tier][source] = OwnedBlocks()
+            held = place[source] = OwnedBlocks()
         return held
 
     def _share(self, source: str, event: BlocksShared) -> None:
-        tier = self._tiers[event.tier]
-        others = [held for name, held in tier.items() if name != source]
-        held = self._of(event.tier, source)
+        others = [held for name, held in self._place(event.tier, event.group).items() if name != source]
+        held = self._of(event.tier, event.group, source)
         for sequence_hash in unpack_hashes(event.sequence_hashes):
             held[sequence_hash] = next((other[sequence_hash] for other in others if sequence_hash in other), None)
 
     def forget_all(self) -> None:
         """Hold nothing any more."""
-        for tier in self._tiers:
+        for tier in self._places:
             for held in tier.values():
                 if self._discarded is not None:
                     self._discarded.put(held)
@@ -255,11 +270,15 @@ class BlockOwnership:
 
     def freeze(self) -> Frozen:
         """Return what is held now, as it stays; nothing is copied."""
-        return [(tier, source, held.freeze()) for tier in Tier for source, held in self._tiers[tier].items()]
+        return [
+            (*_of_place(place), source, held.freeze())
+            for place, sources in enumerate(self._places)
+            for source, held in sources.items()
+        ]
 
-    def load(self, tier: Tier, source: str, parent: int | None, hashes: tuple[int, ...]) -> None:
+    def load(self, tier: Tier, group: int, source: str, parent: int | None, hashes: tuple[int, ...]) -> None:
         """Put back one chain of a dump."""
-        held = self._of(tier, source)
+        held = self._of(tier, group, source)
         if not held.add(parent, hashes):
             previous = parent
             for sequence_hash in hashes:
@@ -268,10 +287,15 @@ class BlockOwnership:
 
     def _visible(self, tier: Tier) -> int:
         """Return how many blocks at least one source holds on a tier."""
-        holdings = list(self._tiers[tier].values())
+        holdings = list(self._places[tier].values())
         if len(holdings) == 1:
             return len(holdings[0])
         return len({sequence_hash for held in holdings for sequence_hash in held})
+
+
+def _of_place(place: int) -> tuple[Tier, int]:
+    """Return the tier and the group of a place."""
+    return Tier(place % TIERS), place // TIERS
 
 
 def dump(holdings: Sequence[Mapping[int, int | None]]) -> Iterator[tuple[int | None, list[int]]]:

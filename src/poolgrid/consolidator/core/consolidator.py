@@ -488,6 +488,7 @@ class Consolidator:
         record = JournalRecord(pool.offset, *key, batch.epoch, seq, batch.time_ms, wall_ms, events, source)
         turn.records.append(record)
         pool.offset += 1
+        pool.sessions.apply(record)
         if source == WORKER_SOURCE:
             link = self._links[key]
             behind_seq = link.behind_seq
@@ -562,10 +563,10 @@ class Consolidator:
         turn: ConsolidatorTurn,
     ) -> None:
         pool = self.pool
-        turn.records.append(
-            JournalRecord(pool.offset, *key, epoch, seq, time_ms, turn.now.wall_ms, events, source)  # positional: hot
-        )
+        record = JournalRecord(pool.offset, *key, epoch, seq, time_ms, turn.now.wall_ms, events, source)
+        turn.records.append(record)
         pool.offset += 1
+        pool.sessions.apply(record)
 
     # Answers
 

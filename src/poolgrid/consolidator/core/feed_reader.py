@@ -35,6 +35,7 @@ from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.feed import BlockChain, FromFeed, Replay, SnapshotPart, TakeSnapshot, ToFeed, TooOld, WorkerState
 from poolgrid.wire.feed_frames import FeedFrame
 from poolgrid.wire.limits import REPLAY_RECORDS_MAX
+from poolgrid.wire.sessions import SessionsSnapshot
 
 KEPT_RECORDS_MAX: Final = 20_000
 """Records kept during a snapshot or replay: seconds of a busy pool."""
@@ -64,6 +65,7 @@ class Snapshot:
     offset: int
     workers: list[WorkerState]
     chains: list[tuple[int, BlockChain]]
+    sessions: SessionsSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +209,7 @@ class FeedReader:
         self.snapshots += 1
         self.next_offset = part.offset
         chains = [chain for one in parts for chain in one.chains]
-        effects: list[FeedEffect] = [Snapshot(part.offset, parts[0].workers, chains)]
+        effects: list[FeedEffect] = [Snapshot(part.offset, parts[0].workers, chains, parts[0].sessions)]
         return effects + self._go_live(now_ms)
 
     def _go_live(self, now_ms: float) -> list[FeedEffect]:

@@ -23,6 +23,8 @@ What a record does to a worker rank:
     PrefillCompleted, Progressed the request, when it is listed, changes
     RequestFinished              the request is no longer listed
     LoadReported                 replaces the load
+    TurnBegan, TurnEnded         ``session_table``, which takes requests and members too
+    GroupsReported               replaces the groups
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ import msgspec
 from poolgrid.consolidator.core.block_ownership import BlockOwnership, Frozen, dump
 from poolgrid.consolidator.core.cursor import Cursor, SequenceVerdict
 from poolgrid.consolidator.core.owned_blocks import Discarded
+from poolgrid.consolidator.core.session_table import SessionTable
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.events import (
     AnyEvent,
@@ -45,6 +48,7 @@ from poolgrid.wire.events import (
     BlocksStored,
     CacheCleared,
     EventBatch,
+    GroupsReported,
     JournalRecord,
     LoadReported,
     PrefillCompleted,
@@ -54,13 +58,16 @@ from poolgrid.wire.events import (
     SnapshotBegan,
     SnapshotEnded,
     StreamStateChanged,
+    TurnBegan,
+    TurnEnded,
     WorkerDraining,
     WorkerJoined,
     WorkerLeft,
 )
 from poolgrid.wire.feed import BlockChain, RequestState, SourceStream, WorkerState
-from poolgrid.wire.hashing import pack_hashes
-from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
+from poolgrid.wire.hashing import pack_hashes, unpack_hashes
+from poolgrid.wire.identifiers import StreamState, WorkerId, WorkerKey
+from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 from poolgrid.wire.streams import CONSOLIDATOR_SOURCE, WORKER_SOURCE, fold
 
 REQUESTS_PER_WORKER_MAX = 65_536
@@ -76,7 +83,19 @@ WorkerEvent = LoadReported | RequestStarted | RequestProgressed | PrefillComplet
 class MemberRank:
     """All that the stream says of one worker rank."""
 
-    __slots__ = ("card", "cursors", "draining", "epoch", "key", "load", "presence", "requests", "restating", "streams")
+    __slots__ = (
+        "card",
+        "cursors",
+        "draining",
+        "epoch",
+        "groups",
+        "key",
+        "load",
+        "presence",
+        "requests",
+        "restating",
+        "streams",
+    )
 
     def __init__(
         self,
@@ -92,6 +111,7 @@ class MemberRank:
         self.draining = False
         self.restating = False
         self.load: LoadReported | None = None
+        self.groups: GroupsReported | None = None
         self.requests: dict[str, RequestState] = {}
         self.presence = BlockOwnership(blocks_max, discarded)
         self.cursors: dict[str, Cursor] = {WORKER_SOURCE: Cursor(epoch)}
@@ -111,7 +131,9 @@ class MemberRank:
                 self.presence.apply(source, event)
             case SnapshotEnded():
                 self.restating = False
-            case StreamStateChanged() | WorkerJoined() | WorkerLeft():
+            case GroupsReported():
+                self.groups = event
+            case StreamStateChanged() | WorkerJoined() | WorkerLeft() | TurnBegan() | TurnEnded():
                 pass  # of the stream, which ``poolgrid.wire.streams.fold`` takes, or of the pool
             case _:
                 self.note(event)
@@ -150,8 +172,14 @@ class MemberRank:
                         tells = True
                         restating = self.restating = False
                         out.append(event)
+                case GroupsReported():
+                    if event != self.groups:
+                        self.groups = event
+                        out.append(event)
                 case WorkerJoined() | WorkerLeft() | BlocksShared() | BlocksReleased() | StreamStateChanged():
                     ignored += 1  # the consolidator writes these, never a source
+                case TurnBegan() | TurnEnded():
+                    out.append(event)
                 case _:
                     self.note(event)
                     out.append(event)
@@ -215,6 +243,7 @@ class MemberRank:
             load=self.load,
             restating=self.restating,
             streams=[stream for _, stream in sorted(self.streams.items())],
+            groups=self.groups,
         )
 
 
@@ -247,6 +276,7 @@ class FrozenPool:
 
     offset: int
     workers: list[FrozenWorker]
+    sessions: SessionsSnapshot = NO_SESSIONS
 
     def states(self) -> list[WorkerState]:
         return [worker.entry.state for worker in self.workers]
@@ -254,22 +284,24 @@ class FrozenPool:
     def visible_chains(self) -> Iterator[tuple[int, BlockChain]]:
         """Yield (position of the worker, chain) for what readers see, sources merged, as ``presence.dump`` says."""
         for position, worker in enumerate(self.workers):
-            for tier in Tier:
-                for parent, hashes in dump([held for at, _, held in worker.held if at is tier]):
-                    yield position, BlockChain(parent, pack_hashes(hashes), tier)
+            places = dict.fromkeys((tier, group) for tier, group, _, _ in worker.held)
+            for tier, group in places:
+                of_place = [held for at, of, _, held in worker.held if at is tier and of == group]
+                for parent, hashes in dump(of_place):
+                    yield position, BlockChain(parent, pack_hashes(hashes), tier, group)
 
     def source_chains(self) -> Iterator[tuple[int, str, BlockChain]]:
         """Yield (position of the worker, source, chain) for all that the fold knows."""
         for position, worker in enumerate(self.workers):
-            for tier, source, held in worker.held:
+            for tier, group, source, held in worker.held:
                 for parent, hashes in dump([held]):
-                    yield position, source, BlockChain(parent, pack_hashes(hashes), tier)
+                    yield position, source, BlockChain(parent, pack_hashes(hashes), tier, group)
 
 
 class PoolState:
     """Workers, their blocks and the cursors of their sources before record ``offset``."""
 
-    __slots__ = ("_blocks_max", "discarded", "offset", "workers")
+    __slots__ = ("_blocks_max", "discarded", "offset", "sessions", "workers")
 
     def __init__(self, blocks_per_worker_max: int = BLOCKS_PER_WORKER_MAX) -> None:
         self._blocks_max = blocks_per_worker_max
@@ -278,6 +310,7 @@ class PoolState:
         self.workers: dict[WorkerKey, MemberRank] = {}
         self.discarded = Discarded()
         """Blocks of workers that left or forgot all; whoever has others to serve frees them bit by bit."""
+        self.sessions = SessionTable()
 
     def apply(self, record: JournalRecord) -> None:
         """Fold the next record in. Records must come in order: an offset out of line is our own fault."""
@@ -302,6 +335,7 @@ class PoolState:
                 cursor = worker.cursors[record.source] = Cursor(record.epoch)
             cursor.epoch = record.epoch
             cursor.next_seq = record.seq + 1
+        self.sessions.apply(record)
 
     def new_worker(self, key: WorkerKey, epoch: int, card: WorkerCard) -> MemberRank:
         """Return a worker as it is right after it joined; the caller lists it."""
@@ -327,30 +361,34 @@ class PoolState:
                 )
                 for _, worker in sorted(self.workers.items())
             ],
+            self.sessions.freeze(),
         )
 
     def facts(self) -> object:
         """Return all that the fold knows, in a form that two states can be compared by; not a copy."""
-        return self.offset, [
+        workers = [
             (
                 worker.state(),
                 sorted((name, at.epoch, at.next_seq) for name, at in worker.cursors.items()),
-                {(tier, source): held for tier, source, held in worker.presence.freeze() if held},
+                {(tier, group, source): held for tier, group, source, held in worker.presence.freeze() if held},
             )
             for _, worker in sorted(self.workers.items())
         ]
+        return self.offset, workers, self.sessions.freeze()
 
     @classmethod
     def load(
         cls,
         offset: int,
         entries: Iterable[WorkerEntry],
-        blocks: Iterable[tuple[int, str, Tier, int | None, tuple[int, ...]]],
+        blocks: Iterable[tuple[int, str, BlockChain]],
         blocks_per_worker_max: int = BLOCKS_PER_WORKER_MAX,
+        sessions: SessionsSnapshot = NO_SESSIONS,
     ) -> PoolState:
         """Return the state that a snapshot describes: workers, then (position of the worker, source, chain)."""
         pool = cls(blocks_per_worker_max)
         pool.offset = offset
+        pool.sessions.load(sessions)
         listed: list[MemberRank] = []
         for entry in entries:
             state = entry.state
@@ -358,11 +396,13 @@ class PoolState:
             worker.draining = state.draining
             worker.restating = state.restating
             worker.load = state.load
+            worker.groups = state.groups
             worker.streams = {stream.source: stream for stream in state.streams}
             worker.requests = {request.request_id: request for request in state.requests}
             worker.cursors = {at.source: Cursor(at.epoch, at.next_seq) for at in entry.positions}
             pool.workers[worker.key] = worker
             listed.append(worker)
-        for position, source, tier, parent, hashes in blocks:
-            listed[position].presence.load(tier, source, parent, hashes)
+        for position, source, chain in blocks:
+            hashes = unpack_hashes(chain.sequence_hashes)
+            listed[position].presence.load(chain.tier, chain.group, source, chain.parent, hashes)
         return pool

@@ -29,6 +29,8 @@ def event_row(event: AnyEvent) -> dict[str, Any]:
             row[name] = value.name.lower()
         elif isinstance(value, msgspec.Struct):
             row[name] = _named(value)
+        elif isinstance(value, tuple):
+            row[name] = [_named(each) for each in value]
         else:
             row[name] = value
     return row

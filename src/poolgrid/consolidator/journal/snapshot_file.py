@@ -2,13 +2,14 @@
 
 file header    magic PGRIDSNP; ``first offset`` = the offset of the next record to apply
 entry 0        the workers, msgpack: [WorkerEntry, ...]
-entry 1..n-2   blocks, msgpack: [[position of the worker, source, tier, parent, hashes], ...]
-entry n-1      the end, msgpack: number of block entries (a file without it is not complete)
+entry 1..n-2   blocks, msgpack: [[position of the worker, source, [parent, hashes, tier, group]], ...]
+entry n-1      the end, msgpack: number of block entries, or [number of block entries, SessionsSnapshot] where sessions
+               are known (a file without it is not complete)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -25,8 +26,7 @@ from poolgrid.consolidator.journal.framing import (
     scan,
 )
 from poolgrid.wire.feed import BlockChain
-from poolgrid.wire.hashing import unpack_hashes
-from poolgrid.wire.identifiers import Tier
+from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 
 ENTRY_BYTES = 16 * 1024
 """Bytes of hashes after which a further entry begins: one that is made on an event loop must not take long."""
@@ -37,7 +37,7 @@ _Block = tuple[int, str, BlockChain]
 _encoder = msgspec.msgpack.Encoder()
 _workers = msgspec.msgpack.Decoder(list[WorkerEntry])
 _blocks = msgspec.msgpack.Decoder(list[_Block])
-_count = msgspec.msgpack.Decoder(int)
+_end = msgspec.msgpack.Decoder(int | tuple[int, SessionsSnapshot])
 
 
 def name_of(offset: int) -> str:
@@ -63,7 +63,8 @@ def parts(frozen: FrozenPool, created_ms: int) -> Iterator[bytes]:
     if pending:
         yield frame(_encoder.encode(pending), number)
         number += 1
-    yield frame(_encoder.encode(number - 1), number)
+    end = number - 1 if frozen.sessions == NO_SESSIONS else (number - 1, frozen.sessions)
+    yield frame(_encoder.encode(end), number)
 
 
 def check(name: str, data: bytes) -> list[int]:
@@ -83,7 +84,7 @@ def check(name: str, data: bytes) -> list[int]:
     if damage is not None:
         raise corrupt(damage.position, damage.detail)
     try:
-        if len(positions) < 2 or _count.decode(payload_at(data, positions[-1])) != len(positions) - 2:
+        if len(positions) < 2 or _end_of(data, positions)[0] != len(positions) - 2:
             raise corrupt(len(data), "the end is missing")
     except (msgspec.MsgspecError, IndexError) as error:
         raise _of_another_version(name, error) from None
@@ -96,14 +97,17 @@ def load(name: str, data: bytes, blocks_per_worker_max: int) -> PoolState:
     try:
         entries = _workers.decode(payload_at(data, positions[0]))
 
-        def blocks() -> Iterator[tuple[int, str, Tier, int | None, tuple[int, ...]]]:
-            for position in positions[1:-1]:
-                for worker, source, chain in _blocks.decode(payload_at(data, position)):
-                    yield worker, source, chain.tier, chain.parent, unpack_hashes(chain.sequence_hashes)
-
-        return PoolState.load(int(name.removesuffix(SUFFIX)), entries, blocks(), blocks_per_worker_max)
+        blocks = (block for position in positions[1:-1] for block in _blocks.decode(payload_at(data, position)))
+        return PoolState.load(
+            int(name.removesuffix(SUFFIX)), entries, blocks, blocks_per_worker_max, _end_of(data, positions)[1]
+        )
     except (msgspec.MsgspecError, IndexError) as error:
         raise _of_another_version(name, error) from None
+
+
+def _end_of(data: bytes, positions: Sequence[int]) -> tuple[int, SessionsSnapshot]:
+    end = _end.decode(payload_at(data, positions[-1]))
+    return (end, NO_SESSIONS) if isinstance(end, int) else end
 
 
 def _corrupt(name: str, position: int, detail: str) -> JournalCorrupt:

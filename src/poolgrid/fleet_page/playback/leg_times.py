@@ -51,7 +51,7 @@ class Leg(msgspec.Struct):
 
 
 def note_event(leg: Leg, event: object, time_ms: int) -> None:
-    """Take what a worker says of one of its requests."""
+    """Take what a worker reports of one of its requests."""
     if type(event) is RequestStarted:
         leg.started_ms, leg.cached_tokens = time_ms, event.cached_tokens
     elif type(event) is PrefillCompleted:

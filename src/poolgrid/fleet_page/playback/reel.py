@@ -1,7 +1,7 @@
 """Frames of a pool's past: the fold of its journal, looked at again and again on its way.
 
 The first frame has everything, a later one what changed since the one before. Pure: records come from an iterator, and
-whoever gives it decides where they are read.
+its caller decides where they are read.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 | | found by |
 |---|---|
 | API keys | requests of the same tenant with the same ``cache_salt`` |
-| none | requests with the same ``cache_salt``, whoever sends them; all that send none share |
+| none | requests with the same ``cache_salt``, from any client; all that send none share |
 | none, ``--isolate-tenants`` | requests with the same ``--tenant-header`` and ``cache_salt``; with neither, by none |
 
 With isolation and without keys, this process keeps nothing at all: how many clients there are is not known, so there is

@@ -1,6 +1,6 @@
-"""The door of the HTTP server when there are API keys: who may pass, and to which paths.
+"""The door of the HTTP server when there are API keys: which requests may pass, and to which paths.
 
-Every path is in one of three classes, and what is in none needs an operator's key: nobody opens a new endpoint by
+Every path is in one of three classes, and what is in none needs an operator's key: no new endpoint is open by
 forgetting it. Without ``--api-keys`` there is no gate, and nothing here costs anything.
 """
 

@@ -2,7 +2,7 @@
 
 Keys are 32 random bytes, so one SHA-256 of a key is as good as any slow hash: there is no dictionary to try, and 2^256
 guesses are out of reach at any speed. Slow hashes (bcrypt, scrypt, Argon2) protect what people choose; here they would
-only make every request pay. Whoever reads the file cannot use a key from it.
+only make every request pay. A reader of the file cannot use a key from it.
 
 ``salt_secret`` keys the tenants' cache salts (``cache_salt``). All routers of a pool must have the same one, which they
 have when they share the file.
@@ -122,8 +122,8 @@ SALT_BYTES = 16
 def cache_salt(secret: bytes, tenant: str, client_salt: str) -> str:
     """Return the salt of a tenant's request: a keyed hash of the tenant's name and the client's own salt.
 
-    The client's salt divides the tenant's cache further and can never leave it: without the secret nobody can choose a
-    salt that gives another tenant's. Names and salts of any length are kept apart by their JSON form.
+    The client's salt divides the tenant's cache further and can never leave it: without the secret no client can
+    choose a salt that gives another tenant's. Names and salts of any length are kept apart by their JSON form.
     """
     message = msgspec.json.encode((tenant, client_salt))
     return hashlib.blake2b(message, key=secret, digest_size=SALT_BYTES, person=b"poolgrid-salt").hexdigest()

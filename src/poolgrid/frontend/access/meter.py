@@ -22,15 +22,15 @@ GRAIN_MS = 1.0
 class TokenBucket(NamedTuple):
     """One limit of one tenant at one time: it fills at a rate up to its size, and requests take from it.
 
-    Whoever asks for at most what is in the bucket gets it. Whoever asks for more than the bucket can hold gets it when
+    A request for at most what is in the bucket gets it. One for more than the bucket can hold gets it when
     the bucket is full; the bucket then owes the rest, and grants nothing until that is made up for. It holds one
     minute's worth: a client that was quiet may use its minute at once.
     """
 
     full_at_ms: float = 0.0
-    """When it is full if nobody takes anything until then; a time in the past means full."""
+    """When it is full if nothing is taken until then; a time in the past means full."""
     per_minute: float = 0.0
-    """Its rate, and its size; 0.0 = nobody took anything yet."""
+    """Its rate, and its size; 0.0 = nothing was taken yet."""
 
     def used(self, now_ms: float) -> float:
         return max(0.0, self.full_at_ms - now_ms) / MINUTE_MS * self.per_minute

@@ -6,9 +6,9 @@ Rules
        its place in the request rate.
     2. Prompt tokens are taken when a request is admitted, each prompt once; output tokens when the answer ends. A
        request that never reached a worker gets its prompt tokens back.
-    3. Caches are divided among the tenants of the document, whoever of them is active. A document with other tenants
+    3. Caches are divided among the tenants of the document, active or not. A document with other tenants
        than the last begins with empty caches.
-    4. A new document replaces keys and limits at once. What tenants have in flight and have used goes on counting; a
+    4. A new document replaces keys and limits at once. What tenants have in flight and have used still counts; a
        tenant that is gone is forgotten when its last request ends. Requests under way keep the rules they began with.
     5. Limits hold for one process; processes that share a port allow an equal part of them each. Several routers of a
        pool each allow the whole of them, unless each has a share (``poolgrid.nats.shared_meter``).
@@ -17,9 +17,10 @@ Nothing here waits or knows of HTTP; times are arguments.
 
 Keeps the tenants of a process equal to their file, without a restart.
 
-The file is looked at (``stat``) at most every ``CHECK_MS``, by whoever asks for the tenants: requests, probes and
-scrapes all do. A changed file is read and put in force in one go. One that cannot be read or used changes nothing: the
-old one stays, an error is logged, ``outcome="refused"`` is counted, and ``stale`` is true until a good one is there.
+The file is looked at (``stat``) at most every ``CHECK_MS``, by each caller that asks for the tenants: requests, probes
+and scrapes all do. A changed file is read and put in force in one go. One that cannot be read or used changes nothing:
+the old one stays, an error is logged, ``outcome="refused"`` is counted, and ``stale`` is true until a good one is
+there.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ INDEX_BYTES = 8
 """Leading bytes of a key's hash by which it is looked up. Equal ones are told apart by comparing the whole."""
 
 CONCURRENCY_RETRY_S = 1.0
-"""Nobody knows when one of a tenant's own requests ends; a second is a polite time to ask again."""
+"""It is unknown when one of a tenant's own requests ends; a second is a polite time to ask again."""
 
 
 class KnownKey(NamedTuple):

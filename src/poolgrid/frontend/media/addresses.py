@@ -6,9 +6,9 @@ the cloud's metadata service or a neighbour's admin page. So an address must be 
 
 What is not public is a list of networks and nothing else: what Python's ``ipaddress`` calls global changes with its
 patch version. Sources: the IANA IPv4 and IPv6 Special-Purpose Address Registries (RFC 6890 and its updates), all
-entries, also those that are marked globally reachable (anycast services of the network itself, at which nobody serves
-media); the multicast and reserved parts of the address space registries; and prefixes that were withdrawn, because
-machines still route them.
+entries, also those that are marked globally reachable (anycast services of the network itself, at which no server
+offers media); the multicast and reserved parts of the address space registries; and prefixes that were withdrawn,
+because machines still route them.
 """
 
 from __future__ import annotations

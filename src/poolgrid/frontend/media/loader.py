@@ -1,7 +1,8 @@
 """Brings in the media that a request names: all of them or none, each refused with its place in the body.
 
 The media of one request are loaded side by side; the first refusal ends the others. Fetching is asynchronous; decoding
-base64, reading files, hashing and looking at what came happens in threads of this loader, so that 50 MB hold nobody up.
+base64, reading files, hashing and looking at what came happens in threads of this loader, so that 50 MB delay no other
+request.
 """
 
 from __future__ import annotations
@@ -248,7 +249,7 @@ class MediaLoader:
         return MediaItem(reference.kind, data, image.media_type, hashed, width=image.width, height=image.height)
 
     def note_places(self, items: Sequence[MediaItem]) -> None:
-        """Count the media of a request whose tokens nobody can count: routing goes by what stands before them."""
+        """Count the media of a request whose tokens cannot be counted: routing goes by what stands before them."""
         for item in items:
             if not item.token_count:
                 self._metrics.uncounted.labels(item.kind.value).inc()

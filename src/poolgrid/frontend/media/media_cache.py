@@ -2,9 +2,9 @@
 
 Rules
     1. At most ``bytes_max`` bytes are kept; the least recently used go first. What is larger is not kept.
-    2. An entry is believed for ``ttl_ms`` after its fetch ended; then it is fetched anew.
-    3. While a URL is being fetched, whoever asks for it waits for that fetch. It goes on while anyone waits, and is
-       cancelled when the last one has left. Its refusal is everyone's, and is not kept.
+    2. An entry is valid for ``ttl_ms`` after its fetch ended; then it is fetched again.
+    3. While a URL is being fetched, each request for it waits for that fetch. It continues while any request waits,
+       and is cancelled when the last one has left. Its refusal is everyone's, and is not kept.
 """
 
 from __future__ import annotations

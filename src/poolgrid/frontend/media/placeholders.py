@@ -6,7 +6,7 @@ a rule for the tokens of an image (``image_tokens``) each placeholder becomes as
 engine will see, and every block of the prompt can be hashed; without, what comes before the first item still can
 (``poolgrid.wire.multimodal.known_tokens``).
 
-How many tokens a model makes of an image, from its size in pixels alone: what a card says, computed.
+How many tokens a model makes of an image, from its size in pixels alone: what a card declares, computed.
 
 Two families, as their published image processors define them (``Qwen2VLImageProcessor``: ``smart_resize``;
 ``LlavaNextProcessor``: any-resolution tiles without padding). Engines count alike, because they use those processors.

@@ -5,4 +5,4 @@ from __future__ import annotations
 from pathlib import Path
 
 TINY_MODEL_PATH = Path(__file__).parent / "tiny"
-"""The tiny model directory that the simulated engine speaks; built by ``lab/build_tiny.py``."""
+"""The tiny model directory of the simulated engine; built by ``lab/build_tiny.py``."""

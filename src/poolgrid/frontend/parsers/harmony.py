@@ -72,7 +72,7 @@ class Harmony(StatefulParser):
         return self._taken()
 
     def _start(self) -> bool:
-        """The prompt ended with ``<|start|>assistant``: a header goes on here, or this is no harmony."""
+        """The prompt ended with ``<|start|>assistant``: a header continues here, or this is no harmony."""
         stripped = self._buffer.lstrip()
         if not stripped:
             return False

@@ -112,7 +112,7 @@ Items = Sequence[dict[str, Any]]
 def chat_body(body: ResponsesBody, earlier: Items = ()) -> ChatBody:
     """Return the chat request; raises ``RequestError`` that names the field of the Responses body.
 
-    ``earlier`` are the items of the conversation that it goes on with.
+    ``earlier`` are the items of the conversation that it continues.
     """
     loaded: list[Any] = []
     messages = _messages(body, earlier, loaded)

@@ -74,7 +74,7 @@ class KeptResponses:
     """Told of each response that was to be kept: ``kept`` or ``lost``."""
 
     async def earlier(self, body: ResponsesBody, owner: Owner | None) -> list[Item]:
-        """Return the items of the conversation that a request goes on from; raises ``RequestError``."""
+        """Return the items of the conversation that a request continues; raises ``RequestError``."""
         wanted = body.previous_response_id
         if wanted is None:
             return []
@@ -276,7 +276,7 @@ def add_kept_response_endpoints(app: FastAPI, kept: KeptResponses, owner_of: Cal
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
     ) -> Response:
-        """List what a response was asked with: its own input, and before it the conversation that it went on from."""
+        """List what a response was asked with: its own input, and before it the conversation that it continued."""
         owner = owner_of(request)
         conversation = (
             None if kept.store is None or owner is None else await kept.store.conversation(owner, response_id)

@@ -1,6 +1,6 @@
 """The body of ``/v1/responses`` and what is refused in it.
 
-Responses are kept (``store``) and may be gone on from (``previous_response_id``), and their items referred to, where
+Responses are kept (``store``) and may be continued (``previous_response_id``), and their items referred to, where
 the server keeps any. Other things that would have to be kept (``conversation``) are refused by name.
 """
 
@@ -58,7 +58,7 @@ class ResponsesBody(SamplingFields, kw_only=True):
     store: bool | None = None
     """Whether the response is to be found again; ``None`` = where the server keeps any."""
     previous_response_id: Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)] | None = None
-    """The response that the conversation goes on from."""
+    """The response that the conversation continues."""
     include: Annotated[list[str] | None, allowed("a list of names of further output")] = None
     """Ignored, but for log probabilities: what else there is belongs to tools that do not run here."""
     # Beyond OpenAI's, as in chat.

@@ -1,14 +1,14 @@
 """Responses that are kept, so that a client may name an earlier one instead of sending the conversation again.
 
 Rules
-    1. A response is found by who asked for it (its *owner*, a tenant) and its id, by nobody else.
+    1. A response is found by its *owner* (the tenant that asked for it) and its id only.
     2. Responses that lead to each other are one conversation. What is too much is forgotten by whole conversations, the
-       one that was used longest ago first: half a conversation could not go on. An owner has an equal part of
+       one that was used longest ago first: half a conversation could not continue. An owner has an equal part of
        ``budget_bytes``; what is kept of owners that are no more goes when the whole is full.
     3. A conversation that alone is larger than its owner's part is forgotten too, its latest turn with it.
-    4. A conversation that nobody used for ``ttl_s`` is forgotten.
+    4. A conversation that was not used for ``ttl_s`` is forgotten.
     5. All is in one SQLite database: in memory, or in a file, which the HTTP processes of one router share. A file of
-       another version is begun anew. What cannot be written is lost, and the answer goes out all the same.
+       another version is begun again. What cannot be written is lost, and the answer goes out all the same.
 
 Every call waits for a thread of the store's own: a file may have to wait for its disk or for another process.
 """

@@ -107,7 +107,7 @@ class TraceRecord:
         self.spans_left_out = 0
         self.tracestate = tracestate
         self.open: dict[str, SpanRecord] = {}
-        """Spans that whoever ends them finds again by a name: of legs by their dispatch ids."""
+        """Spans found again at their end by a name: of legs by their dispatch ids."""
         self.lost: dict[str, SpanRecord] = {}
         """By request id, the leg that a request lost and that none has replaced yet."""
 

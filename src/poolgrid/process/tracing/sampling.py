@@ -1,7 +1,7 @@
 """Which requests' traces are kept. Pure, but for the randomness that it is given.
 
-Who is called with a trace keeps it when its caller does (W3C's ``sampled`` flag): a trace is whole or not there. Of
-requests that nobody traces yet, a share is kept, drawn from the trace's id, so that all who go by the id draw alike.
+A process that is called with a trace keeps it when its caller does (W3C's ``sampled`` flag): a trace is whole or not
+there. Of requests without a trace, a share is kept, drawn from the trace's id, so that all who go by the id draw alike.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The traces of one process: which requests have a record, and what becomes of it at their end.
 
 Rules
-    1. Where traces are off there is no ``Tracing``, and nobody makes a record.
+    1. Where traces are off there is no ``Tracing``, and no record is made.
     2. A record is handed over once, at its end, and is not touched any more.
-    3. Whoever sends records may lose them, and says how many; it never makes a request wait.
+    3. The sender of records may lose them, and counts them; it never makes a request wait.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Tracing:
         unkept = TracePlace(self._sampler.span_id() << 64 | self._sampler.span_id(), self._sampler.span_id(), 0)
         self.not_kept = TraceContext(unkept.traceparent)
         """What others are told of requests whose traces are not kept, so that they do not begin one of their own: the
-        same for all, as nobody looks at it."""
+        same for all, as it is not read."""
 
     def begin_request(self, name: str, headers: Sequence[tuple[bytes, bytes]], began_ms: float) -> TraceRecord | None:
         """Begin the record of a client's request, if it is kept; ``headers`` are in lower case."""

@@ -27,7 +27,14 @@ from poolgrid.process.clock import SystemClock
 from poolgrid.process.tasks import unless
 from poolgrid.process.terminal_table import terminal
 from poolgrid.tools.bench.client import Client, HttpTarget, RequestFailed
-from poolgrid.tools.bench.conversations import ConversationShape, plan_conversations, poisson, synthetic, until
+from poolgrid.tools.bench.conversations import (
+    ConversationShape,
+    plan_agents,
+    plan_conversations,
+    poisson,
+    synthetic,
+    until,
+)
 from poolgrid.tools.bench.pools import PoolsFailed, open_pools
 from poolgrid.tools.bench.prompt import ONE_TOKEN_A_WORD, WORDS, PlannedRequest, PromptMaker, digits_of
 from poolgrid.tools.bench.runner import Planned, RequestShape, Result, Verify, measure_word_scale, run
@@ -40,6 +47,9 @@ from poolgrid.wire.hashing import stable_u64
 
 REQUESTS_DEFAULT = 100
 """Requests of a closed or open loop that was told neither a number nor a duration."""
+
+AGENT_CALLS_DEFAULT = 100
+"""Calls of a bench with agents, for each that is open: two to three sessions."""
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -138,6 +148,9 @@ def plan(settings: BenchSettings, seed: int | None = None) -> tuple[Iterable[Pla
     else:
         arrivals = poisson(settings.rate, seed)
         times = arrivals if settings.duration_s is None else until(arrivals, settings.duration_s * 1000.0)
+    if settings.agents is not None:
+        count = AGENT_CALLS_DEFAULT * settings.agents if count is None else count
+        return plan_agents(count, seed, settings.length_scale), count
     if settings.converses:
         conversations = plan_conversations(times, _conversation_shape(settings), seed)
         if count is None:
@@ -415,6 +428,7 @@ BASICS = (
     "model",
     "trace",
     "rate",
+    "agents",
     "concurrency",
     "turns",
     "isl",
@@ -429,7 +443,7 @@ BASICS = (
 @command(epilog=f"An endpoint that takes API keys gets the one in {API_KEY_VARIABLE}.")
 @with_settings(BenchSettings, renamed={"as_json": "--json"}, basics=BASICS)
 def bench(settings: BenchSettings) -> None:
-    """Measure any OpenAI endpoint: closed loop, open loop (--rate), or the replay of a trace (--trace)."""
+    """Measure any OpenAI endpoint: closed loop, open loop (--rate), replay (--trace) or agents."""
     raise SystemExit(run_bench(settings))
 
 

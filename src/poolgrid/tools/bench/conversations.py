@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from poolgrid.tools.bench.agents import AgentDraws
 from poolgrid.tools.bench.prompt import PlannedRequest
 from poolgrid.wire.hashing import stable_u64
 
@@ -60,6 +61,40 @@ def plan_conversations(
         )
         pauses = tuple(_pause_ms(chance, shape.think_time_s) if turn else 0.0 for turn in range(shape.turns))
         yield PlannedConversation(at_ms, turns, pauses)
+
+
+AGENT_TENANTS = 4
+"""Tenants whose agents share a system prompt and tools."""
+
+
+def plan_agents(calls: int, seed: int, length_scale: float) -> Iterator[PlannedConversation]:
+    """Yield agent sessions with at least so many calls together; a subagent is a session of its own at the same time.
+
+    Its prompt begins with its tenant's system prompt: no endpoint lets a client continue another's answer.
+    """
+    draws = AgentDraws(seed, AGENT_TENANTS, length_scale)
+    index = 0
+    for number in itertools.count():
+        if index >= calls:
+            return
+        for session in draws.session(number).family():
+            system = (stable_u64(f"{seed}/system/{session.tenant}"),)
+            prefix = draws.prefix_tokens
+            turns: list[PlannedRequest] = []
+            for place, call in enumerate(session.calls[: calls - index]):
+                own = (stable_u64(f"{seed}/{index}"),)
+                tokens = call.new_tokens
+                if place:
+                    turns.append(PlannedRequest(index, None, own, tokens, tokens, call.output_tokens))
+                else:
+                    tokens = min(tokens, prefix)  # blocks of one request have one length
+                    turns.append(
+                        PlannedRequest(index, None, (*system, own[0]), prefix, prefix + tokens, call.output_tokens, 1)
+                    )
+                index += 1
+            if turns:
+                pauses = (0.0, *(call.pause_ms for call in session.calls))[: len(turns)]
+                yield PlannedConversation(None, tuple(turns), pauses)
 
 
 def _turn(

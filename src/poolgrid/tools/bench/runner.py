@@ -1,4 +1,4 @@
-"""Runs a plan against an endpoint: who sends when, how many at once, and what is counted.
+"""Runs a plan against an endpoint: what is sent when, how many at once, and what is counted.
 
 * Closed loop: ``concurrency`` senders, each with the next request as soon as its last one ended.
 * Open loop and replay: each request at its scheduled time, whatever became of the others; all its times count from that
@@ -70,7 +70,7 @@ class RequestShape(msgspec.Struct, frozen=True):
     text: bool = False
     """Words instead of token ids; always so in chat."""
     ignore_eos: bool = True
-    """Ask the engine to go on until ``osl`` tokens, as most engines understand it."""
+    """Ask the engine to generate until ``osl`` tokens, as most engines understand it."""
 
     @property
     def path(self) -> str:
@@ -243,7 +243,7 @@ class Runner:
             reusable = 0 if usage is None else usage.prompt_tokens + usage.completion_tokens
 
     def _reusable_prefix(self, request: PlannedRequest) -> int:
-        """Return how many tokens of a first turn somebody has sent before."""
+        """Return how many tokens of a first turn were sent before."""
         prefix = request.block_ids[: request.system_blocks]
         if not prefix:
             return 0

@@ -71,10 +71,17 @@ class BenchSettings(Settings):
         1.0,
         ge=1 / 512,
         le=100,
-        description="Multiply prompt and output lengths of the trace; sharing stays the same.",
+        description="Multiply prompt and output lengths of the trace or of agents; sharing stays the same.",
     )
 
     rate: float | None = Field(None, gt=0, le=1e6, description="Send this many requests per second (open loop).")
+
+    agents: int | None = Field(
+        None,
+        ge=1,
+        le=4096,
+        description="Keep this many agent sessions open: growing prompts and pauses for tools (closed loop).",
+    )
 
     concurrency: Levels = Field(
         (8,),
@@ -142,6 +149,13 @@ class BenchSettings(Settings):
             raise ValueError("trace and shared_prefix are both given: a trace already defines what its requests share")
         if self.turns > 1 and self.endpoint in ("completions", "text"):
             raise ValueError(f"turns is {self.turns} and endpoint is {self.endpoint}: conversations need chat")
+        if self.agents is not None:
+            given = {"trace", "rate", "turns", "shared_prefix", "isl", "osl", "think_time_s", "concurrency"}
+            for name in sorted(given & self.model_fields_set):
+                raise ValueError(f"agents and {name} are both given, allowed is one of them: agents have their own")
+            if self.endpoint in ("completions", "text"):
+                raise ValueError(f"agents is {self.agents} and endpoint is {self.endpoint}: agents need chat")
+            self.concurrency = (self.agents,)
         if len(self.concurrency) > 1 and self.mode != "closed":
             raise ValueError(f"concurrency has {len(self.concurrency)} values: only a closed loop has a concurrency")
         return self
@@ -163,7 +177,7 @@ class BenchSettings(Settings):
     @property
     def api(self) -> str:
         """``completions`` or ``chat``."""
-        return "chat" if self.endpoint == "chat" or self.turns > 1 else "completions"
+        return "chat" if self.endpoint == "chat" or self.turns > 1 or self.agents is not None else "completions"
 
     @property
     def prompt_tokens(self) -> int:
@@ -175,7 +189,7 @@ class BenchSettings(Settings):
 
     @property
     def converses(self) -> bool:
-        return self.trace is None and (self.turns > 1 or self.shared_prefix > 0)
+        return self.trace is None and (self.turns > 1 or self.shared_prefix > 0 or self.agents is not None)
 
     @property
     def writes_words(self) -> bool:

@@ -10,6 +10,7 @@ import zmq
 from poolgrid.process.clock import Clock
 from poolgrid.tools.engine_check.core.evidence import Evidence, ProbeExchange, ServerStatement, Source
 from poolgrid.tools.engine_check.core.probe_plan import PlanLimits, plan
+from poolgrid.tools.engine_check.core.transfer_rules import transfer_totals
 from poolgrid.tools.engine_check.listening import Listener
 from poolgrid.tools.engine_check.server import EngineServer
 from poolgrid.tools.engine_check.settings import EngineCheckSettings
@@ -99,7 +100,15 @@ async def gather_evidence(
         ]
     finally:
         listener.close()
-    return Evidence(told, tuple(sources), listener.contacts, tuple(exchanges), tuple(listener.heard), tuple(replays))
+    return Evidence(
+        told,
+        tuple(sources),
+        listener.contacts,
+        tuple(exchanges),
+        tuple(listener.heard),
+        tuple(replays),
+        transfers=transfer_totals(await server.metrics_page()),
+    )
 
 
 async def _probe(

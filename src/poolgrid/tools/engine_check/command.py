@@ -27,12 +27,13 @@ from poolgrid.tools.engine_check.core.evidence import Evidence, RecordError
 from poolgrid.tools.engine_check.core.examination import Examination, examine
 from poolgrid.tools.engine_check.core.finding import Finding, FindingSeverity
 from poolgrid.tools.engine_check.core.timing_points import timing_table
+from poolgrid.tools.engine_check.core.transfer_rules import transfers_seen
 from poolgrid.tools.engine_check.measuring import MEASURE_TIMEOUT_S, REPEATS, Measurement
 from poolgrid.tools.engine_check.server import EngineServer
 from poolgrid.tools.engine_check.settings import EngineCheckSettings
 from poolgrid.workers.engines.server.server_client import ServerError
 
-AREAS = ("publishers", "messages", "replay", "blocks", "salts and adapters", "reuse", "probes")
+AREAS = ("publishers", "messages", "replay", "blocks", "salts and adapters", "reuse", "probes", "transfers")
 """The rows of the table: areas of findings."""
 
 TIMEOUT_S = 60.0
@@ -178,6 +179,8 @@ def _show(settings: EngineCheckSettings, evidence: Evidence) -> int:
         console.print(check_table(evidence, found))
         for finding in found.findings:
             console.print(words_of(finding))
+        if (cause := found.cause) is not None:
+            console.print(Text(f"verdict: {cause.value}. To change: {cause.fix}."))
     return 1 if found.faults else 0
 
 
@@ -196,6 +199,8 @@ def check_table(evidence: Evidence, found: Examination) -> TerminalTable:
     title = " ".join(word for word in (told.kind, told.version, told.model) if word)
     table = TerminalTable([Heading("what", False), Heading("result", False), Heading("seen", False)], title)
     for area in AREAS:
+        if area == "transfers" and evidence.transfers is None:
+            continue  # of a server that moves no KV
         of_area = [each for each in found.findings if each.kind.area == area]
         severities = {each.severity for each in of_area}
         worst = next((each for each in FindingSeverity if each in severities), None)
@@ -234,6 +239,8 @@ def _seen(area: str, evidence: Evidence, found: Examination) -> str:
     if area == "salts and adapters":
         keyed = [each for each in evidence.exchanges if (each.probe.salt or each.probe.lora) and not each.failure]
         return f"{counted(len(keyed), 'probe')} under a salt or an adapter" if keyed else ""
+    if area == "transfers":
+        return "" if evidence.transfers is None else transfers_seen(evidence.transfers)
     if area == "reuse":
         compared = len(reuse.comparisons)
         return f"{reuse.equal} of {counted(compared, 'probe')} as the events say" if compared else ""
@@ -248,6 +255,7 @@ def report(evidence: Evidence, found: Examination) -> dict[str, Any]:
         "sources": evidence.sources,
         "contacts": {str(rank): contact.value for rank, contact in evidence.contacts.items()},
         "ok": not found.faults,
+        "verdict": None if found.cause is None else found.cause.value,
         "findings": found.findings,
         "messages": found.messages,
         "forms": found.forms,
@@ -257,6 +265,7 @@ def report(evidence: Evidence, found: Examination) -> dict[str, Any]:
         "probes_compared": len(found.reuse.comparisons),
         "probes_as_predicted": found.reuse.equal,
         "event_delay_ms": found.event_delay_ms,
+        "transfers": evidence.transfers,
         "probes": [
             {
                 "name": each.probe.name,

@@ -60,6 +60,13 @@ class EngineServer:
         chosen = choose_model(await self._asked.ask_for(MODELS, ModelList), model)
         return ServerFacts("openai", model=chosen.id, max_sequence_length=chosen.max_model_len)
 
+    async def metrics_page(self) -> str:
+        """Return its metrics; empty where it has none."""
+        try:
+            return (await self._asked.ask("/metrics")).decode(errors="replace")
+        except ServerError:
+            return ""
+
     async def round_trip_ms(self) -> float:
         """Return how long a request takes that has nothing to do."""
         began_ms = self._clock.monotonic_ms()

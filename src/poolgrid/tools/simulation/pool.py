@@ -28,8 +28,10 @@ from poolgrid.router.core.policy import HELD_MAX, HOLD_LIMIT_MS, PLANNED_MAX, Po
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.selector import Selector
+from poolgrid.tools.simulation.agent_workload import AgentWorkload
 from poolgrid.tools.simulation.conditions import TtftTargets, WorkerSpeeds, changing
-from poolgrid.tools.simulation.workload import SimulatedRequest, Workload
+from poolgrid.tools.simulation.session_line import SessionLine
+from poolgrid.tools.simulation.workload import NEVER, SimulatedRequest, Workload
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import (
     AnyEvent,
@@ -47,6 +49,7 @@ from poolgrid.workers.engines.simulated.core.engine import Fact, SimulatedEngine
 
 MODEL = "simulated"
 ROLES = (Role.AGGREGATED,)
+_NO_REASONS: Mapping[WorkerKey, str] = {}
 UNLIMITED_QUEUE = 10**9
 """Nothing is refused in a simulation: how requests pile up is what it measures."""
 
@@ -87,6 +90,10 @@ class RunResult:
     crowded: int = 0
     """Choices that a worker refused because other routers had sent it more than the router knew."""
     steps: int = 0
+    first_turn_ms: list[float] = field(default_factory=list)
+    """TTFT of the first call of each agent, without subagents."""
+    waited: int = 0
+    """Turns of sessions that waited at the router for room in the working set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +127,7 @@ class SimulatedPool:
 
     def __init__(
         self,
-        workload: Workload,
+        workload: Workload | AgentWorkload,
         policy: Policy,
         workers: int,
         limits: SimulatedLimits,
@@ -129,8 +136,13 @@ class SimulatedPool:
         routers: RouterFleet | None = None,
         speeds: WorkerSpeeds | None = None,
         targets: TtftTargets | None = None,
+        line: SessionLine | None = None,
     ) -> None:
-        """``speeds`` are what the cards do not say of the workers; without them all are as fast as ``timing`` says."""
+        """``speeds`` are what the cards do not say of the workers; without them all are as fast as ``timing`` says.
+
+        ``line`` is where turns of agents wait for room in the pool's working set; without it none does.
+        """
+        self._line = line
         self._targets = targets
         self._workload = workload
         self._policy = policy
@@ -187,6 +199,8 @@ class SimulatedPool:
                 takes_retention=True,
             )
             self._tell(number, 0.0, [WorkerJoined(card)])
+            if line is not None:
+                line.working_set.know(self._keys[number], limits.total_kv_blocks)
         self._deliver(float("inf"))
 
     def run(self, on_progress: Callable[[int], None] = lambda _: None) -> RunResult:
@@ -221,17 +235,32 @@ class SimulatedPool:
         if self._hold_limit_ms and planner is not None and planner.is_active:
             self._held[router][request.request_id] = request
             return None
+        if self._line is not None:
+            crowded = self._line.arrive(request, self._keys, self._overlap_blocks, now)
+            if crowded is None:
+                self.result.waited += 1
+                return None
+            return self._place(router, request, now, {}, crowded)
         return self._place(router, request, now, {})
 
     @property
     def holds(self) -> bool:
-        return any(self._held)
+        return any(self._held) or (self._line is not None and self._line.holds)
+
+    def _overlap_blocks(self, request: SimulatedRequest) -> int:
+        return self._selectors[0].best_overlap_blocks(MODEL, ROLES, request.path)
 
     def place_held(self, now: float) -> list[int]:
         """Hand on those whose worker is free now, or that have waited too long; return the numbers of the engines."""
         if not self.holds:
             return []
         self._deliver(now)
+        if self._line is not None:
+            placed: list[int] = []
+            while (due := self._line.pop(self._keys, self._overlap_blocks, now)) is not None:
+                request, crowded = due
+                placed.append(self._place(0, request, now, {}, crowded))
+            return placed
         return [
             self._place(router, request, now, behind)
             for router, held in enumerate(self._held)
@@ -274,7 +303,14 @@ class SimulatedPool:
             ttft_target_ms=target_ms if self._targets is not None and self._targets.told else 0.0,
         )
 
-    def _place(self, router: int, request: SimulatedRequest, now: float, behind: Mapping[WorkerKey, int]) -> int:
+    def _place(
+        self,
+        router: int,
+        request: SimulatedRequest,
+        now: float,
+        behind: Mapping[WorkerKey, int],
+        unavailable: Mapping[WorkerKey, str] = _NO_REASONS,
+    ) -> int:
         """Choose a worker and hand the request to its engine; return the engine's number."""
         block_size = self._workload.block_size
         routing = self._routing(request)
@@ -282,7 +318,7 @@ class SimulatedPool:
         ledger = selector.projection.ledger
         ledger.expire(now)
         for remaining in reversed(range(self._crowding_retries + 1)):
-            found = selector.select(WorkerWanted(routing, request.path, now, int(now), behind=behind))
+            found = selector.select(WorkerWanted(routing, request.path, now, int(now), unavailable, behind=behind))
             if not isinstance(found, Decision):
                 raise RuntimeError(f"simulating request {request.request_id}: {found}")
             decision = found
@@ -295,6 +331,8 @@ class SimulatedPool:
                 decision.worker, selector.projection.index.slot(decision.worker), request.request_id, booked, now
             )
         selector.book(decision, request.path, now)
+        if self._line is not None:
+            self._line.place(request, decision.worker, decision.overlap_blocks, now)
         expected = decision.choice.terms.get(EXPECTED_MS)
         if expected is not None:
             self._expected_ms[request.request_id] = (now, float(expected[decision.choice.row]))
@@ -345,6 +383,8 @@ class SimulatedPool:
                 result.ttft_ms.append(ttft_ms)
                 if self._targets is not None:
                     result.targets_met += ttft_ms <= self._targets.of(fact.request_id)
+                if arrived.session is not None and not arrived.turn and not arrived.session.parent_id:
+                    result.first_turn_ms.append(ttft_ms)
                 if arrived.isl < SHORT_PROMPT_TOKENS:
                     result.short_ttft_ms.append(ttft_ms)
                 expected = self._expected_ms.pop(fact.request_id, None)
@@ -353,7 +393,10 @@ class SimulatedPool:
                     result.predicted.append((chosen_ms, number, expected_ms, now - chosen_ms))
             elif isinstance(fact, RequestFinished):
                 result.requests += 1
-                result.output_tokens += self._arrived.pop(fact.request_id).osl
+                ended = self._arrived.pop(fact.request_id)
+                result.output_tokens += ended.osl
+                if self._line is not None:
+                    self._line.finish(ended, now)
         self._tell(number, now, events)
 
     def _tell(self, number: int, now: float, events: list[AnyEvent]) -> None:
@@ -376,7 +419,7 @@ class SimulatedPool:
 
 
 def play_workload(
-    workload: Workload,
+    workload: Workload | AgentWorkload,
     pools: Sequence[SimulatedPool],
     choose: Callable[[SimulatedRequest, float], int],
     on_progress: Callable[[int], None] = lambda _: None,
@@ -385,54 +428,59 @@ def play_workload(
 
     ``on_progress`` is called with the number of requests finished, now and then.
     """
-    requests = workload.requests
+    arrivals = workload.arrivals()
     running: list[tuple[float, int, int, StepOutcome | None]] = []
     """Steps by their ends. Without an outcome, what was said reaches the routers of a pool; such items have numbers
     below 0, each its own, so that outcomes are never compared."""
     deliveries = count(1)
     idle = [[True] * len(pool.engines) for pool in pools]
-    arrivals = 0
 
-    def begin(place: int, number: int, now: float, horizon: float) -> None:
+    def begin(place: int, number: int, now: float) -> None:
+        # What ends on another engine may bring a request to this one, a pause later at the earliest.
+        horizon = arrivals.next_ms()
+        if running:
+            horizon = min(horizon, max(now, running[0][0]) + arrivals.look_ahead_ms)
         started = pools[place].begin_step(number, now, horizon)
         idle[place][number] = started is None
         if started is not None:
             heappush(running, (started.ended_ms, place, number, started))
 
-    def begin_idle(place: int, numbers: Sequence[int], now: float, horizon: float) -> None:
+    def begin_idle(place: int, numbers: Sequence[int], now: float) -> None:
         for number in numbers:
             if idle[place][number]:
-                begin(place, number, now, horizon)
+                begin(place, number, now)
 
     def finished() -> int:
         return sum(pool.result.requests for pool in pools)
 
-    while arrivals < len(requests) or running:
-        next_arrival = requests[arrivals].arrival_ms if arrivals < len(requests) else float("inf")
+    while running or arrivals.next_ms() < NEVER:
+        next_arrival = arrivals.next_ms()
         if running and running[0][0] <= next_arrival:
             now, place, number, outcome = heappop(running)
             pool = pools[place]
             before = pool.result.requests
             if outcome is not None:
                 pool.step_ended(number, now, outcome)
+                for fact in outcome.facts:
+                    if isinstance(fact, RequestFinished):
+                        arrivals.finished(fact.request_id, now)
                 if pool.event_delay_ms and pool.holds:
                     heappush(running, (now + pool.event_delay_ms, place, -next(deliveries), None))
             touched = pool.place_held(now)
             if outcome is not None:
-                begin(place, number, now, next_arrival)
-            begin_idle(place, touched, now, next_arrival)
+                begin(place, number, now)
+            begin_idle(place, touched, now)
             if pool.result.requests != before:
                 on_progress(finished())
             continue
         now = next_arrival
         arrived: list[list[int]] = [[] for _ in pools]
-        while arrivals < len(requests) and requests[arrivals].arrival_ms == now:
-            place = choose(requests[arrivals], now)
-            engine = pools[place].arrive(requests[arrivals], now)
+        while arrivals.next_ms() == now:
+            request = arrivals.pop()
+            place = choose(request, now)
+            engine = pools[place].arrive(request, now)
             if engine is not None:
                 arrived[place].append(engine)
-            arrivals += 1
-        horizon = requests[arrivals].arrival_ms if arrivals < len(requests) else float("inf")
         for place, engines in enumerate(arrived):
-            begin_idle(place, engines + pools[place].place_held(now), now, horizon)
+            begin_idle(place, engines + pools[place].place_held(now), now)
     on_progress(finished())

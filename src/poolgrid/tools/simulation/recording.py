@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,13 @@ from poolgrid.process.terminal_table import TerminalTable, terminal
 from poolgrid.router.core.policy import Policy
 from poolgrid.router.decision_journal.entries import RouterSettingsNoted
 from poolgrid.router.decision_journal.traffic import RecordedTraffic, Recording, read_recording
+from poolgrid.tools.bench.agents import PREFIX_TOKENS, AgentDraws
 from poolgrid.tools.bench.trace import TraceError, read_trace
+from poolgrid.tools.simulation.agent_workload import AgentWorkload, agent_workload
 from poolgrid.tools.simulation.conditions import WorkerSpeeds
 from poolgrid.tools.simulation.pool import RouterFleet, SimulatedPool
 from poolgrid.tools.simulation.report import latency_summary, policy_report
+from poolgrid.tools.simulation.session_line import line_of
 from poolgrid.tools.simulation.settings import EngineSettings
 from poolgrid.tools.simulation.workload import RecordedRequest, Workload, build_workload, recorded_workload
 from poolgrid.wire.identifiers import Role
@@ -39,7 +44,7 @@ class RecordingStage:
     """Traffic, and the engines that it is played on."""
 
     name: str
-    workload: Workload
+    workload: Workload | AgentWorkload
     workers: int
     limits: SimulatedLimits
     timing: TimingModel
@@ -50,11 +55,17 @@ class RecordingStage:
     remarks: list[str] = field(default_factory=list)
 
     def play(
-        self, name: str, policy: Policy, routers: RouterFleet | None = None, speeds: WorkerSpeeds | None = None
+        self,
+        name: str,
+        policy: Policy,
+        routers: RouterFleet | None = None,
+        speeds: WorkerSpeeds | None = None,
+        admission: str = "",
     ) -> dict[str, Any]:
         """Return the figures of a policy, on fresh engines, and show its progress under a name."""
+        line = line_of(admission, self.workload.block_size)
         pool = SimulatedPool(
-            self.workload, policy, self.workers, self.limits, self.timing, routers=routers, speeds=speeds
+            self.workload, policy, self.workers, self.limits, self.timing, routers=routers, speeds=speeds, line=line
         )
         with progress_bar(name, len(self.workload.requests), as_bytes=False) as on_progress:
             return policy_report(pool.run(on_progress), self.workers)
@@ -96,6 +107,31 @@ def timing_of(settings: EngineSettings, recorded_speedup: float = 0.0) -> Timing
     return base if speedup == 1 else ScaledTiming(base, speedup)
 
 
+AGENT_SEED = 1
+AGENT_TENANTS = 4
+SESSIONS_PER_AGENT = 4
+"""Sessions that each slot plays, one after the other: beginning and end count little."""
+
+
+def load_agents(agents: int, settings: EngineSettings, block_size: int) -> RecordingStage:
+    """Return agent sessions, ready to be played; raises ``UsageError``."""
+    if settings.speed != 1.0:
+        raise UsageError(f"--speed: {settings.speed:g}, allowed is 1 with --agents: their calls follow each other")
+    sessions = SESSIONS_PER_AGENT * agents
+    plan = AgentDraws(AGENT_SEED, AGENT_TENANTS).plan(sessions, agents)
+    if settings.requests is not None:
+        calls = list(accumulate(sum(len(each.calls) for each in root.family()) for root in plan.sessions))
+        plan = plan.first(max(1, bisect_right(calls, settings.requests)))
+    workload = agent_workload(plan, block_size)
+    given = {} if settings.total_kv_blocks is None else {"total_kv_blocks": settings.total_kv_blocks}
+    limits = _limits(workload, given)
+    workers = settings.workers or TRACE_WORKERS
+    needed = agents * plan.own_tokens_mean() + AGENT_TENANTS * PREFIX_TOKENS * workers
+    share = needed / (workers * limits.total_kv_blocks * block_size)
+    remark = f"the open sessions hold {share:.2f} times what the KV caches of the pool have room for, in the mean"
+    return RecordingStage(f"{agents} agents", workload, workers, limits, timing_of(settings), remarks=[remark])
+
+
 def load_trace(path: Path, settings: EngineSettings, block_size: int) -> RecordingStage:
     """Return a trace in Mooncake's form, ready to be played; raises ``UsageError``."""
     try:
@@ -130,7 +166,7 @@ def load_recording(directory: str, decisions: str | None, settings: EngineSettin
         raise UsageError(f"no requests are recorded in {directory}")
     begin = requests[0].time_ms
     speedup = card.simulated_speedup if 0.0 < card.simulated_speedup <= SPEEDUP_MAX else 0.0
-    recorded = [RecordedRequest(float(each.time_ms - begin), each.isl, each.osl or 1, each.path) for each in requests]
+    recorded = [_recorded(each, begin) for each in requests]
     workload = recorded_workload(recorded, requests[0].block_size, settings.speed)
     limits = {
         "total_kv_blocks": settings.total_kv_blocks or card.limits.total_kv_blocks,
@@ -149,7 +185,14 @@ def load_recording(directory: str, decisions: str | None, settings: EngineSettin
     )
 
 
-def _limits(workload: Workload, given: dict[str, int]) -> SimulatedLimits:
+def _recorded(each: RecordedTraffic, begin_ms: int) -> RecordedRequest:
+    finished_ms = None if each.finished_ms is None else float(each.finished_ms - begin_ms)
+    return RecordedRequest(
+        float(each.time_ms - begin_ms), each.isl, each.osl or 1, each.path, each.session, each.parent, finished_ms
+    )
+
+
+def _limits(workload: Workload | AgentWorkload, given: dict[str, int]) -> SimulatedLimits:
     """Return limits under which every request of a workload fits; what is ``given`` is taken as it is."""
     blocks = workload.total_tokens // workload.block_size + 2 * len(workload.requests) + 1
     values = {"total_kv_blocks": blocks, "max_sequence_length": workload.longest + 1, **given}

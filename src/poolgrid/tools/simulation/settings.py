@@ -50,10 +50,19 @@ class SimulationSettings(EngineSettings):
 
     panel: ClassVar[str] = "Workload and engines"
 
-    policy: str = Field(
-        "kv,round-robin,least-loaded",
-        examples=list(SIMULATED_POLICIES),
-        description="Compare these policies, separated by commas: built-in ones, or your module:Class.",
+    agents: int | None = Field(
+        None,
+        ge=1,
+        le=4096,
+        description="Simulate this many open agent sessions instead of a trace.",
+    )
+    policy: str | None = Field(
+        None,
+        examples=[*SIMULATED_POLICIES, "sticky", "kv+sessions", "kv+smallest-first"],
+        description=(
+            "Compare these policies, separated by commas: built-in ones, your module:Class, or a policy with "
+            "+sessions. Unset = some of them."
+        ),
     )
     kv_block_size: int = Field(64, ge=1, le=65_536, description="Set the number of tokens in a KV block.")
     routers: int = Field(
@@ -83,8 +92,8 @@ class WhatIfSettings(EngineSettings):
     )
     policy: str | None = Field(
         None,
-        examples=list(SIMULATED_POLICIES),
-        description="Replay with these policies. Unset = the recorded one.",
+        examples=[*SIMULATED_POLICIES, "kv+sessions"],
+        description="Replay with these policies, or with session admission (+sessions). Unset = the recorded one.",
     )
     as_json: bool = Field(False, description="Print the figures to standard output as JSON instead of a table.")
     out: Path | None = Field(None, description="Write the figures to this file too, as JSON.")

@@ -13,14 +13,20 @@ from poolgrid.cli.journal_directory import UsageError, journal_errors
 from poolgrid.cli.options import with_settings
 from poolgrid.process.figures import number, percent
 from poolgrid.process.terminal_table import Heading, TerminalTable
+from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.policy import Policy
 from poolgrid.router.policy_loading import PolicyError, make_policy
 from poolgrid.tools.simulation.conditions import SpeedError, WorkerSpeeds
 from poolgrid.tools.simulation.pool import RouterFleet
-from poolgrid.tools.simulation.recording import load_trace, show_report
+from poolgrid.tools.simulation.recording import load_agents, load_trace, show_report
+from poolgrid.tools.simulation.session_line import Sticky, split_admission
 from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, SimulationSettings
 
+TRACE_POLICIES = "kv,round-robin,least-loaded"
+AGENT_POLICIES = "kv,sticky,kv+smallest-first,kv+sessions"
+
 BASICS = (
+    "agents",
     "workers",
     "policy",
     "timing",
@@ -36,41 +42,90 @@ BASICS = (
 
 @command()
 @with_settings(SimulationSettings, renamed={"as_json": "--json"}, basics=BASICS)
-@click.argument("trace", type=click.Path(path_type=Path), help="Mooncake-format trace (JSON lines).")
-def simulate(settings: SimulationSettings, trace: Path) -> None:
-    """Play a trace through the router core and simulated engines in virtual time, per policy."""
+@click.argument(
+    "trace",
+    type=click.Path(path_type=Path),
+    required=False,
+    help="Mooncake-format trace (JSON lines); none with --agents.",
+)
+def simulate(settings: SimulationSettings, trace: Path | None) -> None:
+    """Play a trace or agents through the router core and simulated engines in virtual time, per policy."""
     with journal_errors("simulating"):
         _simulate(trace, settings)
 
 
-def _simulate(trace: Path, settings: SimulationSettings) -> None:
+def _simulate(trace: Path | None, settings: SimulationSettings) -> None:
     """Simulate each policy on a trace; raises ``UsageError``."""
     policies = _policies(settings)
     if fault := cannot_write(settings.out):
         raise UsageError(f"--out: {fault}; nothing was simulated")
-    stage = load_trace(trace, settings, settings.kv_block_size)
+    if (trace is None) == (settings.agents is None):
+        raise UsageError("TRACE or --agents is needed, and not both; nothing was simulated")
+    if settings.agents is not None:
+        stage = load_agents(settings.agents, settings, settings.kv_block_size)
+    else:
+        assert trace is not None, "one of the two is given"
+        stage = load_trace(trace, settings, settings.kv_block_size)
     try:
         speeds = WorkerSpeeds.parse(settings.worker_speeds)
     except SpeedError as error:
         raise UsageError(str(error)) from None
     routers = RouterFleet(settings.routers)
     true_speeds = None if speeds == WorkerSpeeds() else speeds
-    reports = {name: stage.play(name, policy, routers, true_speeds) for name, policy in policies.items()}
-    table = result_table(stage.workload.ideal_cached_token_ratio, reports)
+    if settings.routers > 1 and any(split_admission(name)[1] for name in policies):
+        raise UsageError(f"--routers: {settings.routers}, allowed is 1 with session admission; nothing was simulated")
+    reports = {
+        name: stage.play(name, policy, routers, true_speeds, split_admission(name)[1])
+        for name, policy in policies.items()
+    }
+    for remark in stage.remarks:
+        click.echo(remark, err=True)
+    make_table = result_table if settings.agents is None else agent_table
+    table = make_table(stage.workload.ideal_cached_token_ratio, reports)
     show_report(stage.report(settings.speed, reports, routers), table, settings.as_json, settings.out)
 
 
 def _policies(settings: SimulationSettings) -> dict[str, Policy]:
     policies: dict[str, Policy] = {}
-    for name in [each.strip() for each in settings.policy.split(",") if each.strip()] or [""]:
-        if name not in SIMULATED_POLICIES and ":" not in name:
-            allowed = f"{', '.join(SIMULATED_POLICIES)}, or module:Class"
-            raise UsageError(f"policy {name!r} is unknown, allowed are {allowed}")
+    default = TRACE_POLICIES if settings.agents is None else AGENT_POLICIES
+    given = default if settings.policy is None else settings.policy
+    for name in [each.strip() for each in given.split(",") if each.strip()] or [""]:
+        policy, _ = split_admission(name)
+        if policy == Sticky.name:
+            policies[name] = Sticky(KvAware())
+            continue
+        if policy not in SIMULATED_POLICIES and ":" not in policy:
+            allowed = f"{', '.join(SIMULATED_POLICIES)}, sticky, or module:Class"
+            raise UsageError(f"policy {name!r} is unknown, allowed are {allowed}, each also with +sessions behind it")
         try:
-            policies[name] = make_policy(name)
+            policies[name] = make_policy(policy)
         except PolicyError as error:
             raise UsageError(str(error)) from None
     return policies
+
+
+def agent_table(ideal: float, policies: Mapping[str, Mapping[str, Any]]) -> TerminalTable:
+    """Return what agents would see of the policies, side by side."""
+    names = ("cached", "of ideal", "turns/min", "TTFT mean", "first p50", "longest", "waited", "busy")
+    table = TerminalTable(
+        [Heading("policy", numeric=False), *map(Heading, names)],
+        f"an infinite shared cache would reuse {percent(ideal)} of the prompt tokens",
+        "times in s; first: TTFT of a session's first turn; waited: turns that waited for room for their session",
+    )
+    for name, report in policies.items():
+        first = report["first_turn_ms"]
+        table.add(
+            name,
+            percent(report["cached_token_ratio"]),
+            percent(report["cached_token_ratio"] / ideal if ideal else None),
+            number(report["turns_per_minute"], 1),
+            number(report["ttft_ms"]["mean"] / 1000, 2),
+            number(first["p50"] / 1000, 2),
+            number(first["max"] / 1000, 2),
+            number(report["waited_turns"], 0),
+            percent(report["busy_ratio"], 0),
+        )
+    return table
 
 
 def result_table(ideal: float, policies: Mapping[str, Mapping[str, Any]]) -> TerminalTable:

@@ -20,6 +20,7 @@ from poolgrid.router.decision_journal.opening import policy_of
 from poolgrid.router.policy_loading import FORMER_POLICIES, make_policy
 from poolgrid.tools.simulation.pool import RouterFleet
 from poolgrid.tools.simulation.recording import RecordingStage, load_recording, show_report
+from poolgrid.tools.simulation.session_line import split_admission
 from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, WhatIfSettings
 
 FIGURES: tuple[tuple[float, tuple[str, ...]], ...] = (
@@ -59,10 +60,10 @@ def run_what_if(directory: str, settings: WhatIfSettings) -> int:
         if fault := cannot_write(settings.out):
             raise UsageError(f"--out: {fault}; nothing was simulated")
         stage = load_recording(directory, settings.decisions, settings)
-        reports: dict[str, dict[str, Any]] = {
-            name: {**stage.play(name, policy), "settings": {"policy": policy.name}}
-            for name, policy in variants_of(settings, stage).items()
-        }
+        reports: dict[str, dict[str, Any]] = {}
+        for name, policy in variants_of(settings, stage).items():
+            played = stage.play(name, policy, admission=split_admission(name)[1])
+            reports[name] = {**played, "settings": {"policy": policy.name}}
         for remark in stage.remarks:
             click.echo(remark, err=True)
         report = stage.report(settings.speed, reports, RouterFleet(), measured=stage.measured)
@@ -82,10 +83,10 @@ def variants_of(settings: WhatIfSettings, stage: RecordingStage) -> dict[str, Po
     is_former = noted is not None and noted.inputs_version < MILLISECONDS_VERSION
     names = [word.strip() for word in (settings.policy or "").split(",") if word.strip()]
     for name in names:
-        if name not in SIMULATED_POLICIES:
+        if split_admission(name)[0] not in SIMULATED_POLICIES:
             raise UsageError(f"--policy: {name!r} is unknown, allowed are {', '.join(SIMULATED_POLICIES)}")
         if name != recorded or is_former:
-            variants[name] = make_policy(name)
+            variants[name] = make_policy(split_admission(name)[0])
     if len(variants) == 1:
         stage.remarks.append("no other policy was given: try --policy kv,round-robin")
     return variants

@@ -13,9 +13,12 @@ Its tokens are stand-ins, different for each request, so that nothing beyond the
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from typing import Final, Protocol
 
+from poolgrid.tools.bench.agents import AgentSession
 from poolgrid.tools.bench.trace import TRACE_BLOCK_TOKENS, TraceRow
 from poolgrid.wire.hashing import block_hashes, sequence_hashes
 from poolgrid.wire.requests import Generate, Sampling
@@ -31,11 +34,80 @@ class SimulatedRequest:
     path: list[int]
     """Sequence hashes of the prompt's whole blocks."""
     generate: Generate
+    session: AgentSession | None = None
+    """Whose call it is, of an agent."""
+    turn: int = 0
+    """Number of the call in its session."""
 
     @property
     def request_id(self) -> str:
         """Return the request's id."""
         return self.generate.request_id
+
+
+NEVER: Final = float("inf")
+
+
+class Arrivals(Protocol):
+    """Requests in order of arrival."""
+
+    look_ahead_ms: float
+    """A request that is not known yet comes at least this long after the end of one that runs."""
+
+    def next_ms(self) -> float:
+        """Return when the next request that is known comes; infinity without one."""
+        ...
+
+    def pop(self) -> SimulatedRequest: ...
+
+    def finished(self, request_id: str, now_ms: float) -> None:
+        """Take in that a request is over."""
+        ...
+
+
+class ListedArrivals:
+    """Requests whose times are known."""
+
+    look_ahead_ms = NEVER
+
+    def __init__(self, requests: Sequence[SimulatedRequest]) -> None:
+        self._requests = requests
+        self._next = 0
+
+    def next_ms(self) -> float:
+        return self._requests[self._next].arrival_ms if self._next < len(self._requests) else NEVER
+
+    def pop(self) -> SimulatedRequest:
+        self._next += 1
+        return self._requests[self._next - 1]
+
+    def finished(self, request_id: str, now_ms: float) -> None:
+        """Ignore it: no request waits for another."""
+
+
+class ChainedArrivals:
+    """Requests whose times are known, and those that follow on the end of another."""
+
+    look_ahead_ms = 0.0
+
+    def __init__(
+        self, requests: Sequence[SimulatedRequest], followers: Mapping[str, Sequence[tuple[int, float]]]
+    ) -> None:
+        self._requests = requests
+        self._followers = followers
+        behind = {number for each in followers.values() for number, _ in each}
+        self._due = [(each.arrival_ms, number) for number, each in enumerate(requests) if number not in behind]
+
+    def next_ms(self) -> float:
+        return self._due[0][0] if self._due else NEVER
+
+    def pop(self) -> SimulatedRequest:
+        now_ms, number = heappop(self._due)
+        return replace(self._requests[number], arrival_ms=now_ms)
+
+    def finished(self, request_id: str, now_ms: float) -> None:
+        for number, pause_ms in self._followers.get(request_id, ()):
+            heappush(self._due, (now_ms + pause_ms, number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +121,12 @@ class Workload:
     """Prompt and output tokens of all requests."""
     longest: int
     """Most tokens of one request, prompt and output."""
+
+    followers: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
+    """By request, the numbers of those that come a pause after its end, as turns of a session do."""
+
+    def arrivals(self) -> Arrivals:
+        return ChainedArrivals(self.requests, self.followers) if self.followers else ListedArrivals(self.requests)
 
 
 def build_workload(rows: Sequence[TraceRow], speed: float, block_size: int) -> Workload:
@@ -116,6 +194,10 @@ class RecordedRequest:
     osl: int
     path: Sequence[int]
     """Sequence hashes of the prompt's whole blocks."""
+    session: str = ""
+    """With its tenant; empty = of none."""
+    parent: str = ""
+    finished_ms: float | None = None
 
 
 def recorded_workload(recorded: Sequence[RecordedRequest], block_size: int, speed: float = 1.0) -> Workload:
@@ -124,6 +206,8 @@ def recorded_workload(recorded: Sequence[RecordedRequest], block_size: int, spee
         raise ValueError(f"building a workload: speed is {speed}, allowed are values above 0")
     seen: set[int] = set()
     requests: list[SimulatedRequest] = []
+    latest: dict[str, int] = {}
+    followers: dict[str, list[tuple[int, float]]] = {}
     ideal = prompt_tokens = total = longest = 0
     for number, each in enumerate(recorded):
         if len(each.path) != each.isl // block_size:
@@ -137,11 +221,24 @@ def recorded_workload(recorded: Sequence[RecordedRequest], block_size: int, spee
             struct.pack("<I", number) * each.isl,
             Sampling(max_tokens=osl, ignore_eos=True),
         )
-        requests.append(SimulatedRequest(each.arrival_ms / speed, each.isl, osl, list(each.path), generate))
+        session, turn = None, 0
+        if each.session:
+            before = latest.get(each.session)
+            turn = 0 if before is None else requests[before].turn + 1
+            tenant = each.session.partition(" ")[0]
+            session = AgentSession(each.session, tenant, 0, (), each.parent)
+            if before is not None and (ended_ms := recorded[before].finished_ms) is not None:
+                pause_ms = max(0.0, each.arrival_ms - ended_ms) / speed
+                followers.setdefault(requests[before].request_id, []).append((number, pause_ms))
+            latest[each.session] = number
+        requests.append(
+            SimulatedRequest(each.arrival_ms / speed, each.isl, osl, list(each.path), generate, session, turn)
+        )
         lead = next((at for at, block in enumerate(each.path) if block not in seen), len(each.path))
         ideal += lead * block_size
         seen.update(each.path)
         prompt_tokens += each.isl
         total += each.isl + osl
         longest = max(longest, each.isl + osl)
-    return Workload(requests, block_size, ideal / prompt_tokens if prompt_tokens else 0.0, total, longest)
+    ratio = ideal / prompt_tokens if prompt_tokens else 0.0
+    return Workload(requests, block_size, ratio, total, longest, followers)

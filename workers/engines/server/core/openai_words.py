@@ -160,6 +160,15 @@ def read_answer(decode: Callable[[bytes], T], data: bytes, title: str) -> T:
         raise DecodeError(f"an answer of {title}", str(error)) from None
 
 
+def session_headers(request: Generate) -> tuple[str, ...]:
+    """Return the header by which servers that keep conversations know a request's session."""
+    turn = request.turn
+    if turn is None or not (turn.session.isascii() and turn.session.isprintable()):
+        return ()
+    # Tenants may choose the same names.
+    return (f"X-Session-ID: {turn.tenant:x}:{turn.session}" if turn.tenant else f"X-Session-ID: {turn.session}",)
+
+
 def trace_headers(request: Generate) -> tuple[str, ...]:
     """Return the headers that carry a request's trace."""
     return () if request.trace is None else tuple(f"{name}: {value}" for name, value in request.trace.headers.items())

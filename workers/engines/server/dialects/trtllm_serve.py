@@ -46,6 +46,7 @@ from poolgrid.workers.engines.server.core.openai_words import (
     prompt_of,
     read_answer,
     refuse_what_nobody_has,
+    session_headers,
     trace_headers,
     without_none,
 )
@@ -125,7 +126,8 @@ class TrtllmServeDialect:
         elif request.stage is Stage.DECODE:
             body["disaggregated_params"] = {**left_for(request, TITLE, dict[str, Any]), "request_type": GENERATION_ONLY}
         reader = _Reader(sampling.logprobs is not None, leaves_kv)
-        return Call(COMPLETIONS, _encode(body), reader.read, not leaves_kv, trace_headers(request))
+        headers = (*session_headers(request), *trace_headers(request))
+        return Call(COMPLETIONS, _encode(body), reader.read, not leaves_kv, headers)
 
 
 def _refuse(request: Generate) -> None:

@@ -21,7 +21,16 @@ from functools import cache
 from importlib import resources
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, PositiveInt, ValidationError, create_model
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    create_model,
+)
 from pydantic import Field as ModelField
 from pydantic_core import ErrorDetails
 
@@ -118,7 +127,12 @@ class Contract:
                         self._collect(word, where)
 
     def _make_model(self, enums: Mapping[str, Sequence[str]], folded: frozenset[str]) -> type[BaseModel]:
-        names: dict[str, Any] = {"Anything": Any, "Literal": Literal, "Positive": PositiveInt}
+        names: dict[str, Any] = {
+            "Anything": Any,
+            "Literal": Literal,
+            "Positive": PositiveInt,
+            "NonNegative": NonNegativeInt,
+        }
         names["PythonObject"] = Annotated[Any, BeforeValidator(_refuse)]
         names["NumberKey"] = Annotated[int, ModelField(strict=False)]  # JSON has no other keys than text
         for name, members in enums.items():

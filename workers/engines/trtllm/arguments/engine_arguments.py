@@ -37,13 +37,15 @@ from poolgrid.workers.engines.trtllm.arguments.engine_file import (
     parse_json,
     read_yaml,
 )
-from poolgrid.workers.engines.trtllm.arguments.engine_rules import PATH as STREAM
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import (
+    KVBM_MODULE,
     EventStreamEndpoints,
     check_engine,
     event_stream,
+    kvbm_faults,
     stream_faults,
 )
+from poolgrid.workers.engines.trtllm.arguments.engine_rules import PATH as STREAM
 from poolgrid.workers.engines.trtllm.settings import DYNAMIC_BATCH_WINDOW, EVENT_BUFFER_MAX_SIZE, TrtllmSettings
 
 DEFAULT = "default"
@@ -52,7 +54,7 @@ OVERRIDE = "--override-engine-args"
 RUN = "run"
 
 KVBM_CONNECTOR = {
-    "connector_module": "kvbm.trtllm_integration.connector",
+    "connector_module": KVBM_MODULE,
     "connector_scheduler_class": "DynamoKVBMConnectorLeader",
     "connector_worker_class": "DynamoKVBMConnectorWorker",
 }
@@ -230,6 +232,7 @@ def resolve(settings: TrtllmSettings, file: Layer | None = None, override: Layer
             "images apart; set it to false, or use a later release"
         )
     faults = check_engine(merged.values, settings.disaggregation_mode)
+    faults += kvbm_faults(merged.values, settings.disaggregation_mode, settings.modality)
     _raise([*faults, *stream_faults(merged.values, merged.attention_dp_size)], merged)
     stream = event_stream(merged.values) if publishes else None
     return replace(merged, warnings=tuple(warnings), publishes_kv_events=publishes, stream=stream)

@@ -303,3 +303,31 @@ def _of_rank(endpoint: str, rank: int) -> str:
     if found is None:
         return f"{endpoint}_dp{rank}" if rank else endpoint
     return f"tcp://{_EVERYWHERE.get(found[1], found[1])}:{int(found[2]) + rank}"
+
+
+KVBM_MODULE = "kvbm.trtllm_integration.connector"
+BY_TOKENS = "KVBM (--connector kvbm) matches blocks by their tokens alone"
+
+
+def uses_kvbm(values: Mapping[str, Any]) -> bool:
+    """Return whether engine arguments name KVBM's connector."""
+    config = values.get("kv_connector_config")
+    return isinstance(config, Mapping) and KVBM_MODULE in str(config.get("connector_module"))
+
+
+def kvbm_faults(values: Mapping[str, Any], mode: str, modality: str) -> Iterator[ArgumentFault]:
+    """Yield what an engine with KVBM cannot be given; nothing without KVBM."""
+    if not uses_kvbm(values):
+        return
+    if mode in ("decode", "encode"):
+        yield ArgumentFault(
+            "kv_connector_config",
+            f"is KVBM's on a {mode} worker, which has no prompts to look up: allowed on prefill_and_decode and prefill",
+        )
+    for name in ("enable_lora", "lora_config"):
+        if values.get(name):
+            yield ArgumentFault(name, f"is {shown(values[name])}, and {BY_TOKENS}: adapters would share blocks")
+    if modality != "text":
+        yield ArgumentFault("kv_connector_config", f"is KVBM's with modality {modality}, whose requests it refuses")
+    if values.get("enable_attention_dp") and (values.get("tensor_parallel_size") or 1) > 1:
+        yield ArgumentFault("enable_attention_dp", "is true, and KVBM knows no ranks with caches of their own")

@@ -23,8 +23,15 @@ NARROWED = {
     "PositiveFloat": ("float", {"gt": 0}),
     "NonNegativeFloat": ("float", {"ge": 0}),
     "StrictInt": ("int", {}),
+    "Path": ("str", {}),
 }
-"""Names that pydantic has for a type with a range."""
+"""Names of a type with a range, or of one that a file writes otherwise."""
+
+RANGED: dict[tuple[str, tuple[tuple[str, Any], ...]], str] = {
+    ("int", (("gt", 0),)): "Positive",
+    ("int", (("ge", 0),)): "NonNegative",
+}
+"""What the facts call the members of a list that have a range."""
 
 ANY = "any"
 
@@ -59,7 +66,8 @@ def read_facts(source: str, version: str) -> dict[str, Any] | None:
     reader = _Source(ast.parse(source))
     if not reader.fields(TOP_CLASS):
         return None
-    top = {**reader.fields(TOP_CLASS), **{name: {"type": ANY, "default": None} for name in reader.still_taken()}}
+    still_taken = {name: {"type": spelled, "default": None} for name, spelled in reader.still_taken()}
+    top = {**reader.fields(TOP_CLASS), **still_taken}
     return {
         "version": version,
         "sections": {**reader.sections, "llm_args": top},
@@ -73,6 +81,7 @@ def read_facts(source: str, version: str) -> dict[str, Any] | None:
 class _Source:
     def __init__(self, module: ast.Module) -> None:
         self._classes = {each.name: each for each in module.body if isinstance(each, ast.ClassDef)}
+        self._functions = {each.name: each for each in module.body if isinstance(each, ast.FunctionDef)}
         self._aliases: dict[str, ast.expr] = {}
         for each in module.body:
             if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name):
@@ -82,11 +91,31 @@ class _Source:
         self.sections: dict[str, dict[str, Any]] = {}
         self.enums: dict[str, list[str]] = {}
 
-    def still_taken(self) -> Iterator[str]:
-        """Yield arguments that are no field any more and are taken on some conditions."""
+    def still_taken(self) -> Iterator[tuple[str, str]]:
+        """Yield arguments that are no field any more and are taken on some conditions, with the type of what is taken.
+
+        A check that raises for all but some constants names them; one of another form is the engine's business.
+        """
         for name, value in self._aliases.items():
             if name.endswith("REMOVED_ARG_CHECKS") and isinstance(value, ast.Dict):
-                yield from (key.value for key in value.keys if isinstance(key, ast.Constant))  # type: ignore[misc]
+                for key, check in zip(value.keys, value.values, strict=True):
+                    if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                        yield key.value, self._taken_by(ast.unparse(check))
+
+    def _taken_by(self, check: str) -> str:
+        found = self._functions.get(check)
+        statements = found.body if found else []
+        if statements and isinstance(statements[-1], ast.Raise):
+            for each in ast.walk(ast.Module(statements, [])):
+                if (
+                    isinstance(each, ast.If)
+                    and isinstance(each.test, ast.Compare)
+                    and isinstance(each.body[-1], ast.Return)
+                ):
+                    taken = _constant(each.test.comparators[0])
+                    if isinstance(each.test.ops[0], ast.In) and isinstance(taken, tuple):
+                        return f"Literal[{','.join(map(repr, taken))}]"
+        return ANY
 
     def fields(self, name: str) -> dict[str, dict[str, Any]]:
         """Return the fields of a class, those of its bases first."""
@@ -199,9 +228,12 @@ class _Source:
             case "Union":
                 return self._union(members)
             case "Annotated" if "discriminator" not in "".join(map(ast.unparse, members[1:])):
-                return self._type(members[0])
+                spelled, limits = self._type(members[0])
+                given = [each for call in members[1:] if isinstance(call, ast.Call) for each in call.keywords]
+                return spelled, limits | _limits({each.arg: each.value for each in given if each.arg}, spelled)
             case "List" | "list" | "Sequence":
-                return f"list[{self._type(members[0])[0]}]", {}
+                spelled, limits = self._type(members[0])
+                return f"list[{RANGED.get((spelled, tuple(limits.items())), spelled)}]", {}
             case "Dict" | "dict" if len(members) == 2:
                 return f"dict[{self._type(members[0])[0]},{self._type(members[1])[0]}]", {}
             case "Literal" if all(isinstance(each, ast.Constant) for each in members):

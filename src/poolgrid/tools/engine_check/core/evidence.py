@@ -9,6 +9,8 @@ from enum import Enum
 
 import msgspec
 
+from poolgrid.tools.engine_check.core.transfer_rules import TransferTotals
+
 RECORD_VERSION = 1
 
 
@@ -113,6 +115,8 @@ class Evidence(msgspec.Struct, frozen=True):
     exchanges: tuple[ProbeExchange, ...]
     heard: tuple[Heard, ...]
     replays: tuple[ReplayAnswer, ...] = ()
+    transfers: TransferTotals | None = None
+    """What the server counts of KV that moved; ``None`` = it does not."""
     version: int = RECORD_VERSION
 
     def to_json(self) -> bytes:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from poolgrid.diagnosis.causes import OF_FINDING, Cause
 from poolgrid.tools.engine_check.core.block_rules import BlockFigures, block_findings, observed_block_size
 from poolgrid.tools.engine_check.core.contact_rules import contact_findings
 from poolgrid.tools.engine_check.core.evidence import Evidence
@@ -13,6 +14,7 @@ from poolgrid.tools.engine_check.core.finding import RANK, Finding, FindingSever
 from poolgrid.tools.engine_check.core.message_rules import message_findings
 from poolgrid.tools.engine_check.core.reuse_rules import ReuseFigures, compare, reuse_findings
 from poolgrid.tools.engine_check.core.said import RankStream, read_streams
+from poolgrid.tools.engine_check.core.transfer_rules import transfer_findings
 from poolgrid.tools.engine_check.core.views import ChainView, ExpectedPath, RouterView, expected_paths
 
 CONSEQUENCES = frozenset({Kind.BLOCKS_MISSING, Kind.NOT_TAKEN_IN, Kind.CACHED_TOKENS_DIFFER})
@@ -34,6 +36,12 @@ class Examination:
     event_delay_ms: float | None
     """From the end of an answer to its last event, the longest; ``None`` = not measured."""
     figures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def cause(self) -> Cause | None:
+        """Return what `poolgrid doctor` would call the first fault; ``None`` without one that it knows."""
+        named = (OF_FINDING.get(each.kind.value) for each in self.findings if each.severity is FindingSeverity.FAULT)
+        return next((cause for cause in named if cause is not None), None)
 
     @property
     def faults(self) -> int:
@@ -65,6 +73,8 @@ def examine(evidence: Evidence) -> Examination:
         findings += block_findings(evidence, streams, paths, views, blocks)
         findings += reuse_findings(reuse, paths, streams, size)
         findings += _missing(blocks, streams, paths)
+    if evidence.transfers is not None:
+        findings += transfer_findings(evidence.transfers)
     explained = any(each.severity is FindingSeverity.FAULT and each.kind not in CONSEQUENCES for each in findings)
     findings = [each for each in findings if not (explained and each.kind in CONSEQUENCES)]
     findings.sort(key=lambda each: (list(FindingSeverity).index(each.severity), RANK[each.kind]))

@@ -68,6 +68,9 @@ class Kind(Enum):
     CACHED_TOKENS_UNSAID = ("cached tokens unsaid", "reuse")
     CACHED_TOKENS_DIFFER = ("cached tokens differ", "reuse")
     PROBE_FAILED = ("probe failed", "probes")
+    TRANSFERS_FAILED = ("transfers failed", "transfers")
+    TRANSFERS_SLOW = ("transfers slow", "transfers")
+    TRANSFERS_IN_PIECES = ("transfers in pieces", "transfers")
 
 
 RANK = {kind: number for number, kind in enumerate(Kind)}

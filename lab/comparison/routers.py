@@ -1,0 +1,182 @@
+"""Each router of the comparison: how it is started before the same engine servers, with its own defaults.
+
+    ours, ours-POLICY   this checkout: a router with the consolidator in it, and one process with all workers
+    before              0a211ed, from a Python that has it: a process for each worker, and the consolidator's
+    smg                 SGLang's gateway, ``--policy cache_aware``
+    vllm-router         its ``cache_aware``; ``-events`` and ``-robin`` behind the name: ``kv_aware``, round robin
+
+Peers run from another Python, which has their wheels.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+from lab.benchmarks.fleet import Fleet, free_port
+from lab.benchmarks.http_load import cpu_s, rss_mb
+from lab.comparison.engines import BLOCK_SIZE, MODEL, Address
+
+START_TIMEOUT_S = 90.0
+VLLM_ROUTER_POLICIES = {
+    "vllm-router": "cache_aware",
+    "vllm-router-events": "kv_aware",
+    "vllm-router-robin": "round_robin",
+}
+NAMES = ("ours", "before", "smg", *VLLM_ROUTER_POLICIES)
+
+
+class Python:
+    """Where the Pythons are that have each router."""
+
+    def __init__(self, peers: str, before: str) -> None:
+        self.peers = peers
+        self.before = before
+
+    def absent_because(self, router: str) -> str:
+        """Return why a router cannot be started; empty when it can."""
+        if router.startswith("ours"):
+            return ""
+        python, module = (self.before, "poolgrid") if router == "before" else (self.peers, _module(router))
+        if not python:
+            return "no Python is named that has it"
+        probe = subprocess.run([python, "-c", f"import {module}"], capture_output=True, timeout=120, check=False)
+        return (probe.stderr.decode().strip().splitlines() or ["it does not import"])[-1] if probe.returncode else ""
+
+    def version(self, router: str) -> str:
+        """Return the version of a router, from its package."""
+        python = {"before": self.before}.get(router, sys.executable if router.startswith("ours") else self.peers)
+        package = "poolgrid" if router == "before" or router.startswith("ours") else router.partition("-events")[0]
+        package = package.removesuffix("-robin")
+        program = f"from importlib.metadata import version; print(version({package!r}))"
+        done = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+        return done.stdout.strip() or "unknown"
+
+
+def _module(router: str) -> str:
+    return "smg" if router == "smg" else "vllm_router.launch_router"
+
+
+class Router:
+    """One router that runs, with everything that belongs to it."""
+
+    def __init__(self, name: str, engines: Sequence[Address], model: Path, python: Python, logs: Path) -> None:
+        """Start it; raises ``RuntimeError`` when it does not answer in time."""
+        self.name = name
+        self.port = free_port()
+        self._logs = logs / name
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._fleet = Fleet(self._logs, pin=False)
+        self._engines = engines
+        self._model = model
+        self._spent_s = 0.0
+        self._is_ours = name == "before" or name.startswith("ours")
+        if name == "before":
+            self._command = self._before(python.before)
+        elif self._is_ours:
+            self._command = self._ours(name.partition("-")[2])
+        elif name == "smg":
+            self._command = self._peer(python.peers, "-m", "smg", "launch", "--policy", "cache_aware")
+            self._command += ["--max-concurrent-requests", "-1", "--worker-urls", *(each.url for each in engines)]
+        else:
+            policy = VLLM_ROUTER_POLICIES[name]
+            self._command = self._peer(python.peers, "-m", "vllm_router.launch_router", "--policy", policy)
+            self._command += ["--worker-urls", *(each.url for each in engines)]
+            if policy == "kv_aware":
+                for each in engines:
+                    self._command += ["--kv-event-source", f"{each.url}={each.events}"]
+                    self._command += ["--kv-event-replay-source", f"{each.url}={each.replay}"]
+                self._command += ["--kv-event-block-size", str(BLOCK_SIZE), "--kv-event-model", MODEL]
+        self._process = self._fleet.start("router", self._command)
+        try:
+            self.wait()
+        except RuntimeError:
+            self.stop()
+            raise
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def _ours(self, policy: str) -> list[str]:
+        """Start the workers, all in one process; return the command of the router, with the consolidator in it."""
+        ingest = free_port()
+        worker = [sys.executable, "-m", "poolgrid", "worker", "--engine", "vllm", "--worker-id", "gpu"]
+        for engine in self._engines:
+            worker += ["--engine-url", engine.url, "--kv-events-endpoint", engine.events]
+            worker += ["--kv-events-replay-endpoint", engine.replay]
+        self._fleet.start("workers", [*worker, "--consolidator", f"tcp://127.0.0.1:{ingest}"])
+        chosen = ["--policy", policy] if policy else []
+        return [
+            *(sys.executable, "-m", "poolgrid", "router", "--port", str(self.port), "--ingest-port", str(ingest)),
+            *("--model-path", str(self._model), "--served-model-name", MODEL, *chosen),
+        ]
+
+    def _before(self, python: str) -> list[str]:
+        """Start what stood between the engines and a router of ours at 0a211ed; return the router's command."""
+        ours = [python, "-m", "poolgrid"]
+        consolidator = self._fleet.start("consolidator", [*ours, "consolidator"])
+        words = self._fleet.ready_words(consolidator)
+        for number, engine in enumerate(self._engines):
+            worker = [*ours, "worker", "--engine", "vllm", "--engine-url", engine.url, "--worker-id", f"gpu{number}"]
+            worker += ["--kv-events-endpoint", engine.events, "--kv-events-replay-endpoint", engine.replay]
+            self._fleet.start(f"worker-{number}", [*worker, "--consolidator", words["ingest"]])
+        return [
+            *(*ours, "router", "--port", str(self.port), "--model-path", str(self._model), "--model-name", MODEL),
+            *("--feed-endpoint", words["feed"], "--query-endpoint", words["query"]),
+        ]
+
+    def _workers_ready(self) -> int:
+        try:
+            rows = httpx.get(f"{self.url}/v1/workers", timeout=5).json()["data"]
+        except (httpx.TransportError, ValueError, KeyError):
+            return 0
+        return sum(row["state"] == "ready" for row in rows)
+
+    def _peer(self, python: str, *words: str) -> list[str]:
+        metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+        return [python, *words, "--host", "127.0.0.1", "--port", str(self.port), *metrics]
+
+    def wait(self) -> None:
+        """Wait until every engine has answered through it."""
+        until = time.monotonic() + START_TIMEOUT_S
+        while self._is_ours and self._workers_ready() < len(self._engines):
+            if time.monotonic() > until:
+                raise RuntimeError(f"{self.name} does not reach every engine: see {self._logs}")
+            time.sleep(0.3)  # noqa: TID251 - a version of ours may not announce it
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
+        answered = 0
+        while answered < 2 * len(self._engines):
+            try:
+                answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=20)
+                answered = answered + 1 if answer.status_code == 200 else 0
+            except httpx.TransportError:
+                answered = 0
+            if not answered and time.monotonic() > until:
+                raise RuntimeError(f"{self.name} does not answer after {START_TIMEOUT_S:.0f} s: see {self._logs}")
+            time.sleep(0.1 if answered else 0.3)  # noqa: TID251 - another project's process, which announces nothing
+
+    def restart(self) -> None:
+        """Kill -9 the process that takes requests and start it again, on the same port."""
+        self._spent_s += cpu_s(self._process.pid)
+        os.kill(self._process.pid, 9)
+        self._process.wait()
+        self._process = self._fleet.start("router", self._command)
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds of all its processes."""
+        return self._spent_s + sum(cpu_s(pid) for pid in self._fleet.running())
+
+    def rss_mb(self) -> float:
+        """Return the resident memory of all its processes."""
+        return sum(rss_mb(pid) for pid in self._fleet.running())
+
+    def stop(self) -> None:
+        """End all of it."""
+        self._fleet.close()

@@ -1,0 +1,247 @@
+"""Collects the evidence of ``poolgrid.diagnosis`` while a projection is folded: promised against reported reuse.
+
+It only looks on: no decision depends on it, so it is in no checkpoint, and a replay attaches one of its own. It is told
+of a start in the order of the worker's events, when the index stands where the engine stood.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from poolgrid.diagnosis.evidence import WINDOW, Observation, UncachedSplit, WorkerEvidence, split_uncached
+from poolgrid.diagnosis.rules import Verdict, diagnose
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.fleet import Worker
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.selector import PROMPT_STAGES
+from poolgrid.wire.events import LoadReported
+from poolgrid.wire.identifiers import StreamState, WorkerKey
+
+HEAD_BLOCKS: Final = 32
+"""Leading blocks of a prompt that are looked up later: enough to see whether its blocks were announced."""
+
+ANNOUNCED_AFTER_MS: Final = 500
+"""Events of a prompt are with the router by then; they take milliseconds (benchmarks, event plane)."""
+
+LEAST_HEADS: Final = 8
+"""Prompts in a burst after which the oldest is looked up although it is young."""
+
+HISTORIES_MAX: Final = 4096
+"""Workers whose requests are kept, gone ones included; beyond it those that are gone are forgotten."""
+
+JUDGED_EVERY: Final = 4
+"""Requests after which a verdict is made again for lists and metrics; making one takes about 0.1 ms."""
+
+DecisionOf = Callable[[str], Decision | None]
+"""Returns the decision of a dispatch, while it is kept."""
+
+
+class _History:
+    """What is kept of one worker."""
+
+    __slots__ = (
+        "agreed",
+        "epoch",
+        "epochs",
+        "final",
+        "foreign",
+        "heads",
+        "judged",
+        "load",
+        "observations",
+        "own",
+        "steps_fell",
+        "verdict",
+    )
+
+    def __init__(self, epoch: int) -> None:
+        self.observations: deque[Observation] = deque(maxlen=WINDOW)
+        self.heads: deque[tuple[int, Sequence[int]]] = deque(maxlen=WINDOW)
+        """When each prompt was chosen for, and its first blocks."""
+        self.epoch = epoch
+        self.epochs = 1
+        self.load: LoadReported | None = None
+        self.steps_fell = False
+        self.agreed = self.own = self.foreign = 0
+        self.final: WorkerEvidence | None = None
+        """What was known of a worker when it left."""
+        self.judged: object = None
+        """The state of the evidence that ``verdict`` is about."""
+        self.verdict: Verdict | None = None
+
+
+class Examiner:
+    """The evidence on all workers of one projection."""
+
+    def __init__(self, projection: Projection, decision_of: DecisionOf) -> None:
+        self._projection = projection
+        self._decision_of = decision_of
+        self._histories: dict[WorkerKey, _History] = {}
+        projection.examiner = self
+
+    # -- what happens ----------------------------------------------------------------------------------------------
+
+    def started(self, worker: WorkerKey, dispatch_id: str, isl: int) -> None:
+        """A worker began a request, perhaps of another router."""
+        decision = self._decision_of(dispatch_id)
+        history = self._history(worker)
+        if history is None:
+            return
+        if decision is None:
+            history.foreign += 1
+            return
+        history.own += 1
+        if decision.request.stage in PROMPT_STAGES:
+            decision.reported_isl = isl
+
+    def compared(
+        self, worker: WorkerKey, dispatch_id: str, path: Sequence[int], promised_tokens: int, reported_tokens: int
+    ) -> None:
+        """A worker reported how much of a prompt of ours it reused; ``promised_tokens`` is what the index held."""
+        decision = self._decision_of(dispatch_id)
+        history = self._history(worker)
+        if decision is None or history is None or decision.request.stage not in PROMPT_STAGES:
+            return
+        request, now_ms = decision.request, decision.time_ms
+        block_size = request.block_size
+        promised_tokens = min(promised_tokens, request.isl)
+        observation = Observation(
+            dispatch_id,
+            now_ms,
+            request.isl,
+            decision.reported_isl,
+            promised_tokens,
+            reported_tokens,
+            decision.seen_tokens,
+            "media" if request.media else request.domain,
+            path[min(len(path), promised_tokens // block_size) - 1] if path and promised_tokens >= block_size else 0,
+        )
+        if abs(promised_tokens - reported_tokens) > block_size:
+            observation.announced = self._announced(worker, history, now_ms)
+        elif promised_tokens and reported_tokens:
+            history.agreed += 1
+        history.observations.append(observation)
+        history.heads.append((now_ms, path[:HEAD_BLOCKS]))
+
+    def left(self, worker: WorkerKey) -> None:
+        """A worker is about to leave; what the index holds of it is still known."""
+        history = self._histories.get(worker)
+        if history is not None and worker in self._projection.fleet.workers:
+            history.final = self.evidence(worker)
+
+    def gateway_reported(
+        self, decision: Decision, path: Sequence[int], reported_tokens: int, reported_isl: int | None
+    ) -> None:
+        """An engine that answers past this router said in its usage what it reused, and how long the prompt was."""
+        worker = self._projection.fleet.workers.get(decision.worker)
+        if worker is None or worker.requests_total:
+            return  # workers that report requests are compared at their starts
+        decision.reported_isl = reported_isl
+        promised_tokens = decision.overlap_blocks * decision.request.block_size
+        dispatch_id = decision.request.request_id
+        history = self._history(decision.worker)
+        if history is not None:
+            history.own += 1
+        self.compared(decision.worker, dispatch_id, path, promised_tokens, reported_tokens)
+
+    def _announced(self, worker: WorkerKey, history: _History, now_ms: int) -> float | None:
+        """Return how much of the last prompt that is old enough the index holds of the worker."""
+        if self._has_windows(worker):
+            return None  # a window that moved on leaves an earlier prompt nowhere to resume
+        for time_ms, head in reversed(history.heads):
+            if head and now_ms - time_ms >= ANNOUNCED_AFTER_MS:
+                return self._projection.index.overlap(head, worker).blocks / len(head)
+        if len(history.heads) < LEAST_HEADS or not history.heads[0][1]:
+            return None
+        head = history.heads[0][1]  # in a burst the oldest will do
+        return self._projection.index.overlap(head, worker).blocks / len(head)
+
+    def _history(self, key: WorkerKey) -> _History | None:
+        worker = self._projection.fleet.workers.get(key)
+        if worker is None:
+            return None
+        history = self._histories.get(key)
+        if history is None:
+            if len(self._histories) >= HISTORIES_MAX:
+                for gone in self._histories.keys() - self._projection.fleet.workers.keys():
+                    del self._histories[gone]
+            history = self._histories[key] = _History(worker.epoch)
+        self._note(history, worker)
+        return history
+
+    @staticmethod
+    def _note(history: _History, worker: Worker) -> None:
+        if worker.epoch != history.epoch:
+            history.epoch = worker.epoch
+            history.epochs += 1
+            history.load = None
+        load = worker.load
+        if load is not history.load:
+            if load is not None and history.load is not None and load.steps < history.load.steps:
+                history.steps_fell = True
+            history.load = load
+
+    def _has_windows(self, worker: WorkerKey) -> bool:
+        index = self._projection.index
+        return bool(index.groups.reported) and index.groups.report_of(1 << index.slot(worker)) is not None
+
+    # -- views -----------------------------------------------------------------------------------------------------
+
+    def evidence(self, key: WorkerKey) -> WorkerEvidence:
+        """Return what is known of a worker of the fleet."""
+        projection = self._projection
+        worker = projection.fleet.workers[key]
+        state, reason = projection.trust.stream(key)
+        history = self._histories.get(key) or _History(worker.epoch)
+        return WorkerEvidence(
+            str(key),
+            worker.card.block_size,
+            list(history.observations),
+            state.name.lower(),
+            reason,
+            state is not StreamState.SYNCING,
+            projection.index.held_blocks(key),
+            history.epochs,
+            history.steps_fell,
+            history.agreed,
+            history.own,
+            history.foreign,
+            self._has_windows(key),
+        )
+
+    def verdict(self, key: WorkerKey) -> Verdict:
+        """Return the verdict on a worker of the fleet, judged again after ``JUDGED_EVERY`` requests."""
+        history = self._histories.get(key)
+        if history is None:
+            return diagnose(self.evidence(key))
+        state = (
+            history.own // JUDGED_EVERY,
+            history.foreign // JUDGED_EVERY,
+            history.epochs,
+            self._projection.trust.stream(key)[0],
+        )
+        if history.verdict is None or history.judged != state:
+            history.judged, history.verdict = state, diagnose(self.evidence(key))
+        return history.verdict
+
+    def verdicts(self) -> list[Verdict]:
+        """Return the verdict on each worker that is, or was, in the fleet, judged now."""
+        workers = self._projection.fleet.workers
+        evidence = {key: each.final for key, each in self._histories.items() if each.final and key not in workers}
+        evidence |= {key: self.evidence(key) for key in workers}
+        return [diagnose(each) for _, each in sorted(evidence.items()) if each is not None]
+
+
+def uncached_of(decision: Decision, reported_tokens: int) -> UncachedSplit:
+    """Return why the rest of a decision's prompt was computed."""
+    request, columns = decision.request, decision.candidates
+    promised_blocks = best_blocks = decision.overlap_blocks
+    if decision.seen_tokens > max(reported_tokens, promised_blocks * request.block_size):
+        tiers = zip(columns.device_overlap, columns.host_overlap, columns.disk_overlap, strict=True)
+        best_blocks = int(max(device + host + disk for device, host, disk in tiers))
+    size = request.block_size
+    return split_uncached(
+        request.isl, decision.seen_tokens, best_blocks * size, promised_blocks * size, reported_tokens
+    )

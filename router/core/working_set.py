@@ -1,0 +1,432 @@
+"""Which sessions' KV the workers of a pool are to keep, and whether one more session fits beside them.
+
+Too many sessions on a pool evict each other: each comes back from its tool to an empty cache and is computed again.
+So a pool keeps a *working set*, and turns of other sessions wait at the router.
+
+Rules
+    1. A session is a *member* from the turn that is booked for it on. It is *resident* while a turn of it runs, and for
+       ``lease_ms`` afterwards. Its footprint counts on the worker of its last turn: the blocks of its prompt and
+       output, less those that the worker held before its first turn there. Blocks that several share count once for
+       each worker.
+    2. Turns of resident sessions always proceed. Where a grown footprint no longer fits, idle residents of that worker
+       lose their place, the one that was used longest ago first, which is the order in which engines evict.
+    3. A turn of another session needs a worker with room for its footprint within ``FILL_MAX``. Workers without room
+       are *crowded* for it. Where all are, it waits; a footprint above a worker's size counts as that size.
+    4. Idle residents of a lower priority give way to it. Once it has waited ``AGE_MS``, so does each idle session that
+       has been resident that long: sessions without an end take turns.
+    5. A subagent belongs to its parent's session: while that is resident, its turns proceed, to a worker with room.
+    6. The lease is the 95th percentile of the pauses up to ``LEASE_MAX_MS``. One lease serves all sessions, because
+       engines evict by last use alone. A session whose last pause was longer has none: a person reads its answers. A
+       new session is taken for what most are, and has none either where most requests are never followed by another.
+    7. At most ``MEMBERS_MAX`` sessions are known. Beyond, the idle one that was used longest ago is forgotten.
+    8. While no worker is filled above ``TIGHT_SHARE``, small turns are not looked at.
+
+What a method does depends on its arguments and earlier calls. The caller records them, so a replay repeats each answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from poolgrid.wire.identifiers import WorkerId, WorkerKey
+
+TIGHT_SHARE: Final = 0.7
+"""Below this fill nothing can be evicted by a session of less than the rest."""
+
+FILL_MAX: Final = 0.95
+"""Newcomers leave a twentieth free: residents grow from call to call."""
+
+AGE_MS: Final = 120_000.0
+"""A place changes hands at most this often: a footprint of 60,000 tokens takes 3 to 6 s to compute again, 5 % of it."""
+
+LEASE_START_MS: Final = 10_000.0
+"""95.1 % of the pauses of a published agent trace are shorter (vllm-router issue 285)."""
+LEASE_MIN_MS: Final = 2_000.0
+LEASE_MAX_MS: Final = 60_000.0
+LEASE_QUANTILE: Final = 0.95
+LEASE_STEP: Final = 0.05
+"""A pause above the lease lengthens it by about 5 %, one below shortens it by 0.25 %."""
+SHARE_STEP: Final = 0.05
+"""What the latest pause counts in the share of long ones, and a session in the share of those that return."""
+
+MEMBERS_MAX: Final = 65_536
+"""Sessions known at a time, 300 bytes each."""
+
+
+SessionKey = tuple[int, str]
+"""Tenant and name."""
+
+
+class Turn(NamedTuple):
+    """A call of a session that asks for a worker."""
+
+    session: SessionKey
+    blocks: int
+    """Of its prompt and its expected output."""
+    priority: int = 0
+    parent: SessionKey | None = None
+    """The session that started it, for a subagent."""
+
+
+class Admission(NamedTuple):
+    """Whether a turn may go to a worker now."""
+
+    admitted: bool
+    crowded: tuple[WorkerKey, ...] = ()
+    """Workers that it must leave alone: it would evict residents there. All of them, when it waits."""
+    displaced: tuple[SessionKey, ...] = ()
+    """Sessions that lost their places to it."""
+
+
+ADMITTED: Final = Admission(True)
+
+
+class Member:
+    """One session."""
+
+    __slots__ = (
+        "blocks",
+        "common",
+        "has_returned",
+        "is_resident",
+        "is_slow",
+        "parent",
+        "prefix",
+        "priority",
+        "running",
+        "since_ms",
+        "used_ms",
+        "worker",
+    )
+
+    def __init__(
+        self, worker: WorkerKey, priority: int, parent: SessionKey | None, is_slow: bool, now_ms: float
+    ) -> None:
+        self.worker = worker
+        self.has_returned = False
+        self.is_slow = is_slow
+        """Whether its last pause was longer than any lease."""
+        self.priority = priority
+        self.parent = parent
+        self.blocks = 0
+        """Its own on ``worker``."""
+        self.common = 0
+        """Blocks that the worker held before the session's first turn there."""
+        self.prefix = 0
+        """Sequence hash of the last of them; 0 where its parent counts them, or there are none."""
+        self.running = 0
+        self.is_resident = False
+        self.since_ms = now_ms
+        """Since when it is resident."""
+        self.used_ms = now_ms
+
+
+class WorkingSet:
+    """The resident sessions of one pool."""
+
+    def __init__(self, age_ms: float = AGE_MS, members_max: int = MEMBERS_MAX) -> None:
+        self.lease_ms = LEASE_START_MS
+        self.slow_share = 0.0
+        """How many of the latest pauses were longer than any lease."""
+        self.return_share = 1.0
+        """How many new sessions had a second turn: each first end lowers it, each first return counts twice."""
+        self._age_ms = age_ms
+        self._members_max = members_max
+        self._capacity: dict[WorkerKey, int] = {}
+        self._least = 0
+        """Capacity of the smallest worker."""
+        self._used: dict[WorkerKey, int] = {}
+        """Blocks of residents."""
+        self._tight: set[WorkerKey] = set()
+        self._shared: dict[tuple[WorkerKey, int], list[int]] = {}
+        """By worker and last block, blocks that residents share and how many do."""
+        self.changes = 0
+        """Grows when room may have come: a turn that waits is offered again then, or at ``next_ms``."""
+        self._running: dict[SessionKey, Member] = {}
+        self._idle: OrderedDict[SessionKey, Member] = OrderedDict()
+        """Residents without a running turn, by last use."""
+        self._away: OrderedDict[SessionKey, Member] = OrderedDict()
+        """Sessions that lost their places, by when."""
+
+    # -- workers ---------------------------------------------------------------------------------------------------
+
+    def know(self, worker: WorkerKey, blocks: int) -> None:
+        """Take note that a worker has room for so many blocks."""
+        if self._capacity.get(worker) != blocks:
+            self._capacity[worker] = blocks
+            self._used.setdefault(worker, 0)
+            self._least = min(self._capacity.values())
+
+    def clear(self, worker: WorkerKey) -> None:
+        """Forget what a worker held for sessions that do not run: its cache was emptied."""
+        for session in [session for session, member in self._idle.items() if member.worker == worker]:
+            self._send_away(session)
+
+    def leave(self, worker: WorkerKey) -> None:
+        """Forget a worker and whose KV it held."""
+        if self._capacity.pop(worker, None) is None:
+            return
+        del self._used[worker]
+        self._least = min(self._capacity.values(), default=0)
+        self._tight.discard(worker)
+        self._shared = {key: shared for key, shared in self._shared.items() if key[0] != worker}
+        self.changes += 1
+        for members in (self._running, self._idle, self._away):
+            for session in [session for session, member in members.items() if member.worker == worker]:
+                del members[session]
+
+    def workers(self) -> set[WorkerKey]:
+        return set(self._capacity)
+
+    # -- turns -----------------------------------------------------------------------------------------------------
+
+    def is_free(self, blocks: int) -> bool:
+        """Tell whether a turn of so many blocks may go anywhere without ``offer``: nothing is crowded."""
+        return not self._tight and (1.0 - TIGHT_SHARE) * self._least >= blocks
+
+    def is_resident(self, session: SessionKey) -> bool:
+        return session in self._running or session in self._idle
+
+    def is_member(self, session: SessionKey) -> bool:
+        return self._member(session) is not None
+
+    def belongs(self, turn: Turn) -> bool:
+        """Tell whether a turn never waits behind others: it or its parent is resident."""
+        return self.is_resident(turn.session) or (turn.parent is not None and self.is_resident(turn.parent))
+
+    def offer(
+        self, turn: Turn, workers: Sequence[WorkerKey], common: int, now_ms: float, waited_ms: float
+    ) -> Admission:
+        """Return whether a turn may go to one of ``workers`` now.
+
+        ``common`` are the leading blocks of its prompt that some worker holds; they count as others' for a session
+        that is not known.
+        """
+        self._expire(now_ms)
+        member = self._member(turn.session)
+        if member is not None and member.is_resident:
+            return Admission(True, (), self._shed(member, turn.blocks - member.common))
+        own = turn.blocks - (common if member is None else member.common)
+        belongs = turn.parent is not None and self.is_resident(turn.parent)
+        crowded: list[WorkerKey] = []
+        for worker in workers:
+            capacity = self._capacity.get(worker, 0)
+            most = int(FILL_MAX * capacity)
+            missing = min(own, most) - (most - self._used.get(worker, 0))
+            if capacity and missing > 0:
+                crowded.append(worker)
+        if len(crowded) < len(workers):
+            return Admission(True, tuple(crowded)) if crowded else ADMITTED
+        if belongs:
+            return ADMITTED  # its parent waits for it, with all that it holds
+        chosen: WorkerKey | None = None
+        displaced: list[SessionKey] = []
+        for worker in workers:
+            most = int(FILL_MAX * self._capacity[worker])
+            givers = self._givers(worker, min(own, most) - (most - self._used[worker]), turn, now_ms, waited_ms)
+            if givers and (chosen is None or len(givers) < len(displaced)):
+                chosen, displaced = worker, givers
+        for session in displaced:
+            self._send_away(session)
+        others = tuple(worker for worker in workers if worker != chosen)
+        return Admission(chosen is not None, others, tuple(displaced))
+
+    def next_ms(self) -> float:
+        """Return when the next lease ends."""
+        return next(iter(self._idle.values())).used_ms + self.lease_ms if self._idle else math.inf
+
+    def begin(
+        self, turn: Turn, worker: WorkerKey, path: Sequence[int], overlap: int, now_ms: float, waited_ms: float = 0.0
+    ) -> None:
+        """Note that a turn goes to a worker that holds ``overlap`` leading blocks of its ``path``."""
+        self._expire(now_ms)
+        session = turn.session
+        member = self._running.get(session)
+        if member is None:
+            member = self._idle.pop(session, None) or self._away.pop(session, None)
+            is_known = member is not None
+            if member is not None:
+                self._learn(member, now_ms - waited_ms - member.used_ms)
+            if member is None:
+                member = Member(worker, turn.priority, turn.parent, self.slow_share > 0.5, now_ms)
+            if not member.is_resident:
+                member.since_ms = now_ms
+            self._running[session] = member
+            if not is_known:
+                self._found(member, path, overlap)
+        if member.is_resident:
+            self._count(member, -1)
+        if member.worker != worker:
+            member.worker = worker
+            self._found(member, path, overlap)
+        member.running += 1
+        member.priority = turn.priority
+        member.is_resident = True
+        member.used_ms = now_ms
+        member.blocks = max(0, turn.blocks - member.common)
+        self._count(member, 1)
+        self._bound()
+
+    def end(self, session: SessionKey, blocks: int | None, now_ms: float) -> None:
+        """Note that a turn of a session is over; its prompt and output had ``blocks``, if that is known."""
+        member = self._running.get(session)
+        if member is None:
+            return
+        member.used_ms = now_ms
+        if blocks is not None:
+            self._count(member, -1)
+            member.blocks = max(0, blocks - member.common)
+            self._count(member, 1)
+        self.changes += 1  # an idle session may give way
+        member.running -= 1
+        if member.running:
+            return
+        del self._running[session]
+        self._idle[session] = member
+        if not member.has_returned:
+            self.return_share -= SHARE_STEP * self.return_share
+        if member.is_slow or not (member.has_returned or self.return_share > 0.5):
+            self._send_away(session)
+        if member.parent is not None and member.parent in self._idle:
+            # Its parent goes on once all subagents have answered.
+            self._idle[member.parent].used_ms = now_ms
+            self._idle.move_to_end(member.parent)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Return a copy of all that is known, as msgpack can have it."""
+        members = [
+            (*session, member.worker.worker_id, member.worker.dp_rank, member.priority, member.parent, member.is_slow,
+             member.has_returned,
+             member.blocks, member.common, member.prefix, member.running, member.is_resident, member.since_ms,
+             member.used_ms)
+            for members in (self._running, self._idle, self._away)
+            for session, member in members.items()
+        ]  # fmt: skip
+        capacity = [(worker.worker_id, worker.dp_rank, blocks) for worker, blocks in self._capacity.items()]
+        return {
+            "members": members,
+            "capacity": capacity,
+            "lease_ms": self.lease_ms,
+            "shares": [self.slow_share, self.return_share],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from what ``checkpoint`` returned, as msgpack decodes it; nothing may be known before."""
+        self.lease_ms, (self.slow_share, self.return_share) = state["lease_ms"], state["shares"]
+        for worker_id, rank, blocks in state["capacity"]:
+            self.know(WorkerKey(WorkerId(worker_id), rank), blocks)
+        for tenant, name, worker_id, rank, priority, parent, is_slow, *counts in state["members"]:
+            key = WorkerKey(WorkerId(worker_id), rank)
+            member = Member(key, priority, None if parent is None else (parent[0], parent[1]), is_slow, 0.0)
+            member.has_returned, member.blocks, member.common, member.prefix, member.running = counts[:5]
+            member.is_resident, member.since_ms, member.used_ms = counts[5:]
+            members = self._running if member.running else self._idle if member.is_resident else self._away
+            members[tenant, name] = member
+            if member.is_resident:
+                self._count(member, 1)
+
+    # -- places ----------------------------------------------------------------------------------------------------
+
+    def _member(self, session: SessionKey) -> Member | None:
+        return self._running.get(session) or self._idle.get(session) or self._away.get(session)
+
+    def _found(self, member: Member, path: Sequence[int], overlap: int) -> None:
+        """Take what a worker holds of a session's first prompt there for what others have brought."""
+        parent = self._member(member.parent) if member.parent else None
+        member.common = overlap
+        member.prefix = path[overlap - 1] if overlap and (parent is None or parent.worker != member.worker) else 0
+
+    def _count(self, member: Member, sign: int) -> None:
+        """Count a resident on its worker (1), or no longer (-1)."""
+        worker = member.worker
+        if worker not in self._used:
+            return
+        blocks = member.blocks
+        if member.prefix:
+            shared = self._shared.setdefault((worker, member.prefix), [member.common, 0])
+            blocks += shared[0] * (shared[1] == (sign < 0))
+            shared[1] += sign
+            if not shared[1]:
+                del self._shared[worker, member.prefix]
+        self._used[worker] = used = self._used[worker] + sign * blocks
+        if used > TIGHT_SHARE * self._capacity[worker]:
+            self._tight.add(worker)
+        else:
+            self._tight.discard(worker)
+
+    def _learn(self, member: Member, pause_ms: float) -> None:
+        if not member.has_returned:
+            member.has_returned = True
+            self.return_share += 2 * SHARE_STEP * (1.0 - self.return_share)
+        member.is_slow = pause_ms > LEASE_MAX_MS
+        self.slow_share += SHARE_STEP * (member.is_slow - self.slow_share)
+        if member.is_slow:
+            return
+        factor = LEASE_STEP * (LEASE_QUANTILE - (pause_ms <= self.lease_ms))
+        self.lease_ms = min(LEASE_MAX_MS, max(LEASE_MIN_MS, self.lease_ms * (1.0 + factor)))
+
+    def _expire(self, now_ms: float) -> None:
+        due_ms = now_ms - self.lease_ms
+        while self._idle:
+            session, member = next(iter(self._idle.items()))
+            if member.used_ms >= due_ms:
+                return
+            self._send_away(session)
+
+    def _send_away(self, session: SessionKey) -> None:
+        member = self._idle.pop(session)
+        member.is_resident = False
+        self.changes += 1
+        self._count(member, -1)
+        member.blocks = 0
+        self._away[session] = member
+
+    def _bound(self) -> None:
+        while len(self._running) + len(self._idle) + len(self._away) > self._members_max:
+            if self._away:
+                self._away.popitem(last=False)
+            elif self._idle:
+                self._send_away(next(iter(self._idle)))
+            else:
+                return  # each running turn has an entry in the load ledger, which is bounded
+
+    def _shed(self, member: Member, own: int) -> tuple[SessionKey, ...]:
+        """Make room for a resident that has grown, at the cost of idle ones."""
+        worker = member.worker
+        missing = self._used.get(worker, 0) - member.blocks + own - self._capacity.get(worker, 0)
+        shed: list[SessionKey] = []
+        if missing > 0:
+            for session, each in self._idle.items():
+                if each.worker == worker and each is not member:
+                    shed.append(session)
+                    missing -= each.blocks
+                    if missing <= 0:
+                        break
+            for session in shed:
+                self._send_away(session)
+        return tuple(shed)
+
+    def _givers(self, worker: WorkerKey, missing: int, turn: Turn, now_ms: float, waited_ms: float) -> list[SessionKey]:
+        """Return who would give way to a turn on a worker, the longest resident first; nobody where that is too few."""
+        is_aged = waited_ms >= self._age_ms
+        idle = [
+            (member.since_ms, session, member.blocks)
+            for session, member in self._idle.items()
+            if member.worker == worker
+            and (
+                member.priority < turn.priority
+                or (is_aged and member.priority == turn.priority and now_ms - member.since_ms >= self._age_ms)
+            )
+        ]
+        givers: list[SessionKey] = []
+        for _, session, blocks in sorted(idle):
+            givers.append(session)
+            missing -= blocks
+            if missing <= 0:
+                return givers
+        return []

@@ -1,0 +1,76 @@
+"""Which turn of which session a request is: by the name that its client gives, or else by lineage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
+
+from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.router.core.lineage import NOTHING, anchor_of, digest_of
+from poolgrid.router.core.projection import Projection
+from poolgrid.wire.hashing import TOKEN_BYTES, stable_u64
+from poolgrid.wire.limits import U32_MAX
+from poolgrid.wire.requests import FinishReason
+from poolgrid.wire.sessions import SessionTurn, Tail, TurnAnswer
+
+TENANTS_KEPT: Final = 4096
+"""Tenants whose hashes are kept ready."""
+
+COMPLETE: Final = (FinishReason.STOP, FinishReason.LENGTH)
+"""How an answer ends that a later prompt repeats."""
+
+
+@lru_cache(TENANTS_KEPT)
+def tenant_key(tenant: str) -> int:
+    """Return a tenant's half of the keys of its sessions."""
+    return stable_u64(tenant) if tenant else 0
+
+
+class SessionNaming:
+    """Names the turns of one router's requests, and notes their ends at once: the pool's journal is slower."""
+
+    def __init__(self, projection: Projection) -> None:
+        self._sessions = projection.sessions
+        self._lineage = projection.lineage
+
+    def turn_of(self, request: InferenceRequest, path: Sequence[int], block_size: int) -> SessionTurn:
+        """Return the turn that a request would be, dispatched now."""
+        hint, tenant = request.session, tenant_key(request.tenant)
+        token_ids = request.token_ids
+        name, parent, anchor, residual = hint.name, hint.parent, 0, 0
+        if not name:
+            found = self._lineage.find(tenant, path, token_ids, block_size, hint.answer) if path else NOTHING
+            # As no client can choose one, of which it would have to know the hash's seed.
+            name, parent = found.session or f"l{stable_u64(request.request_id, 1):016x}", found.parent
+            if path:
+                anchor = anchor_of(path)
+                residual = digest_of(token_ids, len(path) * block_size, len(token_ids) // TOKEN_BYTES)
+        session = self._sessions.get(tenant, name)
+        return_ms = 0 if session is None else min(U32_MAX, self._sessions.expected_gap(session).mean_ms)
+        tail = path[-1] if path else 0
+        return SessionTurn(name, tenant, parent, hint.after_tool, tail, anchor, residual, return_ms)
+
+    def dispatched(self, request: InferenceRequest) -> None:
+        """Note that a turn is on a worker: what its session's next prompts continue from now on."""
+        turn = request.turn
+        if turn is not None and turn.anchor:
+            isl = len(request.token_ids) // TOKEN_BYTES
+            tail = Tail(request.request_id, turn.tail, turn.anchor, isl, turn.residual)
+            self._lineage.begin(turn.tenant, turn.session, tail)
+
+    def ended(
+        self, request: InferenceRequest, path: Sequence[int], block_size: int, output: bytes | bytearray, reason: str
+    ) -> TurnAnswer | None:
+        """Note the end of a turn; return what the pool's journal is to have of it."""
+        turn = request.turn
+        if turn is None or not turn.anchor:
+            return None
+        if reason not in COMPLETE:
+            self._lineage.withdraw(request.request_id)
+            return None
+        begin = len(path) * block_size
+        total = (len(request.token_ids) + len(output)) // TOKEN_BYTES
+        digest = digest_of(request.token_ids[TOKEN_BYTES * begin :] + output, 0, total - begin)
+        self._lineage.end(request.request_id, total, digest)
+        return TurnAnswer(request.request_id, turn.tenant, turn.session, total, digest)

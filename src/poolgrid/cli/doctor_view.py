@@ -1,0 +1,40 @@
+"""Verdicts as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from poolgrid.process.figures import percent
+from poolgrid.process.terminal_table import Heading, TerminalTable
+from poolgrid.wire.answers import VerdictRow
+
+RUNBOOK = "docs/runbooks/reuse-parted.md"
+
+
+def uncached_line(tokens: Mapping[str, int]) -> str:
+    """Return why prompt tokens were computed, in shares of all that were."""
+    total = sum(tokens.values())
+    shares = ", ".join(f"{name} {percent(count / total)}" for name, count in tokens.items() if total)
+    return f"computed prompt tokens: {total:,}" + (f" ({shares})" if shares else "")
+
+
+def view(rows: Sequence[VerdictRow], uncached_tokens: Mapping[str, int]) -> RenderableType:
+    """Return a table of all workers, then a paragraph for each fault: the evidence and what to change."""
+    headings = [Heading("worker", False), Heading("verdict", False), Heading("promised tok"), Heading("reported tok")]
+    table = TerminalTable([*headings, Heading("requests")])
+    for row in rows:
+        style = "bold red" if row.is_fault else ""
+        table.add(row.worker, Text(row.cause, style), f"{row.promised_tokens:,}", f"{row.reported_tokens:,}",
+                  f"{row.requests:,}")  # fmt: skip
+    parts: list[RenderableType] = [table, Text(uncached_line(uncached_tokens))]
+    for row in rows:
+        if row.is_fault:
+            parts.append(Text.assemble((f"\n{row.worker}: {row.cause}", "bold red"), f". {row.meaning.capitalize()}."))
+            parts += [Text(f"  - {each}") for each in row.evidence]
+            parts.append(Text(f"  To change: {row.fix}.\n  Runbook: {RUNBOOK}#{row.cause}"))
+    if not any(row.is_fault for row in rows):
+        parts.append(Text("no fault found" if rows else "no worker to examine"))
+    return Group(*parts)

@@ -1,0 +1,1 @@
+"""Why a worker reuses more or less than the router promised: evidence in, a verdict out."""

@@ -1,0 +1,21 @@
+"""What a client's request says of the session that it is a turn of."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+
+class SessionHint(NamedTuple):
+    """Names that the client chose, and what its prompt answers."""
+
+    name: str = ""
+    """The session; empty = the client names none."""
+    parent: str = ""
+    """The session that it was begun by."""
+    after_tool: bool = False
+    """Whether the prompt has the result of a tool behind the last answer in it."""
+    answer: int = 0
+    """``answer_key`` of the response that it continues by its id; 0 = none is named."""
+
+
+NO_HINT: Final = SessionHint()

@@ -1,0 +1,144 @@
+"""Where turns of agents wait in a simulation, by the rules and the queue of a router; and what others do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from poolgrid.router.core.candidates import Candidates, RoutingRequest
+from poolgrid.router.core.kv_policy import KvAware
+from poolgrid.router.core.learned_speeds import LearnedSpeeds
+from poolgrid.router.core.policy import Choice
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.router.core.working_set import AGE_MS, Turn, WorkingSet
+from poolgrid.serving.fair_queue import FairQueue, QueuedRequest, QueueOrder
+from poolgrid.tools.simulation.workload import NEVER, SimulatedRequest
+from poolgrid.wire.identifiers import WorkerKey
+
+CROWDED = "its sessions fill its cache"
+LANE = "sessions"
+_NONE_CROWDED: Mapping[WorkerKey, str] = {}
+Overlap = Callable[[SimulatedRequest], int]
+
+
+class SessionLine:
+    """The working set of a pool, and the turns that wait for room in it."""
+
+    def __init__(self, block_size: int, smallest_first: bool = False) -> None:
+        """``smallest_first`` admits the least footprint first, without ageing, as ThunderAgent does."""
+        self._block_size = block_size
+        self.working_set = WorkingSet(NEVER if smallest_first else AGE_MS)
+        order = QueueOrder.SHORTEST_UNCACHED_WORK_FIRST if smallest_first else QueueOrder.ARRIVAL
+        self._tried = (-1, 0.0)
+        """Changes of the working set when the first one found no room, and when to try again without any."""
+        self._queue: FairQueue[SimulatedRequest] = FairQueue(10**9, 2**60, order, aging_tokens_per_s=0.0)
+
+    @property
+    def holds(self) -> bool:
+        return not self._queue.is_empty
+
+    def arrive(
+        self, request: SimulatedRequest, workers: Sequence[WorkerKey], overlap: Overlap, now: float
+    ) -> Mapping[WorkerKey, str] | None:
+        """Return the workers that a turn must leave alone, or ``None`` where it waits."""
+        turn = self._turn(request)
+        if turn is None or (self._queue.is_empty and self.working_set.is_free(turn.blocks)):
+            return _NONE_CROWDED
+        if self._queue.is_empty or self.working_set.belongs(turn):
+            crowded = self._offer(request, turn, workers, overlap, now, 0.0)
+            if crowded is not None:
+                return crowded
+        assert request.session is not None, "it has a turn"
+        tokens = turn.blocks * self._block_size
+        queued = QueuedRequest(
+            request, LANE, request.session.tenant, prompt_tokens=tokens, uncached_tokens=tokens, entered_ms=now
+        )
+        self._queue.enter(queued)
+        self._tried = (-1, 0.0)  # it may be its turn
+        return None
+
+    def pop(
+        self, workers: Sequence[WorkerKey], overlap: Overlap, now: float
+    ) -> tuple[SimulatedRequest, Mapping[WorkerKey, str]] | None:
+        """Return the next that waits and now has room, and the workers that it must leave alone."""
+        head = self._queue.head(LANE)
+        if head is None or (self._tried[0] == self.working_set.changes and now < self._tried[1]):
+            return None
+        turn = self._turn(head.item)
+        assert turn is not None, "it is of a session"
+        crowded = self._offer(head.item, turn, workers, overlap, now, now - head.entered_ms)
+        if crowded is None:
+            self._tried = (self.working_set.changes, min(self.working_set.next_ms(), head.entered_ms + AGE_MS))
+            return None
+        self._queue.leave(head, dispatched=True)
+        return head.item, crowded
+
+    def place(self, request: SimulatedRequest, worker: WorkerKey, overlap_blocks: int, now: float) -> None:
+        turn = self._turn(request)
+        if turn is not None:
+            self.working_set.begin(turn, worker, request.path, overlap_blocks, now, now - request.arrival_ms)
+
+    def finish(self, request: SimulatedRequest, now: float) -> None:
+        turn = self._turn(request)
+        if turn is not None:
+            self.working_set.end(turn.session, turn.blocks, now)
+
+    def _offer(
+        self,
+        request: SimulatedRequest,
+        turn: Turn,
+        workers: Sequence[WorkerKey],
+        overlap: Overlap,
+        now: float,
+        waited_ms: float,
+    ) -> Mapping[WorkerKey, str] | None:
+        found = self.working_set.offer(turn, workers, overlap(request), now, waited_ms)
+        if not found.admitted:
+            return None
+        return dict.fromkeys(found.crowded, CROWDED) if found.crowded else _NONE_CROWDED
+
+    def _turn(self, request: SimulatedRequest) -> Turn | None:
+        session = request.session
+        if session is None:
+            return None
+        blocks = -(-(request.isl + request.osl) // self._block_size)
+        parent = (0, session.parent_id) if session.parent_id else None
+        return Turn((0, session.session_id), blocks, 0, parent)
+
+
+ADMISSIONS = ("sessions", "smallest-first")
+"""What may follow a policy behind a plus: whose turns wait while sessions would evict each other."""
+
+
+def split_admission(name: str) -> tuple[str, str]:
+    """Return the policy of ``policy+admission``, and the admission; empty where the name has none."""
+    policy, _, admission = name.rpartition("+")
+    return (policy, admission) if policy and admission in ADMISSIONS else (name, "")
+
+
+def line_of(admission: str, block_size: int) -> SessionLine | None:
+    """Return where turns wait by an admission; ``None`` for an empty one, by which none waits."""
+    return SessionLine(block_size, admission == "smallest-first") if admission else None
+
+
+class Sticky:
+    """Every call goes to the worker of its session's first one, which ``kv`` chooses: affinity by session id."""
+
+    name = "sticky"
+    compares_numbers = True
+    needs_overlap = True
+
+    def __init__(self, kv: KvAware) -> None:
+        self._kv = kv
+        self._homes: dict[str, WorkerKey] = {}
+
+    def observer(self, index: PrefixIndex) -> LearnedSpeeds:
+        return LearnedSpeeds()
+
+    def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
+        session = request.request_id.rpartition("-")[0]
+        home = self._homes.get(session)
+        if home in candidates.workers:
+            return Choice(candidates.workers.index(home), "sticky", None, {})
+        choice = self._kv.choose(request, candidates)
+        self._homes[session] = candidates.workers[choice.row]
+        return choice

@@ -1,0 +1,167 @@
+"""Sessions: the turns of one client program, as requests, events and snapshots name them.
+
+A session belongs to one tenant and has a name, which the client chose or the router made. A turn is one request of it.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from poolgrid.wire.identifiers import U32, U64, Identifier
+from poolgrid.wire.limits import SESSION_FOOTPRINTS_MAX, SESSION_TAILS_MAX
+
+
+class Ending(StrEnum):
+    """How the turn before a gap ended."""
+
+    TOOL = "tool"
+    """In a tool call: a program answers."""
+    STOP = "stop"
+    """In an answer: a person reads it, or a program that is done."""
+    LENGTH = "length"
+    """At the limit of its tokens."""
+
+
+class SessionTurn(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One turn of a session, as its router knows it when it dispatches it."""
+
+    session: Identifier
+    tenant: U64 = 0
+    """``stable_u64`` of the tenant's name: sessions of tenants are apart, whatever names they choose."""
+    parent: Identifier = ""
+    """The session that it forked from, as far as prompts show it."""
+    after_tool: bool = False
+    """Whether its prompt ends in the result of a tool."""
+    tail: U64 = 0
+    """Sequence hash of the prompt's last whole block; 0 where there is none."""
+    anchor: U64 = 0
+    """Sequence hash of a block at or before ``tail``, by which ``poolgrid.router.core.lineage`` finds it; 0 where the
+    client names its sessions."""
+    residual: U64 = 0
+    """XXH3-64 of the prompt's tokens behind the last whole block."""
+    return_ms: U32 = 0
+    """When the next turn is expected after this one; 0 = nothing is known. For engines that keep blocks by it."""
+
+
+class TurnAnswer(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The complete answer of a turn, as its router saw it."""
+
+    request_id: Identifier
+    tenant: U64
+    session: Identifier
+    total: U32
+    """Tokens of prompt and answer."""
+    digest: U64
+    """XXH3-64 of the tokens behind the last whole block of the prompt."""
+
+
+class Tail(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What a later prompt must repeat to continue a turn: its prompt, and its answer once that is complete."""
+
+    request_id: Identifier
+    tail: U64
+    anchor: U64
+    isl: U32
+    residual: U64
+    total: U32 = 0
+    """Tokens of prompt and answer; 0 while the answer is not complete."""
+    digest: U64 = 0
+    """XXH3-64 of the tokens behind the block ``tail`` up to ``total``."""
+
+
+class Footprint(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Blocks that a session's turns left on one worker rank."""
+
+    worker_id: Identifier
+    dp_rank: U32
+    blocks: U32
+    tail: U64
+    """The last prompt's last whole block: a worker that has lost it has lost the footprint's end at least."""
+
+
+class Gap(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Time from the end of a turn to the next one, smoothed like round-trip times (RFC 6298, in whole milliseconds)."""
+
+    count: U32 = 0
+    mean_ms: U64 = 0
+    deviation_ms: U64 = 0
+
+    def after(self, gap_ms: int) -> Gap:
+        """Return this with one gap more."""
+        if not self.count:
+            return Gap(1, gap_ms, gap_ms // 2)
+        off = gap_ms - self.mean_ms
+        deviation = self.deviation_ms + (abs(off) - self.deviation_ms) // 4
+        return Gap(self.count + 1, self.mean_ms + off // 8, deviation)
+
+    @property
+    def bound_ms(self) -> int:
+        """Return a time within which nearly all next turns come (RFC 6298's timeout)."""
+        return self.mean_ms + 4 * self.deviation_ms
+
+
+NO_GAP = Gap()
+NO_GAPS = (NO_GAP, NO_GAP, NO_GAP)
+"""One for each ``Ending``, in its order."""
+
+
+class Session(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One session, as the pool's journal knows it."""
+
+    name: Identifier
+    tenant: U64
+    parent: Identifier
+    began_ms: U64
+    last_ms: U64
+    """When something last happened to it, by the consolidator's wall clock, like all its times."""
+    turns: U32 = 0
+    running: U32 = 0
+    """Turns that are dispatched and not over."""
+    request_id: Identifier = ""
+    """The latest turn's."""
+    isl: U32 = 0
+    """Prompt tokens of the latest turn."""
+    cached_tokens: U32 = 0
+    """Of these reused."""
+    ended_ms: U64 = 0
+    """When its last running turn ended; 0 before."""
+    ending: str = ""
+    """The finish reason then; empty where no gap follows (cancelled, lost)."""
+    habit: Ending = Ending.STOP
+    """The kind of the latest gap: what a stop will have been."""
+    gaps: tuple[Gap, Gap, Gap] = NO_GAPS
+    footprints: Annotated[tuple[Footprint, ...], Meta(max_length=SESSION_FOOTPRINTS_MAX)] = ()
+    """The worker of the latest turn first."""
+    tails: Annotated[tuple[Tail, ...], Meta(max_length=SESSION_TAILS_MAX)] = ()
+    """Of its latest turns, the latest last."""
+
+
+class Turn(msgspec.Struct, array_like=True, gc=False):
+    """One running turn, on the worker that it was last dispatched to."""
+
+    request_id: Identifier
+    """Of the dispatch."""
+    tenant: U64
+    session: Identifier
+    worker_id: Identifier
+    dp_rank: U32
+    tail: U64
+    blocks: U32 = 0
+    """That it occupies now; 0 while it waits in the engine."""
+    cached_tokens: U32 = 0
+
+
+class SessionsSnapshot(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """All sessions of a pool, in the order in which they were last used, and what was learned beyond them."""
+
+    sessions: list[Session] = []
+    turns: list[Turn] = []
+    gaps: tuple[Gap, Gap, Gap] = NO_GAPS
+    """Of all sessions together."""
+
+
+NO_SESSIONS = SessionsSnapshot()

@@ -1,0 +1,100 @@
+"""Each seeded fault is named within 100 requests of simulated engines; pools without one raise no alarm."""
+
+from __future__ import annotations
+
+import pytest
+
+from poolgrid.diagnosis.causes import Cause
+from poolgrid.tools.bench.trace import read_trace
+from poolgrid.wire.events import RequestStarted
+from tests.diagnosis.faulty_pool import (
+    Fault,
+    FaultyPool,
+    conversations,
+    lost_frames,
+    mangled,
+    other_names,
+    silent_host_tier,
+    starts,
+    steps_from_zero,
+    unrelated,
+    with_wrong_window,
+    without_cache_events,
+)
+from tests.simulation.builders import CONVERSATION
+
+CONTEXT = 3000
+
+
+def at_checkpoints(start: RequestStarted) -> dict[str, int]:
+    """A state model resumes at its checkpoints only."""
+    return {"cached_tokens": start.cached_tokens // 2048 * 2048}
+
+
+def cut(start: RequestStarted) -> dict[str, int]:
+    return {"isl": min(CONTEXT, start.isl), "cached_tokens": min(CONTEXT, start.cached_tokens)}
+
+
+FAULTS = [
+    (Cause.BLOCK_SIZE, Fault("wrong block size", engine_block=128)),
+    (Cause.SALT, Fault("salt ignored", domain=lambda number: "salt" if number % 8 in (3, 4, 5) else "")),
+    (Cause.HASH, Fault("other hash", edit=other_names)),
+    (Cause.GROUP, Fault("group hidden", edit=starts(at_checkpoints))),
+    (Cause.WINDOW, Fault("window wrong", edit=with_wrong_window)),
+    (Cause.ASLEEP, Fault("sleeping engine", forget_at=50)),
+    (Cause.RESTART, Fault("engine restarted", edit=steps_from_zero, forget_at=50)),
+    (Cause.GAP, Fault("gap with replay off", edit=lost_frames)),
+    (Cause.TOKENIZER, Fault("tokenizer", edit=starts(lambda each: {"isl": each.isl * 21 // 20}), engine_path=mangled)),
+    (Cause.TEMPLATE, Fault("template", edit=starts(lambda each: {"isl": each.isl + 12}), engine_path=mangled)),
+    (
+        Cause.TRUNCATED,
+        Fault(
+            "truncated prompts",
+            edit=starts(cut),
+            engine_path=lambda request: mangled(request) if request.isl > CONTEXT else request.path,
+        ),
+    ),
+    (Cause.FOREIGN, Fault("foreign traffic", routers=2, blocks=170)),
+    (Cause.EVENTS_STOPPED, Fault("events stopped", edit=without_cache_events(begin=40))),
+    (Cause.EVENTS_OFF, Fault("events off", edit=without_cache_events())),
+    (Cause.TIER, Fault("tier without events", edit=silent_host_tier, blocks=130, host_blocks=4000)),
+]
+
+
+@pytest.mark.parametrize(("cause", "fault"), FAULTS, ids=[fault.name for _, fault in FAULTS])
+def test_seeded_fault_is_named_within_a_hundred_requests(cause: Cause, fault: Fault) -> None:
+    (verdict,) = FaultyPool(fault).verdicts()
+
+    assert verdict.cause is cause, verdict
+    assert verdict.requests <= 100
+
+
+@pytest.mark.parametrize(
+    ("blocks", "delay_ms", "policy"),
+    [(None, 20.0, "kv"), (2500, 0.0, "kv"), (1900, 20.0, "kv"), (1900, 0.0, "round-robin")],
+    ids=["roomy", "evicting", "thrashing", "thrashing-round-robin"],
+)
+def test_load_without_fault_raises_no_alarm(blocks: int | None, delay_ms: float, policy: str) -> None:
+    fault = Fault(rows=read_trace(CONVERSATION, 200), blocks=blocks)
+    verdicts = FaultyPool(fault, workers=2, event_delay_ms=delay_ms, policy=policy).verdicts()
+
+    assert not [verdict for verdict in verdicts if verdict.cause.is_fault]
+
+
+def test_cold_workload_is_called_cold() -> None:
+    (verdict,) = FaultyPool(Fault(rows=unrelated())).verdicts()
+
+    assert verdict.cause is Cause.COLD
+
+
+def test_two_routers_with_room_for_both_raise_no_alarm() -> None:
+    (verdict,) = FaultyPool(Fault(routers=2)).verdicts()
+
+    assert verdict.cause is Cause.AGREES, verdict
+
+
+def test_healed_stream_is_acquitted() -> None:
+    fault = Fault(edit=without_cache_events(40, 60), rows=conversations(240))
+    (verdict,) = FaultyPool(fault).verdicts()
+
+    assert verdict.cause is Cause.AGREES, verdict

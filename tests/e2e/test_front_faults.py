@@ -1,0 +1,129 @@
+"""`poolgrid up --engine-url` in front of four servers: what one of them does harms no request of the others'."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+import psutil
+import pytest
+
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from tests.e2e.processes import Process, eventually, ready_workers
+from tests.fakes.engine_server.http import Reply
+from tests.fakes.engine_server.threaded import ServerThread, servers_in_thread
+from tests.fakes.engine_server.vllm import Options
+
+pytestmark = pytest.mark.e2e
+
+WORKERS = [f"vllm-{number}" for number in range(4)]
+TOKENS = 24
+PROMPTS = [list(range(100 + 40 * number, 180 + 40 * number)) for number in range(16)]
+"""More than one for each server, each unlike the others."""
+
+
+class Front:
+    """A pool in front of four servers, the first of which is about to do wrong."""
+
+    def __init__(self, up: Process, running: ServerThread) -> None:
+        self.up = up
+        self.running = running
+        self.bad = running.servers[0]
+        self.texts = self.answers()
+        """What undisturbed servers answer."""
+
+    def answers(self) -> list[str]:
+        """Ask everything at once; every answer must be whole."""
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            return list(pool.map(self._ask, PROMPTS))
+
+    def _ask(self, prompt: list[int]) -> str:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS}
+        answer = httpx.post(f"{self.up.url}/v1/completions", json=body, timeout=60.0)
+        assert answer.status_code == 200, answer.text
+        found = answer.json()
+        assert found["usage"]["completion_tokens"] == TOKENS
+        text: str = found["choices"][0]["text"]
+        return text
+
+    def process(self, command: str) -> psutil.Process:
+        (found,) = [each for each in self.up.descendants() if command in each.cmdline()]
+        return found
+
+    def until_whole(self) -> None:
+        eventually("all four workers are there", lambda: sorted(ready_workers(self.up.url)) == WORKERS)
+
+
+@contextmanager
+def front() -> Iterator[Front]:
+    with servers_in_thread(*(Options(block_size=16, step_s=0.01) for _ in WORKERS)) as running:
+        fronts = [word for each in running.servers for word in ("--engine-url", each.url)]
+        with Process("up", *fronts, "--port", "0", "--model-path", str(TINY_MODEL_PATH)) as up:
+            yield Front(up.wait_ready(), running)
+            status, errors = up.stop()
+            assert status == 0, errors
+
+
+def says(*events: bytes) -> Callable[[Reply], Awaitable[None]]:
+    """Return what answers with these events, and with nothing after them."""
+
+    async def answer(reply: Reply) -> None:
+        await reply.begin()
+        for each in events:
+            await reply.event(each)
+        await reply.end()
+
+    return answer
+
+
+HOSTILE = {
+    "a token that is none": says(b'{"choices": [{"index": 0, "token_ids": [-1], "finish_reason": null}]}'),
+    "no JSON": says(b"\xff\xfe{{{{"),
+    "deep nesting": says(b"[" * 100_000),
+    "a line of megabytes": says(b'{"choices": [{"index": 0, "text": "' + b"x" * 4_000_000 + b'"}]}'),
+    "a number of tokens that overflows": says(
+        b'{"choices": [{"index": 0, "token_ids": [], "finish_reason": null}], "usage": '
+        b'{"prompt_tokens_details": {"cached_tokens": 1' + b"0" * 4000 + b"}}}"
+    ),
+}
+
+
+def test_four_servers_have_two_processes_and_hostile_answers_of_one_harm_nobody() -> None:
+    with front() as pool:
+        assert len(pool.up.descendants()) == 2
+        for answer in HOSTILE.values():
+            pool.bad.faults.every = answer
+            assert pool.answers() == pool.texts
+        pool.bad.faults.every = None
+        pool.until_whole()
+        assert pool.answers() == pool.texts
+
+
+def test_a_server_that_dies_and_comes_back_with_another_model_ends_its_own_worker_only() -> None:
+    with front() as pool:
+        worker = pool.process("worker")
+        pool.running.do(pool.bad.stop())
+        assert pool.answers() == pool.texts
+        eventually("the others are left", lambda: sorted(ready_workers(pool.up.url)) == WORKERS[1:])
+        pool.bad.options.model = "other"
+        pool.running.do(pool.bad.start())
+        for _ in range(3):
+            assert pool.answers() == pool.texts
+        assert sorted(ready_workers(pool.up.url)) == WORKERS[1:]
+        pool.running.do(pool.bad.stop())
+        pool.bad.options.model = "tiny"
+        pool.running.do(pool.bad.start())
+        pool.until_whole()
+        assert pool.answers() == pool.texts
+        assert pool.process("worker") == worker
+
+
+def test_requests_outlive_the_process_that_has_all_workers() -> None:
+    with front() as pool, ThreadPoolExecutor(1) as asking:
+        answers = asking.submit(pool.answers)
+        eventually("requests run", lambda: any(each.running for each in pool.running.servers))
+        pool.process("worker").kill()
+        assert answers.result() == pool.texts
+        pool.until_whole()

@@ -1,0 +1,337 @@
+"""Prompts are promised where every KV group can resume them: from an engine's frames to the router's index.
+
+The engine here is naive: it knows for each group which prefixes it has a copy of. Its frames are those of vLLM: blocks
+that a window or a state does not keep are left out of the hashes and not out of the tokens, and groups come in any
+order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from poolgrid.consolidator.core.pool_state import MemberRank, PoolState
+from poolgrid.kv_events.pub import decode_pub
+from poolgrid.kv_events.translation import EngineTranslator
+from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.prefix_index import BYTES_PER_BLOCK, PrefixIndex
+from poolgrid.router.core.projection import Projection
+from poolgrid.wire.events import (
+    AnyEvent,
+    CacheCleared,
+    EventBatch,
+    GroupsReported,
+    JournalRecord,
+    KvGroup,
+    WorkerJoined,
+)
+from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes
+from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
+from tests.consolidator.pub_engine import frame_of
+from tests.examples import examples
+from tests.router.fleet_builder import make_card
+
+BLOCK = 4
+BLOCKS = 9
+PROMPTS = [
+    [family] * 8 + [branch * 100 + at for at in range(BLOCKS * BLOCK - 8)] for family in (1, 2) for branch in (3, 4)
+]
+"""Two pairs of prompts, each with two blocks in common."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A group of an engine: its kind as vLLM names it, its window, and the tokens of its blocks."""
+
+    kind: str
+    window: int | None = None
+    block_size: int = BLOCK
+
+    @property
+    def needed(self) -> int:
+        """How many of its blocks must be held before a boundary; -1 = all."""
+        if self.kind == "sliding_window" and self.window is not None:
+            return max(1, -(-(self.window - 1) // self.block_size))
+        return {"mamba": 1, "full_attention": -1}[self.kind]
+
+
+FULL = Layers("full_attention")
+MODELS = [
+    (FULL,),
+    (FULL, FULL),
+    (FULL, Layers("sliding_window", 9)),
+    (Layers("sliding_window", 6), FULL, Layers("sliding_window", 6), Layers("sliding_window", 14)),
+    (FULL, Layers("mamba")),
+    (Layers("mamba", None, 2 * BLOCK), Layers("mamba", None, 2 * BLOCK), FULL),
+    (FULL, Layers("sliding_window", 12, 2 * BLOCK), Layers("mamba")),
+    (Layers("sliding_window", 10),),
+    (Layers("mamba"),),
+]
+
+
+def names_of(tokens: list[int]) -> list[int]:
+    return sequence_hashes(block_hashes(pack_tokens(tokens), BLOCK))
+
+
+def engine_hash(name: int) -> int:
+    return (name * 31 + 7) % 2**64
+
+
+@dataclass
+class Engine:
+    """One engine and the worker in front of it."""
+
+    layers: tuple[Layers, ...]
+    key: WorkerKey
+    copies: list[Counter[int]] = field(default_factory=list)
+    translator: EngineTranslator = field(default_factory=lambda: EngineTranslator(BLOCK, 10_000))
+    epoch: int = 1
+    seq: int = 0
+    stored: bool = False
+
+    def __post_init__(self) -> None:
+        self.copies = [Counter() for _ in self.layers]
+
+    def store(self, prompt: list[int], begin: int, end: int, left_out: set[int], turned: bool) -> list[Any]:
+        """Compute blocks of a prompt; groups without full attention keep those that are not left out."""
+        names, events = names_of(prompt), []
+        self.stored = True
+        for number, layers in enumerate(self.layers):
+            stride = layers.block_size // BLOCK
+            blocks = range(begin // stride, end // stride)
+            kept = [b for b in blocks if layers == FULL or FULL not in self.layers or b not in left_out]
+            held = [names[(b + 1) * stride - 1] for b in kept]
+            if not blocks:
+                continue
+            for name in held:
+                self.copies[number][name] += 1
+            first = blocks[0] * layers.block_size
+            events.append(
+                {
+                    "type": "BlockStored",
+                    "block_hashes": [engine_hash(name) for name in held],
+                    "parent_block_hash": engine_hash(names[first // BLOCK - 1]) if first else None,
+                    "token_ids": prompt[first : (blocks[-1] + 1) * layers.block_size],
+                    "block_size": layers.block_size,
+                    "medium": "GPU",
+                    "group_idx": number,
+                    "kv_cache_spec_kind": layers.kind,
+                    "kv_cache_spec_sliding_window": layers.window,
+                }
+            )
+        return events[::-1] if turned else events
+
+    def remove(self, number: int, names: list[int]) -> list[Any]:
+        held = [name for name in names if self.copies[number][name]]
+        self.copies[number].subtract(held)
+        removed = {"type": "BlockRemoved", "medium": "GPU", "group_idx": number}
+        return [{**removed, "block_hashes": [engine_hash(name)]} for name in held]
+
+    def clear(self) -> list[Any]:
+        self.copies = [Counter() for _ in self.layers]
+        return [{"type": "AllBlocksCleared"}]
+
+    def resumes_at(self, prompt: list[int]) -> int:
+        """The naive rule: the deepest boundary before the last token at which every group has what it needs."""
+        names = names_of(prompt)
+        for depth in range((len(prompt) - 1) // BLOCK, 0, -1):
+            for layers, copies in zip(self.layers, self.copies, strict=True):
+                stride = layers.block_size // BLOCK
+                ends = list(range(depth - 1, -1, -stride))
+                needed = ends if layers.needed < 0 else ends[: layers.needed]
+                if (depth % stride and layers.kind != "full_attention") or not all(copies[names[at]] for at in needed):
+                    break
+            else:
+                return depth
+        return 0
+
+    def knows(self, prompt: list[int]) -> int:
+        """How many leading blocks it can go on from: those whose last block some group has."""
+        names = names_of(prompt)
+        full = [copies for layers, copies in zip(self.layers, self.copies, strict=True) if layers == FULL]
+        for depth, name in enumerate(names):
+            if not all(copies[name] for copies in full or self.copies):
+                return depth
+        return len(names)
+
+
+class Pool:
+    """A consolidator's state and a router's, fed by engines."""
+
+    def __init__(self, models: list[int]) -> None:
+        self.engines = [Engine(MODELS[model], WorkerKey(WorkerId(f"w{at}"))) for at, model in enumerate(models)]
+        self.state = PoolState()
+        self.projection = Projection(PrefixIndex(), LoadLedger())
+        for engine in self.engines:
+            self.record(engine, [WorkerJoined(make_card())])
+
+    def record(self, engine: Engine, events: list[AnyEvent]) -> None:
+        record = JournalRecord(self.state.offset, *engine.key, engine.epoch, engine.seq, 0, 0, events)
+        engine.seq += 1
+        self.state.apply(record)
+        self.projection.apply(record, 0.0)
+
+    def frame(self, engine: Engine, events: list[Any]) -> None:
+        self.take(engine, engine.translator.translate(decode_pub(frame_of(events)).events))
+
+    def take(self, engine: Engine, events: list[AnyEvent]) -> None:
+        worker = self.state.workers[engine.key]
+        taking = MemberRank(worker.key, worker.epoch, worker.card)
+        taking.presence, taking.groups = _copy_of(self.state, engine.key)
+        out, _, _ = taking.take(EventBatch(*engine.key, engine.epoch, engine.seq, 0, events), True, False)
+        self.record(engine, out)
+
+    def restart_engine(self, engine: Engine) -> None:
+        engine.clear()
+        engine.translator.clear()
+        self.take(engine, [CacheCleared()])
+
+    def restart_router(self) -> None:
+        frozen = self.state.freeze()
+        fresh = Projection(PrefixIndex(), LoadLedger())
+        load = fresh.begin_load(frozen.offset, frozen.states(), list(frozen.visible_chains()))
+        while load.step(3):
+            pass
+        fresh.adopt(load, 0.0)
+        self.projection = fresh
+
+    def restart_consolidator(self) -> None:
+        frozen = self.state.freeze()
+        again = PoolState.load(frozen.offset, [each.entry for each in frozen.workers], list(frozen.source_chains()))
+        assert again.facts() == self.state.facts()
+        self.state = again
+
+    def promised(self, prompt: list[int]) -> list[int]:
+        index = self.projection.index
+        found = index.find(names_of(prompt), (len(prompt) - 1) // BLOCK)
+        return [
+            min(next((d for d, mask in found if mask >> index.slot(engine.key) & 1), 0), (len(prompt) - 1) // BLOCK)
+            for engine in self.engines
+        ]
+
+
+def _copy_of(state: PoolState, key: WorkerKey) -> tuple[Any, Any]:
+    frozen = state.freeze()
+    copy = PoolState.load(frozen.offset, [each.entry for each in frozen.workers], list(frozen.source_chains()))
+    return copy.workers[key].presence, copy.workers[key].groups
+
+
+STEPS = st.one_of(
+    st.tuples(
+        st.just("store"), st.integers(0, 3), st.integers(1, BLOCKS), st.sets(st.integers(0, BLOCKS)), st.booleans()
+    ),
+    st.tuples(st.just("remove"), st.integers(0, 3), st.integers(0, 3), st.sets(st.integers(0, BLOCKS - 1)), st.just(0)),
+    st.tuples(st.just("tail"), st.integers(0, 3), st.integers(0, 3), st.integers(0, BLOCKS), st.just(0)),
+    st.tuples(st.sampled_from(["clear", "engine", "router", "consolidator"]), *[st.just(0)] * 4),
+)
+
+
+@given(
+    st.lists(st.integers(0, len(MODELS) - 1), min_size=1, max_size=3),
+    st.lists(st.tuples(st.integers(0, 2), STEPS), max_size=25),
+)
+@settings(max_examples=examples(150), deadline=None)
+def test_a_prompt_is_promised_to_exactly_where_every_group_resumes_it(
+    models: list[int], program: list[tuple[int, Any]]
+) -> None:
+    pool = Pool(models)
+    for which, (step, at, count, blocks, turned) in program:
+        engine = pool.engines[which % len(models)]
+        prompt = PROMPTS[at]
+        names = names_of(prompt)
+        if step == "store":
+            begin = min(engine.knows(prompt), BLOCKS)
+            begin -= begin % max(layers.block_size // BLOCK for layers in engine.layers)
+            # What a group needs is known once it has stored something.
+            end = begin + count if engine.stored else max(2, count)
+            pool.frame(engine, engine.store(prompt, begin, min(BLOCKS, end), blocks, bool(turned)))
+        elif step == "remove":
+            pool.frame(engine, engine.remove(count % len(engine.layers), [names[each] for each in sorted(blocks)]))
+        elif step == "tail":
+            pool.frame(engine, engine.remove(count % len(engine.layers), names[: blocks - 1 : -1] if blocks else names))
+        elif step == "clear":
+            pool.frame(engine, engine.clear())
+        elif step == "engine":
+            pool.restart_engine(engine)
+        elif step == "router":
+            pool.restart_router()
+        else:
+            pool.restart_consolidator()
+        for each in PROMPTS:
+            for asked in (each, each[:-1], each[: 5 * BLOCK], each[: 3 * BLOCK + 1]):
+                assert pool.promised(asked) == [engine.resumes_at(asked) for engine in pool.engines]
+
+
+@pytest.mark.parametrize("kind", ["encoder_only_attention", "cross_attention", "unknown", "tomorrow", "", 3])
+def test_a_model_with_a_group_of_a_kind_that_is_not_known_is_not_promised(kind: Any) -> None:
+    pool = Pool([0])
+    [engine] = pool.engines
+    prompt = PROMPTS[0]
+    [stored] = engine.store(prompt, 0, BLOCKS, set(), False)
+    pool.frame(engine, [stored, {**stored, "group_idx": 1, "kv_cache_spec_kind": kind}])
+
+    assert pool.promised(prompt) == [0]
+    assert pool.state.workers[engine.key].groups == GroupsReported((KvGroup(0),))
+
+
+def test_a_window_of_unknown_size_needs_the_whole_prefix() -> None:
+    pool = Pool([1])
+    [engine] = pool.engines
+    prompt = PROMPTS[0]
+    full, window = engine.store(prompt, 0, BLOCKS, set(), False)
+    pool.frame(engine, [full, {**window, "kv_cache_spec_kind": "sliding_window"}])
+    assert pool.promised(prompt) == [BLOCKS - 1]
+    assert pool.state.workers[engine.key].groups is None
+
+    pool.frame(engine, engine.remove(1, names_of(prompt)[4:5]))
+    assert pool.promised(prompt) == [4]
+
+
+def test_workers_with_one_group_are_found_as_before_beside_hybrid_ones() -> None:
+    pool = Pool([0, 2])
+    plain, hybrid = pool.engines
+    prompt = PROMPTS[0]
+    for engine in pool.engines:
+        pool.frame(engine, engine.store(prompt, 0, BLOCKS, set(), False))
+    pool.frame(hybrid, hybrid.remove(1, names_of(prompt)[5:6]))
+    # The window needs two blocks before the boundary: those before block 8 are held, those before 6 and 7 are not.
+    assert plain.resumes_at(prompt) == hybrid.resumes_at(prompt) == BLOCKS - 1
+    assert pool.promised(prompt) == [BLOCKS - 1, BLOCKS - 1]
+    pool.frame(hybrid, hybrid.remove(1, names_of(prompt)[7:8]))
+    assert pool.promised(prompt) == [BLOCKS - 1, 5]
+
+
+def test_blocks_of_groups_are_bounded_and_the_oldest_go_first() -> None:
+    index = PrefixIndex(budget_bytes=100 * BYTES_PER_BLOCK)
+    worker = WorkerKey(WorkerId("w"))
+    bit = 1 << index.slot(worker)
+    index.groups.report(bit, GroupsReported((KvGroup(1),), has_full_attention=False))
+    index.groups.store(bit, 1, range(1, 151), Tier.DEVICE)
+
+    assert len(index.groups) == 100
+    assert index.groups.evicted_blocks == 50
+    assert index.find([50]) == []
+    assert index.find([51]) == [(1, bit)]
+
+
+def test_a_dropped_worker_leaves_nothing_in_its_groups_once_it_is_swept() -> None:
+    index = PrefixIndex()
+    gone, stays = WorkerKey(WorkerId("gone")), WorkerKey(WorkerId("stays"))
+    report = GroupsReported((KvGroup(1),), has_full_attention=False)
+    for worker in (gone, stays):
+        index.report_groups(worker, report)
+    for worker, blocks in ((gone, [1, 2, 3]), (stays, [3, 4])):
+        index.groups.store(1 << index.slot(worker), 1, blocks, Tier.HOST)
+    index.drop(gone)
+    assert index.find([3]) == [(1, 1 << index.slot(stays))]
+
+    index.sweep()
+    assert len(index.groups) == 2
+    newcomer = WorkerKey(WorkerId("newcomer"))
+    index.report_groups(newcomer, report)
+    assert index.find([1]) == []

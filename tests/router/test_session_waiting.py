@@ -1,0 +1,163 @@
+"""Turns of sessions wait at the router while the pool's working set has no room for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference.ports import Refused
+from poolgrid.inference.session_hint import SessionHint
+from poolgrid.router.choosing import CROWDED
+from poolgrid.wire.card import WorkerLimits
+from poolgrid.wire.events import RequestFinished, RequestStarted, WorkerJoined, WorkerLeft
+from poolgrid.wire.hashing import pack_tokens
+from poolgrid.wire.identifiers import WorkerId, WorkerKey
+from poolgrid.wire.requests import FinishReason, TokenDelta
+from tests.frontend.inference_requests import like
+from tests.router.test_held_requests import end, on_workers, settled, submit
+from tests.router.test_service import REQUEST, Routed, card, routed
+
+A, B = WorkerKey(WorkerId("a")), WorkerKey(WorkerId("b"))
+AT_A, AT_B = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"
+LIMITS = WorkerLimits(1000, 1024, 100, 100_000)
+"""100 blocks of 16 tokens."""
+
+
+def join(router: Routed, worker: WorkerKey = A, endpoint: str = AT_A) -> None:
+    router.feed.tell((worker, WorkerJoined(msgspec.structs.replace(card(endpoint), limits=LIMITS))))
+    router.bring_up(endpoint)
+
+
+def call(session: str, number: int = 0, blocks: int = 40, parent: str = "", **more: object) -> InferenceRequest:
+    """A call of a session, whose prompt nobody else has the beginning of."""
+    tokens = pack_tokens([hash_of(session)] * 16 * blocks)
+    hint = SessionHint(session, parent)
+    return like(REQUEST, request_id=f"{session}-{number}", token_ids=tokens, session=hint, **more)
+
+
+def hash_of(session: str) -> int:
+    return sum(map(ord, session)) * 7
+
+
+async def restart(router: Routed) -> None:
+    """Have a worker come back with an empty cache."""
+    joined = WorkerJoined(msgspec.structs.replace(card(AT_A), limits=LIMITS))
+    router.feed.tell((A, WorkerLeft("lease")), (A, joined))
+    router.bring_up(AT_A)
+    await settled()
+
+
+async def finish(router: Routed, request_id: str, worker: WorkerKey = A, endpoint: str = AT_A) -> None:
+    """Have a request run and end on its worker."""
+    router.feed.tell((worker, RequestStarted(request_id, 640, 0, 40)))
+    router.say(endpoint, TokenDelta(request_id, 0, pack_tokens([7]), FinishReason.STOP))
+    router.feed.tell((worker, RequestFinished(request_id, "stop")))
+    await settled()
+
+
+@asynccontextmanager
+async def full_pool(**settings: object) -> AsyncIterator[Routed]:
+    """A worker with room for two sessions, which two have."""
+    async with routed(**settings) as router:
+        join(router)
+        for session in ("one", "two"):
+            await asyncio.gather(*await submit(router, call(session)))
+            await finish(router, f"{session}-0")
+        yield router
+
+
+def causes(router: Routed) -> dict[str, float]:
+    return {
+        sample.labels["cause"]: sample.value
+        for metric in router.metrics.queue_seconds.collect()
+        for sample in metric.samples
+        if sample.name.endswith("_count")
+    }
+
+
+async def test_a_third_session_waits_and_turns_of_the_two_pass_it() -> None:
+    async with full_pool() as router:
+        [third] = await submit(router, call("three"))
+        [again] = await submit(router, call("one", 1, 42))
+
+        assert again.done()
+        assert not third.done()
+        assert on_workers(router) == ["one-1"]
+        await end(third)
+        assert causes(router) == {"working_set": 1}
+
+
+async def test_a_waiting_session_gets_the_place_of_one_whose_lease_is_over() -> None:
+    async with full_pool() as router:
+        router.service.chooser._state.sessions.working_set.lease_ms = 30.0
+        async with asyncio.timeout(10):
+            [third] = await submit(router, call("three"))
+            await third
+
+        assert on_workers(router) == ["three-0"]
+        [decision] = router.service.tracker.decisions.of_request("three-0")
+        assert decision.queued_ms > 0.0
+
+
+async def test_a_session_goes_to_the_worker_that_has_room_and_the_decision_says_why() -> None:
+    async with full_pool() as router:
+        join(router, B, AT_B)
+        await asyncio.gather(*await submit(router, call("three")))
+
+        [decision] = router.service.tracker.decisions.of_request("three-0")
+        assert decision.worker == B
+        assert decision.filtered[A] == CROWDED
+
+
+async def test_a_session_is_served_on_a_crowded_worker_where_the_one_with_room_cannot() -> None:
+    async with full_pool() as router:
+        join(router, B, AT_B)
+        router.lose(AT_B)
+        [third] = await submit(router, call("three"))
+        await third
+
+        assert router.service.tracker.decisions.of_request("three-0")[0].worker == A
+
+
+async def test_sessions_wait_in_order_and_by_priority() -> None:
+    async with full_pool() as router:
+        tasks = await submit(router, *(call(name, priority=-1) for name in ("three", "four")), call("five"))
+        await restart(router)
+
+        assert on_workers(router) == ["five-0", "three-0"]
+        await end(*tasks)
+
+
+async def test_a_client_that_was_refused_keeps_its_turn_when_it_comes_back() -> None:
+    async with full_pool(queue_timeout_ms=30) as router:
+        [early] = await submit(router, call("early"))
+        with pytest.raises(Refused):
+            await early
+        router.service.queue._timeout_ms = 60_000.0
+        tasks = await submit(router, call("late"), call("later"), call("early", 1))
+        await restart(router)
+
+        assert on_workers(router)[0] == "early-1"
+        await end(*tasks)
+
+
+async def test_a_subagent_does_not_wait_behind_strangers() -> None:
+    async with full_pool() as router:
+        tasks = await submit(router, call("three"), call("child", parent="one"))
+        assert [task.done() for task in tasks] == [False, True]
+        await end(*tasks)
+
+
+async def test_a_roomy_pool_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with routed() as router:
+        join(router)
+        await asyncio.gather(*await submit(router, call("one", blocks=10)))
+        await finish(router, "one-0")
+        monkeypatch.setattr(router.service.chooser._state, "offer", None)
+        tasks = await submit(router, *(call(f"s{number}", blocks=10) for number in range(5)))
+        assert all(task.done() for task in tasks)

@@ -1,0 +1,260 @@
+"""Which sessions a pool keeps, who waits, and for whom a place is given up."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from poolgrid.router.core import working_set
+from poolgrid.router.core.working_set import (
+    AGE_MS,
+    FILL_MAX,
+    LEASE_MAX_MS,
+    LEASE_MIN_MS,
+    LEASE_START_MS,
+    Admission,
+    Turn,
+    WorkingSet,
+)
+from poolgrid.wire.identifiers import WorkerId, WorkerKey
+
+A, B = WorkerKey(WorkerId("a")), WorkerKey(WorkerId("b"))
+BLOCKS = 1000
+
+
+def turn(name: str, blocks: int = 400, priority: int = 0, parent: str = "") -> Turn:
+    return Turn((1, name), blocks, priority, (1, parent) if parent else None)
+
+
+def one_worker() -> WorkingSet:
+    places = WorkingSet()
+    places.know(A, BLOCKS)
+    return places
+
+
+def run(places: WorkingSet, given: Turn, now_ms: float = 0.0, worker: WorkerKey = A, overlap: int = 0) -> None:
+    """Have a turn run, and be over at once."""
+    places.begin(given, worker, list(range(given.blocks)), overlap, now_ms)
+    places.end(given.session, None, now_ms)
+
+
+def offer(places: WorkingSet, given: Turn, now_ms: float = 0.0, waited_ms: float = 0.0, common: int = 0) -> Admission:
+    return places.offer(given, sorted(places.workers()), common, now_ms, waited_ms)
+
+
+def test_a_session_waits_while_the_places_of_others_leave_no_room() -> None:
+    places = one_worker()
+    for name in ("one", "two"):
+        assert offer(places, turn(name)).admitted
+        run(places, turn(name))
+
+    assert offer(places, turn("three")) == Admission(False, (A,))
+    assert offer(places, turn("three"), LEASE_START_MS + 1).admitted, "their leases are over"
+
+
+def test_turns_of_resident_sessions_always_go_on() -> None:
+    places = one_worker()
+    run(places, turn("one"))
+    run(places, turn("two"))
+
+    assert offer(places, turn("one", 500)).admitted
+    assert places.belongs(turn("one"))
+    assert not places.belongs(turn("three"))
+
+
+def test_a_resident_that_grows_takes_the_place_of_the_one_used_longest_ago() -> None:
+    places = one_worker()
+    for at, name in enumerate(("one", "two", "three")):
+        run(places, turn(name, 300), float(at))
+
+    assert offer(places, turn("three", 600), 3.0) == Admission(True, (), ((1, "one"),))
+    assert not places.belongs(turn("one"))
+
+
+def test_blocks_that_several_sessions_share_count_once() -> None:
+    places = one_worker()
+    run(places, turn("first", 200))
+    for name in ("second", "third", "fourth", "fifth"):
+        assert offer(places, turn(name, 250), common=100).admitted, name
+        run(places, turn(name, 250), overlap=100)
+
+    assert not offer(places, turn("sixth", 250), common=100).admitted
+
+
+def test_a_crowded_worker_is_left_alone_where_another_has_room() -> None:
+    places = one_worker()
+    places.know(B, BLOCKS)
+    run(places, turn("one", 900))
+
+    assert offer(places, turn("two")) == Admission(True, (A,))
+
+
+def test_a_footprint_above_a_worker_is_admitted_once_that_is_empty() -> None:
+    places = one_worker()
+    run(places, turn("small", 100))
+
+    assert not offer(places, turn("large", 5 * BLOCKS)).admitted
+    assert offer(places, turn("large", 5 * BLOCKS), LEASE_START_MS + 1).admitted
+
+
+def test_idle_sessions_of_a_lower_priority_give_way() -> None:
+    places = one_worker()
+    run(places, turn("low", 500))
+    run(places, turn("high", 400, priority=1))
+
+    assert offer(places, turn("urgent", 400, priority=1)) == Admission(True, (), ((1, "low"),))
+    run(places, turn("urgent", 400, priority=1))
+    assert not offer(places, turn("another", 500, priority=1)).admitted, "equals do not give way"
+
+
+def test_a_running_session_never_gives_way() -> None:
+    places = one_worker()
+    places.begin(turn("low", 900), A, [], 0, 0.0)
+
+    assert not offer(places, turn("urgent", 400, priority=1), AGE_MS, AGE_MS).admitted
+
+
+def test_who_waited_long_takes_the_place_of_who_had_it_long() -> None:
+    places = one_worker()
+    now_ms = 0.0
+    while now_ms <= AGE_MS:  # it never pauses longer than its lease
+        run(places, turn("endless", 900), now_ms)
+        now_ms += LEASE_MIN_MS / 2
+    run(places, turn("endless", 900), now_ms)
+
+    assert not offer(places, turn("new", 200), now_ms, AGE_MS - 1).admitted
+    assert offer(places, turn("new", 200), now_ms, AGE_MS) == Admission(True, (), ((1, "endless"),))
+
+
+def test_a_subagent_goes_on_while_its_parent_has_its_place() -> None:
+    places = one_worker()
+    run(places, turn("parent", 900))
+
+    assert offer(places, turn("child", 900, parent="parent"), common=850).admitted
+    assert not offer(places, turn("stranger", 900, parent="unknown"), common=0).admitted
+    places.begin(turn("child", 900, parent="parent"), A, list(range(900)), 850, 5000.0)
+    places.end((1, "child"), 920, 9000.0)
+    assert offer(places, turn("parent", 940), 9000.0 + LEASE_START_MS / 2).admitted
+    assert places.belongs(turn("parent")), "its lease began again when its subagent answered"
+
+
+def test_the_lease_covers_nearly_all_pauses_of_agents() -> None:
+    places = one_worker()
+    now_ms = 0.0
+    for number in range(2000):
+        run(places, turn("agent", 100), now_ms)
+        now_ms += 20_000.0 if number % 50 == 0 else 300.0
+    assert LEASE_MIN_MS <= places.lease_ms < 20_000.0
+
+    for number in range(2000):
+        run(places, turn("agent", 100), now_ms)
+        now_ms += 20_000.0 if number % 10 == 0 else 300.0
+    assert places.lease_ms > 15_000.0
+
+
+def test_sessions_of_people_hold_no_place_between_their_turns() -> None:
+    places = one_worker()
+    for minute in range(1, 40):
+        run(places, turn("person", 500), minute * (LEASE_MAX_MS + 1000.0))
+        assert places.belongs(turn("person")) == (minute == 1)
+
+    run(places, turn("other person", 500), 1e9)
+    assert not places.belongs(turn("other person")), "most pauses are long here"
+
+
+def test_requests_that_nothing_follows_hold_no_place_once_they_are_over() -> None:
+    places = one_worker()
+    for number in range(40):
+        now_ms = number * 2 * LEASE_START_MS
+        assert offer(places, turn(f"{number}", 900), now_ms).admitted
+        run(places, turn(f"{number}", 900), now_ms)
+    assert offer(places, turn("next", 900), now_ms).admitted
+
+    for number in range(40):  # agents come, and return
+        for call in range(2):
+            run(places, turn(f"agent {number}", 10), now_ms + call)
+    assert places.belongs(turn("agent 39"))
+
+
+def test_a_worker_that_left_holds_nothing() -> None:
+    places = one_worker()
+    places.begin(turn("one", 900), A, [], 0, 0.0)
+    places.leave(A)
+    places.end((1, "one"), None, 1.0)
+    places.know(A, BLOCKS)
+
+    assert offer(places, turn("two", 900), 2.0).admitted
+
+
+def test_at_most_so_many_sessions_are_known() -> None:
+    places = WorkingSet(members_max=10)
+    places.know(A, 10**6)
+    for number in range(50):
+        run(places, turn(f"{number}"), float(number))
+
+    assert [places.is_member((1, f"{number}")) for number in range(50)] == [False] * 40 + [True] * 10
+
+
+def test_small_turns_are_not_looked_at_while_workers_have_room() -> None:
+    places = one_worker()
+    assert places.is_free(200)
+    assert not places.is_free(500)
+    run(places, turn("one", 800))
+    assert not places.is_free(1)
+
+
+Deed = tuple[str, int, int, float]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abcdefgh"), st.integers(1, 700), st.integers(0, 2), st.floats(0.0, 2 * LEASE_START_MS)
+        ),
+        max_size=60,
+    )
+)
+def test_places_add_up_to_what_members_hold_and_newcomers_never_overfill(deeds: list[Deed]) -> None:
+    places = one_worker()
+    places.know(B, BLOCKS)
+    now_ms, running = 0.0, []
+    for name, blocks, kind, pause_ms in deeds:
+        now_ms += pause_ms
+        given = turn(name, blocks)
+        if kind == 2 and running:
+            places.end(running.pop(0), blocks, now_ms)
+            continue
+        was_resident = places.is_resident(given.session)
+        found = offer(places, given, now_ms, kind * AGE_MS)
+        assert set(found.crowded) == {A, B} or found.admitted
+        if found.admitted:
+            worker = next(each for each in (A, B) if each not in found.crowded)
+            others = places._used[worker]
+            assert was_resident or others + min(blocks, FILL_MAX * BLOCKS) <= FILL_MAX * BLOCKS + 1
+            places.begin(given, worker, [], 0, now_ms)
+            running.append(given.session)
+    for worker in (A, B):
+        members = [*places._running.values(), *places._idle.values()]
+        assert places._used[worker] == sum(each.blocks for each in members if each.worker == worker)
+        assert (worker in places._tight) == (places._used[worker] > working_set.TIGHT_SHARE * BLOCKS)
+
+    again = WorkingSet()
+    again.restore(places.checkpoint())
+    assert again.checkpoint() == places.checkpoint()
+    for name in "abcdefgh":
+        assert offer(again, turn(name), now_ms) == offer(places, turn(name), now_ms)
+
+
+@pytest.mark.parametrize("is_aged", [False, True])
+def test_the_fewest_sessions_give_way(is_aged: bool) -> None:
+    places = one_worker()
+    places.know(B, BLOCKS)
+    for name in ("one", "two"):
+        run(places, turn(name, 450), worker=A)
+    run(places, turn("three", 900), worker=B)
+    places.begin(turn("running", 1), B, [], 0, 0.0)
+
+    now_ms = LEASE_START_MS / 2
+    found = places.offer(turn("urgent", 800, priority=not is_aged), (A, B), 0, now_ms, 0.0)
+    assert found == (Admission(False, (A, B)) if is_aged else Admission(True, (A,), ((1, "three"),)))

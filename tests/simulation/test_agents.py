@@ -1,0 +1,150 @@
+"""Agents in virtual time: calls follow each other, and a pool that is too small keeps some sessions waiting."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from poolgrid.router.core.policy import KvAware
+from poolgrid.router.policy_loading import make_policy
+from poolgrid.tools.bench.agents import PAUSES, PREFIX_TOKENS, AgentDraws
+from poolgrid.tools.simulation.agent_workload import AgentArrivals, AgentWorkload, agent_workload
+from poolgrid.tools.simulation.pool import SimulatedPool
+from poolgrid.tools.simulation.report import policy_report
+from poolgrid.tools.simulation.session_line import Sticky, line_of
+from poolgrid.tools.simulation.workload import RecordedRequest, recorded_workload
+from poolgrid.workers.core.timing import timing_model
+from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
+from tests.simulation.builders import limits
+
+BLOCK = 16
+SCALE = 1 / 16
+"""Lengths and step times are divided by this: the blocks of one full-size block of 256 tokens."""
+AGENTS, WORKERS = 40, 2
+
+
+@cache
+def workload() -> AgentWorkload:
+    return agent_workload(AgentDraws(1, 4, SCALE).plan(3 * AGENTS, AGENTS), BLOCK)
+
+
+@cache
+def played(policy: str, admission: str, pressure: float) -> dict[str, Any]:
+    load = workload()
+    needed = AGENTS * load.plan.own_tokens_mean() + 4 * PREFIX_TOKENS * SCALE * WORKERS
+    blocks = int(needed / pressure / WORKERS / BLOCK)
+    limit = SimulatedLimits(BLOCK, blocks, 0, 256, 8192, load.longest + 1, 10**6)
+    chosen = Sticky(KvAware()) if policy == "sticky" else make_policy(policy)
+    pool = SimulatedPool(load, chosen, WORKERS, limit, SlowPrefill(), line=line_of(admission, BLOCK))
+    report = policy_report(pool.run(), WORKERS)
+    assert report["requests"] == len(load.requests), "all calls were served"
+    return report
+
+
+class SlowPrefill:
+    """Step times of an H100 for tokens that stand for sixteen each."""
+
+    def __init__(self) -> None:
+        self._model = timing_model("h100-qwen3-8b")
+
+    def prefill_ms(self, new_tokens: int) -> float:
+        return self._model.prefill_ms(round(new_tokens / SCALE))
+
+    def decode_ms(self, used_share: float) -> float:
+        return self._model.decode_ms(used_share) / SCALE
+
+
+def reuse(report: dict[str, Any]) -> float:
+    """Return the share of what one infinite cache would reuse."""
+    return float(report["cached_token_ratio"]) / workload().ideal_cached_token_ratio
+
+
+def test_sessions_have_the_published_distributions() -> None:
+    plan = AgentDraws(7, 4).plan(300, 10)
+    calls = [call for session in plan.sessions for call in session.calls]
+    pauses = np.array([call.pause_ms for call in calls])
+    prompts = [tokens for session in plan.sessions for tokens, _ in session.prompts()]
+    outputs = [call.output_tokens for call in calls]
+
+    for quantile, _, most_ms in PAUSES:
+        assert (pauses <= most_ms).mean() == pytest.approx(quantile, abs=0.01)
+    assert np.mean([len(session.calls) for session in plan.sessions]) == pytest.approx(41, rel=0.1)
+    assert np.mean(prompts) == pytest.approx(33_600, rel=0.15)
+    assert np.mean(prompts) / np.mean(outputs) == pytest.approx(100, rel=0.2)
+    assert AgentDraws(7, 4).plan(300, 10).sessions[5].calls == plan.sessions[5].calls
+
+
+def test_a_call_comes_a_pause_after_the_one_before_and_after_its_subagents() -> None:
+    plan = AgentDraws(1, 4, SCALE).plan(20, 1)
+    forking = next(each for each in plan.sessions if any(call.children for call in each.calls))
+    arrivals = AgentArrivals(type(plan)((forking,), 1, (0.0,)), BLOCK)
+    at = next(place for place, call in enumerate(forking.calls) if call.children)
+    now_ms = 0.0
+    for _ in range(at + 1):
+        request = arrivals.pop()
+        now_ms = request.arrival_ms + 10.0
+        arrivals.finished(request.request_id, now_ms)
+    parent = request
+
+    children = [arrivals.pop() for _ in forking.calls[at].children]
+    assert {child.path[: len(parent.path)] == parent.path for child in children} == {True}
+    assert arrivals.next_ms() == float("inf"), "the parent waits for all of them"
+    left = len(children)
+    while left:
+        request = children.pop()
+        now_ms = request.arrival_ms + 10.0
+        arrivals.finished(request.request_id, now_ms)
+        if request.turn + 1 == len(request.session.calls):
+            left -= 1
+        else:
+            children.append(arrivals.pop())
+    assert arrivals.pop().arrival_ms == now_ms + forking.calls[at].pause_ms
+
+
+def test_sessions_that_do_not_fit_evict_each_other_without_admission_and_do_not_with_it() -> None:
+    kv, sticky, ours = played("kv", "", 2.0), played("sticky", "", 2.0), played("kv", "sessions", 2.0)
+
+    assert reuse(kv) < 0.6
+    assert reuse(sticky) < 0.6
+    assert reuse(ours) >= 0.9
+    assert ours["turns_per_minute"] >= 1.5 * kv["turns_per_minute"]
+    assert ours["waited_turns"] > 0
+
+
+def test_no_session_waits_as_long_as_with_the_smallest_first() -> None:
+    first, smallest = (
+        played("kv", "sessions", 2.0)["first_turn_ms"],
+        played("kv", "smallest-first", 2.0)["first_turn_ms"],
+    )
+
+    assert first["max"] <= 3.0 * first["p50"]
+    assert smallest["max"] > 3.0 * smallest["p50"]
+
+
+def test_admission_changes_nothing_where_all_sessions_fit() -> None:
+    kv, ours = played("kv", "", 0.5), played("kv", "sessions", 0.5)
+
+    assert ours["waited_turns"] == 0
+    for name in ("cached_token_ratio", "turns_per_minute"):
+        assert ours[name] == pytest.approx(kv[name], rel=0.02)
+    assert ours["ttft_ms"]["mean"] == pytest.approx(kv["ttft_ms"]["mean"], rel=0.02)
+
+
+def test_recorded_turns_of_a_session_follow_each_other_when_they_are_played_again() -> None:
+    recorded = [
+        RecordedRequest(0.0, 4 * BLOCK, 1, range(4), "1 s", finished_ms=5.0),
+        RecordedRequest(1.0, BLOCK, 1, range(900, 901)),
+        RecordedRequest(105.0, 5 * BLOCK, 1, range(5), "1 s"),
+    ]
+    load = recorded_workload(recorded, BLOCK)
+    arrivals = load.arrivals()
+    first, other = arrivals.pop(), arrivals.pop()
+    assert (first.request_id, other.request_id, arrivals.next_ms()) == ("recorded-0", "recorded-1", float("inf"))
+    arrivals.finished("recorded-0", 300.0)
+    assert arrivals.pop().arrival_ms == 400.0
+
+    result = SimulatedPool(load, KvAware(), 1, limits(load), line=line_of("sessions", BLOCK)).run()
+    assert (result.requests, result.cached_tokens) == (3, 4 * BLOCK)
