@@ -146,9 +146,10 @@ class KvAware:
             decoding = DECODING_WORTH * paces * generating * np.maximum(0.0, own - fixed)
             least = np.broadcast_to(uncached.min(axis=-1, keepdims=True), uncached.shape)
             again = AGAIN_WORTH * np.maximum(0.0, own - engines.prompt_ms(least))
-            following = np.broadcast_to(
-                NEXT_WORTH * engines.recent_load * engines.typical_ms * paces * paces, own.shape
-            )
+            loads = engines.recent_load * paces
+            even = EVEN * sum(loads.tolist()) / len(loads)
+            above = np.minimum(1.0, np.maximum(0.0, loads - even) / even) if even > 0.0 else np.zeros(len(loads))
+            following = np.broadcast_to(NEXT_WORTH * engines.typical_ms * above, own.shape)
             others = others + decoding + again + following
             terms |= {"decoding_ms": decoding, "again_ms": again, "next_ms": following}
         costs = expected + others
