@@ -6,7 +6,7 @@ import pytest
 
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.policy import KvAware
+from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.stage_plan import (
     DECODE_ROLES,
     EITHER_ROLES,
