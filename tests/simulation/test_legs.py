@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from poolgrid.router.core.policy import KvAware
+from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.tools.simulation.workload import RecordedRequest, Workload, recorded_workload
 from poolgrid.wire.identifiers import Role
 from poolgrid.workers.core.timing import timing_model
