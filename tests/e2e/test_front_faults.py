@@ -144,3 +144,12 @@ def test_requests_that_have_begun_outlive_the_process_that_has_all_workers() -> 
         interrupted = [each.result() for each in answers]
         pool.until_whole()
         assert interrupted == list(asking.map(ask, PROMPTS))
+
+
+def test_requests_without_a_token_outlive_the_process_that_has_all_workers() -> None:
+    with front() as pool, ThreadPoolExecutor(1) as asking:
+        answers = asking.submit(pool.answers)
+        eventually("requests run", lambda: any(each.running for each in pool.running.servers))
+        pool.process("worker").kill()
+        assert answers.result() == pool.texts
+        pool.until_whole()
