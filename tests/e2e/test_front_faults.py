@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -120,7 +122,31 @@ def test_a_server_that_dies_and_comes_back_with_another_model_ends_its_own_worke
         assert pool.process("worker") == worker
 
 
-def test_requests_outlive_the_process_that_has_all_workers() -> None:
+def test_requests_that_have_begun_outlive_the_process_that_has_all_workers() -> None:
+    with front() as pool, ThreadPoolExecutor(len(PROMPTS)) as asking:
+        begun = threading.Semaphore(0)
+
+        def ask(prompt: list[int]) -> str:
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": 10 * TOKENS, "stream": True}
+            text = ""
+            with httpx.stream("POST", f"{pool.up.url}/v1/completions", json=body, timeout=60.0) as answer:
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        if not text:
+                            begun.release()
+                        text += json.loads(line[6:])["choices"][0]["text"]
+            return text
+
+        answers = [asking.submit(ask, prompt) for prompt in PROMPTS]
+        for _ in PROMPTS:
+            assert begun.acquire(timeout=60.0)
+        pool.process("worker").kill()
+        interrupted = [each.result() for each in answers]
+        pool.until_whole()
+        assert interrupted == list(asking.map(ask, PROMPTS))
+
+
+def test_requests_without_a_token_outlive_the_process_that_has_all_workers() -> None:
     with front() as pool, ThreadPoolExecutor(1) as asking:
         answers = asking.submit(pool.answers)
         eventually("requests run", lambda: any(each.running for each in pool.running.servers))

@@ -437,9 +437,24 @@ async def test_a_request_whose_only_worker_is_lost_waits_for_its_next_life_as_lo
         assert last.finish_reason == "error"
 
 
+async def test_workers_of_one_process_that_are_lost_together_make_no_request_poison() -> None:
+    async with routed() as router:
+        third = WorkerKey(WorkerId("third"))
+        for key, endpoint in ((OLD, BEFORE), (NEW, AFTER), (third, "tcp://127.0.0.1:3")):
+            router.feed.tell((key, WorkerJoined(card(endpoint))))
+            router.bring_up(endpoint)
+        await router.service.submit(REQUEST)
+        for _ in range(2):
+            router.lose(router.sent[-1])
+
+        assert len(set(router.sent)) == 3
+        assert router.metrics.poison_requests.value == 0
+
+
 async def test_a_request_that_was_on_two_lost_workers_before_its_first_token_takes_no_third_one_with_it(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("poolgrid.serving.request_tracker.LOST_TOGETHER_MS", -1.0)  # one after the other
     async with routed() as router:
         third = WorkerKey(WorkerId("third"))
         for key, endpoint in ((OLD, BEFORE), (NEW, AFTER), (third, "tcp://127.0.0.1:3")):

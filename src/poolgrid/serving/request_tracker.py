@@ -79,6 +79,11 @@ class Placer(Protocol[P]):
         ...
 
 
+LOST_TOGETHER_MS: Final = 100.0
+"""Workers of a host that are lost within this time are one loss: a process may have several, whose connections break
+one after the other. A request that was moved between two of them has ended neither."""
+
+
 class RequestTracker(ABC, Generic[R]):
     """Follows requests to their ends."""
 
@@ -95,6 +100,8 @@ class RequestTracker(ABC, Generic[R]):
         """By request id."""
         self._on_link: dict[str, dict[str, R]] = {}
         """By endpoint and dispatch id."""
+        self._last_loss = "", 0.0
+        """Host of the worker that was lost last by itself, and when."""
         self._links = links
         self._serving_metrics = metrics
         self._leg_times = metrics.leg_times
@@ -183,8 +190,18 @@ class RequestTracker(ABC, Generic[R]):
 
     def on_lost(self, endpoint: str, event: LegEvent, why: str) -> None:
         """Have the legs of a worker that is ``LOST``, or has ``LEFT``, continue elsewhere."""
+        if event is LegEvent.LOST and self._is_lost_with_another(endpoint):
+            event = LegEvent.LEFT  # none of its requests ended it
         for dispatch_id, routed in list(self._on_link.get(endpoint, _NO_REQUESTS).items()):
             self.carry_out(routed, routed.machine.on_lost(dispatch_id, event, why))
+
+    def _is_lost_with_another(self, endpoint: str) -> bool:
+        now_ms, host = self._clock.monotonic_ms(), endpoint.rpartition(":")[0]
+        lost_host, lost_ms = self._last_loss
+        if host == lost_host and now_ms - lost_ms <= LOST_TOGETHER_MS:
+            return True
+        self._last_loss = host, now_ms
+        return False
 
     def on_client_left(self, delivery: TokenDelivery) -> None:
         routed = self.requests.get(delivery.request_id)
