@@ -218,7 +218,7 @@ class TrtllmEngine:
         held: list[BlocksStored] = tell(dp_rank)
         return held
 
-    def restate(self, dp_rank: int) -> list[BlocksStored]:
+    def restate(self, dp_rank: int) -> list[RestatedEvent]:
         return self._feed.restate(dp_rank)
 
     async def run(self, deliver: Callable[[EngineReport], None]) -> None:

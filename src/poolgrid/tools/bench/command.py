@@ -27,7 +27,14 @@ from poolgrid.process.clock import SystemClock
 from poolgrid.process.tasks import unless
 from poolgrid.process.terminal_table import terminal
 from poolgrid.tools.bench.client import Client, HttpTarget, RequestFailed
-from poolgrid.tools.bench.conversations import ConversationShape, plan_agents, plan_conversations, poisson, synthetic, until
+from poolgrid.tools.bench.conversations import (
+    ConversationShape,
+    plan_agents,
+    plan_conversations,
+    poisson,
+    synthetic,
+    until,
+)
 from poolgrid.tools.bench.pools import PoolsFailed, open_pools
 from poolgrid.tools.bench.prompt import ONE_TOKEN_A_WORD, WORDS, PlannedRequest, PromptMaker, digits_of
 from poolgrid.tools.bench.runner import Planned, RequestShape, Result, Verify, measure_word_scale, run
