@@ -28,6 +28,7 @@ from poolgrid.wire.events import (
 from poolgrid.wire.identifiers import Role, Tier
 from poolgrid.wire.inabilities import Inability
 from poolgrid.wire.requests import Generate
+from poolgrid.workers.core.cache_facts import RestatedEvent
 from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError, EngineHealth
 from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
@@ -218,7 +219,7 @@ class TrtllmEngine:
         held: list[BlocksStored] = tell(dp_rank)
         return held
 
-    def restate(self, dp_rank: int) -> list[BlocksStored]:
+    def restate(self, dp_rank: int) -> list[RestatedEvent]:
         return self._feed.restate(dp_rank)
 
     async def run(self, deliver: Callable[[EngineReport], None]) -> None:

@@ -24,6 +24,7 @@ from poolgrid.process.clock import Clock
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared, GroupsReported
 from poolgrid.wire.identifiers import Tier
+from poolgrid.workers.core.cache_facts import RestatedEvent
 from poolgrid.workers.core.event_translation import EventTranslator, NameMedia, RootSeed
 from poolgrid.workers.engines.server.cache_events import FollowedEvents
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics
@@ -99,10 +100,10 @@ class TrtllmFeed:
     def silent_ms(self, now_ms: float) -> float:
         return self._reader.silent_ms(now_ms)
 
-    def restate(self, rank: int) -> list[BlocksStored]:
+    def restate(self, rank: int) -> list[RestatedEvent]:
         """Return what ``on_cache`` has told of a rank up to now, parents before children."""
         told = self._translators[rank].restate() if self._stream is None else self._stream.restate(rank)
-        return told if self._kvbm is None else [*told, *self._kvbm.restate()]
+        return [*told] if self._kvbm is None else [*told, *self._kvbm.restate()]
 
     def cached_blocks(self, rank: int) -> int:
         """Return how many device blocks of a rank routers are told of."""

@@ -29,7 +29,7 @@ from poolgrid.process.clock import Clock
 from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared
 from poolgrid.wire.hashing import TOKEN_BYTES, unpack_tokens
 from poolgrid.wire.identifiers import Tier
-from poolgrid.workers.core.cache_facts import ReportedBlocks
+from poolgrid.workers.core.cache_facts import ReportedBlocks, RestatedEvent
 from poolgrid.workers.engines.server.cache_events import FollowedEvents
 from poolgrid.workers.engines.server.core.server_facts import EventSource
 
@@ -133,7 +133,7 @@ class KvbmExchange:
 
         self._output.open(on_host)
 
-    def restate(self) -> list[BlocksStored]:
+    def restate(self) -> list[RestatedEvent]:
         """Return what was told of KVBM, parents before children."""
         return self._told.restate()
 
@@ -191,9 +191,10 @@ class KvbmExchange:
 
     def _on_host(self, events: Sequence[AnyEvent]) -> Iterator[AnyEvent]:
         for event in events:
-            if isinstance(event, BlocksStored | BlocksRemoved):
+            if isinstance(event, BlocksStored | BlocksRemoved) and not event.group:
                 yield msgspec.structs.replace(event, tier=Tier.HOST)
             elif isinstance(event, CacheCleared):
                 # What the engine itself holds stays.
                 for each in self._told.restate():
-                    yield BlocksRemoved(each.sequence_hashes, Tier.HOST)
+                    if isinstance(each, BlocksStored):
+                        yield BlocksRemoved(each.sequence_hashes, Tier.HOST)

@@ -18,7 +18,7 @@ from poolgrid.kv_events.translation import EngineTranslator
 from poolgrid.tools.engine_check.core.evidence import CheckProbe, ProbeExchange
 from poolgrid.tools.engine_check.core.said import RankStream, SaidCleared, SaidMessage, SaidRemoved, SaidStored
 from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared, GroupsReported
+from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
 from poolgrid.wire.hashing import BASE_SEED, block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
 from poolgrid.wire.identifiers import Tier
 
@@ -63,11 +63,11 @@ class RouterView:
         for event in self._translator.translate(batch.events):
             if isinstance(event, CacheCleared):
                 self.held.clear()
-            elif isinstance(event, GroupsReported) or event.group or event.tier is not Tier.DEVICE:
-                continue  # the questions are about whole prefixes
+            elif not isinstance(event, BlocksStored | BlocksRemoved) or event.group or event.tier is not Tier.DEVICE:
+                continue  # the questions are about whole prefixes on the device
             elif isinstance(event, BlocksStored):
                 self.held.update(unpack_hashes(event.sequence_hashes))
-            elif isinstance(event, BlocksRemoved):
+            else:
                 self.held.difference_update(unpack_hashes(event.sequence_hashes))
         self.ever |= self.held
 
