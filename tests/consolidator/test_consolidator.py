@@ -111,11 +111,7 @@ def folded(records: list[JournalRecord], upto: int | None = None) -> PoolState:
 
 
 def reload(frozen: FrozenPool) -> PoolState:
-    return PoolState.load(
-        frozen.offset,
-        [worker.entry for worker in frozen.workers],
-        frozen.source_chains(),
-    )
+    return PoolState.load(frozen.offset, [each.entry for each in frozen.workers], frozen.source_chains())
 
 
 def same(one: PoolState, other: PoolState) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from poolgrid.router.core.candidates import Candidates, RoutingRequest
-from poolgrid.router.core.policy import Choice, KvAware
+from poolgrid.router.core.kv_policy import KvAware
+from poolgrid.router.core.learned_speeds import LearnedSpeeds
+from poolgrid.router.core.policy import Choice
+from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.working_set import AGE_MS, Turn, WorkingSet
 from poolgrid.serving.fair_queue import FairQueue, QueuedRequest, QueueOrder
 from poolgrid.tools.simulation.workload import NEVER, SimulatedRequest
@@ -23,7 +26,8 @@ class SessionLine:
     def __init__(self, block_size: int, smallest_first: bool = False) -> None:
         """``smallest_first`` admits the least footprint first, without ageing, as ThunderAgent does."""
         self._block_size = block_size
-        self.working_set = WorkingSet(NEVER if smallest_first else AGE_MS)
+        self._age_ms = NEVER if smallest_first else AGE_MS
+        self.working_set = WorkingSet(self._age_ms)
         order = QueueOrder.SHORTEST_UNCACHED_WORK_FIRST if smallest_first else QueueOrder.ARRIVAL
         self._tried = (-1, 0.0)
         """Changes of the working set when the first one found no room, and when to try again without any."""
@@ -57,7 +61,7 @@ class SessionLine:
         self, workers: Sequence[WorkerKey], overlap: Overlap, now: float
     ) -> tuple[SimulatedRequest, Mapping[WorkerKey, str]] | None:
         """Return the next that waits and now has room, and the workers that it must leave alone."""
-        head = self._queue.head(LANE)
+        head = self._queue.aged_head(LANE, now - self._age_ms)
         if head is None or (self._tried[0] == self.working_set.changes and now < self._tried[1]):
             return None
         turn = self._turn(head.item)
@@ -121,11 +125,15 @@ class Sticky:
     """Every call goes to the worker of its session's first one, which ``kv`` chooses: affinity by session id."""
 
     name = "sticky"
+    compares_numbers = True
     needs_overlap = True
 
     def __init__(self, kv: KvAware) -> None:
         self._kv = kv
         self._homes: dict[str, WorkerKey] = {}
+
+    def observer(self, index: PrefixIndex) -> LearnedSpeeds:
+        return LearnedSpeeds()
 
     def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
         session = request.request_id.rpartition("-")[0]
