@@ -375,12 +375,17 @@ async def test_the_session_is_given_as_a_conversation_where_the_engine_has_them(
     async with running_engine() as told:
         calls = hold(told)
         await told.finish(msgspec.structs.replace(make_request("r"), turn=turn))
-        told.engine._calls._conversation = conversation
+        told.engine._calls._conversations = conversation
         await told.finish(msgspec.structs.replace(make_request("s"), turn=turn))
         await told.finish(msgspec.structs.replace(make_request("t"), turn=msgspec.structs.replace(turn, tenant=255)))
         await told.finish(make_request("u"))
 
-    assert [call.get("conversation_params") for call in calls] == [None, "agent-1", "ff:agent-1", None]
+    assert [call.get("conversation_params") for call in calls] == [
+        None,
+        "0000000000000000-agent-1",
+        "00000000000000ff-agent-1",
+        None,
+    ]
 
 
 async def test_how_long_blocks_stay_is_given_as_the_bindings_take_it() -> None:

@@ -166,7 +166,7 @@ def session_headers(request: Generate) -> tuple[str, ...]:
     if turn is None or not (turn.session.isascii() and turn.session.isprintable()):
         return ()
     # Tenants may choose the same names.
-    return (f"X-Session-ID: {turn.tenant:x}:{turn.session}" if turn.tenant else f"X-Session-ID: {turn.session}",)
+    return (f"X-Session-ID: {turn.tenant:016x}-{turn.session}",)
 
 
 def trace_headers(request: Generate) -> tuple[str, ...]:
