@@ -12,8 +12,9 @@ Rules
        or a first token was seen, and when events were applied. A plan is forgotten at once. No request is refused
        because others are deferred: where that takes the room, those whose turn it is go to workers.
     6. Turns of sessions for which the pool's working set has no room wait in a lane of their own for each model, by
-       when their session first asked. A client that was refused after ``queue_timeout_ms`` keeps that place for
-       ``ASKED_KEPT_MS``. Turns of sessions that have a place pass them, and are charged to their tenants.
+       when their session first asked; who has waited ``AGE_MS`` goes before other tenants. A client that was refused
+       after ``queue_timeout_ms`` keeps that place for ``ASKED_KEPT_MS``. Turns of sessions that have a place pass them,
+       and are charged to their tenants.
 """
 
 from __future__ import annotations
@@ -271,8 +272,8 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
     def _place_sessions(self, lane: str) -> None:
         """Place turns of sessions, the one whose turn it is first, as long as the working set has room for them."""
         chooser = self._chooser
-        while (head := self._queue.head(lane)) is not None:
-            now_ms = self._clock.monotonic_ms()
+        now_ms = self._clock.monotonic_ms()
+        while (head := self._queue.aged_head(lane, now_ms - AGE_MS)) is not None:
             changes, retry_ms = self._offered.get(lane, (-1, 0.0))
             if changes == chooser.place_changes and now_ms < retry_ms and not head.item.is_over:
                 return

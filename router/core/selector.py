@@ -105,12 +105,13 @@ class Selector:
 
         A ``dry_run`` leaves no trace: a policy that counts is asked on a copy.
         """
+        projection = self.projection
+        for observer in projection.observers:
+            observer.advance(wanted.now_ms)
         legs: LegChoice | None = None
         if wanted.roles == EITHER_ROLES:
             wanted, legs = self.with_legs(wanted)
-        projection, request, path = self.projection, wanted.request, wanted.path
-        for observer in projection.observers:
-            observer.advance(wanted.now_ms)
+        request, path = wanted.request, wanted.path
         group = self.groups.of(request.model, wanted.roles)
         rows, filtered = group.eligible(request, wanted.unavailable, projection.ledger)
         if not len(rows):
@@ -180,7 +181,7 @@ class Selector:
             return [], float(request.isl)
         path = wanted.path if self.policy.needs_overlap else ()
         untrusted = projection.trust.untrusted if projection.follows_blocks else _NO_WORKERS
-        device, host, disk = overlap_columns(projection, group, path, untrusted, wanted.now_ms)
+        device, host, disk = overlap_columns(projection, group, path, request, untrusted, wanted.now_ms)
         held = device + HOST_WORTH * host + DISK_WORTH * disk
         uncached = np.maximum(1.0, request.isl - held * request.block_size)[rows]
         slots = group.slots[rows]
@@ -189,9 +190,8 @@ class Selector:
             times.prompt_ms(group.workers[row], tokens_before, tokens, wanted.now_ms)
             for row, tokens_before, tokens in zip(rows.tolist(), queued, uncached.tolist(), strict=True)
         ]
-        return [PromptWorker(*need, others > 0) for need, others in zip(needs, requests, strict=True)], float(
-            uncached.min()
-        )
+        workers = [PromptWorker(*need, others > 0) for need, others in zip(needs, requests, strict=True)]
+        return workers, float(uncached.min())
 
     def _few_candidates(
         self, group: WorkerGroup, rows: IndexArray, overlap: Columns, wanted: WorkerWanted

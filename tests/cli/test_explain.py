@@ -92,7 +92,7 @@ def test_a_routers_decision_shows_every_candidate_term_and_filter() -> None:
     text = drawn(router_answer())
 
     assert "r-[red]1" in text, "what clients chose is never taken for markup"
-    assert "ISL 160 = 10 blocks, 3 believed to be there, 48 tokens reused" in text
+    assert "ISL 160 = 10 blocks, 3 believed to be there: 48 tokens promised, 48 tokens reported as reused" in text
     assert "adjusted_prefill" in text
     assert "not c: draining" in text
     assert "the runner-up would have cost 3.00 more" in text

@@ -88,7 +88,7 @@ class Gateway:
             RouterState(selector),
             cast(PromptReader, OnePrompt()),
             lambda request: PATH,
-            self.reused.__setitem__,
+            lambda dispatch_id, path, cached_tokens, isl: self.reused.__setitem__(dispatch_id, cached_tokens),
             RequestIds("g"),
             fallbacks,
             self.metrics,

@@ -234,7 +234,7 @@ def test_a_router_whose_ledger_was_full_is_replayed_with_a_ledger_as_small() -> 
 @pytest.mark.parametrize("seed", range(examples(4)))
 def test_every_admission_of_a_session_is_derived_again_also_from_a_checkpoint(seed: int) -> None:
     async def run() -> RecordedRouter:
-        router = RecordedRouter(seed=seed, kv_blocks=30, churn=0.5, segment_bytes=30_000, worker_queue_factor=100)
+        router = RecordedRouter(seed=seed, kv_blocks=12, churn=0.5, segment_bytes=30_000, worker_queue_factor=100)
         for name in NAMES:
             router.join(name)
         for number in range(600):
@@ -246,7 +246,7 @@ def test_every_admission_of_a_session_is_derived_again_also_from_a_checkpoint(se
         return router
 
     router = asyncio.run(run())
-    assert min(router.admissions.values()) > 10, "some were admitted and some were not"
+    assert min(router.admissions.values()) > 3, "some were admitted and some were not"
     entries = [each.entry for each in stored_entries(router.decisions_disk)]
     judged = sum(isinstance(each, TurnJudged) for each in entries)
     assert sum(isinstance(each, Checkpoint) and bool(each.observers.get("sessions")) for each in entries)

@@ -193,7 +193,8 @@ def test_at_most_so_many_sessions_are_known() -> None:
     for number in range(50):
         run(places, turn(f"{number}"), float(number))
 
-    assert [places.is_member((1, f"{number}")) for number in range(50)] == [False] * 40 + [True] * 10
+    assert sum(places.is_member((1, f"{number}")) for number in range(50)) == 10
+    assert places.is_member((1, "49"))
 
 
 def test_small_turns_are_not_looked_at_while_workers_have_room() -> None:

@@ -357,6 +357,16 @@ class FairQueue(Generic[T]):
                 return band.backlogs[tenant].first()
         return None
 
+    def aged_head(self, lane: str, due_ms: float) -> QueuedRequest[T] | None:
+        """Return the request of a lane that entered first, of the highest priority, if that was by ``due_ms``; else
+        whose turn it is. Nothing may be taken in the lane."""
+        head = self.head(lane)
+        if head is None:
+            return None
+        firsts = [backlog.first() for backlog in self._lanes[lane][head.priority].backlogs.values()]
+        oldest = min(firsts, key=lambda each: (each.entered_ms, each.arrival))
+        return oldest if oldest.entered_ms <= due_ms else head
+
     def __iter__(self) -> Iterator[QueuedRequest[T]]:
         """Iterate over all waiting requests, in no order that means anything."""
         yield from self._resumed.values()

@@ -26,7 +26,8 @@ class SessionLine:
     def __init__(self, block_size: int, smallest_first: bool = False) -> None:
         """``smallest_first`` admits the least footprint first, without ageing, as ThunderAgent does."""
         self._block_size = block_size
-        self.working_set = WorkingSet(NEVER if smallest_first else AGE_MS)
+        self._age_ms = NEVER if smallest_first else AGE_MS
+        self.working_set = WorkingSet(self._age_ms)
         order = QueueOrder.SHORTEST_UNCACHED_WORK_FIRST if smallest_first else QueueOrder.ARRIVAL
         self._tried = (-1, 0.0)
         """Changes of the working set when the first one found no room, and when to try again without any."""
@@ -60,7 +61,7 @@ class SessionLine:
         self, workers: Sequence[WorkerKey], overlap: Overlap, now: float
     ) -> tuple[SimulatedRequest, Mapping[WorkerKey, str]] | None:
         """Return the next that waits and now has room, and the workers that it must leave alone."""
-        head = self._queue.head(LANE)
+        head = self._queue.aged_head(LANE, now - self._age_ms)
         if head is None or (self._tried[0] == self.working_set.changes and now < self._tried[1]):
             return None
         turn = self._turn(head.item)
