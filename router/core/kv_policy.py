@@ -41,8 +41,8 @@ NEXT_WORTH, EVEN = 2.0, 1.25
 """How many typical prompts it costs, at most, to come to a worker that was sent more than its share of late: the next
 turns of a conversation will come there too. Up to ``EVEN`` times the mean, workers count as equally used."""
 
-FEW_REQUESTS: Final = 4.0 / ARRIVALS_MEMORY_MS
-"""What is no share yet: so few requests of late."""
+FEW_REQUESTS: Final = 1.0 / ARRIVALS_MEMORY_MS
+"""What is no share yet: a single request of late."""
 
 TERMS: Final = (
     "uncached_tokens", EXPECTED_MS, OWN_MS, "joined_ms", "crowding_ms", PACE, "decoding_ms", "again_ms", "next_ms",

