@@ -46,7 +46,7 @@ class WorkerDelay(NamedTuple):
     waiting: float
     """Those of them that wait for their first token."""
     recent_load: float = 0.0
-    """Milliseconds of prompts at pace 1 that it was sent per millisecond of late."""
+    """Requests that it was sent per millisecond of late."""
 
 
 class PromptCost(NamedTuple):

@@ -163,7 +163,7 @@ class Engines:
     typical_ms: float
     """What a prompt took of them at pace 1, on average."""
     recent_load: FloatArray
-    """Milliseconds of prompts at pace 1 that each was sent per millisecond of late."""
+    """Requests that each was sent per millisecond of late."""
 
     def prompt_ms(self, tokens: FloatArray) -> FloatArray:
         """Return how long each would take at pace 1 to compute so many prompt tokens: one number a worker, or a row

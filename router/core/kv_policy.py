@@ -20,7 +20,7 @@ from poolgrid.router.core.candidates import (
 )
 from poolgrid.router.core.delay import DECODING_WORTH, PromptCost, WorkerDelay, decode_step_ms, prompt_cost
 from poolgrid.router.core.engine_times import DISK_WORTH, HOST_WORTH, Engines, FewEngines, uncached_tokens
-from poolgrid.router.core.learned_speeds import OWN_MS, PACE, LearnedSpeeds
+from poolgrid.router.core.learned_speeds import ARRIVALS_MEMORY_MS, OWN_MS, PACE, LearnedSpeeds
 from poolgrid.router.core.policy import lowest
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.selector import Selector
@@ -40,6 +40,9 @@ load leaves, at 1 every fortieth; at 2 first turns stay with their system prompt
 NEXT_WORTH, EVEN = 2.0, 1.25
 """How many typical prompts it costs, at most, to come to a worker that was sent more than its share of late: the next
 turns of a conversation will come there too. Up to ``EVEN`` times the mean, workers count as equally used."""
+
+FEW_REQUESTS: Final = 1.0 / ARRIVALS_MEMORY_MS
+"""What is no share yet: a single request of late."""
 
 TERMS: Final = (
     "uncached_tokens", EXPECTED_MS, OWN_MS, "joined_ms", "crowding_ms", PACE, "decoding_ms", "again_ms", "next_ms",
@@ -147,8 +150,8 @@ class KvAware:
             least = np.broadcast_to(uncached.min(axis=-1, keepdims=True), uncached.shape)
             again = AGAIN_WORTH * np.maximum(0.0, own - engines.prompt_ms(least))
             loads = engines.recent_load * paces
-            even = EVEN * sum(loads.tolist()) / len(loads)
-            above = np.minimum(1.0, np.maximum(0.0, loads - even) / even) if even > 0.0 else np.zeros(len(loads))
+            even = EVEN * sum(loads.tolist()) / len(loads) + FEW_REQUESTS
+            above = np.minimum(1.0, np.maximum(0.0, loads - even) / even)
             following = np.broadcast_to(NEXT_WORTH * engines.typical_ms * above, own.shape)
             others = others + decoding + again + following
             terms |= {"decoding_ms": decoding, "again_ms": again, "next_ms": following}
@@ -217,7 +220,7 @@ def _costs_of_few(
     prompts = [prompt_cost(worker, tokens) for worker, tokens in zip(workers, uncached, strict=True)]
     crowding = _crowding_of_few(workers, prompts, engines)
     least, typical_ms = min(uncached), engines.typical_ms
-    even = EVEN * sum([worker.recent_load * worker.pace for worker in workers]) / len(workers)
+    even = EVEN * sum([worker.recent_load * worker.pace for worker in workers]) / len(workers) + FEW_REQUESTS
     again, following, costs = [], [], []
     for worker, tokens, (expected, own, joined, decoding), crowd in zip(
         workers, uncached, prompts, crowding, strict=True

@@ -92,8 +92,8 @@ class Arrivals(msgspec.Struct, array_like=True):
         self.last_ms = now_ms
 
     def load(self, now_ms: float) -> float:
-        """Return the milliseconds of prompts per millisecond."""
-        return self.own_ms * _remembered(now_ms - self.last_ms, ARRIVALS_MEMORY_MS) / ARRIVALS_MEMORY_MS
+        """Return the requests per millisecond."""
+        return self.count * _remembered(now_ms - self.last_ms, ARRIVALS_MEMORY_MS) / ARRIVALS_MEMORY_MS
 
 
 class WorkerPace(msgspec.Struct):
@@ -280,7 +280,7 @@ class LearnedSpeeds(Observer):
 
     def believed(self, workers: Sequence[WorkerKey], now_ms: float) -> list[tuple[float, float, float, float]]:
         """Return each worker's pace, the milliseconds at pace 1 of its queue that are done, how many it awaits, and the
-        milliseconds of prompts that it was sent per millisecond.
+        requests that it was sent per millisecond.
 
         The engine has been at its oldest request since that was chosen, or since the last first token.
         """

@@ -134,13 +134,13 @@ def router_settings(*arguments: str, env: dict[str, str] | None = None, status: 
 
 def test_a_settings_file_gives_way_to_the_environment_and_that_to_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "router.toml"
-    file.write_text("worker_queue_factor = 1.5\nlocal_prefill_max_tokens = 10\nselect_port = 7\n")
+    file.write_text("worker_queue_factor = 1.5\nindex_budget_bytes = 2000\nselect_port = 7\n")
 
     found = router_settings(
-        "--settings-file", str(file), "--local-prefill-max-tokens", "30", env={"POOLGRID_SELECT_PORT": "8"}
+        "--settings-file", str(file), "--index-budget-bytes", "3000", env={"POOLGRID_SELECT_PORT": "8"}
     )
 
-    assert (found.worker_queue_factor, found.local_prefill_max_tokens, found.select_port) == (1.5, 30, 8)
+    assert (found.worker_queue_factor, found.index_budget_bytes, found.select_port) == (1.5, 3000, 8)
 
 
 @pytest.mark.parametrize(

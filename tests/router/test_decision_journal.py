@@ -126,7 +126,7 @@ MIDWAY: dict[str, dict[str, Any]] = {
     "a policy that learns": {"seed": 3},
     "approximate mode": {"seed": 3, "policy": "approximate", "approximate_ttl_ms": 2000},
     "late starts": {"seed": 3, "starts_late": True},
-    "stale workers": {"seed": 5, "change": become_stale_and_heal},
+    "stale workers": {"seed": 5, "change": become_stale_and_heal, "former": {"policy": "kv"}},
     "suspect workers": {"seed": 5, "honesty": 0.1, "churn": 0.05},
 }
 
