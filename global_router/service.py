@@ -42,6 +42,7 @@ from poolgrid.serving.metrics import LegTimer
 from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.sessions import SessionTurn, tenant_key
 from poolgrid.wire.trace_context import TraceContext
 
 log = logging.getLogger(__name__)
@@ -145,6 +146,10 @@ class GlobalRouterService:
             hints = read_hints(request.hints.get("nvext"), request.hints.get("headers"))
         except HintError as error:
             raise Refused(400, "invalid_value", f"{error}. The request was not run.", param=error.field) from None
+        session = request.session
+        if session.name:  # lineage is for the routers of pools, which know what their workers hold
+            key = tenant_key(request.tenant)
+            request.turn = SessionTurn(session.name, key, session.parent, session.after_tool)
         flight = self._flight(request, hints)
         self.tracker.requests[request.request_id] = flight
         self.decisions.add(flight.record)

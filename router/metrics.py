@@ -21,7 +21,7 @@ ERROR_BUCKETS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
 
 WAIT_CAUSES = (
     "`workers_full`, `unreachable`, `behind_others`, `working_set` (no room for its session), "
-    "`held` (policy predicted: all new requests count), or, after the "
+    "`held` (policy kv: all new requests count), or, after the "
     "first output, `worker_lost` and `next_leg`. Requests without a wait do not count, except for `held`."
 )
 

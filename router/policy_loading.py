@@ -9,9 +9,9 @@ import importlib
 from typing import Any
 
 from poolgrid.process.plugins import POLICIES, load_plugin, plugin_names, policy_names
-from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.policy import APPROXIMATE_TTL_MS, KvAware, Policy, PolicyOptions
+from poolgrid.router.core.policy import APPROXIMATE_TTL_MS, Policy, PolicyOptions
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
@@ -23,20 +23,15 @@ class PolicyError(ValueError):
     """A policy cannot be used."""
 
 
-def make_policy(
-    name: str,
-    weights: CostWeights | None = None,
-    temperature: float = 0.0,
-    approximate_ttl_ms: float = APPROXIMATE_TTL_MS,
-) -> Policy:
+FORMER_POLICIES = {"predicted": "policy kv counts in milliseconds now, learns and holds requests as predicted did"}
+
+
+def make_policy(name: str, approximate_ttl_ms: float = APPROXIMATE_TTL_MS) -> Policy:
     """Return the policy of a name, or an object of ``module:Class``; raises ``PolicyError``."""
     made = KvAware if name == KvAware.name else _loaded(name)
     configured = getattr(made, "configured", None)
     try:
-        if configured is not None:
-            policy = configured(PolicyOptions(weights or CostWeights(), temperature, approximate_ttl_ms))
-        else:
-            policy = made()
+        policy = made() if configured is None else configured(PolicyOptions(approximate_ttl_ms))
     except Exception as error:
         raise PolicyError(f"loading policy {name!r}: {type(error).__name__}: {error}") from error
     missing = [each for each in ("name", "needs_overlap", "choose") if not hasattr(policy, each)]
@@ -48,7 +43,7 @@ def make_policy(
 
 def load_policy(settings: RouterSettings) -> Policy:
     """Return the policy that the settings name; raises ``PolicyError``."""
-    return make_policy(settings.policy, settings.cost_weights(), settings.temperature, settings.approximate_ttl_ms)
+    return make_policy(settings.policy, settings.approximate_ttl_ms)
 
 
 def make_state(settings: RouterSettings, policy: Policy | None = None) -> RouterState:
@@ -59,6 +54,8 @@ def make_state(settings: RouterSettings, policy: Policy | None = None) -> Router
 
 
 def _loaded(name: str) -> Any:
+    if name in FORMER_POLICIES:
+        raise PolicyError(f"loading policy {name!r}: removed. {FORMER_POLICIES[name]}: use --policy kv")
     module, colon, attribute = name.partition(":")
     if not colon and name not in plugin_names(POLICIES):
         names = policy_names()

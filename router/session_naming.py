@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Final
 
 from poolgrid.inference.inference_request import InferenceRequest
@@ -12,19 +11,10 @@ from poolgrid.router.core.projection import Projection
 from poolgrid.wire.hashing import TOKEN_BYTES, stable_u64
 from poolgrid.wire.limits import U32_MAX
 from poolgrid.wire.requests import FinishReason
-from poolgrid.wire.sessions import SessionTurn, Tail, TurnAnswer
-
-TENANTS_KEPT: Final = 4096
-"""Tenants whose hashes are kept ready."""
+from poolgrid.wire.sessions import SessionTurn, Tail, TurnAnswer, tenant_key
 
 COMPLETE: Final = (FinishReason.STOP, FinishReason.LENGTH)
 """How an answer ends that a later prompt repeats."""
-
-
-@lru_cache(TENANTS_KEPT)
-def tenant_key(tenant: str) -> int:
-    """Return a tenant's half of the keys of its sessions."""
-    return stable_u64(tenant) if tenant else 0
 
 
 class SessionNaming:

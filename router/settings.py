@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.plugins import is_installed, policy_names
 from poolgrid.process.settings import Settings, ZmqAddress
-from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.load_ledger import LEDGER_BYTES
 from poolgrid.router.core.policy import APPROXIMATE_TTL_MS, HOLD_LIMIT_MS
 from poolgrid.serving.router_settings import ServingSettings
@@ -87,30 +86,9 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
         "kv",
         examples=list(policy_names()),
         description=(
-            "Choose how a worker is selected: kv, approximate, field, least-loaded, lmetric, predicted, "
+            "Choose how a worker is selected: kv, approximate, field, least-loaded, lmetric, "
             "random, round-robin, or your module:Class."
         ),
-    )
-    queue_weight: float = Field(
-        0.25,
-        ge=0,
-        le=1000,
-        description="Set the cost of prompt tokens that a worker has yet to compute for other requests.",
-    )
-    decode_weight: float = Field(
-        0.02, ge=0, le=1000, description="Set the cost of one KV block of a worker's active requests."
-    )
-    overlap_weight: float = Field(
-        1.0, ge=0, le=1000, description="Multiply the credit for cached blocks by this; 0 ignores caches."
-    )
-    device_weight: ClassVar[float] = 1.0
-    """Credit for one block cached in device memory: what computing it costs."""
-    host_weight: ClassVar[float] = 0.75
-    """Credit for one block cached in host memory only: it is copied back in a fraction of what computing it takes."""
-    disk_weight: ClassVar[float] = 0.25
-    """Credit for one block cached on disk only: reading it takes most of what computing it takes."""
-    temperature: float = Field(
-        0.0, ge=0, le=1000, description="Sample workers by cost with this temperature; 0 = take the cheapest."
     )
     approximate_ttl_ms: ClassVar[float] = APPROXIMATE_TTL_MS
     """Time for which policy approximate assumes that a worker keeps what it was sent, as in Dynamo."""
@@ -146,7 +124,7 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
         ),
     )
     hold_limit_ms: ClassVar[float] = HOLD_LIMIT_MS
-    """How long policy predicted holds a request for its best worker at most; 0 = never."""
+    """How long policy kv holds a request for its best worker at most; 0 = never."""
     legs: Literal["expected-time", "two"] = Field(
         "expected-time",
         description=(
@@ -156,16 +134,6 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
     )
     reservation_ttl_ms: ClassVar[float] = 30_000
     """Load that was predicted and that no worker confirmed is forgotten after this time. Events are earlier."""
-
-    def cost_weights(self) -> CostWeights:
-        """Return the weights of the kv policy."""
-        return CostWeights(
-            queue_weight=self.queue_weight,
-            decode_weight=self.decode_weight,
-            device_weight=self.device_weight * self.overlap_weight,
-            host_weight=self.host_weight * self.overlap_weight,
-            disk_weight=self.disk_weight * self.overlap_weight,
-        )
 
     @model_validator(mode="after")
     def _both_endpoints(self) -> Self:

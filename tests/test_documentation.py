@@ -28,7 +28,6 @@ from poolgrid.cli.main import app
 from poolgrid.process.plugins import policy_names
 from poolgrid.process.settings import Settings
 from poolgrid.router.core.candidates import RoutingRequest
-from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.policy import Policy
 from poolgrid.router.policy_loading import PolicyError, load_policy
@@ -345,16 +344,11 @@ def test_a_policy_that_lacks_something_is_refused(monkeypatch: pytest.MonkeyPatc
         load_policy(RouterSettings.model_validate({"policy": "half_a_policy:Half"}))
 
 
-def test_every_policy_and_weight_is_on_the_page() -> None:
+def test_every_policy_is_on_the_page() -> None:
     text = (DOCS / "policies.md").read_text()
 
     for name in policy_names():
         assert f"| `{name}`" in text
-    for field, default in ((name, getattr(CostWeights(), name)) for name in CostWeights.__dataclass_fields__):
-        if field == "prefill_weight":
-            continue  # the unit of the others, and no setting
-        assert f"`{field}`" in text
-        assert f"{default:g}" in text
 
 
 # -- links and words ---------------------------------------------------------------------------------------------------

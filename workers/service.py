@@ -270,6 +270,7 @@ class WorkerService:
             ending = Ending(f"the engine of {self._worker_id} does not answer", FinishReason.ERROR, RefusalKind.BROKEN)
             for request_id in list(self._transfers.fetching):
                 self._end_elsewhere(request_id, ending)
+            self._turns.clear()
             self._membership.leave(reason)
         elif self._membership.is_away and not self._engine.unhealthy_reason and not self._drain.is_on:
             log.warning("the engine is well again: joining the pool with a new epoch")
@@ -415,7 +416,9 @@ class WorkerService:
             self._traces.end(request_id, event_reason.value)
         owner = self._peers.owners[request_id]
         self._forget(request_id)
-        self._membership.publishers[request.routing.dp_rank].publish([RequestFinished(request_id, event_reason)])
+        rank = request.routing.dp_rank
+        turns = self._turns.pop(rank, [])
+        self._membership.publishers[rank].publish([*turns, RequestFinished(request_id, event_reason)])
         if owner is not None:
             self._peers.send_tokens(owner, [delta])
         self._note_if_empty()

@@ -311,7 +311,7 @@ def router_process(given: dict[str, Any]) -> None:
         clock = SystemClock()
         settings = RouterSettings()
         projection = Projection(PrefixIndex(settings.index_budget_bytes), LoadLedger())
-        selector = Selector(projection, make_policy("kv", settings.cost_weights(), 0.0))
+        selector = Selector(projection, make_policy("kv"))
         inner: JournalFeed
         if "data_dir" in given:
             tuning = tuning_of(given)

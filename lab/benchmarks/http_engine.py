@@ -60,7 +60,7 @@ class CacheEvents:
     """What the prefix cache of one server publishes, as vLLM does: a frame for each prompt, and for each full block."""
 
     def __init__(self, port: int) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.PUB)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
         self._socket.bind(f"tcp://127.0.0.1:{port}")
         self._known: set[int] = set()
         self._sequence = 0
@@ -207,7 +207,7 @@ class _Server(asyncio.Protocol):
         )
         chunk = b"%x\r\n%s\r\n" % (len(event), event)
         usage = b""
-        chunks = repeat(chunk, tokens - 1)
+        chunks: Iterator[bytes] = repeat(chunk, tokens - 1)
         if self._events is not None and isinstance(wanted.prompt, list):
             cached = self._events.store(wanted.prompt)
             usage = b'data: {"choices":[],"usage":{"prompt_tokens_details":{"cached_tokens":%d}}}\n\n' % cached

@@ -23,8 +23,8 @@ from random import Random
 import msgspec
 
 from lab.benchmarks.clairvoyant import Clairvoyant, ClairvoyantPool, least_ttfts
-from poolgrid.router.core.cost import CostWeights
-from poolgrid.router.core.policy import HOLD_LIMIT_MS, KvAware, Policy
+from poolgrid.router.core.policy import HOLD_LIMIT_MS, Policy
+from poolgrid.router.policies.weighted_cost import CostWeights, WeightedCost
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import TraceRow, read_trace
 from poolgrid.tools.simulation.conditions import SpeedChange, TtftTargets, WorkerSpeeds
@@ -40,11 +40,12 @@ SMALL, LARGE = 8192, 60_000
 """Blocks of a worker: half a million tokens, and more than it ever needs."""
 
 FIXED = {
+    "0.25/0.02": CostWeights(),
     "1/0": CostWeights(queue_weight=1.0, decode_weight=0.0),
     "0.5/0": CostWeights(queue_weight=0.5, decode_weight=0.0),
     "0.1/0": CostWeights(queue_weight=0.1, decode_weight=0.0),
 }
-"""Weights of queue and decode load that ``kv`` could have had, besides its own and the field's."""
+"""Weights of queue and decode load that ``kv`` had, or could have had, besides the field's."""
 
 TARGETS_MS = (200.0, 1000.0, 4000.0)
 """A third of the requests each."""
@@ -82,7 +83,7 @@ def policy_called(name: str) -> Policy:
     """Return a policy by its name, or ``kv`` with weights of ``FIXED``."""
     if name not in FIXED:
         return make_policy(name)
-    policy = KvAware(FIXED[name])
+    policy = WeightedCost(FIXED[name])
     policy.name = name
     return policy
 
@@ -155,7 +156,7 @@ def equal_runs(options: argparse.Namespace) -> Iterator[Run]:
     """Yield runs on equal workers."""
     for speed in options.loads or (1.0, 2.0, 4.0, 7.0):
         for blocks in (SMALL, LARGE):
-            for policy in options.policies or ("kv", "field", *FIXED, "lmetric", "predicted"):
+            for policy in options.policies or ("kv", "field", *FIXED, "lmetric"):
                 labels = (f"x{speed:g}", "small" if blocks == SMALL else "large")
                 yield Run(options.trace, options.rows, speed, blocks, policy, None, options.timing, labels)
 
@@ -164,7 +165,7 @@ def unlike_runs(options: argparse.Namespace) -> Iterator[Run]:
     """Yield runs on unlike workers."""
     for speed in options.loads or (1.0, 2.0):
         for name, speeds in unlike_pools(options, speed).items():
-            for policy in options.policies or ("kv", "field", "lmetric", "predicted"):
+            for policy in options.policies or ("kv", "field", "lmetric"):
                 yield Run(
                     options.trace, options.rows, speed, LARGE, policy, speeds, options.timing, (f"x{speed:g}", name)
                 )
@@ -184,11 +185,11 @@ def bound_runs(options: argparse.Namespace) -> Iterator[Run]:
     """Yield what unlike workers could do at all, and what pools without the slow ones do."""
     for speed in options.loads or (1.0, 2.0):
         for name, speeds in unlike_pools(options, speed).items():
-            for policy in options.policies or ("kv", "predicted", *CLAIRVOYANT, LEAST):
+            for policy in options.policies or ("kv", "0.25/0.02", *CLAIRVOYANT, LEAST):
                 labels = (f"x{speed:g}", name)
                 yield Run(options.trace, options.rows, speed, LARGE, policy, speeds, options.timing, labels)
         for name, workers in (("four fast alone", 4), ("all at full speed", WORKERS)):
-            for policy in options.policies or ("kv", "predicted", *CLAIRVOYANT, LEAST):
+            for policy in options.policies or ("kv", "0.25/0.02", *CLAIRVOYANT, LEAST):
                 labels = (f"x{speed:g}", name)
                 yield Run(
                     options.trace, options.rows, speed, LARGE, policy, None, options.timing, labels, workers=workers
@@ -199,8 +200,8 @@ def target_runs(options: argparse.Namespace) -> Iterator[Run]:
     """Yield runs of requests with TTFT targets, which the router is told and not told."""
     for speed in options.loads or (2.0, 4.0, 7.0):
         for name, speeds in (("equal", None), ("half 3x slower", HALF_SLOW)):
-            for policy in options.policies or ("kv", "predicted"):
-                for told in (False, True) if policy == "predicted" else (False,):
+            for policy in options.policies or ("kv", "0.25/0.02"):
+                for told in (False, True) if policy == "kv" else (False,):
                     labels = (f"x{speed:g}", f"{name}, {'told' if told else 'not told'}")
                     targets = TtftTargets(TARGETS_MS, told)
                     yield Run(

@@ -252,7 +252,7 @@ ROUTING = Board(
                         ),
                     ),
                     "Requests of the busiest worker of a role, as a multiple of the mean. 1 is even.",
-                    "Above 3 for long: raise `queue_weight` or set a `temperature`; see `poolgrid what-if`.",
+                    "Above 3 for long: give workers their step times; see `poolgrid what-if`.",
                     "spread",
                     no_value="idle",
                 ),

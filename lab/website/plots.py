@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from poolgrid.router.core.candidates import Candidates, RoutingRequest
-from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.engine_times import Engines
+from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.policy import Choice
-from poolgrid.router.policies.predicted.policy import Predicted
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import read_trace
 from poolgrid.tools.simulation.conditions import SpeedChange, WorkerSpeeds
@@ -58,16 +57,16 @@ def simulated(policy: str, *, speed: float = 1.0, cache_tokens: int | None = Non
         max_sequence_length=workload.longest + 1,
         max_waiting_requests=count,
     )
-    pool = SimulatedPool(
-        workload, make_policy(policy, CostWeights(), 0.0), WORKERS, limits, PolynomialTiming(), routers=RouterFleet()
-    )
+    pool = SimulatedPool(workload, make_policy(policy), WORKERS, limits, PolynomialTiming(), routers=RouterFleet())
     return policy_report(pool.run(), WORKERS)
 
 
-class Watched(Predicted):
+class Watched(KvAware):
     """The policy, with the learned slowdown of each worker at each choice."""
 
     def __init__(self) -> None:
+        super().__init__()
+        self.compares_numbers = False
         self.seen: list[tuple[str, list[float]]] = []
         """By request, in order of arrival."""
 
@@ -83,7 +82,7 @@ UNLIKE = WorkerSpeeds((1.0,) * 7 + (1 / 3,), (SpeedChange(0, 100_000.0, 200_000.
 
 
 def unlike_run() -> tuple[Watched, RunResult, Mapping[str, float]]:
-    """Return the policy ``predicted`` after the trace on unlike workers, what came of it, and when requests came."""
+    """Return the policy ``kv`` after the trace on unlike workers, what came of it, and when requests came."""
     workload = build_workload(read_trace(TRACE, None), 1.0, BLOCK_SIZE)
     count = len(workload.requests)
     limits = SimulatedLimits(
@@ -112,7 +111,7 @@ def draw_paces(axes: Any) -> None:
         axes.plot(moments, truth, color=ink, linestyle=":", linewidth=1)
     axes.plot([], [], color=GREY, linestyle=":", linewidth=1, label="true slowdown")
     axes.set(xlabel="time, s", ylabel="slowdown against the card, times", ylim=(0, 6))
-    titled(axes, "Learned slowdown of three workers", f"policy predicted, {SIMULATED}")
+    titled(axes, "Learned slowdown of three workers", f"policy kv, {SIMULATED}")
     axes.legend(frameon=False)
 
 
@@ -125,7 +124,7 @@ def draw_expected(axes: Any) -> None:
         axes.plot(*zip(*points, strict=True), marker=".", markersize=3, linestyle="", color=ink, label=label)
     axes.axline((10, 10), (10_000, 10_000), color="#333333", linewidth=0.8)
     axes.set(xlabel="expected TTFT, ms", ylabel="real TTFT, ms", xscale="log", yscale="log")
-    titled(axes, "Expected and real TTFT of each request", f"policy predicted, {SIMULATED}")
+    titled(axes, "Expected and real TTFT of each request", f"policy kv, {SIMULATED}")
     axes.legend(frameon=False)
 
 

@@ -16,7 +16,9 @@ Rules
     4. *Small* prompts, which take at most ``SMALL_STEPS`` times what the smallest step takes, do not wait for a worker
        to be free where all its prompt tokens with theirs fit into one step: there is little to win by waiting, and
        engines compute many of them in the time of a few.
-    5. A higher priority is planned first. What it was given stands before all of a lower one, which gets no worker that
+    5. A request that waits alone goes at once: there is no order to choose, and its worker would stand still until a
+       first token has come here and the request there.
+    6. A higher priority is planned first. What it was given stands before all of a lower one, which gets no worker that
        a higher one waits for.
 
 Nothing here reads a clock or keeps anything: it is a function of its arguments.
@@ -80,6 +82,8 @@ class BatchPlanner:
     def plan(self, wanted: Sequence[WorkerWanted]) -> list[tuple[int, Mapping[WorkerKey, int]]]:
         """Return which requests go now, in order, and how many are planned behind each. One that no worker can serve
         goes first, at once."""
+        if len(wanted) == 1:
+            return [(0, {})]
         selector, projection, first = self._selector, self._selector.projection, wanted[0]
         group = selector.groups.of(first.request.model, first.roles)
         if not group.workers:

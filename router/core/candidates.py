@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from poolgrid.wire.identifiers import Stage, WorkerKey
 from poolgrid.wire.request_ids import name_of
 
-__all__ = ["EXPECTED_MS", "Candidates", "Choice", "Column", "FloatArray", "IndexArray", "RoutingRequest"]
+__all__ = ["EXPECTED_MS", "Candidates", "Choice", "Column", "FloatArray", "Forecast", "IndexArray", "RoutingRequest"]
 """With the request, since policies look at both."""
 
 FloatArray = NDArray[np.float64]
@@ -25,8 +25,8 @@ Column = FloatArray | Sequence[float]
 class Candidates(msgspec.Struct, frozen=True, eq=False):
     """Columns of equal length, one row per worker, in the order of worker keys.
 
-    They are arrays for every policy but ``KvAware``, which compares few workers as sequences of floats: walking a few
-    of them costs less than an array.
+    They are arrays, or sequences of numbers for few workers and a policy that compares numbers: walking a few of them
+    costs less than an array.
     """
 
     workers: tuple[WorkerKey, ...]
@@ -42,7 +42,7 @@ class Candidates(msgspec.Struct, frozen=True, eq=False):
     disk_overlap: FloatArray
     engines: object = None
     """What the policy's observer knows of the workers (``Observer.describe``)."""
-    behind: FloatArray | None = None
+    behind: Column | None = None
     """Requests that wait at the router and will be computed behind this one, by worker; ``None`` = none anywhere."""
 
     def __len__(self) -> int:
@@ -56,6 +56,15 @@ EXPECTED_MS: Final = "expected_ttft_ms"
 _NO_TERMS: Final[Mapping[str, Column]] = {}
 
 
+class Forecast(NamedTuple):
+    """What a policy that learns expected of the worker that it chose."""
+
+    expected_ms: float
+    own_ms: float
+    """What the prompt alone takes there, at pace 1."""
+    pace: float
+
+
 class Choice(msgspec.Struct, frozen=True, eq=False):
     """A policy's answer: a row of the candidates, why, and the numbers behind it."""
 
@@ -65,6 +74,8 @@ class Choice(msgspec.Struct, frozen=True, eq=False):
     """What was minimised, per row; ``None`` for policies without a cost."""
     given_terms: Mapping[str, Column] | Callable[[], Mapping[str, Column]] = _NO_TERMS
     """The parts of the cost, per row, or what works them out when somebody asks, which takes less memory."""
+    forecast: Forecast | None = None
+    """Of the chosen row, for who learns; ``None`` = in the terms, if at all."""
 
     @property
     def terms(self) -> Mapping[str, Column]:

@@ -10,15 +10,15 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from poolgrid.router.core.candidates import FloatArray, IndexArray, RoutingRequest
-from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.fleet import Worker
 from poolgrid.wire.card import StepTimes
 
-HOST_WORTH, DISK_WORTH = CostWeights().host_weight, CostWeights().disk_weight
+HOST_WORTH, DISK_WORTH = 0.75, 0.25
 """What a block on a lower tier spares of its computation: it must be brought back first."""
 
 
@@ -116,6 +116,8 @@ class EngineColumns:
     curve: IndexArray
     step_tokens: FloatArray
     total_blocks: FloatArray
+    rows: tuple[tuple[StepCurve, float, float], ...]
+    """The same by worker, in plain numbers."""
 
     @classmethod
     def of(cls, workers: Sequence[Worker]) -> EngineColumns:
@@ -127,11 +129,15 @@ class EngineColumns:
                 curves[times] = StepCurve(times.prefill, times.decode) if times.prefill and times.decode else PUBLISHED
             curve.append(list(curves).index(times))
         limits = [worker.card.limits for worker in workers]
+        step_tokens = [float(max(1, each.max_num_tokens)) for each in limits]
+        total_blocks = [float(max(1, each.total_kv_blocks)) for each in limits]
+        curve_of = [list(curves.values())[place] for place in curve]
         return cls(
             tuple(curves.values()),
             np.array(curve, np.intp),
-            np.array([max(1, each.max_num_tokens) for each in limits], np.float64),
-            np.array([max(1, each.total_kv_blocks) for each in limits], np.float64),
+            np.array(step_tokens, np.float64),
+            np.array(total_blocks, np.float64),
+            tuple(zip(curve_of, step_tokens, total_blocks, strict=True)),
         )
 
 
@@ -156,6 +162,8 @@ class Engines:
     """Requests that come, of late."""
     typical_ms: float
     """What a prompt took of them at pace 1, on average."""
+    recent_load: FloatArray
+    """Milliseconds of prompts at pace 1 that each was sent per millisecond of late."""
 
     def prompt_ms(self, tokens: FloatArray) -> FloatArray:
         """Return how long each would take at pace 1 to compute so many prompt tokens: one number a worker, or a row
@@ -167,6 +175,10 @@ class Engines:
             rows = self.curve == place
             times[..., rows] = curve.prompt_ms(tokens[..., rows], self.step_tokens[rows])
         return times
+
+    def least_ms(self) -> FloatArray:
+        """Return what a step of each takes at pace 1 that computes one token."""
+        return np.array([curve.least_ms for curve in self.curves], np.float64)[self.curve]
 
     def step_ms(self, row: int, tokens: float) -> float:
         """Return how long a step of one of them takes at pace 1 that computes so many prompt tokens."""
@@ -191,6 +203,15 @@ class Engines:
             rows = self.curve == place
             times[rows] = curve.decode_ms(shares[rows])
         return times
+
+
+class FewEngines(NamedTuple):
+    """The same of a few candidates, in plain numbers."""
+
+    rows: Sequence[tuple[StepCurve, float, float, float, float, float, float]]
+    """Of each its curve, step tokens, total blocks, pace, milliseconds done, waiting requests and recent load."""
+    choices_per_ms: float
+    typical_ms: float
 
 
 def uncached_tokens(request: RoutingRequest, device: FloatArray, host: FloatArray, disk: FloatArray) -> FloatArray:

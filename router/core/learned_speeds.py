@@ -24,7 +24,7 @@ import numpy as np
 
 from poolgrid.router.core.candidates import EXPECTED_MS, IndexArray
 from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.engine_times import EngineColumns, Engines
+from poolgrid.router.core.engine_times import EngineColumns, Engines, FewEngines
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.observers import IsOpen, Observer
 from poolgrid.wire.card import WorkerCard
@@ -91,6 +91,10 @@ class Arrivals(msgspec.Struct, array_like=True):
         self.own_ms = self.own_ms * kept + own_ms
         self.last_ms = now_ms
 
+    def load(self, now_ms: float) -> float:
+        """Return the milliseconds of prompts per millisecond."""
+        return self.own_ms * _remembered(now_ms - self.last_ms, ARRIVALS_MEMORY_MS) / ARRIVALS_MEMORY_MS
+
 
 class WorkerPace(msgspec.Struct):
     """What is known of one worker."""
@@ -104,6 +108,8 @@ class WorkerPace(msgspec.Struct):
     """Since when the engine is at the oldest of ``awaited``: the last first token."""
     awaited: dict[str, Awaited] = {}
     """By dispatch, in order of choice."""
+    recent: Arrivals = msgspec.field(default_factory=Arrivals)
+    """Requests that it was chosen for."""
 
     def add(self, observed_ms: float, unit_ms: float, prior: float, now_ms: float) -> None:
         """Take an observation, after what time has made of those before."""
@@ -131,6 +137,7 @@ class SpeedEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
     seen_ms: float
     served_ms: float
     awaited: list[tuple[str, Awaited]]
+    recent: Arrivals = msgspec.field(default_factory=Arrivals)
 
 
 class SpeedsState(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -177,7 +184,12 @@ class LearnedSpeeds(Observer):
     def on_chosen(
         self, decision: Decision, card: WorkerCard, dispatch_id: str, path: Sequence[int], now_ms: float
     ) -> None:
-        row, terms = decision.choice.row, decision.choice.terms
+        row, forecast = decision.choice.row, decision.choice.forecast
+        if forecast is not None:
+            expected_ms, own_ms, pace = forecast
+            self.expect(decision.worker, dispatch_id, expected_ms / pace, own_ms, pace, now_ms)
+            return
+        terms = decision.choice.terms
         expected = terms.get(EXPECTED_MS)
         if expected is not None:
             pace = float(terms[PACE][row])
@@ -194,6 +206,7 @@ class LearnedSpeeds(Observer):
         if known is None:
             known = self._workers[worker] = WorkerPace(PRIOR_MS * self.pool_pace(now_ms), PRIOR_MS, now_ms, now_ms)
         self._arrivals.add(own_ms, now_ms)
+        known.recent.add(own_ms, now_ms)
         if self._awaited >= AWAITED_MAX and dispatch_id not in known.awaited:
             return
         self._awaited += dispatch_id not in known.awaited
@@ -265,21 +278,18 @@ class LearnedSpeeds(Observer):
     def _ratio(self, known: WorkerPace, now_ms: float) -> float:
         return known.ratio(self.pool_pace(now_ms), now_ms)
 
-    def believed(self, workers: Sequence[WorkerKey], now_ms: float) -> tuple[list[float], list[float], list[int]]:
-        """Return each worker's pace, the milliseconds at pace 1 of its queue that are done, and how many it awaits.
+    def believed(self, workers: Sequence[WorkerKey], now_ms: float) -> list[tuple[float, float, float, float]]:
+        """Return each worker's pace, the milliseconds at pace 1 of its queue that are done, how many it awaits, and the
+        milliseconds of prompts that it was sent per millisecond.
 
         The engine has been at its oldest request since that was chosen, or since the last first token.
         """
         prior = self.pool_pace(now_ms)
-        paces: list[float] = []
-        done: list[float] = []
-        waiting: list[int] = []
+        believed = []
         for worker in workers:
             known = self._workers.get(worker)
             if known is None:
-                paces.append(prior)
-                done.append(0.0)
-                waiting.append(0)
+                believed.append((prior, 0.0, 0.0, 0.0))
                 continue
             pace = _told_apart(known.ratio(prior, now_ms), prior)
             done_ms = 0.0
@@ -290,30 +300,41 @@ class LearnedSpeeds(Observer):
                 since_ms = max(oldest.chosen_ms, known.served_ms)
                 done_ms = min(max(0.0, now_ms - since_ms) / pace, oldest.own_ms)
                 break
-            paces.append(pace)
-            done.append(done_ms)
-            waiting.append(len(known.awaited))
-        return paces, done, waiting
+            believed.append((pace, done_ms, float(len(known.awaited)), known.recent.load(now_ms)))
+        return believed
 
-    def describe(self, workers: Sequence[Worker], rows: IndexArray, now_ms: float) -> Engines:
+    def _columns_of(self, workers: Sequence[Worker]) -> EngineColumns:
         known = self._columns.get(id(workers))
         if known is None or known[0] is not workers:
             if len(self._columns) >= GROUPS_MAX:
                 self._columns.clear()
             known = self._columns[id(workers)] = (workers, EngineColumns.of(workers))
-        columns = known[1]
-        paces, done_ms, waiting = self.believed([workers[row].key for row in rows], now_ms)
+        return known[1]
+
+    def describe(self, workers: Sequence[Worker], rows: IndexArray, now_ms: float) -> Engines:
+        columns = self._columns_of(workers)
+        believed = np.array(self.believed([workers[row].key for row in rows], now_ms), np.float64).reshape(-1, 4)
+        paces, done_ms, waiting, recent = believed.T
         choices_per_ms, typical_ms = self.arrivals(now_ms)
         return Engines(
             columns.curves,
             columns.curve[rows],
             columns.step_tokens[rows],
             columns.total_blocks[rows],
-            np.array(paces, np.float64),
-            np.array(done_ms, np.float64),
-            np.array(waiting, np.float64),
+            paces,
+            done_ms,
+            waiting,
             choices_per_ms,
             typical_ms,
+            recent,
+        )
+
+    def describe_few(self, workers: Sequence[Worker], rows: Sequence[int] | None, now_ms: float) -> FewEngines:
+        fixed = self._columns_of(workers).rows
+        chosen = range(len(workers)) if rows is None else rows
+        believed = self.believed([workers[row].key for row in chosen], now_ms)
+        return FewEngines(
+            [(*fixed[row], *each) for row, each in zip(chosen, believed, strict=True)], *self.arrivals(now_ms)
         )
 
     # -- for a state that goes on elsewhere ------------------------------------------------------------------------
@@ -332,6 +353,7 @@ class LearnedSpeeds(Observer):
                     pace.seen_ms,
                     pace.served_ms,
                     list(pace.awaited.items()),
+                    msgspec.structs.replace(pace.recent),
                 )
                 for worker, pace in [(_POOL, pool), *self._workers.items()]
             ],
@@ -343,7 +365,7 @@ class LearnedSpeeds(Observer):
             return
         paces = {
             WorkerKey(WorkerId(each.worker_id), each.dp_rank): WorkerPace(
-                each.observed_ms, each.unit_ms, each.seen_ms, each.served_ms, dict(each.awaited)
+                each.observed_ms, each.unit_ms, each.seen_ms, each.served_ms, dict(each.awaited), each.recent
             )
             for each in known.workers
         }

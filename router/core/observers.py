@@ -35,6 +35,9 @@ class Observer:
     def describe(self, workers: Sequence[Worker], rows: IndexArray, now_ms: float) -> object:
         """Return what its policy finds in ``Candidates.engines``, for the ``rows`` of some workers."""
 
+    def describe_few(self, workers: Sequence[Worker], rows: Sequence[int] | None, now_ms: float) -> object:
+        """Return the same for a few workers and a policy that compares plain numbers; ``None`` = all rows."""
+
     def on_chosen(
         self, decision: Decision, card: WorkerCard, dispatch_id: str, path: Sequence[int], now_ms: float
     ) -> None:

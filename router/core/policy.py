@@ -1,4 +1,4 @@
-"""How a policy chooses a worker, and the one that a router has by itself: ``KvAware``.
+"""How a policy chooses a worker; the one that a router has by itself is ``poolgrid.router.core.kv_policy``.
 
 A policy looks at the candidates, each with its load and the overlap of the prompt with what it holds, and names one of
 them, the number that decided, and why. It must be a function of its arguments and its own counted state: no clock, no
@@ -15,20 +15,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final, Protocol
 
 import numpy as np
 
 from poolgrid.router.core.candidates import Candidates, Column, RoutingRequest
 from poolgrid.router.core.candidates import Choice as Choice  # policies of operators have it from here
-from poolgrid.router.core.cost import TERMS, CostWeights, cost_columns, softmax_weights
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.identifiers import Role, WorkerKey
 
 _TIE_SEED: Final = 1
-_SAMPLE_SEED: Final = 2
 
 APPROXIMATE_TTL_MS: Final = 120_000.0
 """How long a choice is believed to be in a cache of which no events come."""
@@ -38,8 +35,6 @@ APPROXIMATE_TTL_MS: Final = 120_000.0
 class PolicyOptions:
     """The settings that a policy may take."""
 
-    weights: CostWeights = CostWeights()
-    temperature: float = 0.0
     approximate_ttl_ms: float = APPROXIMATE_TTL_MS
 
 
@@ -48,6 +43,8 @@ class Policy(Protocol):
 
     - ``configured(options)``, a class method: returns a policy with settings. Without it the class is called.
     - ``checkpoint() -> int`` and ``restore(count)``, of one that counts, so that a replay can begin in the middle.
+    - ``compares_numbers``: whether few candidates come as sequences of plain numbers in the place of arrays.
+    - ``index_observer(index)``: returns an ``ApproximateIndex`` that takes the place of the workers' events.
     - ``observer(index)``: returns an ``Observer`` of what happens to a projection, whose ``describe`` fills in
       ``Candidates.engines``.
     - ``planner(selector)``: returns a ``Planner`` of requests that wait at the router.
@@ -98,7 +95,7 @@ HELD_MAX: Final = 256
 choosing well, and the queues of workers are there for more."""
 
 HOLD_LIMIT_MS: Final = 4000.0
-"""How long a request waits for a better worker by default: longer than nearly all prompts take, so only in overload
+"""How long a request waits for a better worker at most: longer than nearly all prompts take, so only in overload
 does anybody wait that long; and then long prompts would wait without end for shorter ones."""
 
 
@@ -112,40 +109,6 @@ def lowest(costs: Column, request: RoutingRequest) -> tuple[int, str]:
     for _ in range(stable_u64(request.tie_key, _TIE_SEED) % equal):
         row = values.index(least, row + 1)
     return row, "tie"
-
-
-class KvAware:
-    """Least work left: uncached prefill, queued prefill and decode load, weighed by ``poolgrid.router.core.cost``."""
-
-    name = "kv"
-    needs_overlap = True
-
-    def __init__(self, weights: CostWeights | None = None, temperature: float = 0.0) -> None:
-        if not 0.0 <= temperature <= 1000.0:
-            raise ValueError(f"making a {self.name} policy: temperature is {temperature}, allowed are 0 to 1000")
-        self.weights = weights if weights is not None else CostWeights()
-        self.temperature = temperature
-
-    @classmethod
-    def configured(cls, options: PolicyOptions) -> KvAware:
-        return cls(options.weights, options.temperature)
-
-    def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
-        """Choose the lowest cost, or sample by cost when the temperature is above 0."""
-        costs = cost_columns(request, candidates, self.weights)[-1]
-        terms = partial(_terms, request, candidates, self.weights)
-        if self.temperature > 0.0 and len(costs) > 1:
-            shares = np.cumsum(softmax_weights(np.asarray(costs), self.temperature))
-            point = stable_u64(request.drawn_by, _SAMPLE_SEED) / 2**64
-            row = min(int(np.searchsorted(shares, point, side="right")), len(costs) - 1)
-            return Choice(row, "sampled", costs, terms)
-        row, reason = lowest(costs, request)
-        return Choice(row, reason, costs, terms)
-
-
-def _terms(request: RoutingRequest, candidates: Candidates, weights: CostWeights) -> dict[str, Column]:
-    """Return the terms of a choice, worked out again: they are rarely asked for, and are half of what it takes."""
-    return dict(zip(TERMS, cost_columns(request, candidates, weights), strict=False))
 
 
 LOAD_BOUND = 1.25

@@ -17,13 +17,13 @@ import msgspec
 import numpy as np
 
 from poolgrid.router.core.candidates import Candidates, IndexArray
-from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.engine_times import DISK_WORTH, HOST_WORTH
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.leg_times import LegTimes
 from poolgrid.router.core.observers import Observer
 from poolgrid.router.core.overlap import Columns, overlap_columns
-from poolgrid.router.core.policy import KvAware, MediaAffinity, Planner, Policy
+from poolgrid.router.core.policy import MediaAffinity, Planner, Policy
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.stage_plan import (
     EITHER_ROLES,
@@ -41,9 +41,6 @@ from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 
 PROMPT_STAGES: Final = (Stage.WHOLE, Stage.PREFILL)
 """Legs that compute a prompt."""
-
-HOST_WORTH, DISK_WORTH = CostWeights().host_weight, CostWeights().disk_weight
-"""What a block on a lower tier spares of its computation."""
 
 _NO_WORKERS: Final[Mapping[WorkerKey, str]] = MappingProxyType({})
 """No worker, for the many decisions that share it."""
@@ -89,8 +86,11 @@ class Selector:
         self.projection: Final = projection
         self.policy: Final = policy
         self.groups: Final = WorkerGroups(projection, requests_per_worker_factor)
-        self._compares_numbers = getattr(type(policy), "choose", None) is KvAware.choose
+        self._compares_numbers = bool(getattr(policy, "compares_numbers", False))
         self._encode_policy: Policy = MediaAffinity()
+        make_index = getattr(policy, "index_observer", None)
+        if make_index is not None:
+            projection.attach(make_index(projection.index))
         make_observer = getattr(policy, "observer", None)
         self.observer: Observer | None = None
         """The policy's own, if it has one."""
@@ -105,12 +105,13 @@ class Selector:
 
         A ``dry_run`` leaves no trace: a policy that counts is asked on a copy.
         """
+        projection = self.projection
+        for observer in projection.observers:
+            observer.advance(wanted.now_ms)
         legs: LegChoice | None = None
         if wanted.roles == EITHER_ROLES:
             wanted, legs = self.with_legs(wanted)
-        projection, request, path = self.projection, wanted.request, wanted.path
-        for observer in projection.observers:
-            observer.advance(wanted.now_ms)
+        request, path = wanted.request, wanted.path
         group = self.groups.of(request.model, wanted.roles)
         rows, filtered = group.eligible(request, wanted.unavailable, projection.ledger)
         if not len(rows):
@@ -123,7 +124,7 @@ class Selector:
             projection, group, path if policy.needs_overlap else (), request, untrusted, wanted.now_ms, as_numbers
         )
         if as_numbers:
-            candidates = self._few_candidates(group, rows, overlap)
+            candidates = self._few_candidates(group, rows, overlap, wanted)
         else:
             candidates = self.candidates(group, rows, overlap, wanted.now_ms, wanted.behind)
         if dry_run:
@@ -180,7 +181,7 @@ class Selector:
             return [], float(request.isl)
         path = wanted.path if self.policy.needs_overlap else ()
         untrusted = projection.trust.untrusted if projection.follows_blocks else _NO_WORKERS
-        device, host, disk = overlap_columns(projection, group, path, untrusted, wanted.now_ms)
+        device, host, disk = overlap_columns(projection, group, path, request, untrusted, wanted.now_ms)
         held = device + HOST_WORTH * host + DISK_WORTH * disk
         uncached = np.maximum(1.0, request.isl - held * request.block_size)[rows]
         slots = group.slots[rows]
@@ -189,20 +190,25 @@ class Selector:
             times.prompt_ms(group.workers[row], tokens_before, tokens, wanted.now_ms)
             for row, tokens_before, tokens in zip(rows.tolist(), queued, uncached.tolist(), strict=True)
         ]
-        return [PromptWorker(*need, others > 0) for need, others in zip(needs, requests, strict=True)], float(
-            uncached.min()
-        )
+        workers = [PromptWorker(*need, others > 0) for need, others in zip(needs, requests, strict=True)]
+        return workers, float(uncached.min())
 
-    def _few_candidates(self, group: WorkerGroup, rows: IndexArray, overlap: Columns) -> Candidates:
+    def _few_candidates(
+        self, group: WorkerGroup, rows: IndexArray, overlap: Columns, wanted: WorkerWanted
+    ) -> Candidates:
         """Return the rows of a small group as plain numbers."""
         assert group.few is not None
         columns: list[Any] = [*self.projection.ledger.of_few(group.few.pick), *overlap]
-        workers = group.workers
+        workers, behind, places = group.workers, None, None
         if rows is not group.all_rows:
             places = rows.tolist()
             workers = tuple(workers[row] for row in places)
             columns = [[column[row] for row in places] for column in columns]
-        return Candidates(workers, *columns)
+        if wanted.behind:
+            behind = [float(wanted.behind.get(worker, 0)) for worker in workers]
+        observer = self.observer
+        engines = None if observer is None else observer.describe_few(group.members, places, wanted.now_ms)
+        return Candidates(workers, *columns, engines, behind)
 
     def candidates(
         self,

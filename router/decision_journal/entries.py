@@ -36,7 +36,7 @@ DECISIONS = SegmentKind(
 COMPRESSION_LEVEL = 1
 """zlib's quickest: columns are mostly small integers as floats, which it shrinks to a fifth."""
 
-INPUTS_VERSION = 6
+INPUTS_VERSION = 7
 """Which inputs a router's state is made of, and what they mean: higher than what a reader knows, it cannot replay.
 
 A kind of input more, or one that does something else to the state, is a new version. An entry that no decision depends
@@ -45,6 +45,9 @@ on, or a trailing field that may be missing, is none.
 
 LATE_STARTS_VERSION = 5
 """From this on, a worker's word that a request began makes no entry when the router has released the request before."""
+
+MILLISECONDS_VERSION = 7
+"""From this on the costs of ``kv`` and ``approximate`` are milliseconds; before, weighted blocks."""
 
 _FEATURE_COLUMNS = ("prefill_tokens", "active_blocks", "requests", "device_overlap", "host_overlap", "disk_overlap")
 _MASK = 2**64 - 1

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from poolgrid.router.core.approximate_index import ApproximateIndex
-from poolgrid.router.core.cost import CostWeights
-from poolgrid.router.core.policy import APPROXIMATE_TTL_MS, KvAware, PolicyOptions
+from poolgrid.router.core.kv_policy import KvAware
+from poolgrid.router.core.policy import APPROXIMATE_TTL_MS, PolicyOptions
 from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.router.policies.weighted_cost import WeightedCost
 
 
 class Approximate(KvAware):
     """As ``kv``, but the index is what was sent where, believed for ``approximate_ttl_ms``."""
 
-    def __init__(
-        self, weights: CostWeights | None = None, temperature: float = 0.0, ttl_ms: float = APPROXIMATE_TTL_MS
-    ) -> None:
-        super().__init__(weights, temperature)
+    name = "approximate"
+
+    def __init__(self, ttl_ms: float = APPROXIMATE_TTL_MS) -> None:
+        super().__init__()
         self._ttl_ms = ttl_ms
 
     @classmethod
     def configured(cls, options: PolicyOptions) -> Approximate:
-        return cls(options.weights, options.temperature, options.approximate_ttl_ms)
+        return cls(options.approximate_ttl_ms)
 
-    def observer(self, index: PrefixIndex) -> ApproximateIndex:
+    def index_observer(self, index: PrefixIndex) -> ApproximateIndex:
         return ApproximateIndex(index, self._ttl_ms)
+
+
+class WeightedApproximate(WeightedCost):
+    """What ``approximate`` was before costs were in milliseconds, to replay recordings of then."""
+
+    ttl_ms = APPROXIMATE_TTL_MS
+
+    def index_observer(self, index: PrefixIndex) -> ApproximateIndex:
+        return ApproximateIndex(index, self.ttl_ms)

@@ -1,28 +1,14 @@
-"""Policies to compare with: the field's formula, LMetric's product, and those that look at no cache."""
+"""Policies to compare with: LMetric's product, and those that look at no cache."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from poolgrid.router.core.candidates import Candidates, Choice, RoutingRequest
-from poolgrid.router.core.cost import CostWeights
-from poolgrid.router.core.policy import KvAware, PolicyOptions, lowest
+from poolgrid.router.core.policy import lowest
 from poolgrid.wire.hashing import stable_u64
 
-FIELD_WEIGHTS = CostWeights(queue_weight=1.0, decode_weight=1.0)
-"""The weights with which the cost is the field's."""
-
 _RANDOM_SEED = 3
-
-
-class FieldCost(KvAware):
-    """The lowest cost with the weights of the field's formula, whatever weights are set."""
-
-    name = "field"
-
-    @classmethod
-    def configured(cls, options: PolicyOptions) -> FieldCost:
-        return cls(FIELD_WEIGHTS, options.temperature)
 
 
 class Lmetric:

@@ -58,7 +58,7 @@ def test_who_knows_everything_is_faster_and_still_above_what_nobody_can_pass(
     known = ClairvoyantPool(conversations, Clairvoyant(together), 8, limits(conversations), timing, UNLIKE).run()
     predicted = SimulatedPool(
         conversations,
-        make_policy("predicted"),
+        make_policy("kv"),
         8,
         limits(conversations),
         timing,

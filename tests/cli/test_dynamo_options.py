@@ -81,7 +81,6 @@ WORKS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("router", ("--router-mode", "round-robin"), {"policy": "round-robin"}),
     ("router", ("--router-mode=random", "--http-host", "::1"), {"policy": "random", "host": "::1"}),
     ("router", ("--no-kv-events",), {"policy": "approximate"}),
-    ("router", ("--router-temperature", "0.5"), {"temperature": 0.5}),
     ("router", ("--dyn-reasoning-parser", "gpt_oss"), {"reasoning_parser": "harmony"}),
 ]
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from poolgrid.cli.commands.explain import run_explain, tree
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.policy import KvAware
+from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.wire.answers import PlacedExplanation, RequestExplanation
 from poolgrid.wire.events import WorkerDraining
 from tests.cli.json_server import Answer, serving
@@ -92,7 +92,7 @@ def test_a_routers_decision_shows_every_candidate_term_and_filter() -> None:
     text = drawn(router_answer())
 
     assert "r-[red]1" in text, "what clients chose is never taken for markup"
-    assert "ISL 160 = 10 blocks, 3 believed to be there, 48 tokens reused" in text
+    assert "ISL 160 = 10 blocks, 3 believed to be there: 48 tokens promised, 48 tokens reported as reused" in text
     assert "adjusted_prefill" in text
     assert "not c: draining" in text
     assert "the runner-up would have cost 3.00 more" in text

@@ -37,7 +37,6 @@ from poolgrid.wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
 from poolgrid.wire.ingest import (
     Acknowledged,
@@ -112,14 +111,7 @@ def folded(records: list[JournalRecord], upto: int | None = None) -> PoolState:
 
 
 def reload(frozen: FrozenPool) -> PoolState:
-    return PoolState.load(
-        frozen.offset,
-        [worker.entry for worker in frozen.workers],
-        (
-            (position, source, chain.tier, chain.parent, unpack_hashes(chain.sequence_hashes))
-            for position, source, chain in frozen.source_chains()
-        ),
-    )
+    return PoolState.load(frozen.offset, [each.entry for each in frozen.workers], frozen.source_chains())
 
 
 def same(one: PoolState, other: PoolState) -> None:

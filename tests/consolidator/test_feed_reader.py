@@ -15,6 +15,7 @@ from poolgrid.wire.feed_frames import (
     encode_records,
 )
 from poolgrid.wire.limits import FEED_RECORDS_PER_MESSAGE_MAX
+from poolgrid.wire.sessions import NO_SESSIONS
 from tests.consolidator.journal_builder import encoded
 from tests.examples import examples
 
@@ -66,7 +67,7 @@ def test_another_life_of_the_consolidator_means_a_snapshot_and_old_answers_are_i
     assert reader.receive(live(3, b"y"), 0) == [TakeSnapshot(2)]
     assert reader.answer(snapshot(1, 99), b"y", 0) == []
     effects = reader.answer(snapshot(2, 2), b"y", 0)
-    assert effects[0] == Snapshot(2, [], [])
+    assert effects[0] == Snapshot(2, [], [], NO_SESSIONS)
     assert reader.next_offset == 2
 
 

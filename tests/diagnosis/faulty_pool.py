@@ -110,7 +110,9 @@ class FaultyEngine(SimulatedEngine):
         super().__init__(fits, timing=PolynomialTiming(), recorder=recorder, report_tokens=False)
         self._paths = pool._engine_paths
 
-    def submit(self, request: Generate, now_ms: float, path: list[int] | None = None, *rest: Any, **more: Any) -> None:
+    def submit(
+        self, request: Generate, now_ms: float, sequence_hashes: list[int] | None = None, *rest: Any, **more: Any
+    ) -> None:
         super().submit(request, now_ms, self._paths[request.request_id], *rest, **more)
 
 

@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry
 from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.http.http_settings import HttpLimits
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.endpoint_picker import envoy_messages as envoy
@@ -83,13 +82,13 @@ class Gateway:
         self.table = StreamTable(
             HttpLimits(unfinished_bytes=2000, head_bytes=500), 1000, lambda: self.clock.monotonic_ms() / 1000
         )
-        selector = self.pool.selector(make_policy("kv", CostWeights(), 0.0))
+        selector = self.pool.selector(make_policy("kv"))
         self.picker = Picker(
             cast(RouterService, self.view),
             RouterState(selector),
             cast(PromptReader, OnePrompt()),
             lambda request: PATH,
-            self.reused.__setitem__,
+            lambda dispatch_id, path, cached_tokens, isl: self.reused.__setitem__(dispatch_id, cached_tokens),
             RequestIds("g"),
             fallbacks,
             self.metrics,

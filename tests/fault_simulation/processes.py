@@ -483,7 +483,7 @@ class RouterProcess(Process):
         metrics = RouterMetrics(CollectorRegistry())
         ledger = LoadLedger(settings.reservation_ttl_ms)
         projection = Projection(PrefixIndex(settings.index_budget_bytes), ledger)
-        policy = make_policy("kv", settings.cost_weights(), settings.temperature)
+        policy = make_policy("kv")
         state = RouterState(Selector(projection, policy, settings.worker_queue_factor))
         feed: JournalFeed
         if isinstance(self.store, SharedStore):

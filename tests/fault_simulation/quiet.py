@@ -124,8 +124,8 @@ def differ(what: str, one: PoolState, other: PoolState) -> str | None:
     if [worker.entry for worker in a.workers] != [worker.entry for worker in b.workers]:
         return f"{what} has other workers than the consolidator"
     for left, right in zip(a.workers, b.workers, strict=True):
-        mine = {(tier, source): set(blocks) for tier, source, blocks in left.held if blocks}
-        theirs = {(tier, source): set(blocks) for tier, source, blocks in right.held if blocks}
+        mine = {(tier, group, source): set(blocks) for tier, group, source, blocks in left.held if blocks}
+        theirs = {(tier, group, source): set(blocks) for tier, group, source, blocks in right.held if blocks}
         if mine != theirs:
             return f"{what} has other blocks of {left.entry.state.worker_id} than the consolidator"
     return None

@@ -27,7 +27,6 @@ from poolgrid.consolidator.ports import Journal
 from poolgrid.router.feeds import RemoteFeed
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
-from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import WorkerKey
 from poolgrid.wire.ingest import Acknowledged, Welcome
 from poolgrid.wire.streams import WORKER_SOURCE
@@ -206,10 +205,8 @@ def reload(frozen: FrozenPool) -> PoolState:
     return PoolState.load(
         frozen.offset,
         [worker.entry for worker in frozen.workers],
-        (
-            (position, source, chain.tier, chain.parent, unpack_hashes(chain.sequence_hashes))
-            for position, source, chain in frozen.source_chains()
-        ),
+        frozen.source_chains(),
+        sessions=frozen.sessions,
     )
 
 

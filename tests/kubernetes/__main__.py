@@ -41,7 +41,7 @@ ALL_ON: Values = {
     "image": {"pullSecrets": [{"name": "registry"}]},
     "model": {"name": "m", "path": "/models/m", "volume": {"hostPath": {"path": "/srv/models"}}},
     "router": {
-        "options": {"max-queue-requests": 4194304, "queue-weight": 0.5, "fleet-page": False, "access-log": True},
+        "options": {"max-queue-requests": 4194304, "fleet-page": False, "access-log": True},
         "env": [{"name": "A", "value": "b"}],
         "podAnnotations": {"a": "b"},
         "service": {"type": "LoadBalancer", "annotations": {"a": "b"}},

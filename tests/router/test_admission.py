@@ -166,7 +166,7 @@ async def scene(*models: str, **settings: Any) -> AsyncIterator[Scene]:
     service = RouterService(
         given,
         RouterState(
-            Selector(projection, make_policy(given.policy, given.cost_weights(), 0.0), given.worker_queue_factor),
+            Selector(projection, make_policy(given.policy), given.worker_queue_factor),
         ),
         feed,
         metrics,

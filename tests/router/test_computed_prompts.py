@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.inputs import WorkerWanted
+from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.policy import KvAware
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.selector import Selector

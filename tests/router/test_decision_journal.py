@@ -29,7 +29,7 @@ from tests.router.recorded_router import BLOCKS_MAX, NAMES, WAITED_MS, RecordedR
 
 T = TypeVar("T")
 
-POLICIES = ("kv", "approximate", "predicted", "round-robin", "random", "least-loaded")
+POLICIES = ("kv", "approximate", "round-robin", "random", "least-loaded")
 
 
 def recorded(
@@ -56,13 +56,35 @@ def recorded(
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_every_decision_is_derived_again_with_crashes_expiries_and_a_sampling_policy(policy: str, seed: int) -> None:
-    router = recorded(seed=seed, policy=policy, temperature=0.3 if seed == 2 else 0.0)
+    router = recorded(seed=seed, policy=policy)
 
     outcome = router.replay()
 
     assert outcome.difference is None
     assert outcome.identical == router.made > 50
     assert (outcome.not_derivable, outcome.lost_decisions) == (0, 0)
+
+
+FORMER: dict[str, dict[str, Any]] = {
+    "weights": {"policy": "kv", "queue_weight": 0.5, "decode_weight": 0.1, "overlap_weight": 0.5},
+    "samples": {"policy": "kv", "temperature": 0.3},
+    "milliseconds": {"policy": "predicted"},
+    "the field's weights": {"policy": "field", "temperature": 0.1},
+    "own choices": {"policy": "approximate", "queue_weight": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", FORMER)
+def test_recording_of_a_former_policy_derives_every_decision_again(name: str) -> None:
+    router = recorded(seed=4, former=FORMER[name])
+
+    outcome = router.replay()
+
+    assert outcome.difference is None
+    assert outcome.identical == router.made > 50
+    made = entries_of(router.decisions_disk, DecisionMade)
+    is_weighted = FORMER[name]["policy"] != "predicted"
+    assert all(("adjusted_prefill" in each.terms) is is_weighted for each in made)
 
 
 def test_a_workers_stream_that_became_suspect_is_replayed_with_the_predictions_in_its_place() -> None:
@@ -99,9 +121,9 @@ def become_stale_and_heal(router: RecordedRouter, number: int) -> None:
 
 
 MIDWAY: dict[str, dict[str, Any]] = {
-    "trusted workers": {"seed": 3, "temperature": 0.2},
+    "trusted workers": {"seed": 3, "former": {"policy": "kv", "temperature": 0.2}},
     "a policy that counts": {"seed": 3, "policy": "round-robin"},
-    "a policy that learns": {"seed": 3, "policy": "predicted"},
+    "a policy that learns": {"seed": 3},
     "approximate mode": {"seed": 3, "policy": "approximate", "approximate_ttl_ms": 2000},
     "late starts": {"seed": 3, "starts_late": True},
     "stale workers": {"seed": 5, "change": become_stale_and_heal},
@@ -441,7 +463,7 @@ def test_a_prediction_is_explained_from_the_journal_with_what_came_of_it() -> No
     router = recorded(
         seed=12,
         steps=50,
-        policy="predicted",
+        policy="kv",
         change=lambda router, number: router.recorder.first_token("request-7", 0, 123.5),
     )
 

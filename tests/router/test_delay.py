@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +28,7 @@ def test_idle_worker_costs_the_computation_for_the_request_and_for_the_next_one(
 def test_streams_of_a_busy_worker_are_delayed_by_what_the_prompt_adds_to_their_steps() -> None:
     busy = prompt_cost(worker(requests=5.0, active_blocks=100.0), 501.0)
     assert busy.expected_ms == 60.0 + 7.0, "a decode step comes between"
-    assert busy.decoding_ms == 0.1 * 5 * 50.0
+    assert busy.decoding_ms == pytest.approx(0.01 * 5 * 50.0)
     assert prompt_cost(worker(requests=5.0), 1.0).decoding_ms == 0.0, "one token fits into a decode step"
 
 

@@ -58,7 +58,7 @@ def on_workers(router: Routed) -> list[str]:
 
 
 async def test_a_second_long_prompt_waits_until_the_first_is_computed() -> None:
-    async with routed(make_policy("predicted")) as router:
+    async with routed(make_policy("kv")) as router:
         join(router, A, AT_A)
         first, second = await submit(router, named("first"), named("second", 7000))
         assert (first.done(), second.done()) == (True, False)
@@ -77,7 +77,7 @@ async def test_a_second_long_prompt_waits_until_the_first_is_computed() -> None:
 
 
 async def test_a_first_token_that_is_seen_before_the_event_frees_the_worker() -> None:
-    async with routed(make_policy("predicted")) as router:
+    async with routed(make_policy("kv")) as router:
         join(router, A, AT_A)
         _, second = await submit(router, named("first"), named("second", 7000))
 
@@ -88,7 +88,7 @@ async def test_a_first_token_that_is_seen_before_the_event_frees_the_worker() ->
 
 
 async def test_what_comes_in_one_turn_is_placed_with_a_view_to_each_other() -> None:
-    async with routed(make_policy("predicted")) as router:
+    async with routed(make_policy("kv")) as router:
         join(router, A, AT_A)
         tasks = await submit(router, named("longest", 8000), named("shortest", 3000), named("other", 7000))
 
@@ -102,7 +102,7 @@ async def test_what_comes_in_one_turn_is_placed_with_a_view_to_each_other() -> N
 
 
 async def test_nobody_waits_longer_than_the_limit_and_none_at_all_where_it_is_0() -> None:
-    async with routed(make_policy("predicted"), hold_limit_ms=40) as router:
+    async with routed(make_policy("kv"), hold_limit_ms=40) as router:
         join(router, A, AT_A)
         _, second = await submit(router, named("first"), named("second", 7000))
         assert not second.done()
@@ -113,14 +113,14 @@ async def test_nobody_waits_longer_than_the_limit_and_none_at_all_where_it_is_0(
         [decision] = router.service.tracker.decisions.of_request("second")
         assert decision.queued_ms >= 40
 
-    async with routed(make_policy("predicted"), hold_limit_ms=0) as router:
+    async with routed(make_policy("kv"), hold_limit_ms=0) as router:
         join(router, A, AT_A)
         await submit(router, named("first"), named("second", 7000))
         assert on_workers(router) == ["first", "second"]
 
 
 async def test_housekeeping_looks_after_those_that_waited_too_long() -> None:
-    async with routed(make_policy("predicted"), hold_limit_ms=10, worker_timeout_ms=100) as router:
+    async with routed(make_policy("kv"), hold_limit_ms=10, worker_timeout_ms=100) as router:
         join(router, A, AT_A)
         _, second = await submit(router, named("first"), named("second", 7000))
         async with asyncio.timeout(10):
@@ -128,7 +128,7 @@ async def test_housekeeping_looks_after_those_that_waited_too_long() -> None:
 
 
 async def test_nobody_is_refused_because_others_are_held() -> None:
-    async with routed(make_policy("predicted"), max_queue_requests=2) as router:
+    async with routed(make_policy("kv"), max_queue_requests=2) as router:
         join(router, A, AT_A)
         tasks = await submit(router, *(named(f"r{number}", 6000 + number) for number in range(6)))
 
@@ -136,7 +136,7 @@ async def test_nobody_is_refused_because_others_are_held() -> None:
         assert (active + waiting, waiting) == (6, 2)
         await end(*tasks)
 
-    async with routed(make_policy("predicted"), max_queue_prompt_tokens=10_000) as router:
+    async with routed(make_policy("kv"), max_queue_prompt_tokens=10_000) as router:
         join(router, A, AT_A)
         tasks = await submit(router, *(named(f"r{number}", 6000 + number) for number in range(4)))
         assert router.service.counts() == (3, 1)
@@ -144,7 +144,7 @@ async def test_nobody_is_refused_because_others_are_held() -> None:
 
 
 async def test_no_more_are_held_than_there_is_a_point_in() -> None:
-    async with routed(make_policy("predicted")) as router:
+    async with routed(make_policy("kv")) as router:
         join(router, A, AT_A)
         tasks = await submit(router, *(named(f"r{number}", 2000) for number in range(HELD_MAX + 50)))
 
@@ -155,7 +155,7 @@ async def test_no_more_are_held_than_there_is_a_point_in() -> None:
 
 
 async def test_a_request_that_no_worker_can_serve_is_told_at_once() -> None:
-    async with routed(make_policy("predicted")) as router:
+    async with routed(make_policy("kv")) as router:
         [nobody] = await submit(router, named("nobody"))
         with pytest.raises(Refused, match="no worker serves this model"):
             await nobody
@@ -167,7 +167,7 @@ async def test_a_request_that_no_worker_can_serve_is_told_at_once() -> None:
 
 
 async def test_whoever_leaves_while_it_waits_is_gone_and_the_next_one_goes() -> None:
-    async with routed(make_policy("predicted")) as router:
+    async with routed(make_policy("kv")) as router:
         join(router, A, AT_A)
         tasks = await submit(router, named("first"), named("second", 7000), named("third", 8000))
         await end(tasks[1])
@@ -179,7 +179,7 @@ async def test_whoever_leaves_while_it_waits_is_gone_and_the_next_one_goes() -> 
 
 
 async def test_nobody_is_held_where_other_routers_send_to_the_same_workers() -> None:
-    async with routed(make_policy("predicted")) as router:
+    async with routed(make_policy("kv")) as router:
         join(router, A, AT_A)
         join(router, B, AT_B)
         for number in range(20):

@@ -101,7 +101,7 @@ class Scene:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         settings = RouterSettings()
         self.projection = Projection(PrefixIndex(), LoadLedger())
-        self.selector = Selector(self.projection, make_policy("kv", settings.cost_weights(), 0.0))
+        self.selector = Selector(self.projection, make_policy("kv"))
         self.feed = HeldFeed()
         metrics = RouterMetrics(CollectorRegistry())
         self.service = RouterService(

@@ -14,8 +14,8 @@ A, B, C = (worker_key(name) for name in "abc")
 
 
 def pace(paces: LearnedSpeeds, worker: object, now_ms: float) -> float:
-    found, _, _ = paces.believed([worker], now_ms)  # type: ignore[list-item]
-    return found[0]
+    [(found, *_)] = paces.believed([worker], now_ms)  # type: ignore[list-item]
+    return found
 
 
 def serve(
@@ -77,10 +77,10 @@ def test_the_work_that_the_engine_has_done_already_shortens_its_queue() -> None:
     paces.expect(A, "first", 400.0, 400.0, 1.0, 0.0)
     paces.expect(A, "second", 700.0, 300.0, 1.0, 10.0)
 
-    assert paces.believed([A], 100.0)[1] == [100.0]
-    assert paces.believed([A], 440.0)[1] == [400.0], "no more than there was"
+    assert paces.believed([A], 100.0)[0][1] == 100.0
+    assert paces.believed([A], 440.0)[0][1] == 400.0, "no more than there was"
     paces.on_first_token(A, "first", 400.0)
-    assert paces.believed([A], 500.0)[1] == [pytest.approx(100.0, rel=0.01)]
+    assert paces.believed([A], 500.0)[0][1] == pytest.approx(100.0, rel=0.01)
 
 
 def test_the_rate_of_requests_and_what_a_prompt_takes_are_averages() -> None:

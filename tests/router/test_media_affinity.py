@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from poolgrid.router.core.candidates import Candidates, RoutingRequest
-from poolgrid.router.core.policy import LOAD_BOUND, KvAware, MediaAffinity
+from poolgrid.router.core.kv_policy import KvAware
+from poolgrid.router.core.policy import LOAD_BOUND, MediaAffinity
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 
 MEDIA = range(400)

@@ -12,8 +12,8 @@ from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.consolidator.journal.memory import MemoryJournal
 from poolgrid.router.core.decision import DecisionLog
 from poolgrid.router.core.inputs import WorkerWanted
+from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.load_ledger import ENTRY_BYTES, LoadLedger
-from poolgrid.router.core.policy import KvAware
 from poolgrid.router.core.prefix_index import BYTES_PER_BLOCK, PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.selector import Selector

@@ -12,7 +12,6 @@ import zmq
 import zmq.asyncio
 
 from poolgrid.process.clock import SystemClock
-from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.policy_loading import make_policy
@@ -98,7 +97,7 @@ async def asking() -> AsyncIterator[Asker]:
     view = View(pool)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     asking_context = zmq.asyncio.Context()
-    selector = pool.selector(make_policy("kv", CostWeights(), 0.0))
+    selector = pool.selector(make_policy("kv"))
     plane = SelectPlane(context, "127.0.0.1", 0, cast(Any, view), RouterState(selector), SystemClock())
     socket = asking_context.socket(zmq.DEALER)
     socket.connect(plane.endpoint)
@@ -337,7 +336,7 @@ def test_a_port_that_is_taken_is_a_clear_error() -> None:
     async def scenario(asker: Asker) -> None:
         port = int(asker.plane.endpoint.rpartition(":")[2])
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        selector = asker.pool.selector(make_policy("kv", CostWeights(), 0.0))
+        selector = asker.pool.selector(make_policy("kv"))
         try:
             with pytest.raises(OSError, match=f"binding select_port: 127.0.0.1:{port} cannot be used"):
                 SelectPlane(context, "127.0.0.1", port, cast(Any, asker.view), RouterState(selector), SystemClock())

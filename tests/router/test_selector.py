@@ -14,13 +14,14 @@ from msgspec import UNSET
 
 from poolgrid.router.core import overlap, worker_groups
 from poolgrid.router.core.candidates import RoutingRequest
-from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.policy import KvAware, Policy
+from poolgrid.router.core.kv_policy import KvAware
+from poolgrid.router.core.policy import Policy
 from poolgrid.router.core.selector import NoWorker
 from poolgrid.router.decision_journal.entries import pack_columns
-from poolgrid.router.policies.baselines import FIELD_WEIGHTS, LeastLoaded, Lmetric, Random, RoundRobin
+from poolgrid.router.policies.baselines import LeastLoaded, Lmetric, Random, RoundRobin
+from poolgrid.router.policies.weighted_cost import FIELD_WEIGHTS, CostWeights, WeightedCost
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.wire.events import (
     CacheCleared,
@@ -55,7 +56,7 @@ def test_the_published_example_of_the_cost_formula_holds() -> None:
         # Decode blocks 10, 5, 9 in the example include this request's own 10: the rest is what runs already.
         pool.say(worker, RequestStarted(f"old-{worker}", 0, 0, 10 + decode))
 
-    decision = decide(pool, KvAware(FIELD_WEIGHTS), PATH)
+    decision = decide(pool, WeightedCost(FIELD_WEIGHTS), PATH)
 
     assert decision.choice.costs is not None
     own = 10
@@ -84,11 +85,12 @@ def test_lower_tiers_count_less_than_device() -> None:
     pool.say(a, stored(PATH[:8], tier=Tier.HOST))
     pool.say(b, stored(PATH[:7]))
 
-    decision = decide(pool, KvAware(), PATH)
+    decision = decide(pool, WeightedCost(), PATH)
 
+    assert decide(pool, KvAware(), PATH).worker == b
     assert decision.worker == b
     assert list(decision.choice.terms["overlap_credit"]) == [6.0, 7.0]
-    assert decide(pool, KvAware(CostWeights(host_weight=1.0)), PATH).worker == a
+    assert decide(pool, WeightedCost(CostWeights(host_weight=1.0)), PATH).worker == a
 
 
 def test_zero_device_weight_ignores_caches() -> None:
@@ -96,7 +98,7 @@ def test_zero_device_weight_ignores_caches() -> None:
     a, b = pool.join("a", "b")
     pool.say(a, stored(PATH), RequestStarted("x", 0, 0, 1))
 
-    assert decide(pool, KvAware(CostWeights(device_weight=0.0)), PATH).worker == b
+    assert decide(pool, WeightedCost(CostWeights(device_weight=0.0)), PATH).worker == b
 
 
 def test_ties_depend_on_the_request_alone_and_spread_over_the_workers() -> None:
@@ -133,7 +135,7 @@ def test_temperature_samples_by_cost() -> None:
     a, _ = pool.join("a", "b")
     pool.say(a, stored(PATH))
 
-    chosen = Counter(decide(pool, KvAware(temperature=1.0), PATH, f"r{number}").worker for number in range(1000))
+    chosen = Counter(decide(pool, WeightedCost(temperature=1.0), PATH, f"r{number}").worker for number in range(1000))
 
     # Softmax of 0 and -1 at temperature 1 gives 0.731 to the cheaper worker.
     assert 690 < chosen[a] < 770
@@ -283,8 +285,9 @@ def test_the_explanation_holds_every_candidate_and_every_term() -> None:
 
     assert [row.worker for row in explanation.rows] == ["a", "b"]
     assert explanation.rows[0].device_overlap_blocks == 3
-    assert explanation.rows[0].terms["adjusted_prefill"] == 7.0
-    assert explanation.margin == pytest.approx(3.0)  # three blocks fewer to compute
+    assert [row.terms["uncached_tokens"] for row in explanation.rows] == [7.0 * BLOCK_SIZE, 10.0 * BLOCK_SIZE]
+    assert explanation.rows[1].terms["again_ms"] > explanation.rows[0].terms["again_ms"] == 0.0
+    assert explanation.margin == explanation.rows[1].cost - explanation.rows[0].cost > 0.0
     assert explanation.worker == str(a)
     assert b in decision.candidates.workers
 
@@ -371,11 +374,11 @@ def test_few_workers_are_compared_without_arrays_to_the_same_bit(stage: Stage, m
                 pool.say(worker, RequestStarted(f"{worker}/{number}", 16 * source.randrange(1, 9), 0, 3))
         weights = CostWeights(*(source.choice((0.0, 0.1, 0.25, 1.0, 1 / 3)) for _ in range(6)))
         wanted = RoutingRequest(f"r{round_number}", "m", 12 * 16 + source.randrange(16), 16, 13, stage=stage)
-        plain = pool.selector(KvAware(weights))
+        plain = pool.selector(WeightedCost(weights))
         few = decided(plain.select(WorkerWanted(wanted, chain, 0.0, 0)))
         with monkeypatch.context() as patch:
             patch.setattr(worker_groups, "FEW_CANDIDATES", 0)
-            general = decided(pool.selector(KvAware(weights)).select(WorkerWanted(wanted, chain, 0.0, 0)))
+            general = decided(pool.selector(WeightedCost(weights)).select(WorkerWanted(wanted, chain, 0.0, 0)))
         assert _columns(few) == _columns(general)
         assert (few.choice.row, few.reason, few.filtered) == (general.choice.row, general.reason, general.filtered)
         assert list(few.choice.terms) == list(general.choice.terms)

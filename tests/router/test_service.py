@@ -137,7 +137,7 @@ class Routed:
     ) -> None:
         settings = with_constants(RouterSettings, settings_)
         projection = Projection(PrefixIndex(), LoadLedger())
-        state = RouterState(Selector(projection, policy or make_policy("kv", settings.cost_weights(), 0.0)))
+        state = RouterState(Selector(projection, policy or make_policy("kv")))
         self.feed = ToldFeed()
         self.metrics = RouterMetrics(CollectorRegistry())
         self.links: dict[str, WorkerLink] = {}
@@ -329,7 +329,7 @@ async def test_a_worker_that_has_nothing_of_this_router_to_do_gets_a_request_at_
 
 
 async def test_a_predicted_first_token_is_kept_beside_what_it_became_and_a_target_is_told() -> None:
-    async with routed(make_policy("predicted")) as router:
+    async with routed(make_policy("kv")) as router:
         service = router.service
         router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
         router.bring_up(BEFORE)

@@ -6,7 +6,7 @@ import pytest
 
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.policy import KvAware
+from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.stage_plan import (
     DECODE_ROLES,
     EITHER_ROLES,
@@ -57,7 +57,7 @@ def test_the_roles_of_the_first_leg(
         ((0.0, 5.0, True), (0.0, 5.0), 50.0, "local_prefill"),
         # A queue on the prefill side that is longer than the pause counts sends prompts to decode workers.
         ((0.0, 100.0, True), (30.0, 100.0), 50.0, "overflow"),
-        ((0.0, 100.0, True), (10.0, 100.0), 50.0, "disaggregated"),
+        ((0.0, 100.0, True), (5.0, 100.0), 50.0, "disaggregated"),
         # Prompts that overflowed before count like the queue of the prefill side.
         ((100.0, 100.0, True), (100.0, 100.0), 50.0, "disaggregated"),
         (None, (9999.0, 100.0), 50.0, "disaggregated"),

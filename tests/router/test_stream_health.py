@@ -7,7 +7,7 @@ import random
 import pytest
 
 from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.policy import KvAware
+from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.core.stream_health import LEAST_REQUESTS, WINDOW, OverlapCheck
 from poolgrid.wire.events import RequestFinished, RequestStarted, StreamStateChanged, WorkerJoined, WorkerLeft

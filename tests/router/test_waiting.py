@@ -39,7 +39,7 @@ class Scene:
         self.given_up: list[str] = []
         self.registry = CollectorRegistry()
         settings, clock = RouterSettings(), SystemClock()
-        policy = make_policy("kv", settings.cost_weights(), 0.0)
+        policy = make_policy("kv")
         state = RouterState(Selector(Projection(PrefixIndex(), LoadLedger()), policy))
         self.queue = RouterQueue(
             settings,

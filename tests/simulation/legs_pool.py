@@ -205,8 +205,10 @@ class LegsPool:
         request, selector, size = served.request, self.selector, self._workload.block_size
         leg = SECOND_LEG
         if params is None:
-            has = [selector.available(MODEL, (role,)) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE)]
-            leg = first_leg(*has, self._always_two)
+            aggregated, prefill, decode = (
+                selector.available(MODEL, (role,)) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE)
+            )
+            leg = first_leg(aggregated, prefill, decode, self._always_two)
         routing = RoutingRequest(request.request_id, MODEL, request.isl, size, -(-request.isl // size), stage=leg.stage)
         found = selector.select(WorkerWanted(routing, request.path, now, int(now), roles=leg.roles))
         if not isinstance(found, Decision):

@@ -83,9 +83,7 @@ def test_requests_that_wait_for_their_worker_have_their_first_tokens_sooner(conv
 
     def ttfts_ms(hold_limit_ms: float, routers: int = 1, delay_ms: float = 0.0) -> list[float]:
         fleet = RouterFleet(routers, delay_ms, hold_limit_ms=hold_limit_ms)
-        pool = SimulatedPool(
-            conversations, make_policy("predicted"), 4, limits(conversations), routers=fleet, speeds=slow
-        )
+        pool = SimulatedPool(conversations, make_policy("kv"), 4, limits(conversations), routers=fleet, speeds=slow)
         return pool.run().ttft_ms
 
     never, held, late = ttfts_ms(0.0), ttfts_ms(4000.0), ttfts_ms(4000.0, delay_ms=3.0)
@@ -109,8 +107,6 @@ def test_what_a_worker_says_may_arrive_at_the_moment_at_which_a_step_ends() -> N
     workload = build_workload([row(number, number + 1, at=0.0, osl=3) for number in range(0, 80, 2)], 1.0, 64)
     fleet = RouterFleet(event_delay_ms=10.0)
 
-    pool = SimulatedPool(
-        workload, make_policy("predicted"), 2, limits(workload, max_num_tokens=1024), Even(), routers=fleet
-    )
+    pool = SimulatedPool(workload, make_policy("kv"), 2, limits(workload, max_num_tokens=1024), Even(), routers=fleet)
 
     assert pool.run().requests == 40

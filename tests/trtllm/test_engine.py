@@ -18,6 +18,7 @@ from poolgrid.wire.events import BlocksStored, PrefillCompleted, RequestFinished
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
 from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.requests import KvRetention, LogitsProcessorCall, RefusalKind, RetainedTokens, Routing
+from poolgrid.wire.sessions import SessionTurn
 from poolgrid.wire.trace_context import TraceContext
 from poolgrid.workers import bootstrap
 from poolgrid.workers.core.refusal import RefusedError
@@ -364,6 +365,22 @@ async def test_more_requests_than_allowed_are_refused_as_retryable() -> None:
 
 
 # -- how long blocks stay, and traces ----------------------------------------------------------------------------------
+
+
+async def test_the_session_is_given_as_a_conversation_where_the_engine_has_them() -> None:
+    def conversation(conversation_id: str) -> str:
+        return conversation_id
+
+    turn = SessionTurn("agent-1")
+    async with running_engine() as told:
+        calls = hold(told)
+        await told.finish(msgspec.structs.replace(make_request("r"), turn=turn))
+        told.engine._calls._conversation = conversation
+        await told.finish(msgspec.structs.replace(make_request("s"), turn=turn))
+        await told.finish(msgspec.structs.replace(make_request("t"), turn=msgspec.structs.replace(turn, tenant=255)))
+        await told.finish(make_request("u"))
+
+    assert [call.get("conversation_params") for call in calls] == [None, "agent-1", "ff:agent-1", None]
 
 
 async def test_how_long_blocks_stay_is_given_as_the_bindings_take_it() -> None:

@@ -8,6 +8,7 @@ shapes, or that is a Python object: nothing is claimed of those. Validators do n
 from __future__ import annotations
 
 import ast
+import copy
 import enum
 import json
 import typing
@@ -96,7 +97,9 @@ class ArgumentClasses:
                 return node.name, None
             reshaped = set(_reshaped(node))
             body = [kept for each in node.body if (kept := _kept(each, reshaped)) is not None]
-            return node.name, ast.ClassDef(node.name, bases, [], body or [ast.Pass()], [], type_params=[])
+            made = copy.copy(node)
+            made.bases, made.keywords, made.decorator_list, made.body = bases, [], [], body or [ast.Pass()]
+            return node.name, made
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             if isinstance(target, ast.Name) and "discriminator=" in ast.unparse(node.value):

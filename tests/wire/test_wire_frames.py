@@ -569,7 +569,7 @@ class TestEvolution:
         ("name", "value", "dropped"),
         [
             ("event_batch", _batch(CacheCleared()), 1),
-            ("to_worker", Generate("r-1", b"", Sampling(1)), 7),
+            ("to_worker", Generate("r-1", b"", Sampling(1)), 8),
             ("from_worker", Pong(1, 2), 1),
             ("from_worker", KvOffered("t", True), 2),
             ("journal_record", JournalRecord(0, "w1", 0, 0, 0, 0, 0, []), 1),

@@ -25,6 +25,8 @@ from poolgrid.wire.events import (
     RequestStarted,
     SnapshotBegan,
     SnapshotEnded,
+    TurnBegan,
+    TurnEnded,
     WorkerDraining,
 )
 from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes
@@ -40,6 +42,7 @@ from poolgrid.wire.requests import (
     Sampling,
     TokenDelta,
 )
+from poolgrid.wire.sessions import SessionTurn, TurnAnswer
 from poolgrid.workers import bootstrap
 from poolgrid.workers.adapters.http_api import HttpApi, is_from_here
 from poolgrid.workers.adapters.sockets import RequestSocket
@@ -160,6 +163,23 @@ async def test_an_answer_that_is_read_whole_comes_in_few_pieces_and_is_the_same(
         await worker.router.until_finished("left")
         assert worker.router.last("left").finish_reason == "cancelled"
         worker.router.output("left")  # without holes
+
+
+async def test_the_turn_of_a_session_is_told_before_its_start_and_its_answer_when_the_router_has_seen_it() -> None:
+    turn = SessionTurn("s", 7, tail=1, anchor=1)
+    answer = TurnAnswer("r", 7, "s", 48, 5)
+    async with running_worker() as worker:
+        request = make_request("r", range(40), max_tokens=8)
+        await worker.router.send(msgspec.structs.replace(request, turn=turn))
+        await worker.router.until_finished("r")
+        await worker.router.send(Cancel("r", answer))
+        await worker.consolidator.until(lambda journal: TurnEnded(answer) in journal.events)
+
+        events = worker.journal.events
+        began = events.index(TurnBegan("r", 40, turn))
+        started = next(at for at, each in enumerate(events) if isinstance(each, RequestStarted))
+        assert began < started
+        assert worker.router.last("r").finish_reason == "length", "an answer that is told cancels nothing"
 
 
 async def test_a_cancelled_request_ends_at_once_and_frees_its_blocks() -> None:

@@ -67,7 +67,7 @@ class CacheFacts:
     """Collects facts about blocks and hands them over as wire events."""
 
     def __init__(self) -> None:
-        self._events: list[CacheEvent] = []
+        self._events: list[CacheEvent | GroupsReported] = []
         self._removed: list[int] = []
         self._removed_tier = Tier.DEVICE
         self._moved: list[tuple[int, int | None]] = []
@@ -106,7 +106,12 @@ class CacheFacts:
         self._moved_tiers = (source, target)
         self._moved.extend(links)
 
-    def take(self) -> list[CacheEvent]:
+    def append(self, event: CacheEvent | GroupsReported) -> None:
+        """Note an event as it is."""
+        self._close()
+        self._events.append(event)
+
+    def take(self) -> list[CacheEvent | GroupsReported]:
         """Return the events since the last call."""
         self._close()
         events, self._events = self._events, []

@@ -36,7 +36,7 @@ from enum import Enum
 import msgspec
 
 from poolgrid.kv_events.cache_events import AnyEngineEvent, Cleared, Created, Removed, Stored, StoredBlock, Updated
-from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
+from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared, GroupsReported
 from poolgrid.wire.hashing import BASE_SEED, TOKEN_BYTES, block_hashes, child_hash, sequence_hashes
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.core.cache_facts import CacheFacts, chains, stored_chain
@@ -96,7 +96,7 @@ class Counts(msgspec.Struct):
 class TranslatedEvents(msgspec.Struct, frozen=True):
     """The wire events of some engine events; ``lost`` engine events are missing from before them."""
 
-    events: list[BlocksStored | BlocksRemoved | CacheCleared]
+    events: list[BlocksStored | BlocksRemoved | CacheCleared | GroupsReported]
     lost: int
 
 
@@ -162,7 +162,7 @@ class EventTranslator:
 
     def translate(self, events: Iterable[AnyEngineEvent]) -> TranslatedEvents:
         """Return the wire events that say the same, and how many engine events were lost on the way."""
-        out: list[BlocksStored | BlocksRemoved | CacheCleared] = []
+        out: list[BlocksStored | BlocksRemoved | CacheCleared | GroupsReported] = []
         lost = 0
         for event in events:
             expected = self._next_event_id

@@ -14,7 +14,7 @@ _TLS = "ZMQ has keys of its own, --curve-key and --curve-allowed-keys; HTTP has 
 _NATS_TLS = "use --nats-tls-ca, --nats-tls-certificate and --nats-tls-key."
 _DIFFUSION = "models that generate images or video are not served; text and multimodal models are."
 _INDEX = "the index lives in every router; --event-plane and --data-dir keep it over restarts."
-_COST = "use --overlap-weight, --queue-weight and --decode-weight."
+_COST = "costs are milliseconds, which have no weights."
 _QUEUE = "use --max-queue-requests, --queue-order and --worker-queue-factor."
 _BUSY = "busy workers are known by their load reports; use --worker-queue-factor and --max-queue-requests."
 
@@ -96,7 +96,7 @@ OPTIONS: dict[str, str] = {
     "up --model": "--model-path",
     "router --tls-cert-path": "--tls-certificate",
     "router --tls-key-path": "--tls-key",
-    "router --router-temperature": "--temperature",
+    "router --router-temperature": "policy kv takes the least cost.",
     "router --kv-cache-block-size": "the block size is that of the workers.",
     "router --use-kv-events": "",
     "router --kv-events": "",

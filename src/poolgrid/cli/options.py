@@ -300,7 +300,7 @@ def _file_option() -> Any:
         is_basic=True,
         type=click.Path(path_type=Path),
         envvar=environment_name(SETTINGS_FILE),
-        help="TOML file with settings by name (queue_weight = 0.3); the environment and options override it.",
+        help="TOML file with settings by name (worker_queue_factor = 1.5); the environment and options override it.",
     )
 
 

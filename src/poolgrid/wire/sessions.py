@@ -6,13 +6,24 @@ A session belongs to one tenant and has a name, which the client chose or the ro
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import lru_cache
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.identifiers import U32, U64, Identifier
 from poolgrid.wire.limits import SESSION_FOOTPRINTS_MAX, SESSION_TAILS_MAX
+
+TENANTS_KEPT = 4096
+"""Tenants whose keys are kept ready."""
+
+
+@lru_cache(TENANTS_KEPT)
+def tenant_key(tenant: str) -> int:
+    """Return a tenant's half of the keys of its sessions: 0 without API keys."""
+    return stable_u64(tenant) if tenant else 0
 
 
 class Ending(StrEnum):
@@ -31,7 +42,7 @@ class SessionTurn(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     session: Identifier
     tenant: U64 = 0
-    """``stable_u64`` of the tenant's name: sessions of tenants are apart, whatever names they choose."""
+    """``tenant_key`` of the tenant: sessions of tenants are apart, whatever names they choose."""
     parent: Identifier = ""
     """The session that it forked from, as far as prompts show it."""
     after_tool: bool = False

@@ -156,8 +156,8 @@ def test_what_trtllm_serve_cannot_have_is_refused(changes: dict[str, Any], words
         ("sglang", {"engine_argument": ("--disaggregation-mode", "decode")}, "give --role"),
         ("trtllm-serve", {"engine_argument": ("--disable_kv_cache_reuse",)}, "nothing to route by"),
         ("vllm", {"model_path": "/m", "kv_events_endpoint": ("tcp://127.0.0.1:1",)}, "it is for a server that runs"),
-        ("vllm", {"engine_url": "http://a", "engine_argument": ("--x",)}, "for a server that the worker starts"),
-        ("vllm", {"engine_url": "http://a", "engine_port": 5}, "for a server that the worker starts"),
+        ("vllm", {"engine_url": ("http://a",), "engine_argument": ("--x",)}, "for a server that the worker starts"),
+        ("vllm", {"engine_url": ("http://a",), "engine_port": 5}, "for a server that the worker starts"),
     ],
 )
 def test_arguments_that_are_the_workers_to_give_are_refused_by_name(
@@ -169,7 +169,7 @@ def test_arguments_that_are_the_workers_to_give_are_refused_by_name(
 
 def test_a_model_path_that_is_the_routers_disturbs_no_worker_in_front_of_a_server(tmp_path: Path) -> None:
     settings = engine_definition("vllm").settings.model_validate(
-        {"engine_url": "http://a", "model_path": str(tmp_path)}
+        {"engine_url": ("http://a",), "model_path": str(tmp_path)}
     )
     assert not settings.starts_server
 

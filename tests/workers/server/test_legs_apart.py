@@ -112,7 +112,7 @@ async def pool_of(engine: str, servers: Servers) -> AsyncIterator[Pool]:
                 engine_definition(engine).settings,
                 {
                     "worker_id": role,
-                    "engine_url": server.url,
+                    "engine_url": (server.url,),
                     "role": role,
                     "kv_block_size": BLOCK,
                     "consolidator": at.ingest,

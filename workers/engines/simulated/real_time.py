@@ -23,7 +23,7 @@ from poolgrid.wire.hashing import TOKEN_BYTES
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.limits import TEXT_CHARS_MAX
 from poolgrid.wire.requests import FinishReason, Generate, KvOffered, TokenDelta, TokenLogprobs
-from poolgrid.workers.core.cache_facts import ReportedBlocks
+from poolgrid.workers.core.cache_facts import ReportedBlocks, RestatedEvent
 from poolgrid.workers.core.kv_fetches import KvWanted
 from poolgrid.workers.core.refusal import BrokenError, RefusedError
 from poolgrid.workers.core.timing import TimingModel
@@ -180,7 +180,7 @@ class RealTimeSimulatedEngine(AlwaysWell):
     def resident_blocks(self, dp_rank: int = 0) -> list[BlocksStored]:
         return self._core.resident_blocks()
 
-    def restate(self, dp_rank: int = 0) -> list[BlocksStored]:
+    def restate(self, dp_rank: int = 0) -> list[RestatedEvent]:
         return self._reported.restate()
 
     async def run(self, deliver: Callable[[EngineReport], None]) -> None:

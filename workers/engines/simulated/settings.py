@@ -13,6 +13,7 @@ from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, LORAS_PER_WORKER_MAX
 from poolgrid.workers.core.timing import PUBLISHED, SPEEDUP_MAX, TIMINGS, Timing
 from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
+from poolgrid.workers.engines.simulated.core.kv_groups import parse_groups
 from poolgrid.workers.engines.simulated.core.kv_transfer import (
     KEPT_TRANSFERS_MAX_DEFAULT,
     KV_BYTES_PER_TOKEN_DEFAULT,
@@ -65,6 +66,15 @@ class SimulatedWorkerSettings(TensorSettings):
     )
     total_kv_blocks: int = Field(
         16_384, ge=1, le=BLOCKS_PER_EVENT_MAX, description="Set the number of KV blocks on the device."
+    )
+    kv_groups: str = Field(
+        "",
+        max_length=256,
+        examples=["window:1024", "state:512"],
+        description=(
+            "Simulate a hybrid model with these KV groups besides full attention: window:TOKENS, state:TOKENS, "
+            "separated by spaces. Unset = full attention alone."
+        ),
     )
     host_kv_blocks: ClassVar[int] = 0
     """KV blocks in host memory, which receive evicted blocks: none."""
@@ -182,6 +192,7 @@ class SimulatedWorkerSettings(TensorSettings):
             max_num_tokens=self.max_num_tokens,
             max_sequence_length=self.max_seq_len,
             max_waiting_requests=self.max_waiting_requests,
+            kv_groups=parse_groups(self.kv_groups),
         )
 
     @property

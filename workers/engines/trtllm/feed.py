@@ -22,7 +22,7 @@ from typing import Any
 from poolgrid.kv_events.cache_events import AnyEngineEvent
 from poolgrid.process.clock import Clock
 from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
+from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared, GroupsReported
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.core.event_translation import EventTranslator, NameMedia, RootSeed
 from poolgrid.workers.engines.server.cache_events import FollowedEvents
@@ -34,7 +34,7 @@ from poolgrid.workers.engines.trtllm.reader import EVENTS, STATISTICS, EngineRea
 
 log = logging.getLogger(__name__)
 
-WireCacheEvent = BlocksStored | BlocksRemoved | CacheCleared
+WireCacheEvent = BlocksStored | BlocksRemoved | CacheCleared | GroupsReported
 OnCache = Callable[[int, list[WireCacheEvent]], None]
 OnLoad = Callable[[int, EngineStatistics], None]
 

@@ -54,6 +54,8 @@ _GOES_ON: Final = frozenset(("prefilled", "encoded", "migrated"))
 SessionKey = tuple[int, str]
 """Tenant and name."""
 
+_NO_TURNS: Final[Mapping[str, Turn]] = {}
+
 _replace = msgspec.structs.replace
 
 
@@ -68,6 +70,8 @@ class SessionTable:
         """The same order for each tenant."""
         self._turns: dict[str, Turn] = {}
         """Running turns, by dispatch."""
+        self._running: dict[SessionKey, dict[str, Turn]] = {}
+        """The same by session."""
         self.gaps: tuple[Gap, Gap, Gap] = NO_GAPS
         """Of all sessions together, for those that have none of their own yet."""
 
@@ -99,9 +103,7 @@ class SessionTable:
 
     def running_of(self, session: Session) -> list[Turn]:
         """Return the running turns of a session."""
-        if not session.running:
-            return []
-        return [turn for turn in self._turns.values() if (turn.tenant, turn.session) == (session.tenant, session.name)]
+        return list(self._running.get((session.tenant, session.name), _NO_TURNS).values())
 
     def state(self, session: Session) -> str:
         """Return ``running``, ``waiting`` (all its running turns wait in their engines) or ``idle``."""
@@ -123,7 +125,7 @@ class SessionTable:
 
     def home(self, session: Session) -> WorkerKey | None:
         """Return the worker of the session's latest turn; ``None`` when it has left or lost its cache."""
-        for turn in self._turns.values():
+        for turn in self.running_of(session):
             if request_of(turn.request_id) == session.request_id:
                 return WorkerKey(WorkerId(turn.worker_id), turn.dp_rank)
         if not session.footprints:
@@ -169,7 +171,7 @@ class SessionTable:
         is_same = session is not None and session.request_id == request_id
         self._withdraw([event.request_id])
         if is_same:
-            self._withdraw([each for each in self._turns if request_of(each) == request_id])
+            self._withdraw([each for each in self._running.get(key, _NO_TURNS) if request_of(each) == request_id])
         session = self._sessions.get(key)
         if session is None:
             self._make_room(now_ms)
@@ -180,9 +182,8 @@ class SessionTable:
         if given.anchor and not (is_same and tails):
             tail = Tail(request_id, given.tail, given.anchor, event.isl, given.residual)
             tails = (*tails, tail)[-SESSION_TAILS_MAX:]
-        self._turns[event.request_id] = Turn(
-            event.request_id, given.tenant, given.session, record.worker_id, record.dp_rank, given.tail
-        )
+        turn = Turn(event.request_id, given.tenant, given.session, record.worker_id, record.dp_rank, given.tail)
+        self._add(turn)
         self._keep(
             _replace(
                 session,
@@ -199,9 +200,24 @@ class SessionTable:
     def _withdraw(self, dispatch_ids: Iterable[str]) -> None:
         """Forget turns that another dispatch replaces."""
         for dispatch_id in dispatch_ids:
-            turn = self._turns.pop(dispatch_id, None)
+            turn = self._take(dispatch_id)
             if turn is not None and (session := self._sessions.get((turn.tenant, turn.session))) is not None:
                 self._sessions[turn.tenant, turn.session] = _replace(session, running=max(0, session.running - 1))
+
+    def _add(self, turn: Turn) -> None:
+        self._turns[turn.request_id] = turn
+        self._running.setdefault((turn.tenant, turn.session), {})[turn.request_id] = turn
+
+    def _take(self, dispatch_id: str) -> Turn | None:
+        """Remove a turn and return it, if it is known."""
+        turn = self._turns.pop(dispatch_id, None)
+        if turn is not None:
+            key = (turn.tenant, turn.session)
+            of_session = self._running[key]
+            del of_session[dispatch_id]
+            if not of_session:
+                del self._running[key]
+        return turn
 
     def _after_gap(self, session: Session, kind: Ending, now_ms: int) -> Session:
         gap_ms = min(GAP_MAX_MS, max(0, now_ms - session.ended_ms))
@@ -231,7 +247,7 @@ class SessionTable:
             self._end(turn, event.reason, record.recorded_ms)
 
     def _end(self, turn: Turn, reason: str, now_ms: int) -> None:
-        del self._turns[turn.request_id]
+        self._take(turn.request_id)
         session = self._sessions.get((turn.tenant, turn.session))
         if session is None:
             return
@@ -307,7 +323,10 @@ class SessionTable:
             self._forget(tenant, next(iter(self._of_tenant[tenant])))
 
     def _forget(self, tenant: int, name: str) -> None:
+        """Forget a session with its running turns, of which some may have lost their end with their worker's events."""
         del self._sessions[tenant, name]
+        for dispatch_id in self._running.pop((tenant, name), _NO_TURNS):
+            del self._turns[dispatch_id]
         names = self._of_tenant[tenant]
         del names[name]
         if not names:
@@ -327,7 +346,10 @@ class SessionTable:
         self._of_tenant.clear()
         for session in snapshot.sessions[-self._capacity :]:
             self._keep(session)
-        self._turns = {turn.request_id: _replace(turn) for turn in snapshot.turns}
+        self._turns.clear()
+        self._running.clear()
+        for turn in snapshot.turns:
+            self._add(_replace(turn))
         self.gaps = snapshot.gaps
 
 

@@ -15,6 +15,7 @@ from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.process.figures import counted
 from poolgrid.process.terminal_table import TerminalTable, terminal
 from poolgrid.router.core.policy import Policy
+from poolgrid.router.decision_journal.entries import RouterSettingsNoted
 from poolgrid.router.decision_journal.traffic import RecordedTraffic, Recording, read_recording
 from poolgrid.tools.bench.agents import PREFIX_TOKENS, AgentDraws
 from poolgrid.tools.bench.trace import TraceError, read_trace
@@ -47,8 +48,8 @@ class RecordingStage:
     workers: int
     limits: SimulatedLimits
     timing: TimingModel
-    recorded_settings: dict[str, Any] = field(default_factory=dict)
-    """Settings of the recorded router; empty for a trace."""
+    noted: RouterSettingsNoted | None = None
+    """What the recorded router noted of itself; ``None`` for a trace."""
     measured: dict[str, Any] | None = None
     """What was measured while it was recorded, by the keys of a simulation's report."""
     remarks: list[str] = field(default_factory=list)
@@ -178,7 +179,7 @@ def load_recording(directory: str, decisions: str | None, settings: EngineSettin
         settings.workers or max(1, recording.shape.workers),
         _limits(workload, limits),
         timing_of(settings, speedup),
-        dict(recording.settings.settings) if recording.settings is not None else {},
+        recording.settings,
         measured(requests),
         [*_remarks(recording), *_remarks_on_speed(settings.speedup, speedup)],
     )

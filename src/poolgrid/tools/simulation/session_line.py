@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from poolgrid.router.core.candidates import Candidates, RoutingRequest
-from poolgrid.router.core.policy import Choice, KvAware
+from poolgrid.router.core.kv_policy import KvAware
+from poolgrid.router.core.learned_speeds import LearnedSpeeds
+from poolgrid.router.core.policy import Choice
+from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.working_set import AGE_MS, Turn, WorkingSet
 from poolgrid.serving.fair_queue import FairQueue, QueuedRequest, QueueOrder
 from poolgrid.tools.simulation.workload import NEVER, SimulatedRequest
@@ -122,11 +125,15 @@ class Sticky:
     """Every call goes to the worker of its session's first one, which ``kv`` chooses: affinity by session id."""
 
     name = "sticky"
+    compares_numbers = True
     needs_overlap = True
 
     def __init__(self, kv: KvAware) -> None:
         self._kv = kv
         self._homes: dict[str, WorkerKey] = {}
+
+    def observer(self, index: PrefixIndex) -> LearnedSpeeds:
+        return LearnedSpeeds()
 
     def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
         session = request.request_id.rpartition("-")[0]

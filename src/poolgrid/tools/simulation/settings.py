@@ -65,11 +65,6 @@ class SimulationSettings(EngineSettings):
         ),
     )
     kv_block_size: int = Field(64, ge=1, le=65_536, description="Set the number of tokens in a KV block.")
-    queue_weight: float = Field(0.25, ge=0, le=1000, description="Set the cost of queued prompt tokens.")
-    decode_weight: float = Field(0.02, ge=0, le=1000, description="Set the cost of one KV block of active requests.")
-    temperature: float = Field(
-        0.0, ge=0, le=1000, description="Sample workers by cost with this temperature; 0 = take the cheapest."
-    )
     routers: int = Field(
         1,
         ge=1,
@@ -99,14 +94,6 @@ class WhatIfSettings(EngineSettings):
         None,
         examples=[*SIMULATED_POLICIES, "kv+sessions"],
         description="Replay with these policies, or with session admission (+sessions). Unset = the recorded one.",
-    )
-    overlap_weight: str | None = Field(
-        None, description="Multiply the recorded credit for reusable blocks by this; 0 ignores caches."
-    )
-    queue_weight: str | None = Field(None, description="Set the cost of queued prompt tokens.")
-    decode_weight: str | None = Field(None, description="Set the cost of one KV block of active requests.")
-    temperature: str | None = Field(
-        None, description="Sample workers by cost with this temperature; 0 = take the cheapest."
     )
     as_json: bool = Field(False, description="Print the figures to standard output as JSON instead of a table.")
     out: Path | None = Field(None, description="Write the figures to this file too, as JSON.")

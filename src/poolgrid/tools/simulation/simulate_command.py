@@ -13,8 +13,8 @@ from poolgrid.cli.journal_directory import UsageError, journal_errors
 from poolgrid.cli.options import with_settings
 from poolgrid.process.figures import number, percent
 from poolgrid.process.terminal_table import Heading, TerminalTable
-from poolgrid.router.core.cost import CostWeights
-from poolgrid.router.core.policy import KvAware, Policy
+from poolgrid.router.core.kv_policy import KvAware
+from poolgrid.router.core.policy import Policy
 from poolgrid.router.policy_loading import PolicyError, make_policy
 from poolgrid.tools.simulation.conditions import SpeedError, WorkerSpeeds
 from poolgrid.tools.simulation.pool import RouterFleet
@@ -86,20 +86,19 @@ def _simulate(trace: Path | None, settings: SimulationSettings) -> None:
 
 
 def _policies(settings: SimulationSettings) -> dict[str, Policy]:
-    weights = CostWeights(queue_weight=settings.queue_weight, decode_weight=settings.decode_weight)
     policies: dict[str, Policy] = {}
     default = TRACE_POLICIES if settings.agents is None else AGENT_POLICIES
     given = default if settings.policy is None else settings.policy
     for name in [each.strip() for each in given.split(",") if each.strip()] or [""]:
         policy, _ = split_admission(name)
         if policy == Sticky.name:
-            policies[name] = Sticky(KvAware(weights, settings.temperature))
+            policies[name] = Sticky(KvAware())
             continue
         if policy not in SIMULATED_POLICIES and ":" not in policy:
             allowed = f"{', '.join(SIMULATED_POLICIES)}, sticky, or module:Class"
             raise UsageError(f"policy {name!r} is unknown, allowed are {allowed}, each also with +sessions behind it")
         try:
-            policies[name] = make_policy(policy, weights, settings.temperature)
+            policies[name] = make_policy(policy)
         except PolicyError as error:
             raise UsageError(str(error)) from None
     return policies

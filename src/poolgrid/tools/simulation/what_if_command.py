@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -15,15 +13,15 @@ from poolgrid.cli.journal_directory import UsageError, journal_errors
 from poolgrid.cli.options import with_settings
 from poolgrid.process.figures import counted, number, percent
 from poolgrid.process.terminal_table import Heading, TerminalTable
-from poolgrid.router.core.cost import CostWeights
-from poolgrid.router.policy_loading import make_policy
+from poolgrid.router.core.kv_policy import KvAware
+from poolgrid.router.core.policy import Policy
+from poolgrid.router.decision_journal.entries import MILLISECONDS_VERSION
+from poolgrid.router.decision_journal.opening import policy_of
+from poolgrid.router.policy_loading import FORMER_POLICIES, make_policy
 from poolgrid.tools.simulation.pool import RouterFleet
 from poolgrid.tools.simulation.recording import RecordingStage, load_recording, show_report
 from poolgrid.tools.simulation.session_line import split_admission
 from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, WhatIfSettings
-
-VARIANTS_MAX = 64
-"""Simulations of one command; more of them nobody compares by eye."""
 
 FIGURES: tuple[tuple[float, tuple[str, ...]], ...] = (
     (100.0, ("cached_token_ratio",)),
@@ -35,14 +33,10 @@ FIGURES: tuple[tuple[float, tuple[str, ...]], ...] = (
 )
 """Factor of each column of the table, and the place of its figure in a report."""
 
-_SWEPT = ("overlap_weight", "queue_weight", "decode_weight", "temperature")
-
 BASICS = (
     "policy",
     "workers",
     "timing",
-    "overlap_weight",
-    "queue_weight",
     "decisions",
     "requests",
     "out",
@@ -66,13 +60,10 @@ def run_what_if(directory: str, settings: WhatIfSettings) -> int:
         if fault := cannot_write(settings.out):
             raise UsageError(f"--out: {fault}; nothing was simulated")
         stage = load_recording(directory, settings.decisions, settings)
-        variants = variants_of(settings, stage)
         reports: dict[str, dict[str, Any]] = {}
-        for variant in variants:
-            name, admission = split_admission(variant.policy)
-            policy = make_policy(name, variant.weights, variant.temperature)
-            played = stage.play(variant.name, policy, admission=admission)
-            reports[variant.name] = {**played, "settings": variant.settings()}
+        for name, policy in variants_of(settings, stage).items():
+            played = stage.play(name, policy, admission=split_admission(name)[1])
+            reports[name] = {**played, "settings": {"policy": policy.name}}
         for remark in stage.remarks:
             click.echo(remark, err=True)
         report = stage.report(settings.speed, reports, RouterFleet(), measured=stage.measured)
@@ -80,89 +71,25 @@ def run_what_if(directory: str, settings: WhatIfSettings) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """Settings of a router."""
-
-    name: str
-    policy: str
-    weights: CostWeights
-    temperature: float
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings by their names in the router."""
-        return {"policy": self.policy, **asdict(self.weights), "temperature": self.temperature}
-
-
-def variants_of(settings: WhatIfSettings, stage: RecordingStage) -> list[Variant]:
-    """Return the recorded settings and every combination of the given ones; raises ``UsageError``."""
-    recorded = stage.recorded_settings
-    weights = _scaled(
-        CostWeights(**{name: float(recorded[name]) for name in CostWeights.__dataclass_fields__ if name in recorded}),
-        float(recorded.get("overlap_weight", 1.0)),
-    )
-    policy = str(recorded.get("policy", "kv"))
-    if policy not in SIMULATED_POLICIES:
-        stage.remarks.append(f"the recorded policy {policy} cannot be simulated; kv stands in for it")
-        policy = "kv"
-    base = Variant("recorded", policy, weights, float(recorded.get("temperature", 0.0)))
-    policies = _words(settings.policy) or [policy]
-    for name in policies:
+def variants_of(settings: WhatIfSettings, stage: RecordingStage) -> dict[str, Policy]:
+    """Return the recorded policy and the given ones; raises ``UsageError``."""
+    noted = stage.noted
+    recorded = KvAware.name if noted is None else str(noted.settings.get("policy", KvAware.name))
+    if noted is None or recorded not in {*SIMULATED_POLICIES, *FORMER_POLICIES}:
+        stage.remarks.append(f"the recorded policy {recorded} cannot be simulated; kv stands in for it")
+        variants = {"recorded": make_policy(KvAware.name)}
+    else:
+        variants = {"recorded": policy_of(noted)}
+    is_former = noted is not None and noted.inputs_version < MILLISECONDS_VERSION
+    names = [word.strip() for word in (settings.policy or "").split(",") if word.strip()]
+    for name in names:
         if split_admission(name)[0] not in SIMULATED_POLICIES:
-            allowed = ", ".join(SIMULATED_POLICIES)
-            raise UsageError(
-                f"--policy: {name!r} is unknown, allowed are {allowed}, each also with +sessions behind it"
-            )
-    swept = {name: _numbers(name, getattr(settings, name)) for name in _SWEPT}
-    given = {name: values for name, values in swept.items() if values}
-    variants = [base]
-    for name, values in itertools.product(policies, itertools.product(*given.values())):
-        # Only kv looks at weights; the others are tried once.
-        chosen = dict(zip(given, values, strict=True)) if split_admission(name)[0] == "kv" else {}
-        words = [f"{key.replace('_', '-')}={value:g}" for key, value in chosen.items()]
-        variant = _with(Variant(" ".join([name, *words]), name, weights, base.temperature), chosen)
-        if variant.settings() not in [each.settings() for each in variants]:
-            variants.append(variant)
-    if len(variants) > VARIANTS_MAX:
-        raise UsageError(f"{counted(len(variants), 'combination')}, allowed are {VARIANTS_MAX}; nothing was simulated")
+            raise UsageError(f"--policy: {name!r} is unknown, allowed are {', '.join(SIMULATED_POLICIES)}")
+        if name != recorded or is_former:
+            variants[name] = make_policy(split_admission(name)[0])
     if len(variants) == 1:
-        stage.remarks.append("no other settings were given: try --policy, --overlap-weight or --temperature")
+        stage.remarks.append("no other policy was given: try --policy kv,round-robin")
     return variants
-
-
-def _with(variant: Variant, chosen: Mapping[str, float]) -> Variant:
-    weights = replace(
-        _scaled(variant.weights, chosen.get("overlap_weight", 1.0)),
-        **{name: value for name, value in chosen.items() if name in CostWeights.__dataclass_fields__},
-    )
-    return replace(variant, weights=weights, temperature=chosen.get("temperature", variant.temperature))
-
-
-def _scaled(weights: CostWeights, overlap: float) -> CostWeights:
-    """Return weights with another credit for what is cached."""
-    return replace(
-        weights,
-        device_weight=weights.device_weight * overlap,
-        host_weight=weights.host_weight * overlap,
-        disk_weight=weights.disk_weight * overlap,
-    )
-
-
-def _words(text: str | None) -> list[str]:
-    return [word.strip() for word in (text or "").split(",") if word.strip()]
-
-
-def _numbers(name: str, text: str | None) -> list[float]:
-    values = []
-    for word in _words(text):
-        try:
-            value = float(word)
-        except ValueError:
-            value = -1.0
-        if not 0.0 <= value <= 1000.0:
-            raise UsageError(f"--{name.replace('_', '-')}: {word!r}, allowed are numbers from 0 to 1000")
-        values.append(value)
-    return values
 
 
 def difference_table(stage: RecordingStage, reports: Mapping[str, Mapping[str, Any]]) -> TerminalTable:

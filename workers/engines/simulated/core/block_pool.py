@@ -38,6 +38,7 @@ from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.requests import RETENTION_DEFAULT
 from poolgrid.workers.core.cache_facts import chains, stored_chain
 from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder, Link
+from poolgrid.workers.engines.simulated.core.kv_groups import GroupCaches, SimulatedGroup
 
 
 class IdleQueues:
@@ -147,7 +148,14 @@ class Match(NamedTuple):
 class BlockPool:
     """The blocks of one engine."""
 
-    def __init__(self, total_blocks: int, host_blocks: int, block_size: int, recorder: CacheRecorder) -> None:
+    def __init__(
+        self,
+        total_blocks: int,
+        host_blocks: int,
+        block_size: int,
+        recorder: CacheRecorder,
+        groups: Sequence[SimulatedGroup] = (),
+    ) -> None:
         for name, value, lowest in (
             ("total_blocks", total_blocks, 1),
             ("host_blocks", host_blocks, 0),
@@ -163,6 +171,7 @@ class BlockPool:
         self.now_ms = 0.0
         """The caller's time, by which priorities lapse."""
         self._recorder = recorder
+        self._groups = GroupCaches(groups, block_size, total_blocks, recorder) if groups else None
         self._refs: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._host: OrderedDict[int, None] = OrderedDict()
@@ -190,7 +199,14 @@ class BlockPool:
         return self.total_blocks - len(self._refs) + len(self._idle) + len(self._idle_kept) - self._private
 
     def match(self, hashes: Sequence[int], limit: int) -> Match:
-        """Return how many of the first ``limit`` blocks of a prefix are cached. Changes nothing."""
+        """Return how many of the first ``limit`` blocks of a prefix can be reused. Changes nothing."""
+        found = self._match(hashes, limit)
+        if self._groups is None:
+            return found
+        depth = self._groups.resumable(hashes, found.device + found.host)
+        return self._match(hashes, depth)
+
+    def _match(self, hashes: Sequence[int], limit: int) -> Match:
         refs = self._refs
         device = idle = host = 0
         for sequence_hash in hashes[:limit]:
@@ -279,6 +295,8 @@ class BlockPool:
         refs = self._refs
         self._private -= end - start
         self.version += 1
+        if self._groups is not None:
+            self._groups.store(hashes, start, end)
         at = start
         returned: list[int] = []
         # What is there already comes first: every ancestor of a block is on some tier (rule 3).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from poolgrid.wire.events import GroupsReported
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.core.cache_facts import CacheEvent, CacheFacts
 
@@ -38,5 +39,9 @@ class CacheRecorder:
     def moved(self, links: Sequence[Link], source: Tier, target: Tier) -> None:
         self._facts.moved(links, source, target)
 
-    def take(self) -> list[CacheEvent]:
+    def tell(self, event: CacheEvent | GroupsReported) -> None:
+        """Note an event about KV groups other than full attention."""
+        self._facts.append(event)
+
+    def take(self) -> list[CacheEvent | GroupsReported]:
         return self._facts.take()

@@ -42,6 +42,7 @@ from poolgrid.workers.core.timing import PolynomialTiming, TimingModel
 from poolgrid.workers.engines.simulated.core.block_pool import BlockPool
 from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
 from poolgrid.workers.engines.simulated.core.guided_tokens import Guides
+from poolgrid.workers.engines.simulated.core.kv_groups import SimulatedGroup
 from poolgrid.workers.engines.simulated.core.kv_transfer import (
     KvSource,
     TransferModel,
@@ -80,6 +81,8 @@ class SimulatedLimits:
     """Prompt and output tokens of one request."""
     max_waiting_requests: int = 4096
     """Requests that wait for a place; one more is refused (another worker may take it)."""
+    kv_groups: tuple[SimulatedGroup, ...] = ()
+    """KV groups of the model besides full attention."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "total_kv_blocks", "max_batch_size", "max_num_tokens", "max_waiting_requests"):
@@ -192,7 +195,11 @@ class SimulatedEngine:
         self.vocabulary = vocabulary or Vocabulary()
         self._timing = timing or PolynomialTiming()
         self._pool = BlockPool(
-            limits.total_kv_blocks, limits.host_kv_blocks, limits.block_size, recorder or CacheRecorder()
+            limits.total_kv_blocks,
+            limits.host_kv_blocks,
+            limits.block_size,
+            recorder or CacheRecorder(),
+            limits.kv_groups,
         )
         self._transfer = transfer or TransferModel()
         self._source = source or KvSource()

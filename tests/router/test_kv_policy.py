@@ -1,7 +1,8 @@
-"""The policy ``predicted`` counts in milliseconds, and learns what they are."""
+"""The policy ``kv`` counts in milliseconds, and learns what they are."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import msgspec
@@ -12,10 +13,10 @@ from poolgrid.router.core.candidates import EXPECTED_MS, RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.engine_times import PUBLISHED, StepCurve
 from poolgrid.router.core.inputs import WorkerWanted
+from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.learned_speeds import KEPT, OWN_MS, PACE, PRIOR_MS, LearnedSpeeds
 from poolgrid.router.core.policy import Planner
 from poolgrid.router.core.selector import Selector
-from poolgrid.router.policies.predicted.policy import Predicted
 from poolgrid.wire.card import StepTimes
 from poolgrid.wire.events import PrefillCompleted, RequestStarted, WorkerJoined
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
@@ -28,7 +29,7 @@ LONG = RoutingRequest("long", "m", 250 * BLOCK_SIZE, BLOCK_SIZE, 250)
 
 def make_pool(*names: str) -> tuple[Pool, Selector]:
     pool = Pool()
-    selector = pool.selector(Predicted())
+    selector = pool.selector(KvAware())
     pool.join(*names, card=make_card(max_sequence_length=100_000))
     return pool, selector
 
@@ -100,7 +101,7 @@ def test_a_worker_that_took_three_times_as_long_is_avoided_although_it_holds_mor
 
 def test_step_times_of_a_card_are_begun_with() -> None:
     pool = Pool()
-    selector = pool.selector(Predicted())
+    selector = pool.selector(KvAware())
     slow = StepTimes(((1, 100.0), (1000, 300.0)), ((0.0, 50.0),))
     pool.say(worker_key("a"), WorkerJoined(make_card()))
     pool.say(worker_key("b"), WorkerJoined(msgspec.structs.replace(make_card(), step_times=slow)))
@@ -114,7 +115,7 @@ def test_step_times_of_a_card_are_begun_with() -> None:
 
 def test_a_decode_worker_is_chosen_by_its_steps() -> None:
     pool = Pool()
-    selector = pool.selector(Predicted())
+    selector = pool.selector(KvAware())
     pool.join("a", "b", card=make_card(role=Role.DECODE))
     pool.say(worker_key("a"), RequestStarted("x", 100, 100, 400))
 
@@ -222,10 +223,12 @@ def test_a_plan_waits_for_the_worker_that_holds_the_prompt_and_says_who_comes_be
     path = list(range(1000, 2500))
     pool.say(a, stored(path[:1200]), RequestStarted("x", 1000, 0, 0))
 
-    assert planner_of(selector).plan([wanted("r", path, 1500)]) == [], "the other one would compute all of it"
+    both = [wanted("longer", path[:1100], 1500), wanted("r", path, 1500)]
+    assert planner_of(selector).plan(both) == [], "the other one would compute all of it"
+    assert planner_of(selector).plan(both[1:]) == [(0, {})], "alone it goes at once"
 
     pool.say(a, PrefillCompleted("x"))
-    assert planner_of(selector).plan([wanted("longer", path[:1100], 1500), wanted("r", path, 1500)]) == [(1, {a: 1})]
+    assert planner_of(selector).plan(both) == [(1, {a: 1})]
 
 
 def test_a_plan_begins_with_one_whom_nobody_can_serve_now() -> None:
@@ -235,4 +238,35 @@ def test_a_plan_begins_with_one_whom_nobody_can_serve_now() -> None:
 
     assert planner_of(selector).plan([wanted("s", PATH), too_long]) == [(1, {}), (0, {})]
     assert not planner_of(selector).can_plan(too_long)
-    assert planner_of(Pool().selector(Predicted())).plan([too_long]) == [(0, {})]
+    assert planner_of(Pool().selector(KvAware())).plan([too_long]) == [(0, {})]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_few_workers_cost_the_same_bits_as_many(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = random.Random(seed)
+    pool = Pool()
+    selector = pool.selector(KvAware())
+    workers = pool.join(*"abcd"[: source.randrange(1, 5)], card=make_card(max_sequence_length=100_000))
+    for number in range(30):
+        isl = source.randrange(16, 20_000)
+        asked = RoutingRequest(
+            f"r{number}", "m", isl, 16, -(-isl // 16), stage=source.choice([Stage.WHOLE, Stage.WHOLE, Stage.DECODE]),
+            ttft_target_ms=source.choice([0.0, 0.0, 100.0]),
+        )  # fmt: skip
+        behind = {worker: source.randrange(3) for worker in workers if source.random() < 0.2}
+        path = [source.randrange(3) * 10_000 + block for block in range(isl // 16)]
+        down = {each: "down" for each in workers[1:] if source.random() < 0.1}
+        ask = WorkerWanted(asked, path, 40.0 * number, 0, down, behind=behind)
+        few = selector.select(ask)
+        if not isinstance(few, Decision):
+            continue  # they are busy
+        with monkeypatch.context() as patch:
+            patch.setattr(selector, "_compares_numbers", False)
+            many = decided(selector.select(ask))
+        assert few.explanation() == many.explanation()
+        assert list(few.choice.terms) == list(many.choice.terms)
+        selector.book(few, path, 40.0 * number)
+        if source.random() < 0.7:
+            pool.say(few.worker, RequestStarted(f"r{number}", isl, 0, 5), stored(path))
+        if source.random() < 0.5:
+            pool.say(few.worker, PrefillCompleted(f"r{number}"))

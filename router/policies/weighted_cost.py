@@ -1,4 +1,5 @@
-"""What it would cost to serve a request on each worker, in units of blocks.
+"""Costs in blocks: the field's formula, to compare with, and its weights with which ``kv`` decided before costs were in
+milliseconds, to replay recordings of then.
 
 The field's formula (Dynamo's documentation of its KV router), with two weights it does not have:
 
@@ -8,19 +9,22 @@ The field's formula (Dynamo's documentation of its KV router), with two weights 
 
 ``potential_decode_blocks`` are the blocks of the worker's active requests plus this request's own. With both new
 weights at 1 it is the field's, to the digit: ISL of 10 blocks, nothing queued, overlaps 2, 5 and 8, decode blocks 10, 5
-and 9 give the costs 18, 10 and 11, and the second wins. The defaults are lower because on real conversations a full
-weight trades far more reuse than the balance is worth (measured in ``docs/decisions/0002-cost-weights.md``).
+and 9 give the costs 18, 10 and 11, and the second wins. The former
+defaults are lower: on real conversations a full weight trades far more reuse than the balance is worth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeVar
 
 import numpy as np
 
-from poolgrid.router.core.candidates import Candidates, Column, FloatArray, RoutingRequest
+from poolgrid.router.core.candidates import Candidates, Choice, Column, FloatArray, RoutingRequest
+from poolgrid.router.core.policy import PolicyOptions, lowest
+from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.identifiers import Stage
 
 TERMS: Final = ("overlap_credit", "adjusted_prefill", "potential_decode_blocks")
@@ -101,3 +105,48 @@ def softmax_weights(costs: FloatArray, temperature: float) -> FloatArray:
     weights: FloatArray = np.exp(logits)
     shares: FloatArray = weights / weights.sum()
     return shares
+
+
+_SAMPLE_SEED: Final = 2
+
+FIELD_WEIGHTS: Final = CostWeights(queue_weight=1.0, decode_weight=1.0)
+"""The weights with which the cost is the field's."""
+
+
+class WeightedCost:
+    """The lowest weighted sum of uncached prefill, queued prefill and decode load, or a sample by it."""
+
+    name = "kv"
+    needs_overlap = True
+    compares_numbers = True
+
+    def __init__(self, weights: CostWeights | None = None, temperature: float = 0.0) -> None:
+        self.weights = weights if weights is not None else CostWeights()
+        self.temperature = temperature
+
+    def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
+        """Choose the lowest cost, or sample by cost when the temperature is above 0."""
+        costs = cost_columns(request, candidates, self.weights)[-1]
+        terms = partial(_terms, request, candidates, self.weights)
+        if self.temperature > 0.0 and len(costs) > 1:
+            shares = np.cumsum(softmax_weights(np.asarray(costs), self.temperature))
+            point = stable_u64(request.drawn_by, _SAMPLE_SEED) / 2**64
+            row = min(int(np.searchsorted(shares, point, side="right")), len(costs) - 1)
+            return Choice(row, "sampled", costs, terms)
+        row, reason = lowest(costs, request)
+        return Choice(row, reason, costs, terms)
+
+
+def _terms(request: RoutingRequest, candidates: Candidates, weights: CostWeights) -> dict[str, Column]:
+    """Return the terms of a choice, worked out again: they are rarely asked for, and are half of what it takes."""
+    return dict(zip(TERMS, cost_columns(request, candidates, weights), strict=False))
+
+
+class FieldCost(WeightedCost):
+    """The field's formula, whatever weights there were."""
+
+    name = "field"
+
+    @classmethod
+    def configured(cls, options: PolicyOptions) -> FieldCost:
+        return cls(FIELD_WEIGHTS)

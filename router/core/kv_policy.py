@@ -1,0 +1,277 @@
+"""The policy ``kv``: the least cost in milliseconds, for the request and for those that are there and will come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from poolgrid.router.core.batch_planner import BatchPlanner
+from poolgrid.router.core.candidates import (
+    EXPECTED_MS,
+    Candidates,
+    Choice,
+    Column,
+    FloatArray,
+    Forecast,
+    RoutingRequest,
+)
+from poolgrid.router.core.delay import DECODING_WORTH, PromptCost, WorkerDelay, decode_step_ms, prompt_cost
+from poolgrid.router.core.engine_times import DISK_WORTH, HOST_WORTH, Engines, FewEngines, uncached_tokens
+from poolgrid.router.core.learned_speeds import OWN_MS, PACE, LearnedSpeeds
+from poolgrid.router.core.policy import lowest
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.router.core.selector import Selector
+from poolgrid.wire.identifiers import Stage
+
+TARGET_MARGIN = 1.25
+"""By how much a first token may be later than expected and still be within its target."""
+
+EARLY_WORTH, LATE_WORTH = 0.1, 10.0
+"""What a millisecond is worth that a first token comes within its target, and after it."""
+
+AGAIN_WORTH: Final = 1.0
+"""What a millisecond is worth that computes again what another worker holds: it displaces as much of what is cached,
+and the next turn finds half of its history here and half there. At 0 every eighteenth later turn of a simulated peak
+load leaves, at 1 every fortieth; at 2 first turns stay with their system prompts instead of spreading."""
+
+NEXT_WORTH, EVEN = 2.0, 1.25
+"""How many typical prompts it costs, at most, to come to a worker that was sent more than its share of late: the next
+turns of a conversation will come there too. Up to ``EVEN`` times the mean, workers count as equally used."""
+
+TERMS: Final = (
+    "uncached_tokens", EXPECTED_MS, OWN_MS, "joined_ms", "crowding_ms", PACE, "decoding_ms", "again_ms", "next_ms",
+)  # fmt: skip
+
+
+class KvAware:
+    """Least time to the first token, and least delay of others, in milliseconds that are learned per worker.
+
+        cost     = expected + own + joined + decoding              of the worker alone: poolgrid.router.core.delay
+                   + crowding + again + next + behind
+        crowding = rate · (after² − before²) / 2                   who would have been free of a queue
+        again    = AGAIN_WORTH · (own − own of the worker that holds most)
+        next     = NEXT_WORTH · typical · (how far its load of late is above EVEN times the mean: 0 to 1)
+        behind   = pace · own · (who waits at the router, to be computed behind it)
+
+    What a prompt takes of others is counted at pace 1: a slow worker's requests wait longer for it, and are fewer.
+    Step times are those of a worker's card, its pace is learned from its first tokens
+    (``poolgrid.router.core.learned_speeds``). Nothing is set by anybody.
+
+    An engine's step ends for all prompts in it at once. Those that would be in the last step of the queue are delayed
+    by the part of this prompt that joins them. So a long prompt keeps away from short ones that have only just come.
+
+    Crowding is of the worker with the shortest queue alone: the next requests would go there. Its queue becomes longer
+    by the prompt, or the next worker is the shortest; until either is worked off, ``rate`` requests a millisecond find
+    a queue of ``after`` in the place of ``before``. So a long prompt does not take the last free worker from short ones
+    where it can as well wait behind another long one.
+
+    A later turn stays where its history is (``again``); a first turn, which finds the same system prompt or none
+    everywhere, goes where least was sent of late (``next``). It plans: of requests that come together, some wait at the
+    router until the worker that is best for them has nothing to compute (``poolgrid.router.core.batch_planner``).
+
+    ``is_former``: as policy ``predicted`` was, without ``decoding``, ``again`` and ``next``; for recordings of then.
+    """
+
+    name = "kv"
+    needs_overlap = True
+
+    def __init__(self, is_former: bool = False) -> None:
+        self._is_former = is_former
+        self.compares_numbers = not is_former
+        if is_former:
+            self.name = "predicted"
+
+    def observer(self, index: PrefixIndex) -> LearnedSpeeds:
+        return LearnedSpeeds()
+
+    def planner(self, selector: Selector) -> BatchPlanner:
+        return BatchPlanner(selector, self.estimate)
+
+    def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
+        """Choose the least cost in milliseconds; who only decodes is chosen by the length of its steps."""
+        engines = candidates.engines
+        if isinstance(engines, FewEngines):
+            return _choice_of_few(request, candidates, engines)
+        assert isinstance(engines, Engines), "it is what the policy's observer describes"
+        paces, blocks = engines.paces, candidates.active_blocks
+        if request.stage is Stage.DECODE:
+            step = paces * engines.decode_ms(blocks + request.blocks)
+            row, reason = lowest(step, request)
+            return Choice(row, reason, step, {"step_ms": step, PACE: paces})
+        uncached = uncached_tokens(request, candidates.device_overlap, candidates.host_overlap, candidates.disk_overlap)
+        costs, terms = self.estimate(np.array((request.ttft_target_ms,)), uncached, candidates)
+        if candidates.behind is not None:
+            behind = candidates.behind * paces * terms[OWN_MS]
+            costs = costs + behind
+            terms["behind_ms"] = behind
+        row, reason = lowest(costs, request)
+        return Choice(row, reason, costs, terms)
+
+    def estimate(
+        self, targets_ms: FloatArray, uncached: FloatArray, candidates: Candidates
+    ) -> tuple[FloatArray, dict[str, FloatArray]]:
+        """Return what prompts would cost on each worker, and the terms of that, without those who would come behind.
+
+        ``uncached`` are the tokens that each worker would compute, at least one: one number a worker, or a row of them
+        for each of several prompts; ``targets_ms`` are within how long each prompt's first token is wanted, or 0.
+        Overlaps of ``candidates`` are not looked at. The same as ``prompt_cost`` for many, to the bit.
+        """
+        engines = candidates.engines
+        assert isinstance(engines, Engines), "it is what the policy's observer describes"
+        paces, blocks = engines.paces, candidates.active_blocks
+        ahead = candidates.prefill_tokens + uncached
+        own = engines.prompt_ms(uncached)
+        queue = np.maximum(own, engines.prompt_ms(ahead) - engines.done_ms)
+        steps = np.ceil(ahead / engines.step_tokens)
+        between = np.where(candidates.requests > 0.0, steps * engines.decode_ms(blocks), 0.0)
+        expected = paces * (queue + between)
+        before = paces * np.maximum(0.0, engines.prompt_ms(candidates.prefill_tokens) - engines.done_ms)
+        crowding = _crowding(before, paces * own, paces * engines.typical_ms, engines.choices_per_ms)
+        queued = np.maximum(1.0, candidates.prefill_tokens)
+        in_last_step = (
+            engines.waiting * (queued - np.floor(queued / engines.step_tokens) * engines.step_tokens) / queued
+        )
+        joined = paces * in_last_step * engines.joined_ms(candidates.prefill_tokens, uncached)
+        others = own + joined + crowding
+        terms = {
+            "uncached_tokens": uncached, EXPECTED_MS: expected, OWN_MS: own,
+            "joined_ms": joined, "crowding_ms": crowding, PACE: paces,
+        }  # fmt: skip
+        if not self._is_former:
+            generating = np.maximum(0.0, candidates.requests - engines.waiting)
+            fixed = np.ceil(uncached / engines.step_tokens) * engines.least_ms()
+            decoding = DECODING_WORTH * paces * generating * np.maximum(0.0, own - fixed)
+            least = np.broadcast_to(uncached.min(axis=-1, keepdims=True), uncached.shape)
+            again = AGAIN_WORTH * np.maximum(0.0, own - engines.prompt_ms(least))
+            loads = engines.recent_load * paces
+            even = EVEN * sum(loads.tolist()) / len(loads)
+            above = np.minimum(1.0, np.maximum(0.0, loads - even) / even) if even > 0.0 else np.zeros(len(loads))
+            following = np.broadcast_to(NEXT_WORTH * engines.typical_ms * above, own.shape)
+            others = others + decoding + again + following
+            terms |= {"decoding_ms": decoding, "again_ms": again, "next_ms": following}
+        costs = expected + others
+        if targets_ms.any():
+            # In time is in time: what counts then is the others, and of those in time the place that is worth least.
+            wanted = targets_ms if uncached.ndim == 1 else targets_ms[:, np.newaxis]
+            late = np.maximum(0.0, expected * TARGET_MARGIN - wanted)
+            costs = np.where(wanted > 0.0, EARLY_WORTH * expected + others + LATE_WORTH * late, costs)
+        return costs, terms
+
+
+def _crowding(queues: FloatArray, own: FloatArray, typical: FloatArray, rate_per_ms: float) -> FloatArray:
+    """Return what a prompt costs those who come next, by worker; all in milliseconds.
+
+    ``queues`` are what each has to do, ``own`` is what the prompt adds (or a row for each of several prompts),
+    ``typical`` what a typical next one would.
+    """
+    crowding = np.zeros(own.shape)
+    if len(queues) > 1:
+        soonest = queues + typical
+        order = np.argsort(soonest, kind="stable")
+        first, second = int(order[0]), int(order[1])
+        before = float(queues[first])
+        after = np.minimum(before + own[..., first], float(soonest[second] - typical[first]))
+        crowding[..., first] = rate_per_ms * (after * after - before * before) / 2.0
+    return crowding
+
+
+# -- few candidates, in plain numbers: the same to the bit ---------------------------------------------------------
+
+
+def _choice_of_few(request: RoutingRequest, candidates: Candidates, engines: FewEngines) -> Choice:
+    workers = _workers_of(candidates, engines)
+    if request.stage is Stage.DECODE:
+        steps = [decode_step_ms(worker, request.blocks) for worker in workers]
+        row, reason = lowest(steps, request)
+        return Choice(row, reason, steps, {"step_ms": steps, PACE: [worker.pace for worker in workers]})
+    _, prompts, *_, costs = _costs_of_few(request, candidates, engines, workers)
+    row, reason = lowest(costs, request)
+    expected_ms, own_ms, _, _ = prompts[row]
+    forecast = Forecast(expected_ms, own_ms, workers[row].pace)
+    return Choice(row, reason, costs, partial(_terms_of_few, request, candidates, engines), forecast)
+
+
+def _workers_of(candidates: Candidates, engines: FewEngines) -> list[WorkerDelay]:
+    return [
+        WorkerDelay(curve, step_tokens, total_blocks, pace, done_ms, queued, blocks, requests, waiting, recent)
+        for (curve, step_tokens, total_blocks, pace, done_ms, waiting, recent), queued, blocks, requests in zip(
+            engines.rows, candidates.prefill_tokens, candidates.active_blocks, candidates.requests, strict=True
+        )
+    ]
+
+
+def _costs_of_few(
+    request: RoutingRequest, candidates: Candidates, engines: FewEngines, workers: Sequence[WorkerDelay]
+) -> tuple[list[float], list[PromptCost], list[float], list[float], list[float], list[float]]:
+    """Return the uncached tokens and what they cost alone, crowding, again, next and the whole cost, by worker."""
+    isl, block_size, target_ms = request.isl, request.block_size, request.ttft_target_ms
+    uncached = [
+        max(1.0, isl - (device + HOST_WORTH * host + DISK_WORTH * disk) * block_size)
+        for device, host, disk in zip(
+            candidates.device_overlap, candidates.host_overlap, candidates.disk_overlap, strict=True
+        )
+    ]
+    prompts = [prompt_cost(worker, tokens) for worker, tokens in zip(workers, uncached, strict=True)]
+    crowding = _crowding_of_few(workers, prompts, engines)
+    least, typical_ms = min(uncached), engines.typical_ms
+    even = EVEN * sum([worker.recent_load * worker.pace for worker in workers]) / len(workers)
+    again, following, costs = [], [], []
+    for worker, tokens, (expected, own, joined, decoding), crowd in zip(
+        workers, uncached, prompts, crowding, strict=True
+    ):
+        extra = 0.0
+        if tokens > least:
+            extra = AGAIN_WORTH * max(0.0, own - worker.curve.one_prompt_ms(least, worker.step_tokens))
+        load = worker.recent_load * worker.pace
+        next_ms = NEXT_WORTH * typical_ms * min(1.0, (load - even) / even) if load > even else 0.0
+        others = own + joined + crowd + decoding + extra + next_ms
+        if target_ms > 0.0:
+            late = max(0.0, expected * TARGET_MARGIN - target_ms)
+            costs.append(EARLY_WORTH * expected + others + LATE_WORTH * late)
+        else:
+            costs.append(expected + others)
+        again.append(extra)
+        following.append(next_ms)
+    if (behind := candidates.behind) is not None:
+        costs = [
+            cost + each * worker.pace * prompt.own_ms
+            for cost, each, worker, prompt in zip(costs, behind, workers, prompts, strict=True)
+        ]
+    return uncached, prompts, crowding, again, following, costs
+
+
+def _crowding_of_few(workers: Sequence[WorkerDelay], prompts: Sequence[PromptCost], engines: FewEngines) -> list[float]:
+    crowding = [0.0] * len(workers)
+    if len(workers) > 1:
+        typical_ms, queues, soonest = engines.typical_ms, [], []
+        for worker in workers:
+            before = 0.0
+            if worker.queued_tokens:
+                queue = worker.curve.one_prompt_ms(worker.queued_tokens, worker.step_tokens)
+                before = worker.pace * max(0.0, queue - worker.done_ms)
+            queues.append(before)
+            soonest.append(before + worker.pace * typical_ms)
+        first = soonest.index(min(soonest))
+        second = min(each for row, each in enumerate(soonest) if row != first)
+        before, pace = queues[first], workers[first].pace
+        after = min(before + pace * prompts[first].own_ms, second - pace * typical_ms)
+        crowding[first] = engines.choices_per_ms * (after * after - before * before) / 2.0
+    return crowding
+
+
+def _terms_of_few(request: RoutingRequest, candidates: Candidates, engines: FewEngines) -> dict[str, Column]:
+    """Return the terms of a choice, worked out again: they are rarely asked for."""
+    workers = _workers_of(candidates, engines)
+    uncached, prompts, crowding, again, following, _ = _costs_of_few(request, candidates, engines, workers)
+    expected, own, joined, decoding = (list(each) for each in zip(*prompts, strict=True))
+    paces = [worker.pace for worker in workers]
+    columns: tuple[list[float], ...] = (uncached, expected, own, joined, crowding, paces, decoding, again, following)
+    terms: dict[str, Column] = dict(zip(TERMS, columns, strict=True))
+    if candidates.behind is not None:
+        terms["behind_ms"] = [
+            each * pace * mine for each, pace, mine in zip(candidates.behind, paces, own, strict=True)
+        ]
+    return terms

@@ -1,1 +1,0 @@
-"""Costs in milliseconds, with the speed of workers learned: the policy ``predicted``."""

@@ -1,0 +1,56 @@
+"""Evidence from answers that pass a router by, and the split of computed tokens."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import astuple
+
+from poolgrid.diagnosis.causes import OF_FINDING, Cause
+from poolgrid.diagnosis.evidence import UncachedSplit, split_uncached
+from poolgrid.router.core.candidates import RoutingRequest
+from poolgrid.router.core.decision import DecisionLog
+from poolgrid.router.core.examiner import Examiner
+from poolgrid.router.core.inputs import WorkerWanted
+from poolgrid.router.core.policy import KvAware
+from poolgrid.tools.engine_check.core.finding import Kind
+from tests.router.fleet_builder import Pool, decided
+
+TOKENS = st.integers(0, 10_000)
+
+
+@given(TOKENS, TOKENS, TOKENS, TOKENS, TOKENS)
+def test_split_adds_up_to_what_was_computed(isl: int, seen: int, best: int, promised: int, reported: int) -> None:
+    parts = astuple(split_uncached(isl, seen, best, promised, reported))
+
+    assert min(parts) >= 0
+    assert sum(parts) == max(0, isl - reported)
+
+
+def test_each_lost_token_has_one_cause() -> None:
+    assert split_uncached(1000, 800, 640, 320, 160) == UncachedSplit(cold=200, routing=320, eviction=160, mismatch=160)
+    assert split_uncached(1000, 0, 0, 0, 0) == UncachedSplit(cold=1000, routing=0, eviction=0, mismatch=0)
+
+
+def test_usage_behind_a_gateway_shows_another_tokenizer() -> None:
+    pool = Pool()
+    (worker,) = pool.join("a")
+    log = DecisionLog(100)
+    examiner = Examiner(pool.projection, log.of_dispatch)
+    selector = pool.selector(KvAware())
+    for number in range(12):
+        isl = 160 + 16 * number
+        path = list(range(number * 100, number * 100 + isl // 16))
+        request = RoutingRequest(f"r-{number}", "m", isl, 16, isl // 16)
+        decision = decided(selector.select(WorkerWanted(request, path, 0.0, number * 1000)))
+        log.add(decision)
+        examiner.gateway_reported(decision, path, 0, isl * 21 // 20)
+
+    verdict = examiner.verdict(worker)
+
+    assert verdict.cause is Cause.TOKENIZER
+    assert verdict.first_request == "r-0"
+
+
+def test_findings_of_the_engine_check_exist() -> None:
+    assert OF_FINDING.keys() <= {kind.value for kind in Kind}

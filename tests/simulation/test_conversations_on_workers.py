@@ -1,0 +1,74 @@
+"""Where turns of conversations go, at light load and at peak: what four GPUs showed of the former cost, and today's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from poolgrid.router.core.policy import Policy
+from poolgrid.router.policies.weighted_cost import WeightedCost
+from poolgrid.router.policy_loading import make_policy
+from poolgrid.tools.simulation.pool import SimulatedPool
+from poolgrid.workers.core.timing import timing_model
+from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
+from tests.simulation.sessions import BLOCK_SIZE, Turn, sessions, workload_of
+
+WORKERS = 4
+LIGHT, PEAK = 1.8, 9.0
+"""Sessions a second: 7 and 35 requests."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What became of conversations."""
+
+    spread: float
+    """Requests of the worker that has most, over the mean."""
+    stayed: float
+    """Share of later turns that found the whole turn before."""
+    ttft_ms: float
+
+
+def figures_of(turns: list[Turn], policy: Policy) -> Figures:
+    limits = SimulatedLimits(
+        block_size=BLOCK_SIZE, total_kv_blocks=15_258, max_batch_size=128, max_sequence_length=36_864
+    )
+    pool = SimulatedPool(workload_of(turns), policy, WORKERS, limits, timing_model("h200-qwen3-8b"))
+    found: dict[str, int] = {}
+    choose = policy.choose
+
+    def watched(request, candidates):  # type: ignore[no-untyped-def]
+        choice = choose(request, candidates)
+        found[request.request_id] = int(candidates.device_overlap[choice.row])
+        return choice
+
+    policy.choose = watched  # type: ignore[method-assign]
+    result = pool.run()
+    before: dict[int, int] = {}
+    later = whole = 0
+    for number, turn in enumerate(turns):
+        if turn.number:
+            later += 1
+            whole += found[f"recorded-{number}"] >= before[turn.session]
+        before[turn.session] = len(turn.recorded.path)
+    requests = result.worker_requests
+    return Figures(max(requests) * WORKERS / sum(requests), whole / later, sum(result.ttft_ms) / len(result.ttft_ms))
+
+
+def test_light_load_makes_no_hot_spot_of_the_worker_with_a_shared_system_prompt() -> None:
+    runs = [sessions(seed, LIGHT, 60.0) for seed in (1, 2, 3)]
+    former = [figures_of(turns, WeightedCost()) for turns in runs]
+    today = [figures_of(turns, make_policy("kv")) for turns in runs]
+
+    assert max(each.spread for each in former) > 1.4
+    assert max(each.spread for each in today) < 1.25
+    assert min(each.stayed for each in today) >= 0.98
+    assert sum(each.ttft_ms for each in today) < 1.02 * sum(each.ttft_ms for each in former)
+
+
+def test_later_turns_stay_at_peak() -> None:
+    turns = sessions(2, PEAK, 25.0)
+    former, today = figures_of(turns, WeightedCost()), figures_of(turns, make_policy("kv"))
+
+    assert former.stayed < 0.95, "every twentieth later turn lost its history"
+    assert today.stayed >= 0.98
+    assert today.ttft_ms < 1.02 * former.ttft_ms
