@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from poolgrid.router.core.policy import KvAware
+from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.agents import PAUSES, PREFIX_TOKENS, AgentDraws
 from poolgrid.tools.simulation.agent_workload import AgentArrivals, AgentWorkload, agent_workload
