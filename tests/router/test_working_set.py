@@ -219,7 +219,8 @@ Deed = tuple[str, int, int, float]
 def test_places_add_up_to_what_members_hold_and_newcomers_never_overfill(deeds: list[Deed]) -> None:
     places = one_worker()
     places.know(B, BLOCKS)
-    now_ms, running = 0.0, []
+    now_ms = 0.0
+    running: list[tuple[int, str]] = []
     for name, blocks, kind, pause_ms in deeds:
         now_ms += pause_ms
         given = turn(name, blocks)

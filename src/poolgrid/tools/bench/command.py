@@ -246,7 +246,8 @@ class _Bench:
             if endpoint is None:
                 return
             endpoints.append(endpoint)
-        levels = settings.concurrency if settings.mode == "closed" else (None,)
+        open_agents = settings.concurrency if settings.agents is None else (settings.agents,)
+        levels = open_agents if settings.mode == "closed" else (None,)
         runs = len(levels) * settings.rounds_run * len(endpoints)
         self._bar.update(task, total=None if total is None else total * runs)
         for place, level in enumerate(levels):

@@ -155,7 +155,6 @@ class BenchSettings(Settings):
                 raise ValueError(f"agents and {name} are both given, allowed is one of them: agents have their own")
             if self.endpoint in ("completions", "text"):
                 raise ValueError(f"agents is {self.agents} and endpoint is {self.endpoint}: agents need chat")
-            self.concurrency = (self.agents,)
         if len(self.concurrency) > 1 and self.mode != "closed":
             raise ValueError(f"concurrency has {len(self.concurrency)} values: only a closed loop has a concurrency")
         return self

@@ -231,16 +231,17 @@ class SimulatedPool:
         self._deliver(now)
         router = self._turn % len(self._selectors)
         self._turn += 1
-        planner = self._selectors[router].planner
-        if self._hold_limit_ms and planner is not None and planner.is_active:
-            self._held[router][request.request_id] = request
-            return None
         if self._line is not None:
             crowded = self._line.arrive(request, self._keys, self._overlap_blocks, now)
             if crowded is None:
                 self.result.waited += 1
                 return None
-            return self._place(router, request, now, {}, crowded)
+            if crowded:
+                return self._place(router, request, now, {}, crowded)
+        planner = self._selectors[router].planner
+        if self._hold_limit_ms and planner is not None and planner.is_active:
+            self._held[router][request.request_id] = request
+            return None
         return self._place(router, request, now, {})
 
     @property
@@ -255,13 +256,12 @@ class SimulatedPool:
         if not self.holds:
             return []
         self._deliver(now)
+        placed: list[int] = []
         if self._line is not None:
-            placed: list[int] = []
             while (due := self._line.pop(self._keys, self._overlap_blocks, now)) is not None:
                 request, crowded = due
                 placed.append(self._place(0, request, now, {}, crowded))
-            return placed
-        return [
+        return placed + [
             self._place(router, request, now, behind)
             for router, held in enumerate(self._held)
             if held

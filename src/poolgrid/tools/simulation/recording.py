@@ -198,7 +198,11 @@ def _limits(workload: Workload | AgentWorkload, given: dict[str, int]) -> Simula
     values = {"total_kv_blocks": blocks, "max_sequence_length": workload.longest + 1, **given}
     waiting = len(workload.requests) + 1
     try:
-        limits = SimulatedLimits(block_size=workload.block_size, max_waiting_requests=waiting, **values)
+        limits = SimulatedLimits(
+            block_size=workload.block_size,
+            max_waiting_requests=waiting,
+            **values,  # type: ignore[arg-type]
+        )
     except ValueError as error:
         raise UsageError(str(error)) from None
     if limits.total_kv_blocks * limits.block_size < workload.longest:
