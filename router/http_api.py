@@ -25,7 +25,7 @@ from msgspec import Raw, Struct, structs
 from msgspec.structs import asdict
 
 from poolgrid.consolidator.core.session_table import SessionTable
-from poolgrid.diagnosis.rules import Verdict
+from poolgrid.diagnosis.rules import ReuseVerdict
 from poolgrid.frontend.app import Readiness
 from poolgrid.frontend.errors import RequestError, invalid, refused
 from poolgrid.frontend.media.loader import MediaLoader
@@ -73,7 +73,7 @@ from poolgrid.wire.limits import DRAIN_TIMEOUT_MS_MAX, IDENTIFIER_BYTES_MAX
 from poolgrid.wire.loading import LoadingWorker
 from poolgrid.wire.names import COMPONENTS
 from poolgrid.wire.selection import PoolStatus, RoleStatus
-from poolgrid.wire.sessions import Ending, Session
+from poolgrid.wire.sessions import SessionRecord, TurnEnding
 
 if TYPE_CHECKING:
     from poolgrid.router.decision_journal.recorder import DecisionRecorder
@@ -155,7 +155,7 @@ def add_router_endpoints(
         return RequestExplanation(request_id=request_id, attempts=attempts).to_json()
 
 
-def session_row(sessions: SessionTable, session: Session, now_ms: int) -> SessionRow:
+def session_row(sessions: SessionTable, session: SessionRecord, now_ms: int) -> SessionRow:
     """Return what ``/v1/sessions`` says of one session."""
     blocks = sessions.blocks_of(session)
     return SessionRow(
@@ -171,11 +171,11 @@ def session_row(sessions: SessionTable, session: Session, now_ms: int) -> Sessio
         last_request_id=session.request_id,
         last_ms_ago=max(0, now_ms - session.last_ms),
         expected_return_ms=sessions.return_ms(session, now_ms),
-        gaps_ms={kind.value: gap.mean_ms for kind, gap in zip(Ending, session.gaps, strict=True) if gap.count},
+        gaps_ms={kind.value: gap.mean_ms for kind, gap in zip(TurnEnding, session.gaps, strict=True) if gap.count},
     )
 
 
-def verdict_row(verdict: Verdict) -> VerdictRow:
+def verdict_row(verdict: ReuseVerdict) -> VerdictRow:
     """Return a verdict for people and programs."""
     cause = verdict.cause
     return VerdictRow(

@@ -33,7 +33,7 @@ from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.push_stream import PushStream, PushTiming
 from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine, close_in_order
 from poolgrid.workers.engines.registry import engine_definition
-from poolgrid.workers.group import WorkerGroup
+from poolgrid.workers.group import ServerWorkers
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.model_fetch import cached_model
 from poolgrid.workers.publisher import ConsolidatorPlace, EventPublisher, tell_while_loading
@@ -57,7 +57,7 @@ async def serve(
     if len(workers) == 1:
         await serve_worker(workers[0], stop, ready)
     else:
-        await WorkerGroup(workers, serve_worker, ready).run(stop)
+        await ServerWorkers(workers, serve_worker, ready).run(stop)
 
 
 async def serve_worker(

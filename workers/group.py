@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 ServeWorker = Callable[[WorkerProcessSettings, asyncio.Event, Callable[[str], None]], Awaitable[None]]
 
 
-class WorkerGroup:
+class ServerWorkers:
     """The workers of one process."""
 
     def __init__(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from poolgrid.diagnosis.evidence import WINDOW, Observation, UncachedSplit, WorkerEvidence, split_uncached
-from poolgrid.diagnosis.rules import Verdict, diagnose
+from poolgrid.diagnosis.rules import ReuseVerdict, diagnose
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.projection import Projection
@@ -69,7 +69,7 @@ class _History:
         """What was known of a worker when it left."""
         self.judged: object = None
         """The state of the evidence that ``verdict`` is about."""
-        self.verdict: Verdict | None = None
+        self.verdict: ReuseVerdict | None = None
 
 
 class Examiner:
@@ -211,7 +211,7 @@ class Examiner:
             self._has_windows(key),
         )
 
-    def verdict(self, key: WorkerKey) -> Verdict:
+    def verdict(self, key: WorkerKey) -> ReuseVerdict:
         """Return the verdict on a worker of the fleet, judged again after ``JUDGED_EVERY`` requests."""
         history = self._histories.get(key)
         if history is None:
@@ -226,7 +226,7 @@ class Examiner:
             history.judged, history.verdict = state, diagnose(self.evidence(key))
         return history.verdict
 
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self) -> list[ReuseVerdict]:
         """Return the verdict on each worker that is, or was, in the fleet, judged now."""
         workers = self._projection.fleet.workers
         evidence = {key: each.final for key, each in self._histories.items() if each.final and key not in workers}

@@ -130,7 +130,7 @@ def _remembered(age_ms: float) -> float:
     return MEMORY_MS / (MEMORY_MS + max(0.0, age_ms))
 
 
-class LegTimes(Observer):
+class LearnedLegTimes(Observer):
     """Times of a pool that has had a prefill worker."""
 
     name = "legs"

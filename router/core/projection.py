@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 from poolgrid.consolidator.core.session_table import SessionTable
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.fleet import Fleet
-from poolgrid.router.core.leg_times import LegTimes
+from poolgrid.router.core.leg_times import LearnedLegTimes
 from poolgrid.router.core.lineage import Lineage
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.observers import Observer
@@ -136,7 +136,7 @@ class Projection:
         self.next_offset = 0
         """Every record below this offset has been applied."""
         self.observers: tuple[Observer, ...] = ()
-        self.legs: LegTimes | None = None
+        self.legs: LearnedLegTimes | None = None
         """Follows since the first prefill worker: other pools have one leg, and nothing to learn of it."""
         self.predictions: ApproximateIndex = self.trust.predictions
         """What choices say of caches: in the place of all events, or of those that are not believed."""
@@ -158,7 +158,7 @@ class Projection:
 
     def follow_legs(self) -> None:
         if self.legs is None:
-            self.legs = LegTimes()
+            self.legs = LearnedLegTimes()
             self.observers += (self.legs,)
 
     def observer(self, name: str) -> Any:

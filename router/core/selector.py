@@ -20,7 +20,7 @@ from poolgrid.router.core.candidates import Candidates, IndexArray
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.engine_times import DISK_WORTH, HOST_WORTH
 from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.leg_times import LegTimes
+from poolgrid.router.core.leg_times import LearnedLegTimes
 from poolgrid.router.core.observers import Observer
 from poolgrid.router.core.overlap import Columns, overlap_columns
 from poolgrid.router.core.policy import MediaAffinity, Planner, Policy
@@ -170,7 +170,7 @@ class Selector:
         return msgspec.structs.replace(wanted, request=request, roles=leg.roles), legs
 
     def _prompt_workers(
-        self, wanted: WorkerWanted, roles: tuple[Role, ...], times: LegTimes
+        self, wanted: WorkerWanted, roles: tuple[Role, ...], times: LearnedLegTimes
     ) -> tuple[list[PromptWorker], float]:
         """Return what workers of some roles would need that can take a request now, and the tokens that the one lacks
         which holds most of it."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.observers import IsOpen, Observer
-from poolgrid.router.core.working_set import Admission, SessionKey, Turn, WorkingSet
+from poolgrid.router.core.working_set import Admission, OfferedTurn, SessionKey, WorkingSet
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 
@@ -122,7 +122,7 @@ class SessionPlaces(Observer):
         self.working_set.restore(state)
 
 
-def turn_of(request: RoutingRequest) -> Turn:
+def turn_of(request: RoutingRequest) -> OfferedTurn:
     """Return what the working set has to know of a request."""
     parent = (request.tenant, request.parent) if request.parent else None
-    return Turn((request.tenant, request.session), request.blocks, request.priority, parent)
+    return OfferedTurn((request.tenant, request.session), request.blocks, request.priority, parent)

@@ -60,7 +60,7 @@ SessionKey = tuple[int, str]
 """Tenant and name."""
 
 
-class Turn(NamedTuple):
+class OfferedTurn(NamedTuple):
     """A call of a session that asks for a worker."""
 
     session: SessionKey
@@ -193,12 +193,12 @@ class WorkingSet:
     def is_member(self, session: SessionKey) -> bool:
         return self._member(session) is not None
 
-    def belongs(self, turn: Turn) -> bool:
+    def belongs(self, turn: OfferedTurn) -> bool:
         """Tell whether a turn never waits behind others: it or its parent is resident."""
         return self.is_resident(turn.session) or (turn.parent is not None and self.is_resident(turn.parent))
 
     def offer(
-        self, turn: Turn, workers: Sequence[WorkerKey], common: int, now_ms: float, waited_ms: float
+        self, turn: OfferedTurn, workers: Sequence[WorkerKey], common: int, now_ms: float, waited_ms: float
     ) -> Admission:
         """Return whether a turn may go to one of ``workers`` now.
 
@@ -239,7 +239,13 @@ class WorkingSet:
         return next(iter(self._idle.values())).used_ms + self.lease_ms if self._idle else math.inf
 
     def begin(
-        self, turn: Turn, worker: WorkerKey, path: Sequence[int], overlap: int, now_ms: float, waited_ms: float = 0.0
+        self,
+        turn: OfferedTurn,
+        worker: WorkerKey,
+        path: Sequence[int],
+        overlap: int,
+        now_ms: float,
+        waited_ms: float = 0.0,
     ) -> None:
         """Note that a turn goes to a worker that holds ``overlap`` leading blocks of its ``path``."""
         self._expire(now_ms)
@@ -411,7 +417,9 @@ class WorkingSet:
                 self._send_away(session)
         return tuple(shed)
 
-    def _givers(self, worker: WorkerKey, missing: int, turn: Turn, now_ms: float, waited_ms: float) -> list[SessionKey]:
+    def _givers(
+        self, worker: WorkerKey, missing: int, turn: OfferedTurn, now_ms: float, waited_ms: float
+    ) -> list[SessionKey]:
         """Return who would give way to a turn on a worker, the longest resident first; nobody where that is too few."""
         is_aged = waited_ms >= self._age_ms
         idle = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from poolgrid.router.core.approximate_index import Beliefs, BelievedChain
-from poolgrid.router.core.leg_times import LegTimes
+from poolgrid.router.core.leg_times import LearnedLegTimes
 from poolgrid.router.core.load_ledger import LoadEntry
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.stream_health import OpenChoice as AwaitedChoice
@@ -139,7 +139,7 @@ def restore(state: RouterState, checkpoint: Checkpoint) -> None:
     if beliefs is not None:
         projection.predictions.restore_beliefs(believed_chains(beliefs), beliefs.exact_from_ms, checkpoint.now_ms)
     known = {SPEEDS: checkpoint.paces, **checkpoint.observers}
-    if LegTimes.name in known:
+    if LearnedLegTimes.name in known:
         projection.follow_legs()
     for observer in projection.observers:
         if known.get(observer.name) is not None:

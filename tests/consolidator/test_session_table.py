@@ -22,7 +22,7 @@ from poolgrid.wire.events import (
 )
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.limits import SESSION_FOOTPRINTS_MAX
-from poolgrid.wire.sessions import Gap, Session, SessionTurn, TurnAnswer
+from poolgrid.wire.sessions import Gap, SessionRecord, SessionTurn, TurnAnswer
 
 A, B = WorkerKey(WorkerId("a")), WorkerKey(WorkerId("b"))
 
@@ -47,7 +47,7 @@ def turn(
     tenant: int = 0,
     worker: WorkerKey = A,
     after_tool: bool = False,
-) -> Session:
+) -> SessionRecord:
     """Apply a whole turn and return its session."""
     start = RequestStarted(request_id, 100, 16, blocks)
     table.apply(record(from_ms, began(request_id, session, tenant=tenant, after_tool=after_tool), start, worker=worker))

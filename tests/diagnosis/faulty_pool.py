@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.diagnosis.rules import Verdict
+from poolgrid.diagnosis.rules import ReuseVerdict
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.examiner import Examiner
@@ -169,7 +169,7 @@ class FaultyPool(SimulatedPool):
     def _tell(self, number: int, now: float, events: list[AnyEvent]) -> None:
         super()._tell(number, now, self.fault.edit(events, self.sent))
 
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self) -> list[ReuseVerdict]:
         """Play it; return the verdict on each worker."""
         self.run()
         return [self.examiner.verdict(key) for key in sorted(self.projection.fleet.workers)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.kv_policy import KvAware
-from poolgrid.router.core.leg_times import AWAITED_PER_WORKER_MAX, PRIOR_MS_PER_TOKEN, TRANSFER_PRIOR, LegTimes
+from poolgrid.router.core.leg_times import AWAITED_PER_WORKER_MAX, PRIOR_MS_PER_TOKEN, TRANSFER_PRIOR, LearnedLegTimes
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.core.stage_plan import DECODE_ROLES, PREFILL_ROLES
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
@@ -138,7 +138,7 @@ def test_a_checkpoint_restores_everything() -> None:
     learner.times.on_first_token(PREFILL, "r0", 70.0)
     learner.times.on_first_token(DECODE, "t0", 70.0)
     packed = msgspec.msgpack.encode(learner.times.checkpoint())
-    other = LegTimes()
+    other = LearnedLegTimes()
     other.restore(msgspec.msgpack.decode(packed))
 
     for times in (learner.times, other):

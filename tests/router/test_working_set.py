@@ -14,7 +14,7 @@ from poolgrid.router.core.working_set import (
     LEASE_MIN_MS,
     LEASE_START_MS,
     Admission,
-    Turn,
+    OfferedTurn,
     WorkingSet,
 )
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
@@ -23,8 +23,8 @@ A, B = WorkerKey(WorkerId("a")), WorkerKey(WorkerId("b"))
 BLOCKS = 1000
 
 
-def turn(name: str, blocks: int = 400, priority: int = 0, parent: str = "") -> Turn:
-    return Turn((1, name), blocks, priority, (1, parent) if parent else None)
+def turn(name: str, blocks: int = 400, priority: int = 0, parent: str = "") -> OfferedTurn:
+    return OfferedTurn((1, name), blocks, priority, (1, parent) if parent else None)
 
 
 def one_worker() -> WorkingSet:
@@ -33,13 +33,15 @@ def one_worker() -> WorkingSet:
     return places
 
 
-def run(places: WorkingSet, given: Turn, now_ms: float = 0.0, worker: WorkerKey = A, overlap: int = 0) -> None:
+def run(places: WorkingSet, given: OfferedTurn, now_ms: float = 0.0, worker: WorkerKey = A, overlap: int = 0) -> None:
     """Have a turn run, and be over at once."""
     places.begin(given, worker, list(range(given.blocks)), overlap, now_ms)
     places.end(given.session, None, now_ms)
 
 
-def offer(places: WorkingSet, given: Turn, now_ms: float = 0.0, waited_ms: float = 0.0, common: int = 0) -> Admission:
+def offer(
+    places: WorkingSet, given: OfferedTurn, now_ms: float = 0.0, waited_ms: float = 0.0, common: int = 0
+) -> Admission:
     return places.offer(given, sorted(places.workers()), common, now_ms, waited_ms)
 
 

@@ -109,15 +109,15 @@ from poolgrid.wire.selection import (
     WorkerRank,
 )
 from poolgrid.wire.sessions import (
-    Ending,
     Footprint,
     Gap,
-    Session,
+    SessionRecord,
     SessionsSnapshot,
     SessionTurn,
     Tail,
     Turn,
     TurnAnswer,
+    TurnEnding,
 )
 from poolgrid.wire.tensors import (
     FetchTensor,
@@ -326,7 +326,7 @@ GOLDEN: dict[tuple[str, str], Any] = {
         [(0, BlockChain(None, pack_hashes([5, 6]))), (0, BlockChain(6, pack_hashes([7]), Tier.HOST))],
         SessionsSnapshot(
             [
-                Session(
+                SessionRecord(
                     "s-1",
                     U64_MAX,
                     "s-0",
@@ -339,7 +339,7 @@ GOLDEN: dict[tuple[str, str], Any] = {
                     96,
                     1_700_000_000_400,
                     "stop",
-                    Ending.TOOL,
+                    TurnEnding.TOOL,
                     (Gap(2, 900, 300), Gap(), Gap()),
                     (Footprint("w1", 0, 7, U64_MAX),),
                     (Tail("r-1", 5, 4, 100, 3, 120, 7),),

@@ -15,7 +15,7 @@ from poolgrid.process import lifecycle, logs
 from poolgrid.process.tasks import supervised
 from poolgrid.workers.engines.server.definition import VLLM
 from poolgrid.workers.engines.server.settings import EngineServerSettings
-from poolgrid.workers.group import WorkerGroup
+from poolgrid.workers.group import ServerWorkers
 from poolgrid.workers.settings import WorkerProcessSettings
 
 PATIENCE_S = 30.0
@@ -51,7 +51,7 @@ class Lives:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Run two workers until the first has had its second life."""
-        group = WorkerGroup(settings_of("http://a", "http://b").workers(), self.serve, self.ready.append)
+        group = ServerWorkers(settings_of("http://a", "http://b").workers(), self.serve, self.ready.append)
         running = asyncio.create_task(group.run(stop))
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.wait({running, asyncio.create_task(self._again.wait())}, return_when=asyncio.FIRST_COMPLETED)
@@ -94,7 +94,7 @@ def test_the_process_ends_when_all_have_failed_and_none_was_ever_ready() -> None
     async def serve(settings: WorkerProcessSettings, stop: asyncio.Event, ready: Callable[[str], None]) -> None:
         raise ValueError(f"{settings.worker_id} has a wrong option")
 
-    group = WorkerGroup(settings_of("http://a", "http://b").workers(), serve, lambda url: None)
+    group = ServerWorkers(settings_of("http://a", "http://b").workers(), serve, lambda url: None)
     with pytest.raises(ValueError, match="w-1 has a wrong option"):
         lifecycle.run(group.run)
 
@@ -103,7 +103,7 @@ def test_lines_of_the_log_name_the_worker_that_they_are_about(capsys: pytest.Cap
     async def serve(settings: WorkerProcessSettings, stop: asyncio.Event, ready: Callable[[str], None]) -> None:
         logging.getLogger("poolgrid.workers").warning("the same words")
 
-    group = WorkerGroup(settings_of("http://a", "http://b").workers(), serve, lambda url: None)
+    group = ServerWorkers(settings_of("http://a", "http://b").workers(), serve, lambda url: None)
     root = logging.getLogger()
     before = root.handlers[:], root.level
     try:

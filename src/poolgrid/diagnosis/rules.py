@@ -48,7 +48,7 @@ DISTINCT_REUSES: Final = 3
 """Different reported reuses that show the block size of an engine by their greatest common divisor."""
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class ReuseVerdict(msgspec.Struct, frozen=True):
     """What is the matter with one worker."""
 
     worker: str
@@ -221,12 +221,12 @@ _RULES: Final[tuple[tuple[Cause, Callable[[_Figures], bool]], ...]] = (
 )
 
 
-def diagnose(evidence: WorkerEvidence) -> Verdict:
+def diagnose(evidence: WorkerEvidence) -> ReuseVerdict:
     """Return the verdict on a worker."""
     figures = _Figures(evidence)
     cause = next(cause for cause, fits in _RULES if fits(figures))
     parted = figures.lengths_differ if cause in _OF_LENGTHS else figures.all_parted if cause.is_fault else []
-    return Verdict(
+    return ReuseVerdict(
         evidence.worker,
         cause,
         tuple(_words(figures, cause, parted)),

@@ -26,7 +26,7 @@ def tenant_key(tenant: str) -> int:
     return stable_u64(tenant) if tenant else 0
 
 
-class Ending(StrEnum):
+class TurnEnding(StrEnum):
     """How the turn before a gap ended."""
 
     TOOL = "tool"
@@ -120,7 +120,7 @@ NO_GAPS = (NO_GAP, NO_GAP, NO_GAP)
 """One for each ``Ending``, in its order."""
 
 
-class Session(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class SessionRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One session, as the pool's journal knows it."""
 
     name: Identifier
@@ -142,7 +142,7 @@ class Session(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """When its last running turn ended; 0 before."""
     ending: str = ""
     """The finish reason then; empty where no gap follows (cancelled, lost)."""
-    habit: Ending = Ending.STOP
+    habit: TurnEnding = TurnEnding.STOP
     """The kind of the latest gap: what a stop will have been."""
     gaps: tuple[Gap, Gap, Gap] = NO_GAPS
     footprints: Annotated[tuple[Footprint, ...], Meta(max_length=SESSION_FOOTPRINTS_MAX)] = ()
@@ -169,7 +169,7 @@ class Turn(msgspec.Struct, array_like=True, gc=False):
 class SessionsSnapshot(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """All sessions of a pool, in the order in which they were last used, and what was learned beyond them."""
 
-    sessions: list[Session] = []
+    sessions: list[SessionRecord] = []
     turns: list[Turn] = []
     gaps: tuple[Gap, Gap, Gap] = NO_GAPS
     """Of all sessions together."""

@@ -35,7 +35,7 @@ from poolgrid.wire.events import (
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.limits import SESSION_FOOTPRINTS_MAX, SESSION_TAILS_MAX
 from poolgrid.wire.request_ids import request_of
-from poolgrid.wire.sessions import NO_GAPS, Ending, Footprint, Gap, Session, SessionsSnapshot, Tail, Turn
+from poolgrid.wire.sessions import NO_GAPS, Footprint, Gap, SessionRecord, SessionsSnapshot, Tail, Turn, TurnEnding
 
 CAPACITY: Final = 8192
 """Sessions of a pool, about a kilobyte each; far more than fit into the KV caches of a hundred workers."""
@@ -46,8 +46,8 @@ IDLE_MAX_MS: Final = 3_600_000
 GAP_MAX_MS: Final = 600_000
 """A longer gap counts as this: somebody went home, which says nothing of the next gap."""
 
-ENDINGS: Final = tuple(Ending)
-_PLACE: Final = {ending: place for place, ending in enumerate(Ending)}
+ENDINGS: Final = tuple(TurnEnding)
+_PLACE: Final = {ending: place for place, ending in enumerate(TurnEnding)}
 _GOES_ON: Final = frozenset(("prefilled", "encoded", "migrated"))
 """Finish reasons of a dispatch after which another one continues its turn."""
 
@@ -64,7 +64,7 @@ class SessionTable:
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
-        self._sessions: dict[SessionKey, Session] = {}
+        self._sessions: dict[SessionKey, SessionRecord] = {}
         """In the order in which they were last used."""
         self._of_tenant: dict[int, dict[str, None]] = {}
         """The same order for each tenant."""
@@ -80,16 +80,16 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def __iter__(self) -> Iterator[Session]:
+    def __iter__(self) -> Iterator[SessionRecord]:
         """Return the sessions, the one used longest ago first."""
         return iter(self._sessions.values())
 
-    def get(self, tenant: int, name: str) -> Session | None:
+    def get(self, tenant: int, name: str) -> SessionRecord | None:
         return self._sessions.get((tenant, name))
 
-    def latest(self, limit: int) -> list[Session]:
+    def latest(self, limit: int) -> list[SessionRecord]:
         """Return the sessions that were used last, the latest first."""
-        found: list[Session] = []
+        found: list[SessionRecord] = []
         for session in reversed(self._sessions.values()):
             if len(found) >= limit:
                 break
@@ -101,18 +101,18 @@ class SessionTable:
         """Return the running turns of all sessions, by dispatch."""
         return self._turns
 
-    def running_of(self, session: Session) -> list[Turn]:
+    def running_of(self, session: SessionRecord) -> list[Turn]:
         """Return the running turns of a session."""
         return list(self._running.get((session.tenant, session.name), _NO_TURNS).values())
 
-    def state(self, session: Session) -> str:
+    def state(self, session: SessionRecord) -> str:
         """Return ``running``, ``waiting`` (all its running turns wait in their engines) or ``idle``."""
         running = self.running_of(session)
         if not running:
             return "idle"
         return "running" if any(turn.blocks for turn in running) else "waiting"
 
-    def blocks_of(self, session: Session) -> dict[WorkerKey, int]:
+    def blocks_of(self, session: SessionRecord) -> dict[WorkerKey, int]:
         """Return the session's footprint: blocks by worker, the worker of the latest turn first.
 
         A running turn counts with what it occupies now, and at least with what the turn before left.
@@ -123,7 +123,7 @@ class SessionTable:
             blocks[key] = max(blocks.get(key, 0), turn.blocks)
         return blocks
 
-    def home(self, session: Session) -> WorkerKey | None:
+    def home(self, session: SessionRecord) -> WorkerKey | None:
         """Return the worker of the session's latest turn; ``None`` when it has left or lost its cache."""
         for turn in self.running_of(session):
             if request_of(turn.request_id) == session.request_id:
@@ -133,16 +133,16 @@ class SessionTable:
         first = session.footprints[0]
         return WorkerKey(WorkerId(first.worker_id), first.dp_rank)
 
-    def expected_gap(self, session: Session) -> Gap:
+    def expected_gap(self, session: SessionRecord) -> Gap:
         """Return the gap that is expected after the session's latest turn; its ``count`` is 0 when nothing is known.
 
         A turn that stopped may have ended in a tool call, which only the next turn shows: it is taken for what the gap
         before it was.
         """
-        place = _PLACE[Ending.LENGTH if session.ending == Ending.LENGTH else session.habit]
+        place = _PLACE[TurnEnding.LENGTH if session.ending == TurnEnding.LENGTH else session.habit]
         return session.gaps[place] if session.gaps[place].count else self.gaps[place]
 
-    def return_ms(self, session: Session, now_ms: int) -> int | None:
+    def return_ms(self, session: SessionRecord, now_ms: int) -> int | None:
         """Return the expected time until the next turn, 0 for one that runs or is overdue; ``None`` = unknown.
 
         ``now_ms`` is Unix time.
@@ -175,9 +175,11 @@ class SessionTable:
         session = self._sessions.get(key)
         if session is None:
             self._make_room(now_ms)
-            session = Session(given.session, given.tenant, given.parent, now_ms, now_ms)
+            session = SessionRecord(given.session, given.tenant, given.parent, now_ms, now_ms)
         if not is_same and not session.running and session.ending:
-            session = self._after_gap(session, Ending.TOOL if given.after_tool else Ending(session.ending), now_ms)
+            session = self._after_gap(
+                session, TurnEnding.TOOL if given.after_tool else TurnEnding(session.ending), now_ms
+            )
         tails = session.tails
         if given.anchor and not (is_same and tails):
             tail = Tail(request_id, given.tail, given.anchor, event.isl, given.residual)
@@ -219,13 +221,13 @@ class SessionTable:
                 del self._running[key]
         return turn
 
-    def _after_gap(self, session: Session, kind: Ending, now_ms: int) -> Session:
+    def _after_gap(self, session: SessionRecord, kind: TurnEnding, now_ms: int) -> SessionRecord:
         gap_ms = min(GAP_MAX_MS, max(0, now_ms - session.ended_ms))
         place = _PLACE[kind]
         own, of_all = list(session.gaps), list(self.gaps)
         own[place], of_all[place] = own[place].after(gap_ms), of_all[place].after(gap_ms)
         self.gaps = (of_all[0], of_all[1], of_all[2])
-        habit = session.habit if kind is Ending.LENGTH else kind
+        habit = session.habit if kind is TurnEnding.LENGTH else kind
         return _replace(session, gaps=(own[0], own[1], own[2]), habit=habit)
 
     def _started(self, record: JournalRecord, event: RequestStarted) -> None:
@@ -300,7 +302,7 @@ class SessionTable:
 
     # -- bounds ----------------------------------------------------------------------------------------------------
 
-    def _keep(self, session: Session) -> None:
+    def _keep(self, session: SessionRecord) -> None:
         """Enter a session as the one used last."""
         key = (session.tenant, session.name)
         self._sessions.pop(key, None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from poolgrid.tools.bench.agents import AgentPlan, AgentSession
-from poolgrid.tools.simulation.workload import NEVER, Arrivals, SimulatedRequest
+from poolgrid.tools.simulation.workload import NEVER, RequestArrivals, SimulatedRequest
 from poolgrid.wire.hashing import sequence_hashes, stable_u64
 from poolgrid.wire.requests import Generate, Sampling
 
@@ -113,7 +113,7 @@ class AgentWorkload:
     total_tokens: int
     longest: int
 
-    def arrivals(self) -> Arrivals:
+    def arrivals(self) -> RequestArrivals:
         return AgentArrivals(self.plan, self.block_size)
 
 

@@ -9,7 +9,7 @@ from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.learned_speeds import LearnedSpeeds
 from poolgrid.router.core.policy import Choice
 from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.working_set import AGE_MS, Turn, WorkingSet
+from poolgrid.router.core.working_set import AGE_MS, OfferedTurn, WorkingSet
 from poolgrid.serving.fair_queue import FairQueue, QueuedRequest, QueueOrder
 from poolgrid.tools.simulation.workload import NEVER, SimulatedRequest
 from poolgrid.wire.identifiers import WorkerKey
@@ -86,7 +86,7 @@ class SessionLine:
     def _offer(
         self,
         request: SimulatedRequest,
-        turn: Turn,
+        turn: OfferedTurn,
         workers: Sequence[WorkerKey],
         overlap: Overlap,
         now: float,
@@ -97,13 +97,13 @@ class SessionLine:
             return None
         return dict.fromkeys(found.crowded, CROWDED) if found.crowded else _NONE_CROWDED
 
-    def _turn(self, request: SimulatedRequest) -> Turn | None:
+    def _turn(self, request: SimulatedRequest) -> OfferedTurn | None:
         session = request.session
         if session is None:
             return None
         blocks = -(-(request.isl + request.osl) // self._block_size)
         parent = (0, session.parent_id) if session.parent_id else None
-        return Turn((0, session.session_id), blocks, 0, parent)
+        return OfferedTurn((0, session.session_id), blocks, 0, parent)
 
 
 ADMISSIONS = ("sessions", "smallest-first")

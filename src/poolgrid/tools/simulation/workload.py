@@ -48,7 +48,7 @@ class SimulatedRequest:
 NEVER: Final = float("inf")
 
 
-class Arrivals(Protocol):
+class RequestArrivals(Protocol):
     """Requests in order of arrival."""
 
     look_ahead_ms: float
@@ -125,7 +125,7 @@ class Workload:
     followers: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
     """By request, the numbers of those that come a pause after its end, as turns of a session do."""
 
-    def arrivals(self) -> Arrivals:
+    def arrivals(self) -> RequestArrivals:
         return ChainedArrivals(self.requests, self.followers) if self.followers else ListedArrivals(self.requests)
 
 
