@@ -12,7 +12,7 @@ from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import DecisionLog
 from poolgrid.router.core.examiner import Examiner
 from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.policy import KvAware
+from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.tools.engine_check.core.finding import Kind
 from tests.router.fleet_builder import Pool, decided
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from poolgrid.router.core.candidates import Candidates, RoutingRequest
+from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.policy import LOAD_BOUND, MediaAffinity
+from poolgrid.wire.card import MediaSpec
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
+from tests.router.fleet_builder import Pool, decided, make_card
 
 MEDIA = range(400)
 
@@ -45,14 +48,16 @@ def test_one_popular_medium_is_spread_when_its_worker_is_above_its_share() -> No
 
 
 def test_among_equal_workers_equal_media_meet_though_their_requests_differ() -> None:
-    candidates = _candidates(dict.fromkeys("abcd", 0))
-    policy = KvAware()
+    pool = Pool()
+    selector = pool.selector(KvAware())
+    pool.join(*"abcd", card=make_card(media=MediaSpec(("image",))))
 
+    homes: list[str] = []
     for media in range(20):
-        rows = {
-            policy.choose(
-                RoutingRequest(f"r{number}", "m", 64, 16, 4, media=(media,), media_kinds=("image",)), candidates
-            ).row
-            for number in range(5)
-        }
-        assert len(rows) == 1
+        chosen = set()
+        for number in range(5):
+            request = RoutingRequest(f"r{number}", "m", 64, 16, 4, media=(media,), media_kinds=("image",))
+            chosen.add(str(decided(selector.select(WorkerWanted(request, [], 0.0, 0))).worker))
+        homes.extend(chosen)
+    assert len(homes) == 20
+    assert set(homes) == set("abcd")

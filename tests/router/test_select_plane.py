@@ -261,13 +261,13 @@ def test_a_refusal_says_why_and_books_nothing(
 def test_a_probe_tells_overlap_and_load_and_reserves_nothing() -> None:
     async def scenario(asker: Asker) -> None:
         asker.pool.join("w1", "w2")
-        asker.pool.say(worker_key("w2"), stored([11, 12, 13]))
+        asker.pool.say(worker_key("w2"), stored(range(11, 111)))
         asker.pool.say(worker_key("w2"), RequestStarted("other", 100, 4, 7))
 
-        found = await asker.ask(Probe(9, "m", Stage.WHOLE, 48, PATH))
+        found = await asker.ask(Probe(9, "m", Stage.WHOLE, 100 * BLOCK_SIZE, pack_hashes(range(11, 111))))
         nobody = await asker.ask(Probe(10, "other", Stage.WHOLE, 48, PATH))
 
-        assert found == Probed(9, None, 3, 3, BLOCK_SIZE, 96, 1)
+        assert found == Probed(9, None, 100, 100, BLOCK_SIZE, 96, 1)
         assert nobody == Probed(10, SelectRefusal.NO_WORKER)
         assert asker.booked() == {"other": "w2"}
 

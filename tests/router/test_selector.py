@@ -287,7 +287,10 @@ def test_the_explanation_holds_every_candidate_and_every_term() -> None:
     assert explanation.rows[0].device_overlap_blocks == 3
     assert [row.terms["uncached_tokens"] for row in explanation.rows] == [7.0 * BLOCK_SIZE, 10.0 * BLOCK_SIZE]
     assert explanation.rows[1].terms["again_ms"] > explanation.rows[0].terms["again_ms"] == 0.0
-    assert explanation.margin == explanation.rows[1].cost - explanation.rows[0].cost > 0.0
+    cheaper, dearer = (row.cost for row in explanation.rows)
+    assert cheaper is not None
+    assert dearer is not None
+    assert explanation.margin == dearer - cheaper > 0.0
     assert explanation.worker == str(a)
     assert b in decision.candidates.workers
 

@@ -39,7 +39,7 @@ class Scene:
         self.given_up: list[str] = []
         self.registry = CollectorRegistry()
         settings, clock = RouterSettings(), SystemClock()
-        policy = make_policy("kv")
+        policy = make_policy("least-loaded")  # which does not plan: who is placed is up to the queue alone
         state = RouterState(Selector(Projection(PrefixIndex(), LoadLedger()), policy))
         self.queue = RouterQueue(
             settings,

@@ -98,6 +98,7 @@ def test_a_call_comes_a_pause_after_the_one_before_and_after_its_subagents() -> 
         request = children.pop()
         now_ms = request.arrival_ms + 10.0
         arrivals.finished(request.request_id, now_ms)
+        assert request.session is not None
         if request.turn + 1 == len(request.session.calls):
             left -= 1
         else:

@@ -51,21 +51,21 @@ def test_a_slowdown_is_felt_from_then_to_then() -> None:
     assert second == pytest.approx(2 * first)
 
 
-def test_predicted_finds_slow_workers_out_and_kv_does_not(conversations: Workload) -> None:
+def test_kv_finds_slow_workers_out_and_who_learns_nothing_does_not(conversations: Workload) -> None:
     slow = WorkerSpeeds((1.0, 1.0, 1.0, 0.25))
 
-    kv, predicted = (play(conversations, policy, slow) for policy in ("kv", "predicted"))
+    others, kv = (play(conversations, policy, slow) for policy in ("lmetric", "kv"))
 
-    assert predicted.worker_tokens[3] < 0.5 * kv.worker_tokens[3]
-    assert sum(predicted.ttft_ms) < 0.85 * sum(kv.ttft_ms)
-    report = policy_report(predicted, 4)["predicted_ttft"]
+    assert kv.worker_tokens[3] < 0.5 * others.worker_tokens[3]
+    assert sum(kv.ttft_ms) < 0.85 * sum(others.ttft_ms)
+    report = policy_report(kv, 4)["predicted_ttft"]
     assert report["requests"] == 300
     assert report["error"] < 0.4
-    assert policy_report(kv, 4)["predicted_ttft"] is None
+    assert policy_report(others, 4)["predicted_ttft"] is None
 
 
 def test_what_is_expected_on_equal_workers_is_nearly_what_comes(conversations: Workload) -> None:
-    report = policy_report(play(conversations, "predicted", None), 4)["predicted_ttft"]
+    report = policy_report(play(conversations, "kv", None), 4)["predicted_ttft"]
 
     assert report["error"] < 0.25
     assert 0.9 < report["bias"] < 1.1
@@ -74,8 +74,8 @@ def test_what_is_expected_on_equal_workers_is_nearly_what_comes(conversations: W
 def test_requests_that_met_their_target_are_counted(conversations: Workload) -> None:
     never, always = TtftTargets((0.001,)), TtftTargets((1e9,), told=False)
 
-    assert play(conversations, "predicted", None, never).targets_met == 0
-    assert policy_report(play(conversations, "predicted", None, always), 4)["ttft_targets_met_ratio"] == 1.0
+    assert play(conversations, "kv", None, never).targets_met == 0
+    assert policy_report(play(conversations, "kv", None, always), 4)["ttft_targets_met_ratio"] == 1.0
 
 
 def test_requests_that_wait_for_their_worker_have_their_first_tokens_sooner(conversations: Workload) -> None:
