@@ -208,7 +208,8 @@ class Selector:
             behind = [float(wanted.behind.get(worker, 0)) for worker in workers]
         observer = self.observer
         engines = None if observer is None else observer.describe_few(group.members, places, wanted.now_ms)
-        return Candidates(workers, *columns, engines, behind)
+        prefill_tokens, active_blocks, requests, device, host, disk = columns
+        return Candidates(workers, prefill_tokens, active_blocks, requests, device, host, disk, engines, behind)
 
     def candidates(
         self,

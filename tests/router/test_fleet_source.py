@@ -20,6 +20,7 @@ from poolgrid.process.clock import SystemClock
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import Booked, Input, RecordsArrived
 from poolgrid.router.core.router_state import InputLog
+from poolgrid.router.core.working_set import Admission
 from poolgrid.router.settings import RouterSettings
 from poolgrid.wire.events import RequestFinished, WorkerDraining
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
@@ -34,7 +35,7 @@ class Noted:
     def __init__(self) -> None:
         self.inputs: list[Input] = []
 
-    def note(self, given: Input, decision: Decision | None = None) -> None:
+    def note(self, given: Input, came: Decision | Admission | None = None) -> None:
         self.inputs.append(given)
 
 

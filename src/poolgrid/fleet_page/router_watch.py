@@ -17,6 +17,7 @@ from poolgrid.router.core.conversations import Conversations
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import Booked, Input, RecordsArrived, Released
 from poolgrid.router.core.router_state import InputLog, RouterState
+from poolgrid.router.core.working_set import Admission
 from poolgrid.wire.events import (
     BlocksRemoved,
     BlocksStored,
@@ -71,10 +72,10 @@ class FleetWatch:
         """Return the conversation of a request; empty when it is not known."""
         return self._of_request.get(dispatch_of(request_id)[0], "")
 
-    def note(self, given: Input, decision: Decision | None = None) -> None:
+    def note(self, given: Input, came: Decision | Admission | None = None) -> None:
         """Hand an input on, and look at it."""
         if self._next is not None:
-            self._next.note(given, decision)
+            self._next.note(given, came)
         if self._broken:
             return
         try:
