@@ -17,6 +17,7 @@ from poolgrid.cli.commands.top import (
     WORKERS_SHOWN_MAX,
     Frame,
     fetch,
+    fetch_fleet,
     stream_cell,
     usage_bar,
     view,
@@ -453,7 +454,7 @@ FLEET = {
 
 def test_the_fleet_is_shown_by_name_with_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(lambda path: (200, json.dumps(FLEET).encode()) if path == "/v1/fleet" else (404, b"")) as url:
-        assert watch(url, 1, once=True, fleet=True) == 0
+        assert watch(url, 1, once=True, look=fetch_fleet) == 0
 
     shown = capsys.readouterr().out
     assert "1 namespace: 1 router" in shown
@@ -464,6 +465,6 @@ def test_the_fleet_is_shown_by_name_with_what_is_refused(capsys: pytest.CaptureF
 
 def test_a_router_without_names_says_so_in_the_place_of_a_fleet(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(lambda path: (404, b"")) as url:
-        assert watch(url, 1, once=True, fleet=True) == 1
+        assert watch(url, 1, once=True, look=fetch_fleet) == 1
 
     assert "--names" in capsys.readouterr().out

@@ -41,7 +41,12 @@ def path_of(prompt: range, salt: str = "") -> list[int]:
 
 
 def told(engine: RunningEngine, rank: int = 0) -> set[int]:
-    return {each for event in engine.engine.restate(rank) for each in unpack_hashes(event.sequence_hashes)}
+    return {
+        each
+        for event in engine.engine.restate(rank)
+        if isinstance(event, BlocksStored)
+        for each in unpack_hashes(event.sequence_hashes)
+    }
 
 
 def held(engine: RunningEngine, rank: int = 0) -> set[int]:

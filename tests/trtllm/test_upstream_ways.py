@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from poolgrid.wire import codec as wire_codec
+from poolgrid.wire.events import BlocksStored
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes, unpack_tokens
 from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
@@ -223,7 +224,12 @@ async def test_an_engine_that_sleeps_has_no_blocks() -> None:
 
 
 def names(told: RunningEngine) -> set[int]:
-    return {each for chain in told.engine.restate(0) for each in unpack_hashes(chain.sequence_hashes)}
+    return {
+        each
+        for chain in told.engine.restate(0)
+        if isinstance(chain, BlocksStored)
+        for each in unpack_hashes(chain.sequence_hashes)
+    }
 
 
 def feed_of(told: RunningEngine) -> dict[str, Any]:

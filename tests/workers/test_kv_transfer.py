@@ -46,7 +46,7 @@ def make_engine(
     transfer: TransferModel = TRANSFER,
     **changes: int,
 ) -> SimulatedEngine:
-    fields: dict[str, int] = {
+    fields: dict[str, Any] = {
         "block_size": BLOCK_SIZE,
         "total_kv_blocks": 64,
         "max_batch_size": 4,

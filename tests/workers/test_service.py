@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from poolgrid.cli.commands.drain import Told, drain_here
 from poolgrid.process.clock import SystemClock
 from poolgrid.wire.events import (
+    AnyEvent,
     BlocksStored,
     LoadReported,
     PrefillCompleted,
@@ -734,8 +735,8 @@ async def test_events_that_only_report_growth_leave_with_the_next_that_says_more
         publisher = EventPublisher(context, consolidator.endpoint, stream, lambda: ([], []), clock, metrics, a_day_ms)
         publisher.start()
         await publisher.until_registered()
-        grown = [RequestProgressed("r", 2), BlocksStored(None, bytes(8 * 16))]
-        began = [RequestStarted("r", 20, 0, 1), PrefillCompleted("r")]
+        grown: list[AnyEvent] = [RequestProgressed("r", 2), BlocksStored(None, bytes(8 * 16))]
+        began: list[AnyEvent] = [RequestStarted("r", 20, 0, 1), PrefillCompleted("r")]
         for each in (began, grown[:1], grown[1:]):
             publisher.publish(each)
         assert stream.outbox.next_seq == 1

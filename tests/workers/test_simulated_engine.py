@@ -51,7 +51,7 @@ BLOCK_SIZE = 4
 
 
 def make_limits(**changes: int) -> SimulatedLimits:
-    fields: dict[str, int] = {
+    fields: dict[str, Any] = {
         "block_size": BLOCK_SIZE,
         "total_kv_blocks": 64,
         "max_batch_size": 4,
