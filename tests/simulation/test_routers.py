@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
@@ -44,13 +44,20 @@ def mean_ttft_ms(result: RunResult) -> float:
     return sum(result.ttft_ms) / len(result.ttft_ms)
 
 
+def mean_cached_tokens(results: Sequence[RunResult]) -> float:
+    return sum(result.cached_tokens for result in results) / len(results)
+
+
 def test_eight_routers_on_one_stream_reuse_as_much_as_one_and_far_more_than_separate_ones(play: Play) -> None:
-    one = play(RouterFleet(1, 5.0))
-    eight = play(RouterFleet(8, 5.0))
+    # What is reused differs by up to 7 % from delay to delay: it is the mean of several. Several routers hold nobody,
+    # so they are compared with one that does not either.
+    delays = (1.0, 3.0, 5.0, 7.0, 9.0)
+    one = mean_cached_tokens([play(RouterFleet(1, delay, hold_limit_ms=0.0)) for delay in delays])
+    eight = [play(RouterFleet(8, delay)) for delay in delays]
     separate = play(RouterFleet(8, 5.0, separate=True))
 
-    assert eight.cached_tokens > 0.97 * one.cached_tokens
-    assert eight.cached_tokens > 1.3 * separate.cached_tokens
+    assert mean_cached_tokens(eight) > 0.97 * one
+    assert min(result.cached_tokens for result in eight) > 1.3 * separate.cached_tokens
 
 
 def test_a_burst_over_eight_routers_is_not_sent_to_the_same_idle_workers(play: Play) -> None:
