@@ -62,6 +62,7 @@ def test_cat_prints_records_chosen_by_offset_time_kind_and_worker(directory: Pat
             "parent": None,
             "sequence_hashes": ["0000000000000006", "0000000000000007"],
             "tier": "device",
+            "group": 0,
         }
     ]
     assert [row["offset"] for row in lines("cat", directory, "--from", "10", "--to", "13")] == [10, 11, 12]
