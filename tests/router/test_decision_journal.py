@@ -259,7 +259,9 @@ def with_everyone_trusted(checkpoint: Checkpoint) -> Checkpoint:
 )
 def test_tampered_beliefs_are_found(name: str, change: Callable[[Checkpoint], Checkpoint]) -> None:
     router = recorded(steps=900, segment_bytes=60_000, **MIDWAY[name])
-    decisions = changed_checkpoint(kept_from_each_segment(router)[0], change)
+    kept = kept_from_each_segment(router)
+    believing = next(each for each in kept if entries_of(each, Checkpoint)[0].beliefs is not None)
+    decisions = changed_checkpoint(believing, change)
 
     assert router.replay(decisions=decisions).difference is not None
 
@@ -311,15 +313,20 @@ def test_a_router_that_begins_again_is_followed_into_its_next_life() -> None:
 
 
 def tampered(disk: FakeDisk, change: Callable[[DecisionMade], DecisionMade]) -> tuple[FakeDisk, int]:
-    """A copy in which one decision in the middle was changed by somebody who also mends checksums."""
+    """A copy in which one choice in the middle was changed by somebody who also mends checksums."""
     copy = disk.copy()
     (name,) = copy.names()
     data = bytes(copy.files[name])
     positions, _, _ = scan(data, FILE_HEADER.size, 0)
     payloads = [payload_at(data, position) for position in positions]
-    made = [at for at, payload in enumerate(payloads) if b"DecisionMade" in payload[:20]]
-    at = made[len(made) // 2]
-    payloads[at] = encoder.encode(change(msgspec.msgpack.decode(payloads[at], type=DecisionMade)))
+    made = {
+        at: msgspec.msgpack.decode(payload, type=DecisionMade)
+        for at, payload in enumerate(payloads)
+        if b"DecisionMade" in payload[:20]
+    }
+    choices = [at for at, decision in made.items() if decision.rows > 1]
+    at = choices[len(choices) // 2]
+    payloads[at] = encoder.encode(change(made[at]))
     entries = [frame(payload, number) for number, payload in enumerate(payloads)]
     copy.files[name] = bytearray(data[: FILE_HEADER.size] + b"".join(entries))
     return copy, at
