@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,13 +90,19 @@ def kept(answers: Mapping[str, Any]) -> Answer:
 
 
 def test_a_routers_decision_shows_every_candidate_term_and_filter() -> None:
-    text = drawn(router_answer())
+    answer = router_answer()
+    text = drawn(answer)
+    (attempt,) = answer["attempts"]
 
     assert "r-[red]1" in text, "what clients chose is never taken for markup"
     assert "ISL 160 = 10 blocks, 3 believed to be there: 48 tokens promised, 48 tokens reported as reused" in text
-    assert "adjusted_prefill" in text
+    for row in attempt["rows"]:
+        shown = r"\s(?:.*\s)?".join(re.escape(f"{each:,.2f}") for each in (*row["terms"].values(), row["cost"]) if each)
+        assert row["terms"]
+        assert re.search(shown, text)
     assert "not c: draining" in text
-    assert "the runner-up would have cost 3.00 more" in text
+    assert attempt["margin"] > 0
+    assert f"the runner-up would have cost {attempt['margin']:.2f} more" in text
 
 
 def test_a_global_decision_shows_cell_spill_fallback_refusal_and_the_pools_own_reasons() -> None:

@@ -189,6 +189,7 @@ def test_what_a_group_needs_follows_from_its_kind(kind: Any, promised: KvGroup |
     if promised is True:
         assert [(type(event), event.group) for event in out] == [(BlocksStored, 0)]
     else:
+        assert isinstance(promised, KvGroup)
         assert out[0] == GroupsReported((promised,), has_full_attention=False)
         assert [event.group for event in out[1:]] == ([] if promised == KvGroup(0) else [1])
 

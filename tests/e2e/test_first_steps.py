@@ -67,6 +67,8 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         "0",
         "--part-option",
         "router.access-log",
+        "--part-option",
+        "router.legs=two",
     ]
     arguments += ["--api-keys", str(keys), "--settings-file", str(settings), "--data-dir", str(directory / "data")]
     with Process("up", *arguments) as up:

@@ -102,7 +102,7 @@ def test_every_decision_can_be_explained(client: openai.OpenAI, pool: Process) -
 
     assert explained["attempts"][0]["worker"] == answer.headers["x-poolgrid-worker"]
     assert len(explained["attempts"][0]["rows"]) == 2
-    assert set(explained["attempts"][0]["rows"][0]["terms"]) >= {"overlap_credit", "adjusted_prefill"}
+    assert set(explained["attempts"][0]["rows"][0]["terms"]) >= {"again_ms", "next_ms"}
     assert listed[0]["request_id"] == request_id
     assert httpx.get(f"{pool.url}/v1/decisions/unheard-of").status_code == 404
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
 GRID = ROOT / "pool_configs" / "short_and_long.json"
 COMMANDS = ("up", "router", "global-router")
-ONLY_A_ROUTER = ("/v1/pool", "/v1/workers", "/v1/route")
+ONLY_A_ROUTER = ("/v1/pool", "/v1/workers", "/v1/route", "/v1/sessions")
 """Beginnings of paths in docs/http_api.md that a global router does not serve."""
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}

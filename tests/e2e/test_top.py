@@ -105,7 +105,7 @@ def test_top_draws_a_router_as_it_answers(router: str) -> None:
         assert (lag == "–", last_event == "–") == (row["event_lag_ms"] is None, row["last_event_ms_ago"] is None)
         assert drawn == [
             row["worker_id"], "aggregated", "tiny", "ready", "live" if row["requests_total"] else "no events yet",
-            number(row["running_requests"]), number(row["waiting_requests"]),
+            row["verdict"], number(row["running_requests"]), number(row["waiting_requests"]),
             *re.split(r"\s{2,}", usage_bar(row["active_blocks"], row["total_blocks"]).plain),
             number(row["cached_blocks"]), number(row["indexed_blocks"]), number(row["prefill_tokens"]),
             number(row["requests_total"]),
@@ -128,7 +128,7 @@ def test_a_routers_explanation_is_read_whole_and_drawn(router: str) -> None:
     assert json.loads("\n".join(lines_of("explain", "second", "--url", router, "--json"))) == told
     drawn = "\n".join(lines_of("explain", "second", "--url", router))
     assert f"worker {attempt['worker']}, {attempt['reason']} by policy kv at journal offset" in drawn
-    assert f"{attempt['realised_cached_tokens']} tokens reused" in drawn
+    assert f"{attempt['realised_cached_tokens']} tokens reported as reused" in " ".join(drawn.replace("│", " ").split())
     assert f"would have cost {attempt['margin']:.2f} more ({attempt['runner_up']})" in drawn
     for row in attempt["rows"]:
         terms = [f"{row['terms'][name]:,.2f}" for name in row["terms"]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,7 +18,8 @@ LINE = StepCurve(((1.0, 10.0), (1001.0, 110.0)), ((0.0, 5.0), (1.0, 25.0)))
 
 def worker(**changes: float) -> WorkerDelay:
     idle = WorkerDelay(LINE, 8192.0, 1000.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    return idle._replace(**changes)
+    values: dict[str, Any] = dict(changes)
+    return idle._replace(**values)
 
 
 def test_idle_worker_costs_the_computation_for_the_request_and_for_the_next_one() -> None:

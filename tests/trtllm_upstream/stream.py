@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from poolgrid.process.clock import SystemClock
+from poolgrid.wire.events import BlocksStored
 from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes, unpack_hashes
 from poolgrid.workers.engines.server.cache_events import FollowedEvents
 from poolgrid.workers.engines.server.core.server_facts import EventSource
@@ -143,7 +144,12 @@ async def follow(files: UpstreamFiles, rounds: int, directory: Path, seed: int =
                 engine.publish()
             await _until(
                 lambda: (
-                    {each for event in followed.restate(0) for each in unpack_hashes(event.sequence_hashes)}
+                    {
+                        each
+                        for event in followed.restate(0)
+                        if isinstance(event, BlocksStored)
+                        for each in unpack_hashes(event.sequence_hashes)
+                    }
                     == engine.names
                 ),
                 f"round {number} ({fault}): the index is the engine's blocks",

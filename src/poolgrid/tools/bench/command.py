@@ -429,7 +429,6 @@ BASICS = (
     "model",
     "trace",
     "rate",
-    "agents",
     "concurrency",
     "turns",
     "isl",
