@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
@@ -16,6 +16,8 @@ from poolgrid.router.core.observers import IsOpen, Observer
 from poolgrid.router.core.working_set import Admission, OfferedTurn, SessionKey, WorkingSet
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
+
+NOTHING_KNOWN: Final = WorkingSet().checkpoint()
 
 
 @dataclass(slots=True)
@@ -111,7 +113,8 @@ class SessionPlaces(Observer):
             for (worker, request_id), turn in self._turns.items()
         ]
         known = self.working_set.checkpoint()
-        return {"now_ms": self._now_ms, "turns": turns, **known} if known["members"] else None
+        # What was learned outlives those it was learned from.
+        return {"now_ms": self._now_ms, "turns": turns, **known} if turns or known != NOTHING_KNOWN else None
 
     def restore(self, state: Any) -> None:
         self._now_ms = float(state["now_ms"])

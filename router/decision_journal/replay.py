@@ -262,7 +262,10 @@ class DecisionReplay:
         given = self._inputs.input_of(judged, stored.workers, state.projection)
         assert isinstance(given, TurnOffered), "the entry stands for an offer"
         numbers = {worker: number for number, worker in enumerate(stored.workers)}
-        again = judged_of(given, state.offer(given), numbers)
+        admission = state.offer(given)
+        for worker in admission.crowded:
+            numbers.setdefault(worker, len(numbers))  # not of those that were recorded: a difference
+        again = judged_of(given, admission, numbers)
         if again != judged:
             return Difference(stored.file, stored.number, judged.request.request_id, 0, "the admission", judged, again)
         outcome.identical_admissions += 1
