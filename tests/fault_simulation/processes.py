@@ -88,6 +88,8 @@ KV_FETCH_TIMEOUT_MS = 1_500.0
 """Longer than a socket that lost its connection waits before it tries again."""
 MAX_WAITING_REQUESTS = 12
 LEADER_LEASE_S = 1
+QUEUE_TIMEOUT_MS = 12_000.0
+"""In runs that are not strict: longer than a session without a running turn keeps its place at first."""
 STREAM_RETENTION_BYTES = 12_000
 """Of a journal in a stream; where nothing ever becomes durable it is a hundred times as much."""
 NARROW_BYTES = 1_500
@@ -464,7 +466,7 @@ class RouterProcess(Process):
         self._settings = _ROUTER_SETTINGS.model_copy(
             update={
                 "legs": "expected-time" if world.scenario.local_prefill_max_tokens else "two",
-                "queue_timeout_ms": 60_000.0 if world.scenario.strict else 4_000.0,
+                "queue_timeout_ms": 60_000.0 if world.scenario.strict else QUEUE_TIMEOUT_MS,
                 "max_queue_requests": world.scenario.queue_limit,
                 "worker_queue_factor": world.scenario.worker_queue_factor,
                 "select_port": world.port(),
