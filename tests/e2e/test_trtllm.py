@@ -126,12 +126,12 @@ def rows(url: str) -> list[dict[str, object]]:
     return list(worker_rows(url).values())
 
 
-def test_short_prompts_stay_where_they_decode(pool: Pool) -> None:
+def test_short_prompts_have_two_legs_too_where_the_router_is_told_so(pool: Pool) -> None:
     before = legs(pool)["prefill"]
     prompt = [9, 8, 7]
     text = pool.complete(prompt, 5).json()["choices"][0]["text"]
     assert text == expected_text(pack_tokens(prompt), 5, vocabulary=PLAIN)
-    assert legs(pool)["prefill"] == before
+    assert legs(pool)["prefill"] == before + 1
 
 
 def test_without_the_package_a_worker_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
