@@ -117,7 +117,8 @@ def test_an_answer_is_explained_by_the_id_in_its_body_with_and_without_its_index
     def explained(name: str) -> list[str]:
         done = CliRunner().invoke(app, ["explain", name, "--url", pool.url, "--json"], env=pool.environment())
         assert done.exit_code == 0, done.output
-        return [attempt["request_id"] for attempt in json.loads(done.stdout)["attempts"]]
+        # A leg each.
+        return list(dict.fromkeys(attempt["request_id"] for attempt in json.loads(done.stdout)["attempts"]))
 
     both = explained(answer.json()["id"])
     assert both == [f"{by_header}-0", f"{by_header}-1"]
