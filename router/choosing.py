@@ -134,7 +134,7 @@ class Chooser:
         if not routed.path:
             routed.path = self.path_now(request)
         if routed.queued is not None and not machine.plan.dispatches:
-            # While it waited its session may have gone on without it.
+            # While it waited its session may have continued without it.
             request.turn = self.naming.turn_of(request, routed.path, self.block_size(request.model))
         output_tokens = len(machine.delivery.output) // TOKEN_BYTES
         leg, wanted = self._wanted(machine.plan, output_tokens, routed.path, now_ms, routed)
@@ -195,7 +195,7 @@ class Chooser:
     def admits(self, routed: LocalRequest, is_first: bool, waited_ms: float = 0.0) -> bool:
         """Tell whether a turn of a session may go to a worker now, or waits for room in the pool's working set.
 
-        Without ``is_first`` others wait already, and only turns of sessions that have their place go on.
+        Without ``is_first`` others wait already, and only turns of sessions that have their place continue.
         """
         request, sessions = routed.machine.request, self._state.sessions
         if request.turn is None:

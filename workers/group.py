@@ -8,7 +8,7 @@ Rules
        end, as a process of its own would; its requests move to other workers.
     3. The process is ready with its first worker: a server that is down keeps no other one waiting.
     4. Where every worker has failed and none was ever ready, the process ends with the last error: then the options are
-       wrong, and whoever started the process has to know.
+       wrong, and the caller has to know.
 """
 
 from __future__ import annotations

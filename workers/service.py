@@ -358,7 +358,7 @@ class WorkerService:
             # Nobody dispatches a leg again while its first result is of use.
             self._let_go(request.request_id)
         if request.request_id in owners:
-            # Only a router's own second use is its fault. What nobody owns is on its way out; what another peer
+            # Only a router's own second use is its fault. What has no owner is on its way out; what another peer
             # took may be a forged message, and a dispatch to another worker has another id.
             is_own = owners[request.request_id] == peer_id
             raise (RefusedError if is_own else BusyError)(

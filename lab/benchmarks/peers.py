@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lab.benchmarks.fleet import Fleet, free_port
@@ -37,6 +37,36 @@ FRONT, FRONT_BEFORE = "ours-front", "ours-front-before"
 NAMES = (OURS, BEFORE, FRONT, FRONT_BEFORE, *MODULE_OF)
 
 
+def import_fault(python: str, module: str) -> str:
+    """Return why a Python cannot import a module; empty when it can.
+
+    Looking for it is not enough: a wheel whose requirements are missing is found and does not start.
+    """
+    probe = subprocess.run(
+        [python, "-c", f"import {module}"], capture_output=True, timeout=IMPORT_TIMEOUT_S, check=False
+    )
+    if probe.returncode == 0:
+        return ""
+    return (probe.stderr.decode().strip().splitlines() or [f"status {probe.returncode}"])[-1]
+
+
+def smg_command(python: str, port: int, engines: Sequence[str]) -> list[str]:
+    """Return the command of smg in front of servers at these URLs."""
+    command = [python, "-m", "smg", "launch", "--policy", "cache_aware", "--max-concurrent-requests", "-1"]
+    return [*command, *_http_options(port), "--worker-urls", *engines]
+
+
+def vllm_router_command(python: str, port: int, engines: Sequence[str], policy: str) -> list[str]:
+    """Return the command of vllm-router in front of servers at these URLs."""
+    command = [python, "-m", "vllm_router.launch_router", "--policy", policy]
+    return [*command, *_http_options(port), "--worker-urls", *engines]
+
+
+def _http_options(port: int) -> list[str]:
+    metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+    return ["--host", "127.0.0.1", "--port", str(port), *metrics]
+
+
 class Peers:
     """Starts front ends in front of the same number of mock engines, with the same model."""
 
@@ -54,16 +84,7 @@ class Peers:
             return ""
         if peer in (BEFORE, FRONT_BEFORE):
             return self._before_absent_because()
-        # Imported, not only looked for: a wheel whose requirements are missing is found and does not start.
-        probe = subprocess.run(
-            [self._peer_python, "-c", f"import {MODULE_OF[peer]}"],
-            capture_output=True,
-            timeout=IMPORT_TIMEOUT_S,
-            check=False,
-        )
-        if probe.returncode == 0:
-            return ""
-        return (probe.stderr.decode().strip().splitlines() or [f"status {probe.returncode}"])[-1]
+        return import_fault(self._peer_python, MODULE_OF[peer])
 
     def start(self, peer: str, fleet: Fleet, step_ms: float = 0.0) -> tuple[int, int]:
         """Start a peer and its engines, wait until it answers, and return its port and process id.
@@ -165,19 +186,13 @@ class Peers:
 
     def _start_smg(self, fleet: Fleet, step_ms: float) -> tuple[int, int]:
         port = free_port()
-        command = [self._peer_python, "-m", "smg", "launch", "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--policy", "cache_aware", "--log-level", "error", "--max-concurrent-requests", "-1"]
-        command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
-        process = fleet.start("smg", [*command, "--worker-urls", *self._engines(fleet, step_ms)], tested=True)
-        return port, process.pid
+        command = smg_command(self._peer_python, port, self._engines(fleet, step_ms))
+        return port, fleet.start("smg", [*command, "--log-level", "error"], tested=True).pid
 
     def _start_vllm_router(self, fleet: Fleet, step_ms: float) -> tuple[int, int]:
         port = free_port()
-        command = [self._peer_python, "-m", "vllm_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--policy", "cache_aware", "--log-level", "error"]
-        command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
-        process = fleet.start("vllm-router", [*command, "--worker-urls", *self._engines(fleet, step_ms)], tested=True)
-        return port, process.pid
+        command = vllm_router_command(self._peer_python, port, self._engines(fleet, step_ms), "cache_aware")
+        return port, fleet.start("vllm-router", [*command, "--log-level", "error"], tested=True).pid
 
     def _start_dynamo(self, fleet: Fleet, tokenizer: str, step_ms: float) -> tuple[int, int]:
         port = free_port()

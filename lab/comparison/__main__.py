@@ -51,7 +51,7 @@ class Plan(NamedTuple):
 
 
 def plans(options: argparse.Namespace, routers: Sequence[str]) -> list[Plan]:
-    """Return the runs in order: engines start anew as seldom as possible, and no router always comes first."""
+    """Return the runs in order: engines restart as seldom as possible, and no router always comes first."""
     found = []
     for level in sorted(options.levels, key=lambda name: -LEVELS[name].kv_share):
         for at, seed in enumerate(options.seeds):

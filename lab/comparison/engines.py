@@ -1,7 +1,7 @@
 """The engine servers behind every router of the comparison: vLLM, one on each GPU, or stand-ins for a rehearsal.
 
 They are started once and emptied before each run (``POST /reset_prefix_cache``). A level that wants less KV cache than
-there is has them started anew.
+there is restarts them.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Engines:
                 if time.monotonic() > until:
                     raise RuntimeError(f"{address.url} does not empty its cache")
                 time.sleep(0.2)  # noqa: TID251 - as above
-            # An engine tells of it with its next step.
+            # An engine publishes that with its next step.
             body = {"model": MODEL, "prompt": [7] * 20, "max_tokens": 2, "temperature": 0}
             httpx.post(f"{address.url}/v1/completions", json=body, timeout=60).raise_for_status()
 

@@ -21,6 +21,7 @@ import httpx
 
 from lab.benchmarks.fleet import Fleet, free_port
 from lab.benchmarks.http_load import cpu_s, rss_mb
+from lab.benchmarks.peers import MODULE_OF, import_fault, smg_command, vllm_router_command
 from lab.comparison.engines import BLOCK_SIZE, MODEL, Address
 
 START_TIMEOUT_S = 90.0
@@ -41,26 +42,23 @@ class Python:
 
     def absent_because(self, router: str) -> str:
         """Return why a router cannot be started; empty when it can."""
-        if router.startswith("ours"):
-            return ""
-        python, module = (self.before, "poolgrid") if router == "before" else (self.peers, _module(router))
-        if not python:
-            return "no Python is named that has it"
-        probe = subprocess.run([python, "-c", f"import {module}"], capture_output=True, timeout=120, check=False)
-        return (probe.stderr.decode().strip().splitlines() or ["it does not import"])[-1] if probe.returncode else ""
+        python, package = self._of(router)
+        return import_fault(python, MODULE_OF.get(package, package)) if python else "no Python is named that has it"
 
     def version(self, router: str) -> str:
         """Return the version of a router, from its package."""
-        python = {"before": self.before}.get(router, sys.executable if router.startswith("ours") else self.peers)
-        package = "poolgrid" if router == "before" or router.startswith("ours") else router.partition("-events")[0]
-        package = package.removesuffix("-robin")
+        python, package = self._of(router)
         program = f"from importlib.metadata import version; print(version({package!r}))"
         done = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=60, check=False)
         return done.stdout.strip() or "unknown"
 
-
-def _module(router: str) -> str:
-    return "smg" if router == "smg" else "vllm_router.launch_router"
+    def _of(self, router: str) -> tuple[str, str]:
+        """Return the Python that has a router, and the package's name."""
+        if router.startswith("ours"):
+            return sys.executable, "poolgrid"
+        if router == "before":
+            return self.before, "poolgrid"
+        return self.peers, "smg" if router == "smg" else "vllm-router"
 
 
 class Router:
@@ -82,12 +80,10 @@ class Router:
         elif self._is_ours:
             self._command = self._ours(name.partition("-")[2])
         elif name == "smg":
-            self._command = self._peer(python.peers, "-m", "smg", "launch", "--policy", "cache_aware")
-            self._command += ["--max-concurrent-requests", "-1", "--worker-urls", *(each.url for each in engines)]
+            self._command = smg_command(python.peers, self.port, [each.url for each in engines])
         else:
             policy = VLLM_ROUTER_POLICIES[name]
-            self._command = self._peer(python.peers, "-m", "vllm_router.launch_router", "--policy", policy)
-            self._command += ["--worker-urls", *(each.url for each in engines)]
+            self._command = vllm_router_command(python.peers, self.port, [each.url for each in engines], policy)
             if policy == "kv_aware":
                 for each in engines:
                     self._command += ["--kv-event-source", f"{each.url}={each.events}"]
@@ -138,10 +134,6 @@ class Router:
         except (httpx.TransportError, ValueError, KeyError):
             return 0
         return sum(row["state"] == "ready" for row in rows)
-
-    def _peer(self, python: str, *words: str) -> list[str]:
-        metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
-        return [python, *words, "--host", "127.0.0.1", "--port", str(self.port), *metrics]
 
     def wait(self) -> None:
         """Wait until every engine has answered through it."""

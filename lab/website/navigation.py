@@ -58,7 +58,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
     ),
     "Concepts": (
         "docs/policies",
-        "docs/predicted",
+        "docs/cost",
         "docs/architecture",
         "docs/consolidator",
         "docs/journal",

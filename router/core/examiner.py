@@ -134,7 +134,7 @@ class Examiner:
     def gateway_reported(
         self, decision: Decision, path: Sequence[int], reported_tokens: int, reported_isl: int | None
     ) -> None:
-        """An engine that answers past this router said in its usage what it reused, and how long the prompt was."""
+        """Take the usage of an engine that answers past this router: reused tokens and prompt length."""
         worker = self._projection.fleet.workers.get(decision.worker)
         if worker is None or worker.requests_total:
             return  # workers that report requests are compared at their starts

@@ -211,7 +211,7 @@ class GroupIndex:
         return entries
 
     def discard(self, entries: int) -> int:
-        """Free that many blocks of an index that nobody asks any more; return what of this number is left over."""
+        """Free that many blocks of an index that is not used any more; return what of this number is left over."""
         for held in self._places.values():
             entries = held.discard(entries)
         while entries > 0 and self._ages.discard_newest() is not None:

@@ -4,7 +4,7 @@ Rules
     1. An engine computes prompts in order. A prompt's time is from the first token before it on that worker, or from
        its own choice if that was later, until its first token. A worker's rate is the ratio of two sums, milliseconds
        and tokens, in which old observations count less (``KEPT``) and so do all when time passes (``MEMORY_MS``).
-    2. What is missing in a worker's sums is filled up with the pool's rate, so a worker that nobody was sent to for
+    2. What is missing in a worker's sums is filled up with the pool's rate, so a worker without requests for
        long is tried again.
     3. A transfer takes from the choice of the decode worker until its first token: a straight line over the tokens
        that move, through what was observed and ``TRANSFER_PRIOR``.
@@ -221,7 +221,7 @@ class LearnedLegTimes(Observer):
             known.prompts.clear()
             known.transfers.clear()
 
-    # -- for a state that goes on elsewhere ------------------------------------------------------------------------
+    # -- for a state that continues elsewhere -----------------------------------------------------------------------
 
     def checkpoint(self) -> LegTimesState:
         return LegTimesState(

@@ -2,10 +2,10 @@
 
 Rules
     1. A prompt that begins with all tokens of an earlier prompt and of its complete answer, and has more behind them,
-       continues that turn's session, unless the session has gone on already, or several sessions are the same up to
+       continues that turn's session, unless the session has continued already, or several sessions are the same up to
        there.
-    2. A prompt that begins with an earlier prompt, or with an earlier turn that its session went on from, is a fork: a
-       session of its own whose parent is known. Any other prompt begins a session.
+    2. A prompt that begins with an earlier prompt, or with an earlier turn that its session continued from, is a fork:
+       a session of its own whose parent is known. Any other prompt begins a session.
     3. Tokens are compared by XXH3-64 behind the last whole block, blocks by their sequence hashes; so two prompts are
        taken for equal only where they are. Tenants are apart.
     4. Tails are found by every ``STRIDE``-th block of a path from its end on; only where such an *anchor* is known the
@@ -56,7 +56,7 @@ class Known(msgspec.Struct, eq=False):
     session: str
     at: Tail
     is_latest: bool = True
-    """Whether its session has not gone on from here."""
+    """Whether its session has not continued from here."""
     before: Known | None = None
     """The turn that it continued, while it is the latest."""
 

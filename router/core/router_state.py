@@ -65,7 +65,7 @@ class RouterState:
     def offer(self, given: TurnOffered) -> Admission:
         """Return whether a turn of a session may go to a worker now, or would evict sessions that run.
 
-        What changes nothing is not noted: a turn that waits on, and one that goes on beside nobody.
+        What changes nothing is not noted: a turn that still waits, and one that continues without others.
         """
         sessions, request = self.sessions, given.request
         workers = self.selector.groups.of(request.model, given.roles).workers

@@ -297,7 +297,7 @@ class WorkingSet:
         if member.is_slow or not (member.has_returned or self.return_share > 0.5):
             self._send_away(session)
         if member.parent is not None and member.parent in self._idle:
-            # Its parent goes on once all subagents have answered.
+            # Its parent continues once all subagents have answered.
             self._idle[member.parent].used_ms = now_ms
             self._idle.move_to_end(member.parent)
 
@@ -420,7 +420,7 @@ class WorkingSet:
     def _givers(
         self, worker: WorkerKey, missing: int, turn: OfferedTurn, now_ms: float, waited_ms: float
     ) -> list[SessionKey]:
-        """Return who would give way to a turn on a worker, the longest resident first; nobody where that is too few."""
+        """Return who would give way to a turn on a worker, the longest resident first; none where that is too few."""
         is_aged = waited_ms >= self._age_ms
         idle = [
             (member.since_ms, session, member.blocks)

@@ -4,7 +4,7 @@ Rules
     1. A part that dies is started again with the same arguments (so: the same ports), at growing intervals and without
        end (``poolgrid.process.restart_pace``), unless it has a bound (``restarts_max``): one that died more often in a
        row is given up, and ``given_up`` returns. No other part is ended for it here: what works keeps
-       serving, and the log says what does not.
+       serving, and what does not is logged.
     2. A part also ends when this process disappears, whatever became of it: it holds the other end of a pipe.
     3. What a part leaves behind when it dies goes with it: the processes of an engine hold GPUs, and the part that is
        started in its place needs them. A part and what it starts are a process group.

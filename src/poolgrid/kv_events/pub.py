@@ -91,8 +91,8 @@ class EngineStored:
     tier: Tier
     group: int | None = None
     window_tokens: int | None = None
-    """What the layers of the group need of a prefix to go on behind it: ``None`` = all of it, n = n tokens with the one
-    that comes next (a sliding window), 0 = their state at its end."""
+    """What the layers of the group need of a prefix to continue behind it: ``None`` = all of it, n = n tokens with the
+    one that comes next (a sliding window), 0 = their state at its end."""
 
 
 @dataclass(frozen=True, slots=True)

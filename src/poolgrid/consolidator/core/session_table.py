@@ -44,7 +44,7 @@ IDLE_MAX_MS: Final = 3_600_000
 """An hour: the longest that providers keep a prompt cached by default."""
 
 GAP_MAX_MS: Final = 600_000
-"""A longer gap counts as this: somebody went home, which says nothing of the next gap."""
+"""A longer gap counts as this: a person left, which does not predict the next gap."""
 
 ENDINGS: Final = tuple(TurnEnding)
 _PLACE: Final = {ending: place for place, ending in enumerate(TurnEnding)}
