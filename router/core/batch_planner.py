@@ -50,7 +50,7 @@ who waits at the others all count on the same workers."""
 
 
 Estimate = Callable[[FloatArray, FloatArray, Candidates], tuple[FloatArray, dict[str, FloatArray]]]
-"""``Predicted.estimate``."""
+"""``KvAware.estimate``."""
 
 
 class BatchPlanner:

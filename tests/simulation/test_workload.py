@@ -85,7 +85,7 @@ def recorded(count: int) -> list[RecordedRequest]:
 
 def test_recorded_requests_share_what_their_hashes_share_and_nothing_else() -> None:
     workload = recorded_workload(recorded(10), 16)
-    done = SimulatedPool(workload, make_policy("kv"), 2, limits(workload)).run()
+    done = SimulatedPool(workload, make_policy("kv"), 1, limits(workload)).run()
 
     assert done.requests == 10
     assert done.cached_tokens / done.prompt_tokens == pytest.approx(workload.ideal_cached_token_ratio)

@@ -129,8 +129,8 @@ class Nvext(Struct, frozen=True):
         Any, refused("answers have no nvext; /v1/decisions/{id} has workers and times, logprobs the tokens", [])
     ] = None
     metadata_upload: Annotated[Any, refused("answers are sent to the client only")] = None
-    agent_context: Any = None
-    session_control: Any = None
+    agent_context: Annotated[Any, allowed("an object with session_id")] = None
+    session_control: Annotated[Any, allowed("an object with session_id")] = None
     use_raw_prompt: Annotated[Any, refused("use /v1/completions", False)] = None
     token_data: Annotated[Any, refused("use a token array as the prompt of /v1/completions")] = None
     backend_instance_id: Annotated[Any, refused("the router chooses the worker")] = None
@@ -176,9 +176,9 @@ class SamplingFields(Struct, kw_only=True):
         LatencyTargets | None, allowed("an object with ttft_target and itl_target in milliseconds")
     ] = None
     # Of these only names of sessions are read (session_fields.py).
-    prompt_cache_key: Any = None
-    metadata: Any = None
-    conversation_params: Any = None
+    prompt_cache_key: Annotated[Any, allowed("a string")] = None
+    metadata: Annotated[Any, allowed("an object of strings")] = None
+    conversation_params: Annotated[Any, allowed("an object with conversation_id")] = None
 
 
 COPIED_TO_SAMPLING = (

@@ -109,15 +109,10 @@ class Gap(msgspec.Struct, array_like=True, frozen=True, gc=False):
         deviation = self.deviation_ms + (abs(off) - self.deviation_ms) // 4
         return Gap(self.count + 1, self.mean_ms + off // 8, deviation)
 
-    @property
-    def bound_ms(self) -> int:
-        """Return a time within which nearly all next turns come (RFC 6298's timeout)."""
-        return self.mean_ms + 4 * self.deviation_ms
-
 
 NO_GAP = Gap()
 NO_GAPS = (NO_GAP, NO_GAP, NO_GAP)
-"""One for each ``Ending``, in its order."""
+"""One for each ``TurnEnding``, in its order."""
 
 
 class SessionRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
