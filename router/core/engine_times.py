@@ -7,7 +7,7 @@ much dearer a long prompt is than a short one.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -67,10 +67,11 @@ class StepCurve:
         """Return what ``prompt_ms`` does, of one prompt and to the bit."""
         steps = tokens // step_tokens
         if not steps:
-            return self._one_step_ms(tokens)
-        return steps * self._one_step_ms(step_tokens) + self._one_step_ms(tokens - steps * step_tokens)
+            return self.one_step_ms(tokens)
+        return steps * self.one_step_ms(step_tokens) + self.one_step_ms(tokens - steps * step_tokens)
 
-    def _one_step_ms(self, tokens: float) -> float:
+    def one_step_ms(self, tokens: float) -> float:
+        """Return what ``step_ms`` does, of one step and to the bit."""
         if tokens <= 0.0:
             return 0.0
         line = self._prefill
@@ -180,9 +181,10 @@ class Engines:
         """Return what a step of each takes at pace 1 that computes one token."""
         return np.array([curve.least_ms for curve in self.curves], np.float64)[self.curve]
 
-    def step_ms(self, row: int, tokens: float) -> float:
-        """Return how long a step of one of them takes at pace 1 that computes so many prompt tokens."""
-        return float(self.curves[self.curve[row]].step_ms(np.array((tokens,)))[0])
+    def step_of(self, row: int) -> tuple[float, Callable[[float], float]]:
+        """Return how many prompt tokens a step of one of them may have, and how long it takes with so many at pace
+        1."""
+        return float(self.step_tokens[row]), self.curves[self.curve[row]].one_step_ms
 
     def joined_ms(self, queued: FloatArray, tokens: FloatArray) -> FloatArray:
         """Return how much longer at pace 1 the last step of so many queued tokens takes when others join it.
@@ -212,6 +214,11 @@ class FewEngines(NamedTuple):
     """Of each its curve, step tokens, total blocks, pace, milliseconds done, waiting requests and recent load."""
     choices_per_ms: float
     typical_ms: float
+
+    def step_of(self, row: int) -> tuple[float, Callable[[float], float]]:
+        """Return what ``Engines.step_of`` does."""
+        curve, step_tokens, *_ = self.rows[row]
+        return step_tokens, curve.one_step_ms
 
 
 def uncached_tokens(request: RoutingRequest, device: FloatArray, host: FloatArray, disk: FloatArray) -> FloatArray:
