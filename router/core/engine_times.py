@@ -22,25 +22,6 @@ HOST_WORTH, DISK_WORTH = 0.75, 0.25
 """What a block on a lower tier spares of its computation: it must be brought back first."""
 
 
-class _Line:
-    """Straight lines between points, the first and last value outside: ``np.interp`` for one number."""
-
-    __slots__ = ("slopes", "xs", "ys")
-
-    def __init__(self, points: tuple[tuple[float, float], ...]) -> None:
-        self.xs = [float(x) for x, _ in points]
-        self.ys = [float(y) for _, y in points]
-        self.slopes = [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in pairwise(points)]
-
-    def at(self, x: float) -> float:
-        place = bisect_right(self.xs, x) - 1
-        if place < 0:
-            return self.ys[0]
-        if place >= len(self.slopes):
-            return self.ys[-1]
-        return self.slopes[place] * (x - self.xs[place]) + self.ys[place]
-
-
 class StepCurve:
     """Straight lines between points; beyond the last prompt point its slope goes on, before the first its value."""
 
@@ -59,27 +40,36 @@ class StepCurve:
         if len(prefill) > 1:
             (x0, y0), (x1, y1) = prefill[-2:]
             self._slope = max(0.0, (y1 - y0) / (x1 - x0))
-        self._prefill, self._decode = _Line(prefill), _Line(decode)
+        self._prefill, self._decode = _lines(prefill), _lines(decode)
         self.least_ms = float(prefill[0][1])
         """What a step takes that computes one token."""
 
     def one_prompt_ms(self, tokens: float, step_tokens: float) -> float:
         """Return what ``prompt_ms`` does, of one prompt and to the bit."""
-        steps = tokens // step_tokens
-        if not steps:
+        if tokens < step_tokens:
             return self.one_step_ms(tokens)
+        steps = tokens // step_tokens
         return steps * self.one_step_ms(step_tokens) + self.one_step_ms(tokens - steps * step_tokens)
 
     def one_step_ms(self, tokens: float) -> float:
         """Return what ``step_ms`` does, of one step and to the bit."""
         if tokens <= 0.0:
             return 0.0
-        line = self._prefill
-        return line.at(tokens) + self._slope * max(0.0, tokens - line.xs[-1])
+        xs, ys, slopes = self._prefill
+        place = bisect_right(xs, tokens)
+        if not place:
+            return ys[0]
+        if place == len(xs):
+            return ys[-1] + self._slope * (tokens - xs[-1])
+        return slopes[place - 1] * (tokens - xs[place - 1]) + ys[place - 1]
 
     def one_decode_ms(self, share: float) -> float:
         """Return what ``decode_ms`` does, of one worker and to the bit."""
-        return self._decode.at(share)
+        xs, ys, slopes = self._decode
+        place = bisect_right(xs, share)
+        if not place or place == len(xs):
+            return ys[place and -1]
+        return slopes[place - 1] * (share - xs[place - 1]) + ys[place - 1]
 
     def step_ms(self, tokens: FloatArray) -> FloatArray:
         """Return the time of a step that computes so many prompt tokens each; 0 for none."""
@@ -96,6 +86,15 @@ class StepCurve:
         """Return the time of a decode step while such shares of the KV blocks are in use."""
         times: FloatArray = np.interp(share, self._shares, self._decode_ms)
         return times
+
+
+def _lines(points: tuple[tuple[float, float], ...]) -> tuple[list[float], list[float], list[float]]:
+    """Return the places of points, their values, and the slopes between them: ``np.interp`` in plain numbers."""
+    return (
+        [float(x) for x, _ in points],
+        [float(y) for _, y in points],
+        [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in pairwise(points)],
+    )
 
 
 def _published_prefill(tokens: int) -> float:
