@@ -331,11 +331,9 @@ class LearnedSpeeds(Observer):
 
     def describe_few(self, workers: Sequence[Worker], rows: Sequence[int] | None, now_ms: float) -> FewEngines:
         fixed = self._columns_of(workers).rows
-        chosen = range(len(workers)) if rows is None else rows
-        believed = self.believed([workers[row].key for row in chosen], now_ms)
-        return FewEngines(
-            [(*fixed[row], *each) for row, each in zip(chosen, believed, strict=True)], *self.arrivals(now_ms)
-        )
+        if rows is not None:
+            workers, fixed = [workers[row] for row in rows], tuple(fixed[row] for row in rows)
+        return FewEngines(fixed, self.believed([worker.key for worker in workers], now_ms), *self.arrivals(now_ms))
 
     # -- for a state that goes on elsewhere ------------------------------------------------------------------------
 
