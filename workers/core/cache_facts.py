@@ -170,6 +170,9 @@ class ReportedBlocks:
             elif type(event) is GroupsReported:
                 self._groups = event
 
+    def _of_group(self, event: CacheEvent) -> dict[int, int | None]:
+        return self._of_groups.setdefault((event.group, event.tier), {})
+
     def restate(self) -> list[RestatedEvent]:
         """Return all of it: the groups, then parents before children, tier by tier."""
         events: list[RestatedEvent] = [] if self._groups is None else [self._groups]

@@ -35,6 +35,9 @@ EngineGroup = tuple[int, int | None]
 WAITING_MAX = 1024
 """Blocks of a group without a name; beyond it the oldest are not claimed. Events of one step name each other."""
 
+BLOCKS_MAX = 2**32 - 1
+"""No prompt is as long; the wire carries no more."""
+
 NOT_RESUMABLE = KvGroup(0)
 
 TIER_OF_LEVEL = (Tier.DEVICE, Tier.HOST, Tier.DISK)
@@ -98,7 +101,7 @@ class OtherGroups:
         if window < 0 or window == self._largest:
             return KvGroup(1)
         # The token that is computed next sees window - 1 tokens before it.
-        return KvGroup(max(1, -(-(window - 1) // self._block_size)))
+        return KvGroup(min(max(1, -(-(window - 1) // self._block_size)), BLOCKS_MAX))
 
     def clear(self) -> None:
         """Forget every block."""
