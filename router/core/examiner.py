@@ -43,6 +43,7 @@ class _History:
 
     __slots__ = (
         "agreed",
+        "cleared",
         "epoch",
         "epochs",
         "final",
@@ -65,6 +66,8 @@ class _History:
         self.load: LoadReported | None = None
         self.steps_fell = False
         self.agreed = self.own = self.foreign = 0
+        self.cleared: int | None = None
+        """Requests compared since its events were lost, or its cache was cleared."""
         self.final: WorkerEvidence | None = None
         """What was known of a worker when it left."""
         self.judged: object = None
@@ -123,7 +126,15 @@ class Examiner:
         elif promised_tokens and reported_tokens:
             history.agreed += 1
         history.observations.append(observation)
+        if history.cleared is not None:
+            history.cleared += 1
         history.heads.append((now_ms, path[:HEAD_BLOCKS]))
+
+    def cleared(self, worker: WorkerKey) -> None:
+        """A worker reported that nothing it said before holds any more."""
+        history = self._histories.get(worker)
+        if history is not None:
+            history.cleared = 0
 
     def left(self, worker: WorkerKey) -> None:
         """A worker is about to leave; what the index holds of it is still known."""
@@ -209,6 +220,7 @@ class Examiner:
             history.own,
             history.foreign,
             self._has_windows(key),
+            history.cleared is not None and history.cleared < WINDOW,
         )
 
     def verdict(self, key: WorkerKey) -> ReuseVerdict:

@@ -22,6 +22,7 @@ import httpx
 import zmq.asyncio
 from click.testing import CliRunner
 
+from lab.benchmarks.fleet import free_port
 from poolgrid.cli.main import app
 from poolgrid.diagnosis.causes import Cause
 from poolgrid.frontend.models import TINY_MODEL_PATH
@@ -30,10 +31,14 @@ from tests.endpoint_picker.gateway import Gateway, running_gateway
 from tests.fakes.engine_server.cache import PagedCache, Running
 from tests.fakes.engine_server.threaded import servers_in_thread
 from tests.fakes.engine_server.vllm import Options, VllmServer
+from tests.observability_proof.stack import pause
 
 BLOCK = 16
 REQUESTS = 100
 """A fault must be named within so many."""
+
+PACE_S = 0.04
+"""Between requests: what an earlier prompt's events said counts half a second later."""
 
 CHECKPOINT = 128
 """Tokens between the places at which a state model of the stand-in is resumed."""
@@ -84,6 +89,8 @@ class Fault:
     at: dict[int, Callable[[VllmServer], None]] = field(default_factory=dict)
     """What happens before the request of a number."""
     worker: tuple[str, ...] = ()
+    publisher: Callable[[VllmServer], str] | None = None
+    """Where the router follows the engine's events by itself; ``None`` = its worker follows them."""
     body: Callable[[int], dict[str, Any]] = lambda number: {}
     """What requests have besides a prompt, by their number."""
 
@@ -158,7 +165,7 @@ class HiddenTier(PagedCache):
 
 SALTED = lambda number: {"cache_salt": "tenant"} if number % 8 in (3, 4, 5) else {}  # noqa: E731
 ADAPTED = lambda number: {"model": "tuned"} if number % 8 in (3, 4, 5) else {}  # noqa: E731
-SMALL = Options(block_size=BLOCK, blocks=160)
+SMALL = Options(block_size=BLOCK, blocks=90)
 
 FAULTS = (
     Fault(Cause.AGREES, "nothing"),
@@ -178,9 +185,12 @@ FAULTS = (
     Fault(Cause.ASLEEP, "the cache is dropped without an event", at={50: _forget}),
     Fault(Cause.GAP, "frames are lost, and no replay fills the gap", options=replace(SMALL, blocks=4096, replays=False),
           at={30: _lose}),
+    Fault(Cause.GAP, "the router misses frames, and no replay fills the gap", at={30: _lose},
+          publisher=lambda server: server.publishers[0].endpoint),
     Fault(Cause.EVENTS_STOPPED, "events stop", at={40: _publish(False)}),
     Fault(Cause.EVENTS_OFF, "no event comes", options=replace(SMALL, blocks=4096, publishes=False)),
-    Fault(Cause.WRONG_ENDPOINT, "events are read at a closed port", worker=("--kv-events-endpoint", "ENDPOINT")),
+    Fault(Cause.WRONG_ENDPOINT, "events are read at a closed port",
+          publisher=lambda server: f"tcp://127.0.0.1:{free_port()}"),
     Fault(Cause.TIER, "a lower tier has no events", options=SMALL, cache=HiddenTier),
     Fault(Cause.BLOCK_SIZE, "blocks have another size", worker=("--kv-block-size", str(BLOCK // 2))),
 )  # fmt: skip
@@ -190,8 +200,8 @@ def conversation(number: int) -> list[int]:
     """Return the prompt of a request: eight talks in turn behind one beginning, each of five turns."""
     slot, turn = number % 8, number // 8
     talk, turn = slot + 8 * (turn // 5), turn % 5
-    shared = [7 + at % 89 for at in range(6 * BLOCK)]
-    own = [100 + (talk * 7919 + at * 31) % 3000 for at in range(3 * BLOCK + 2 * BLOCK * turn + number % 7)]
+    shared = [7 + at % 89 for at in range(2 * BLOCK)]
+    own = [100 + (talk * 7919 + at * 31) % 3000 for at in range(5 * BLOCK + 2 * BLOCK * turn + number % 7)]
     return shared + own
 
 
@@ -240,36 +250,41 @@ def cause(fault: Fault, router: Process, directory: Path) -> Named:
         made.fault, made.cache_type = fault, fault.cache
         return made
 
-    with servers_in_thread(replace(fault.options, root=str(TINY_MODEL_PATH)), make=make) as running:
+    with contextlib.ExitStack() as opened:
+        running = opened.enter_context(servers_in_thread(replace(fault.options, root=str(TINY_MODEL_PATH)), make=make))
         [server] = running.servers
         assert isinstance(server, FaultyServer)
-        arguments = [f"tcp://127.0.0.1:{_closed_port()}" if each == "ENDPOINT" else each for each in fault.worker]
-        worker = Process(
-            "worker", "--engine", "vllm", "--engine-url", server.url, "--worker-id", name, "--log-level", "error",
-            "--consolidator", router.word("ingest"), *arguments, log=directory / f"{name}.log",
+        follows = ()
+        if fault.publisher is not None:
+            sources = directory / "sources.json"
+            sources.write_text(json.dumps([{"worker_id": name, "source": "kvbm", "endpoint": fault.publisher(server)}]))
+            router = opened.enter_context(_process("router", "--port", "0", "--pub-sources", str(sources)))
+            follows = ("--no-follow-events",)
+        opened.enter_context(
+            _process(
+                "worker", "--engine", "vllm", "--engine-url", server.url, "--worker-id", name,
+                "--consolidator", router.word("ingest"), *follows, *fault.worker,
+            )
         )  # fmt: skip
-        with worker as started, httpx.Client(timeout=60, trust_env=False) as client:
-            started.wait_ready()
-            _until_there(router.url, name)
-            for number in range(REQUESTS):
-                if number in (fault.at):
-                    running.do(_on_loop(fault.at[number], server))
-                server.sent = number
-                body = {"model": "tiny", "prompt": conversation(number), "max_tokens": 3, **fault.body(number)}
-                answer = client.post(f"{router.url}/v1/completions", json=body)
-                assert answer.status_code == 200, answer.text
-            told, shown = Doctor(router.url).verdict(name)
-        return Named(fault.cause, fault.what, told, shown, REQUESTS)
+        _until_there(router.url, name)
+        client = opened.enter_context(httpx.Client(timeout=60, trust_env=False))
+        for number in range(REQUESTS):
+            if number in fault.at:
+                running.do(_on_loop(fault.at[number], server))
+            server.sent = number
+            _complete(client, router.url, conversation(number), **fault.body(number))
+            pause(PACE_S)
+        return Named(fault.cause, fault.what, *Doctor(router.url).verdict(name), REQUESTS)
+
+
+@contextlib.contextmanager
+def _process(*arguments: str) -> Iterator[Process]:
+    with Process(*arguments, "--log-level", "error") as started:
+        yield started.wait_ready()
 
 
 async def _on_loop(act: Callable[[VllmServer], None], server: VllmServer) -> None:
     act(server)
-
-
-def _closed_port() -> int:
-    from lab.benchmarks.fleet import free_port
-
-    return free_port()
 
 
 # -- behind the gateway ------------------------------------------------------------------------------------------------
@@ -305,36 +320,35 @@ def behind_gateway(gateway: Gateway, only: str) -> Iterator[Named]:
 
 def cold(router: Process) -> Named:
     """Send prompts that share nothing to a simulated worker."""
-    with _simulated("cold", router, "4096") as client:
+    with _simulated("cold", router.word("ingest"), 4096), httpx.Client(timeout=60, trust_env=False) as client:
+        _until_there(router.url, "cold")
         for number in range(REQUESTS):
             _complete(client, router.url, [100 + (number * 131 + at * 17) % 3000 for at in range(200)])
         return Named(Cause.COLD, "prompts share nothing", *Doctor(router.url).verdict("cold"), REQUESTS)
 
 
-def foreign(router: Process) -> Named:
+def foreign(_: Process) -> Named:
     """Send the requests of another router of the pool to a worker whose cache has no room for both."""
-    feeds = ("--feed-endpoint", router.word("feed"), "--query-endpoint", router.word("query"))
-    with Process("router", "--port", "0", *feeds, "--log-level", "error") as other:
-        other.wait_ready()
-        with _simulated("foreign", router, "110") as client:
-            for number in range(REQUESTS):
-                _complete(client, router.url, conversation(number))
-                _complete(client, other.url, [3 + each for each in conversation(number + 1000)])
-            told = Doctor(router.url).verdict("foreign")
+    with contextlib.ExitStack() as opened:
+        consolidator = opened.enter_context(_process("consolidator", "--http-port", "0"))
+        feeds = ("--feed-endpoint", consolidator.word("feed"), "--query-endpoint", consolidator.word("query"))
+        router, other = (opened.enter_context(_process("router", "--port", "0", *feeds)) for _ in range(2))
+        opened.enter_context(_simulated("foreign", consolidator.word("ingest"), 110))
+        client = opened.enter_context(httpx.Client(timeout=60, trust_env=False))
+        for each in (router, other):
+            _until_there(each.url, "foreign")
+        for number in range(REQUESTS):
+            _complete(client, router.url, conversation(number))
+            _complete(client, other.url, [3 + each for each in conversation(number + 1000)])
+        told = Doctor(router.url).verdict("foreign")
     return Named(Cause.FOREIGN, "another router's requests evict", *told, REQUESTS)
 
 
-@contextlib.contextmanager
-def _simulated(name: str, router: Process, blocks: str) -> Iterator[httpx.Client]:
-    worker = Process(
+def _simulated(name: str, ingest: str, blocks: int) -> contextlib.AbstractContextManager[Process]:
+    return _process(
         "worker", "--worker-id", name, "--served-model-name", "tiny", "--vocabulary-size", "4096",
-        "--consolidator", router.word("ingest"), "--kv-block-size", str(BLOCK), "--total-kv-blocks", blocks,
-        "--log-level", "error",
+        "--consolidator", ingest, "--kv-block-size", str(BLOCK), "--total-kv-blocks", str(blocks),
     )  # fmt: skip
-    with worker as started, httpx.Client(timeout=60, trust_env=False) as client:
-        started.wait_ready()
-        _until_there(router.url, name)
-        yield client
 
 
 def _until_there(url: str, worker: str) -> None:
@@ -344,8 +358,8 @@ def _until_there(url: str, worker: str) -> None:
     eventually(f"{worker} is alone in the pool", lambda: workers() == [worker])
 
 
-def _complete(client: httpx.Client, url: str, prompt: list[int]) -> None:
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "ignore_eos": True}
+def _complete(client: httpx.Client, url: str, prompt: list[int], **more: Any) -> None:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 3, "ignore_eos": True, **more}
     answer = client.post(f"{url}/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
 
@@ -357,7 +371,7 @@ def prove_verdicts(only: str = "", gateway: Gateway | None = None) -> Iterator[N
     """Cause every verdict that can be; ``gateway`` is one that runs already."""
     with tempfile.TemporaryDirectory(prefix="poolgrid-verdicts-") as where, contextlib.ExitStack() as opened:
         directory = Path(where)
-        router = opened.enter_context(Process("router", "--port", "0", "--log-level", "error")).wait_ready()
+        router = opened.enter_context(_process("router", "--port", "0"))
         for fault in FAULTS:
             if only in fault.cause.value:
                 yield cause(fault, router, directory)
