@@ -206,14 +206,16 @@ class Examiner:
         worker = projection.fleet.workers[key]
         state, reason = projection.trust.stream(key)
         history = self._histories.get(key) or _History(worker.epoch)
+        held = projection.index.held_blocks(key)
+        is_unheard = any(each.state is StreamState.ABSENT for each in worker.streams.values())
         return WorkerEvidence(
             str(key),
             worker.card.block_size,
             list(history.observations),
             state.name.lower(),
             reason,
-            state is not StreamState.SYNCING,
-            projection.index.held_blocks(key),
+            state is not StreamState.SYNCING and (held > 0 or not is_unheard),
+            held,
             history.epochs,
             history.steps_fell,
             history.agreed,

@@ -1,4 +1,4 @@
-"""``python -m tests.observability_proof [fleet] [--calm-minutes N] [--only WORDS]``: see ``docs/observability.md``."""
+"""``python -m tests.observability_proof [fleet|verdicts] [--calm-minutes N] [--only WORDS]``; see docs/observability.md."""
 
 from __future__ import annotations
 
@@ -74,11 +74,14 @@ def _prove(stack: Stack, fleet: Fleet, calm_minutes: float, only: str) -> int:
         fleet.provoke()
         with waiting(fleet):
             shown = prove(stack)
+    unnamed = 0 if only else verdicts.show("", say, fleet.gateway)
     untried = stack.rules() - {each.alert for each in fired}
     _tables(shown, fired)
     wrong = [f"{each.board}: {each.panel}: {each.wrong}" for each in shown if each.wrong]
     wrong += [f"{each.alert} {each.wrong}: {each.drill}" for each in fired if each.seconds is None]
     wrong += [f"{alert} fired in {namespace or 'no namespace'} while all was calm" for alert, namespace in sorted(loud)]
+    if unnamed:
+        wrong.append(f"{unnamed} verdicts of poolgrid doctor are wrong, see above")
     if not only:
         wrong += [f"{alert} has no drill" for alert in sorted(untried)]
     say("\n".join(wrong) or "all of it holds")
