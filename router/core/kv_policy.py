@@ -263,15 +263,16 @@ def _costs_of_few(
 def _crowding_of_few(workers: Sequence[WorkerDelay], prompts: Sequence[PromptCost], engines: FewEngines) -> list[float]:
     crowding = [0.0] * len(workers)
     if len(workers) > 1:
-        typical_ms, queues, soonest = engines.typical_ms, [], []
-        for worker, prompt in zip(workers, prompts, strict=True):
-            before = worker.pace * max(0.0, prompt.queue_ms - worker.done_ms)
-            queues.append(before)
-            soonest.append(before + worker.pace * typical_ms)
-        first = soonest.index(min(soonest))
-        second = min(each for row, each in enumerate(soonest) if row != first)
-        before, pace = queues[first], workers[first].pace
-        after = min(before + pace * prompts[first].own_ms, second - pace * typical_ms)
+        typical_ms = engines.typical_ms
+        soonest = [
+            worker.pace * max(0.0, prompt.queue_ms - worker.done_ms) + worker.pace * typical_ms
+            for worker, prompt in zip(workers, prompts, strict=True)
+        ]
+        least, second = sorted(soonest)[:2]
+        first = soonest.index(least)
+        worker, prompt = workers[first], prompts[first]
+        before = worker.pace * max(0.0, prompt.queue_ms - worker.done_ms)
+        after = min(before + worker.pace * prompt.own_ms, second - worker.pace * typical_ms)
         crowding[first] = engines.choices_per_ms * (after * after - before * before) / 2.0
     return crowding
 
