@@ -1,4 +1,4 @@
-"""``python -m tests.observability_proof [fleet|verdicts] [--calm-minutes N] [--only WORDS]``; see docs/observability.md."""
+"""``python -m tests.observability_proof [fleet|verdicts] [--calm-minutes N] [--only WORDS]``: docs/observability.md."""
 
 from __future__ import annotations
 
