@@ -124,7 +124,7 @@ class Reader(Pool):
         """Read what the engine has said, in one turn or in two."""
         events, self.trtllm.events = self.trtllm.events, []
         for part in (events[:split], events[split:]):
-            self.take(self.engine, self.trtllm.translator.translate(map(parse_event, part)).events)
+            self.take(self.engine, [*self.trtllm.translator.translate(map(parse_event, part)).events])
 
     def promises(self, prompt: list[int]) -> int:
         return self.promised(prompt)[0]

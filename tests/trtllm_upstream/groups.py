@@ -87,8 +87,8 @@ def run(files: UpstreamFiles, programs: int, seed: int = 0) -> tuple[int, int]:
                 engine.evict(randomness.randrange(len(engine.windows)), prompt, randomness.randrange(BLOCKS))
             if randomness.random() < 0.3:
                 continue  # the reader is late now and then
-            events = engine.translator.translate(map(parse_event, engine.flush())).events
-            reader.take(reader.engine, events)
+            translation = engine.translator.translate(map(parse_event, engine.flush()))
+            reader.take(reader.engine, [*translation.events])
             for each in PROMPTS:
                 compared += 1
                 wrong += reader.promises(each) != engine.resumes_at(each)
