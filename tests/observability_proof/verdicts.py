@@ -240,7 +240,7 @@ class Named:
 
     @property
     def is_right(self) -> bool:
-        return self.told == self.shown == self.cause.value
+        return (self.told, self.shown) == (self.cause.value,) * 2
 
 
 def cause(fault: Fault, router: Process, directory: Path) -> Named:
@@ -256,7 +256,7 @@ def cause(fault: Fault, router: Process, directory: Path) -> Named:
         running = opened.enter_context(servers_in_thread(replace(fault.options, root=str(TINY_MODEL_PATH)), make=make))
         [server] = running.servers
         assert isinstance(server, FaultyServer)
-        follows = ()
+        follows: tuple[str, ...] = ()
         if fault.publisher is not None:
             sources = directory / "sources.json"
             sources.write_text(json.dumps([{"worker_id": name, "source": "kvbm", "endpoint": fault.publisher(server)}]))
