@@ -11,7 +11,7 @@ from poolgrid.router.core.projection import Projection
 from poolgrid.wire.hashing import TOKEN_BYTES, stable_u64
 from poolgrid.wire.limits import U32_MAX
 from poolgrid.wire.requests import FinishReason
-from poolgrid.wire.sessions import SessionTurn, Tail, TurnAnswer, tenant_key
+from poolgrid.wire.sessions import SessionTurn, TurnAnswer, tenant_key
 
 COMPLETE: Final = (FinishReason.STOP, FinishReason.LENGTH)
 """How an answer ends that a later prompt repeats."""
@@ -45,11 +45,8 @@ class SessionNaming:
 
     def dispatched(self, request: InferenceRequest) -> None:
         """Note that a turn is on a worker: what its session's next prompts continue from now on."""
-        turn = request.turn
-        if turn is not None and turn.anchor:
-            isl = len(request.token_ids) // TOKEN_BYTES
-            tail = Tail(request.request_id, turn.tail, turn.anchor, isl, turn.residual)
-            self._lineage.begin(turn.tenant, turn.session, tail)
+        if request.turn is not None:
+            self._lineage.begin(request.request_id, request.turn, len(request.token_ids) // TOKEN_BYTES)
 
     def ended(
         self, request: InferenceRequest, path: Sequence[int], block_size: int, output: bytes | bytearray, reason: str

@@ -23,10 +23,9 @@ from typing import Final, NamedTuple
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from poolgrid.wire.events import TurnBegan
 from poolgrid.wire.hashing import TOKEN_BYTES, stable_u64
-from poolgrid.wire.request_ids import name_of, request_of
-from poolgrid.wire.sessions import SessionsSnapshot, Tail
+from poolgrid.wire.request_ids import name_of
+from poolgrid.wire.sessions import SessionsSnapshot, SessionTurn
 
 CAPACITY: Final = 32_768
 """Four turns of each session that ``SessionTable`` knows; some 10 MB."""
@@ -36,6 +35,9 @@ SAME_TAIL_MAX: Final = 32
 
 STRIDE: Final = 16
 """Blocks between two anchors."""
+
+SHORT_PLACES: Final = (7, 3, 1, 0)
+"""Anchors before the first of these."""
 
 
 class Found(NamedTuple):
@@ -51,18 +53,19 @@ NOTHING: Final = Found()
 
 
 class Known(msgspec.Struct, eq=False):
-    """The end of one turn."""
+    """The end of one turn, as ``Tail`` with its session."""
 
     tenant: int
     session: str
-    at: Tail
-    """As its prompt left it."""
-    total: int
-    """Tokens of prompt and answer; 0 while the answer is not complete."""
-    digest: int
-    """As in ``Tail``."""
+    request_id: str
+    tail: int
+    anchor: int
+    isl: int
+    residual: int
     before: Known | None
     """The turn that it continued, while it is the latest."""
+    total: int = 0
+    digest: int = 0
     is_latest: bool = True
     """Whether its session has not continued from here."""
 
@@ -93,7 +96,7 @@ class Lineage:
         if answer:
             for _, behind in self._turns_in(path):
                 for known in reversed(behind):
-                    if known.tenant == tenant and answer_key(known.at.request_id) == answer:
+                    if known.tenant == tenant and answer_key(known.request_id) == answer:
                         return Found(known.session) if known.is_latest else Found(parent=known.session)
         for place, behind in self._turns_in(path):
             found = _match(behind, tenant, token_ids, (place + 1) * block_size)
@@ -113,33 +116,31 @@ class Lineage:
                         yield place, behind
                 end = first
 
-    def begin(self, tenant: int, session: str, at: Tail) -> None:
+    def begin(self, request_id: str, turn: SessionTurn, isl: int) -> None:
         """Note a turn that was dispatched; one that is known already is not noted again."""
-        by_request = self._by_request
-        if at.request_id in by_request:
-            return
+        if turn.anchor and request_id not in self._by_request:
+            self._add(turn.tenant, turn.session, request_id, turn.tail, turn.anchor, isl, turn.residual)
+
+    def _add(
+        self, tenant: int, session: str, request_id: str, tail: int, anchor: int, isl: int, residual: int
+    ) -> Known:
         key = (tenant, session)
         before = self._latest.get(key)
-        known = Known(tenant, session, at, at.total, at.digest, before)
+        known = Known(tenant, session, request_id, tail, anchor, isl, residual, before)
         if before is not None:
             before.is_latest, before.before = False, None
-        self._latest[key] = by_request[at.request_id] = known
-        behind = self._by_tail.get(at.tail)
+        self._latest[key] = self._by_request[request_id] = known
+        behind = self._by_tail.get(tail)
         if behind is None:
-            self._by_tail[at.tail] = [known]
+            self._by_tail[tail] = [known]
         else:
             behind.append(known)
             if len(behind) > SAME_TAIL_MAX:
                 self._forget(behind[0])
-        self._anchors[at.anchor] = self._anchors.get(at.anchor, 0) + 1
-        if len(by_request) > self._capacity:
-            self._forget(next(iter(by_request.values())))
-
-    def begin_turn(self, event: TurnBegan) -> None:
-        """Note a turn of the pool's journal, of whichever router."""
-        turn, request_id = event.turn, request_of(event.request_id)
-        if turn.anchor and request_id not in self._by_request:
-            self.begin(turn.tenant, turn.session, Tail(request_id, turn.tail, turn.anchor, event.isl, turn.residual))
+        self._anchors[anchor] = self._anchors.get(anchor, 0) + 1
+        if len(self._by_request) > self._capacity:
+            self._forget(next(iter(self._by_request.values())))
+        return known
 
     def end(self, request_id: str, total: int, digest: int) -> None:
         """Note the complete answer of a turn."""
@@ -155,34 +156,37 @@ class Lineage:
         before = known.before
         if before is not None and self._latest.get((known.tenant, known.session)) is known:
             self._latest[known.tenant, known.session] = before
-            before.is_latest = before.at.request_id in self._by_request
+            before.is_latest = before.request_id in self._by_request
         self._forget(known)
 
     def load(self, snapshot: SessionsSnapshot) -> None:
         """Note the turns of a snapshot that are not known."""
         for session in snapshot.sessions:
             for tail in session.tails:
-                self.begin(session.tenant, session.name, tail)
-                self.end(tail.request_id, tail.total, tail.digest)  # of one that was known already
+                known = self._by_request.get(tail.request_id)
+                if known is None:
+                    of, at = (session.tenant, session.name), (tail.tail, tail.anchor, tail.isl, tail.residual)
+                    known = self._add(*of, tail.request_id, *at)
+                if not known.total:
+                    known.total, known.digest = tail.total, tail.digest
 
     def _forget(self, known: Known) -> None:
-        at = known.at
-        del self._by_request[at.request_id]
-        behind = self._by_tail[at.tail]
+        del self._by_request[known.request_id]
+        behind = self._by_tail[known.tail]
         behind.remove(known)
         if not behind:
-            del self._by_tail[at.tail]
-        count = self._anchors[at.anchor] - 1
+            del self._by_tail[known.tail]
+        count = self._anchors[known.anchor] - 1
         if count:
-            self._anchors[at.anchor] = count
+            self._anchors[known.anchor] = count
         else:
-            del self._anchors[at.anchor]
+            del self._anchors[known.anchor]
         key = (known.tenant, known.session)
         if self._latest.get(key) is known:
             del self._latest[key]
             # Its next turn would be taken for that of another session with the same prompt.
             for other in behind:
-                if other.tenant == known.tenant and (other.at.isl, other.at.residual) == (at.isl, at.residual):
+                if other.tenant == known.tenant and (other.isl, other.residual) == (known.isl, known.residual):
                     other.is_latest = False
 
 
@@ -196,14 +200,14 @@ def _match(behind: Sequence[Known], tenant: int, token_ids: bytes, begin: int) -
     for known in behind:
         if known.tenant != tenant:
             continue
-        at, total = known.at, known.total
-        if at.isl < total < tokens and _repeats(token_ids, begin, total, known.digest, digests):
+        isl, total = known.isl, known.total
+        if isl < total < tokens and _repeats(token_ids, begin, total, known.digest, digests):
             if not known.is_latest:
                 forked = known
             elif total >= longest:
                 # Of several that end there, nobody knows whose turn it is.
                 continued, longest = known if total > longest else None, total
-        elif at.isl <= tokens and _repeats(token_ids, begin, at.isl, at.residual, digests):
+        elif isl <= tokens and _repeats(token_ids, begin, isl, known.residual, digests):
             forked = known
     if longest:
         return NOTHING if continued is None else Found(continued.session)
@@ -225,25 +229,19 @@ def answer_key(request_id: str) -> int:
 
 def digest_of(token_ids: bytes | bytearray | memoryview, begin: int, end: int) -> int:
     """Return XXH3-64 of the tokens from ``begin`` to ``end``."""
-    return xxh3_64_intdigest(memoryview(token_ids)[TOKEN_BYTES * begin : TOKEN_BYTES * end])
+    return xxh3_64_intdigest(token_ids[TOKEN_BYTES * begin : TOKEN_BYTES * end])
 
 
 def anchor_of(path: Sequence[int]) -> int:
     """Return the anchor of a prompt with at least one whole block."""
-    return path[next(anchor_places(len(path)))]
+    return path[anchor_places(len(path))[0]]
 
 
-def anchor_places(blocks: int) -> Iterator[int]:
-    """Yield the places of anchors in a path of so many blocks, from its end: each ``STRIDE``-th, then 7, 3, 1, 0."""
-    place = blocks // STRIDE * STRIDE
-    while place:
-        yield place - 1
-        place -= STRIDE
-    step = STRIDE // 2
-    while step:
-        if step <= blocks:
-            yield step - 1
-        step //= 2
+def anchor_places(blocks: int) -> Sequence[int]:
+    """Return the places of anchors in a path of so many blocks, from its end: each ``STRIDE``-th, then 7, 3, 1, 0."""
+    if blocks < STRIDE:
+        return SHORT_PLACES[-blocks.bit_length() :] if blocks else ()
+    return (*range(blocks // STRIDE * STRIDE - 1, 0, -STRIDE), *SHORT_PLACES)
 
 
 def next_anchor(place: int) -> int:

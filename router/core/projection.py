@@ -49,6 +49,7 @@ from poolgrid.wire.events import (
 from poolgrid.wire.feed import BlockChain, WorkerState
 from poolgrid.wire.hashing import hash_array
 from poolgrid.wire.identifiers import Role, StreamState, WorkerId, WorkerKey
+from poolgrid.wire.request_ids import request_of
 from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 from poolgrid.wire.streams import fold
 
@@ -287,7 +288,7 @@ class Projection:
         self.fleet.leave(key)
 
     def _turn_began(self, key: WorkerKey, record: JournalRecord, event: TurnBegan, now_ms: float) -> None:
-        self.lineage.begin_turn(event)
+        self.lineage.begin(request_of(event.request_id), event.turn, event.isl)
 
     def _turn_ended(self, key: WorkerKey, record: JournalRecord, event: TurnEnded, now_ms: float) -> None:
         self.lineage.end(event.answer.request_id, event.answer.total, event.answer.digest)

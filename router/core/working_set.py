@@ -62,7 +62,7 @@ SessionKey = tuple[int, str]
 """Tenant and name."""
 
 
-class OfferedTurn(NamedTuple):
+class OfferedTurn(msgspec.Struct, frozen=True):
     """A call of a session that asks for a worker."""
 
     session: SessionKey

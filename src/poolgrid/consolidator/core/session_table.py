@@ -306,8 +306,10 @@ class SessionTable:
         if names is None:
             names = self._of_tenant[tenant] = OrderedDict()
         names[name] = None
-        shares = self._shares
-        heappush(shares, (-len(names), -tenant))
+        shares, share = self._shares, (-len(names), -tenant)
+        if shares and shares[0] == share:
+            return
+        heappush(shares, share)
         if len(shares) > 2 * len(self._of_tenant) + SHARES_SPARE:
             shares[:] = [(-len(names), -tenant) for tenant, names in self._of_tenant.items()]
             heapify(shares)
@@ -320,10 +322,10 @@ class SessionTable:
     def _make_room(self, now_ms: int) -> None:
         sessions = self._sessions
         while sessions:
-            tenant, name = next(iter(sessions))
-            if sessions[tenant, name].record.last_ms + IDLE_MAX_MS > now_ms:
+            oldest = next(iter(sessions.values())).record
+            if oldest.last_ms + IDLE_MAX_MS > now_ms:
                 break
-            self._forget(tenant, name)
+            self._forget(oldest.tenant, oldest.name)
         if len(sessions) >= self._capacity:
             tenant = self._largest_tenant()
             self._forget(tenant, next(iter(self._of_tenant[tenant])))
