@@ -126,7 +126,7 @@ class Examiner:
         isl, block_size = request.isl, request.block_size
         if promised_tokens > isl:
             promised_tokens = isl
-        promised_blocks = min(len(path), promised_tokens // block_size)
+        promised_blocks = min(len(path), promised_tokens // block_size) if promised_tokens else 0
         observation = Observation(
             dispatch_id,
             now_ms,

@@ -156,7 +156,8 @@ class SessionTable:
         before it was.
         """
         place = _PLACE[TurnEnding.LENGTH if session.ending == TurnEnding.LENGTH else session.habit]
-        return session.gaps[place] if session.gaps[place].count else self.gaps[place]
+        own = session.gaps[place]
+        return own if own.count else self.gaps[place]
 
     def return_ms(self, session: SessionRecord, now_ms: int) -> int | None:
         """Return the expected time until the next turn, 0 for one that runs or is overdue; ``None`` = unknown.
@@ -185,18 +186,23 @@ class SessionTable:
         request_id = request_of(event.request_id)
         if event.request_id in self._turns:
             self._withdraw(event.request_id)
+        turn = Turn(event.request_id, given.tenant, given.session, record.worker_id, record.dp_rank, given.tail)
+        self._turns[event.request_id] = turn
         entry = self._sessions.get(key)
         if entry is None:
             self._make_room(now_ms)
-            entry = _Entry(SessionRecord(given.session, given.tenant, given.parent, now_ms, now_ms), [])
-            self._add(key, entry)
-        else:
-            self._keep(key)
+            tails = (Tail(request_id, given.tail, given.anchor, event.isl, given.residual),) if given.anchor else ()
+            session = SessionRecord(
+                given.session, given.tenant, given.parent, now_ms, now_ms, 1, 1, request_id, event.isl, tails=tails
+            )
+            self._add(key, _Entry(session, [turn]))
+            return
+        self._keep(key)
         session = entry.own()
         is_same = session.request_id == request_id
         if is_same:
-            for turn in [each for each in entry.running if request_of(each.request_id) == request_id]:
-                self._withdraw(turn.request_id)
+            for before in [each for each in entry.running if request_of(each.request_id) == request_id]:
+                self._withdraw(before.request_id)
         else:
             if session.ending and not session.running:
                 kind = TurnEnding.TOOL if given.after_tool else TurnEnding(session.ending)
@@ -207,8 +213,6 @@ class SessionTable:
         if given.anchor and not (is_same and session.tails):
             tail = Tail(request_id, given.tail, given.anchor, event.isl, given.residual)
             session.tails = (*session.tails, tail)[-SESSION_TAILS_MAX:]
-        turn = Turn(event.request_id, given.tenant, given.session, record.worker_id, record.dp_rank, given.tail)
-        self._turns[event.request_id] = turn
         entry.running.append(turn)
         session.last_ms, session.isl = now_ms, event.isl
         session.running += 1
@@ -275,8 +279,11 @@ class SessionTable:
         answer = event.answer
         entry = self._sessions.get((answer.tenant, answer.session))
         if entry is not None:
+            request_id, total, digest = answer.request_id, answer.total, answer.digest
             tails = [
-                _copy(each, total=answer.total, digest=answer.digest) if each.request_id == answer.request_id else each
+                Tail(request_id, each.tail, each.anchor, each.isl, each.residual, total, digest)
+                if each.request_id == request_id
+                else each
                 for each in entry.record.tails
             ]
             entry.own().tails = tuple(tails)
