@@ -751,6 +751,8 @@ def receipt(output: SequenceOutput) -> dict[str, Any]:
 
 def account_of(exchange: _Exchange) -> TokenTotals:
     """Return what a request has sent to workers and got so far."""
+    if not exchange._outputs:
+        return NOTHING_YET
     prompt_tokens = cached_tokens = output_tokens = 0
     for output in exchange._outputs:
         if output.stream is not None:
