@@ -236,7 +236,7 @@ class _Exchange:
 
     async def run(self) -> None:
         """Answer; raises only what is a bug or the end of the process."""
-        task = asyncio.current_task()
+        task = asyncio.current_task() if self._direct is None else self._direct.task
         assert task is not None, "servers call applications in a task"
         self._endpoint.begin(self)
         try:
