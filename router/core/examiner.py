@@ -67,7 +67,7 @@ class _History:
         self.steps_fell = False
         self.agreed = self.own = self.foreign = 0
         self.cleared: int | None = None
-        """Requests compared since its events were lost, or its cache was cleared."""
+        """Own requests when it last took back all that it had reported."""
         self.final: WorkerEvidence | None = None
         """What was known of a worker when it left."""
         self.judged: object = None
@@ -146,15 +146,13 @@ class Examiner:
         elif promised_tokens and reported_tokens:
             history.agreed += 1
         history.observations.append(observation)
-        if history.cleared is not None:
-            history.cleared += 1
         history.heads.append((now_ms, path if len(path) <= HEAD_BLOCKS else path[:HEAD_BLOCKS]))
 
     def cleared(self, worker: WorkerKey) -> None:
         """A worker reported that nothing it said before holds any more."""
         history = self._histories.get(worker)
         if history is not None:
-            history.cleared = 0
+            history.cleared = history.own
 
     def left(self, worker: WorkerKey) -> None:
         """A worker is about to leave; what the index holds of it is still known."""
@@ -226,7 +224,7 @@ class Examiner:
             history.own,
             history.foreign,
             self._has_windows(key),
-            history.cleared is not None and history.cleared < WINDOW,
+            history.cleared is not None and history.own - history.cleared < WINDOW,
         )
 
     def verdict(self, key: WorkerKey) -> ReuseVerdict:

@@ -23,6 +23,7 @@ from poolgrid.wire.events import (
     AnyEvent,
     BlocksRemoved,
     BlocksStored,
+    CacheCleared,
     GroupsReported,
     KvGroup,
     LoadReported,
@@ -251,6 +252,12 @@ def lost_frames(events: list[AnyEvent], sent: int) -> list[AnyEvent]:
     if sent == 60:
         kept.insert(0, StreamStateChanged("worker", StreamState.STALE, "frames 31 to 60 are lost, and not replayed"))
     return kept
+
+
+def cleared_frames(events: list[AnyEvent], sent: int) -> list[AnyEvent]:
+    """Events of thirty requests are lost, and the worker takes back what it reported before."""
+    kept = without_cache_events(30, 60)(events, sent)
+    return [CacheCleared(), *kept] if sent == 60 else kept
 
 
 def silent_host_tier(events: list[AnyEvent], sent: int) -> list[AnyEvent]:

@@ -11,6 +11,7 @@ from tests.diagnosis.faulty_pool import (
     Fault,
     FaultyPool,
     an_hour,
+    cleared_frames,
     conversations,
     lost_frames,
     mangled,
@@ -45,6 +46,7 @@ FAULTS = [
     (Cause.ASLEEP, Fault("sleeping engine", forget_at=50)),
     (Cause.RESTART, Fault("engine restarted", edit=steps_from_zero, forget_at=50)),
     (Cause.GAP, Fault("gap with replay off", edit=lost_frames)),
+    (Cause.GAP, Fault("gap cleared by the worker", edit=cleared_frames)),
     (Cause.TOKENIZER, Fault("tokenizer", edit=starts(lambda each: {"isl": each.isl * 21 // 20}), engine_path=mangled)),
     (Cause.TEMPLATE, Fault("template", edit=starts(lambda each: {"isl": each.isl + 12}), engine_path=mangled)),
     (
