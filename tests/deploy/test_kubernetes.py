@@ -307,6 +307,7 @@ def test_nodes_of_an_engine_start_ranks_on_each_other(tmp_path: Path, index: int
     assert (keys / "asked").read_text().split() == [f"decode-0-{at}.decode.llm" for at in (1, 1, 2)], "until it serves"
     assert program == "mpirun"
     assert words[words.index("-np") + 1] == "24"
+    assert words[words.index("orte_keep_fqdn_hostnames") + 1] == "1", "Open MPI cuts names otherwise"
     assert words[words.index("--host") + 1] == "decode-0:8,decode-0-1.decode.llm:8,decode-0-2.decode.llm:8"
     handed_on = {words[at + 1] for at, word in enumerate(words) if word == "-x"}
     assert {"A", "PATH"} <= handed_on

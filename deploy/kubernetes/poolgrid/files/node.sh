@@ -33,4 +33,4 @@ for each in $(compgen -e); do
 done
 # By its whole path it finds its parts on the other nodes. Its ranks have the time of the drain when it is ended.
 exec "$(command -v mpirun)" -np "$((gpus * LWS_GROUP_SIZE))" --host "$hosts" --mca plm_rsh_args "-F $keys/config" \
-    --mca odls_base_sigkill_timeout "$((drain_s + 10))" "${variables[@]}" "$(dirname "${BASH_SOURCE[0]}")/rank.sh" "$@"
+    --mca orte_keep_fqdn_hostnames 1 --mca odls_base_sigkill_timeout "$((drain_s + 10))" "${variables[@]}" "$(dirname "${BASH_SOURCE[0]}")/rank.sh" "$@"
