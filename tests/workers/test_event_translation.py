@@ -336,7 +336,7 @@ def test_links_group_into_chains_in_either_direction() -> None:
     assert chains([]) == []
 
 
-def test_of_several_groups_of_one_window_the_lowest_counts() -> None:
+def test_of_several_groups_of_one_window_the_lowest_names_blocks_and_the_others_are_told() -> None:
     translator = EventTranslator(BLOCK_SIZE)
 
     def of_group(group: int, event: Any) -> Any:
@@ -345,8 +345,9 @@ def test_of_several_groups_of_one_window_the_lowest_counts() -> None:
     created = [Created(event_id=at, window_size=WINDOW, num_blocks_per_cache_level=(9, 0)) for at in (0, 1)]
     translator.translate([of_group(at, event) for at, event in enumerate(created)])
     translator.translate([of_group(0, stored(2, None, block(901, 0))), of_group(1, stored(3, None, block(901, 0)))])
-    assert not translator.translate([of_group(1, removed(4, 901))]).events, "the lowest still has it"
-    assert translator.translate([of_group(0, removed(5, 901))]).events == [BlocksRemoved(pack_hashes(NAMES[:1]))]
+    gone = BlocksRemoved(pack_hashes(NAMES[:1]))
+    assert translator.translate([of_group(1, removed(4, 901))]).events == [msgspec.structs.replace(gone, group=1)]
+    assert translator.translate([of_group(0, removed(5, 901))]).events == [gone]
     translator.translate([of_group(0, stored(6, None, block(901, 0)))])
     assert translator.translate([removed(7, 901)]).events, "an event without a group is about all of them"
 

@@ -10,7 +10,7 @@ Rules:
 3. Only the largest attention window counts: its blocks are the ones that decide about reuse of a whole prefix. The
    windows are learnt from the ``created`` events with which an engine begins. Where those are lost, nothing is named
    until as many windows have been seen as are configured. Of several groups of layers with that window the lowest
-   number counts, as in the stream that the engine publishes itself; what other groups lost is not known to routers.
+   number counts. Where events name groups of layers, what the others hold is told too (``layer_groups``).
 4. ``event_id`` grows by 1. A hole means that the engine dropped events: ``CacheCleared`` goes out before anything later
    does, the translation says how many were lost, and the rank is *incomplete*. An ``event_id`` that went backwards is
    an engine that started over: empty, and complete again. Where a server passes on some of the events only
@@ -39,7 +39,8 @@ from poolgrid.kv_events.cache_events import AnyEngineEvent, Cleared, Created, Re
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared, GroupsReported
 from poolgrid.wire.hashing import BASE_SEED, TOKEN_BYTES, block_hashes, child_hash, sequence_hashes
 from poolgrid.wire.identifiers import Tier
-from poolgrid.workers.core.cache_facts import CacheFacts, chains, stored_chain
+from poolgrid.workers.core.cache_facts import CacheFacts, RestatedEvent, chains, stored_chain
+from poolgrid.workers.core.layer_groups import LayerGroups
 
 TIER_OF_LEVEL = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 
@@ -137,6 +138,7 @@ class EventTranslator:
         self._next_event_id = 0
         self._window = 0
         self._group: int | None = None  # the group of layers that counts, where an event has named one
+        self._others: LayerGroups | None = None  # the other groups, where there are some
         self._window_sizes: set[int] = set()
         self._windows_known = False
         self._capacity = 0
@@ -173,7 +175,7 @@ class EventTranslator:
                 continue
             self._next_event_id = event_id + 1
             is_usual = event_id == expected and event.window_size == self._window and self._windows_known
-            if is_usual and event.layer_group_id == self._group:
+            if is_usual and event.layer_group_id == self._group and self._others is None:
                 # The usual case. What follows this comes to the same, by more questions.
                 if type(event) is Stored:
                     if len(event.blocks) != 1 or self._incomplete or not self._store_one(event):
@@ -186,6 +188,7 @@ class EventTranslator:
                 self._windows_known = True  # of the largest only
             elif event_id != expected:
                 if event_id < expected:
+                    out += self._leave_groups()
                     self._start_over()
                     lost += event_id
                 else:
@@ -201,6 +204,7 @@ class EventTranslator:
                     # What was said so far was about a window, or a group, that does not decide.
                     self._forget()
                     out.append(CacheCleared())
+                out += self._leave_groups()
                 self._window, self._group = window, group
             is_other = window == self._window and group is not None and group != self._group
             if isinstance(event, Created):
@@ -208,9 +212,14 @@ class EventTranslator:
                     self._windows_known = True
                 if window == self._window and not is_other:
                     self._capacity = sum(event.num_blocks_per_cache_level)
+                elif group is not None:
+                    self._other_groups(group, window)
                 continue
             if window < self._window or is_other:
-                self.counts.other_window_events += 1
+                if group is None or not self._windows_known:
+                    self.counts.other_window_events += 1
+                else:
+                    self._other_groups(group, window).take(group, event)
                 continue
             if not self._windows_known:
                 if len(self._window_sizes) < self._windows:
@@ -220,12 +229,20 @@ class EventTranslator:
                 self._windows_known = True
             if isinstance(event, Stored):
                 self._store(event)
+                if self._others is not None:
+                    self._others.touch(block.block_hash for block in event.blocks)
             elif isinstance(event, Removed):
                 self._remove(event)
+                if self._others is not None:
+                    self._others.touch(event.block_hashes)
+                    if group is None:
+                        self._others.remove(event.block_hashes)
             else:
                 self._update(event)
         self.counts.lost_events += lost
         out += self._facts.take()
+        if self._others is not None:
+            out += self._others.settle(self._name_of)
         if self._incomplete:
             self._incomplete = bool(self._orphans or not self._capacity or self._removed_since_loss < self._capacity)
         return TranslatedEvents(out, lost)
@@ -243,10 +260,27 @@ class EventTranslator:
         self._lose()
         return CacheCleared()
 
-    def restate(self) -> list[BlocksStored]:
-        """Return everything that is resident as ``BlocksStored``, parents before children, tier by tier."""
+    def restate(self) -> list[RestatedEvent]:
+        """Return everything that is resident, parents before children, tier by tier, other groups first."""
+        others: list[RestatedEvent] = [] if self._others is None else self._others.restate()
         tiers = [tier for tier in TIER_OF_LEVEL if self._present[tier]]
-        return [event for tier in tiers for event in _chains_on(tier, self._blocks.values())]
+        return [*others, *(event for tier in tiers for event in _chains_on(tier, self._blocks.values()))]
+
+    def _other_groups(self, group: int, window: int) -> LayerGroups:
+        """Return the groups of layers but the one that counts, with this one among them."""
+        if self._others is None:
+            self._others = LayerGroups(self._block_size)
+        self._others.meet(group, window)
+        return self._others
+
+    def _leave_groups(self) -> list[GroupsReported]:
+        """Forget which groups there are; return what takes back their report."""
+        had, self._others = self._others, None
+        return [] if had is None else [GroupsReported(())]
+
+    def _name_of(self, engine_hash: int) -> int | None:
+        block = self._blocks.get(engine_hash)
+        return None if block is None else block.sequence_hash
 
     def _lose(self) -> None:
         remembered = self._remembered
@@ -279,6 +313,8 @@ class EventTranslator:
         for present in self._present.values():
             present.clear()
         self._facts = CacheFacts()
+        if self._others is not None:
+            self._others.forget()
 
     def _store_one(self, event: Stored) -> bool:
         """Do what ``_store`` does for the usual event, a new whole block on a known parent; say whether it was one."""
