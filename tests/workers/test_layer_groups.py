@@ -97,6 +97,7 @@ def test_a_prompt_is_promised_where_every_group_resumes_it_and_after_a_loss_neve
         elif step == "lose":
             lost = lost or bool(engine.events)
             engine.events.clear()
+            engine.tell(Updated, 0, block_hash=1, priority=Diff(35, 80))  # by its number the loss is seen
         else:
             pool.take(member, list(translator.translate(engine.events).events))
             engine.events.clear()

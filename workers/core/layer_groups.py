@@ -1,6 +1,6 @@
 """The blocks of an engine's other groups of layers, told as KV groups of the wire (decision 0084).
 
-The second cache manager of TensorRT-LLM keeps sliding windows apart from full attention, and each event names the group
+Some engines keep sliding windows apart from full attention, and each of their events names the group
 of layers that it is about. A prompt can be resumed only where every group can.
 
 Rules:
