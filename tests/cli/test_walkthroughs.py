@@ -229,6 +229,7 @@ ROWS: dict[str, Check] = {
     "troubleshooting": page("docs/troubleshooting.md", "Container Toolkit", "cache_transceiver_config"),
     "logits processors": page("docs/logits_processors.md", "--logits-processors"),
     "engines over several nodes": page("docs/kubernetes.md", "LeaderWorkerSet"),
+    "where tensorrt_llm and torch come from": page("pyproject.toml", 'trtllm = ["tensorrt-llm', "extra-index-url"),
     "the index": page("README.md", "radix"),
 }
 
