@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 SETTLED_S = 30
-"""Footprint and state come with the workers' events, after the answer."""
+"""Footprint and state come with the workers' events, after the answer. Each look takes half a second of its own."""
 
 
 def shown_session(url: str, session: str, turns: int) -> dict[str, Any]:
@@ -24,4 +24,3 @@ def shown_session(url: str, session: str, turns: int) -> dict[str, Any]:
         if row is not None and row["state"] == "idle" and row["turns"] == turns and row["footprint_blocks"] > 0:
             return row
         assert time.monotonic() < deadline, f"{session} with {turns} turns is not shown: {row or list(rows)}"
-        time.sleep(0.2)
