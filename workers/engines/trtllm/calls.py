@@ -29,8 +29,8 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.hashing import hash_seed, unpack_tokens
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, KvRetention
-from poolgrid.workers.core.turn_retention import retention_of
 from poolgrid.workers.core.refusal import RefusedError, UnableError, UnsupportedError
+from poolgrid.workers.core.turn_retention import retention_of
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArguments
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import BY_TOKENS, uses_kvbm
 from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec
