@@ -22,6 +22,7 @@ from poolgrid.tools.simulation.pool import RouterFleet
 from poolgrid.tools.simulation.recording import RecordingStage, load_recording, show_report
 from poolgrid.tools.simulation.session_line import split_admission
 from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, WhatIfSettings
+from poolgrid.tools.simulation.workload import Workload
 
 FIGURES: tuple[tuple[float, tuple[str, ...]], ...] = (
     (100.0, ("cached_token_ratio",)),
@@ -85,7 +86,8 @@ def variants_of(settings: WhatIfSettings, stage: RecordingStage) -> dict[str, Po
     else:
         variants = {RECORDED: policy_of(noted)}
     is_former = noted is not None and noted.inputs_version < MILLISECONDS_VERSION
-    has_sessions = any(request.session is not None for request in stage.workload.requests)
+    workload = stage.workload
+    has_sessions = isinstance(workload, Workload) and any(each.session is not None for each in workload.requests)
     names = [word.strip() for word in (settings.policy or "").split(",") if word.strip()]
     for name in names:
         if split_admission(name)[0] not in SIMULATED_POLICIES:
