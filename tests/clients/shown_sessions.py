@@ -19,7 +19,7 @@ def shown_session(url: str, session: str, turns: int) -> dict[str, Any]:
     while True:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-300:]
-        rows = {row["session"]: row for row in json.loads(done.stdout)["sessions"]["data"]}
+        rows: dict[str, dict[str, Any]] = {row["session"]: row for row in json.loads(done.stdout)["sessions"]["data"]}
         row = rows.get(session)
         if row is not None and row["state"] == "idle" and row["turns"] == turns and row["footprint_blocks"] > 0:
             return row

@@ -1,4 +1,4 @@
-"""Agents against a pool that cannot hold all of them: who waits, what is reused, and what the same calls would be without admission."""
+"""Agents against a pool that cannot hold all of them: who waits, what is reused, and the same without admission."""
 
 from __future__ import annotations
 

@@ -366,8 +366,8 @@ def view(frame: Frame) -> RenderableType:
         if frame.sessions.total > len(frame.sessions.data):
             table.note = f"not shown: {counted(frame.sessions.total - len(frame.sessions.data), 'session')}"
         parts.append(table)
-        if waiting := frame.sessions.waiting:
-            parts.append(_table("turns that wait: their sessions would evict others in use", WAITING_COLUMNS, waiting))
+        if turns := frame.sessions.waiting:
+            parts.append(_table("turns that wait: their sessions would evict others in use", WAITING_COLUMNS, turns))
     if frame.decisions is not None:
         parts.append(decision_table(frame.decisions.data))
     return Group(*parts)
