@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from typing import Final
 
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.router.core.lineage import NOTHING, anchor_of, digest_of
+from poolgrid.router.core.lineage import anchor_of, digest_of
 from poolgrid.router.core.projection import Projection
 from poolgrid.wire.hashing import TOKEN_BYTES, stable_u64
 from poolgrid.wire.requests import FinishReason
-from poolgrid.wire.sessions import SessionTurn, Tail, TurnAnswer, TurnEnding, tenant_key
+from poolgrid.wire.sessions import SessionTurn, TurnAnswer, TurnEnding, tenant_key
 
 COMPLETE: Final = (FinishReason.STOP, FinishReason.LENGTH)
 """How an answer ends that a later prompt repeats."""
-
 
 AFTER_TOOL: Final = tuple(TurnEnding).index(TurnEnding.TOOL)
 
@@ -31,18 +30,17 @@ class SessionNaming:
 
     def turn_of(self, request: InferenceRequest, path: Sequence[int], block_size: int) -> SessionTurn:
         """Return the turn that a request would be, dispatched now."""
-        hint, tenant = request.session, tenant_key(request.tenant)
-        token_ids = request.token_ids
-        name, parent, anchor, residual = hint.name, hint.parent, 0, 0
+        hint, tenant = request.session, tenant_key(request.tenant) if request.tenant else 0
+        name, parent, anchor, residual, return_ms = hint.name, hint.parent, 0, 0, 0
+        if not name and path:
+            token_ids = request.token_ids
+            name, parent = self._lineage.find(tenant, path, token_ids, block_size, hint.answer)
+            anchor = anchor_of(path)
+            residual = digest_of(token_ids, len(path) * block_size, len(token_ids) // TOKEN_BYTES)
         if not name:
-            found = self._lineage.find(tenant, path, token_ids, block_size, hint.answer) if path else NOTHING
             # As no client can choose one, of which it would have to know the hash's seed.
-            name, parent = found.session or f"l{stable_u64(request.request_id, 1):016x}", found.parent
-            if path:
-                anchor = anchor_of(path)
-                residual = digest_of(token_ids, len(path) * block_size, len(token_ids) // TOKEN_BYTES)
-        return_ms = 0
-        if hint.after_tool and (session := self._sessions.get(tenant, name)) is not None:
+            name = f"l{stable_u64(request.request_id, 1):016x}"
+        elif hint.after_tool and (session := self._sessions.get(tenant, name)) is not None:
             # In a loop of tool calls a turn most likely ends in one.
             gap = session.gaps[AFTER_TOOL] if session.gaps[AFTER_TOOL].count else self._sessions.gaps[AFTER_TOOL]
             return_ms = gap.limit_ms if gap.limit_ms <= RETURN_MAX_MS else 0
@@ -51,11 +49,8 @@ class SessionNaming:
 
     def dispatched(self, request: InferenceRequest) -> None:
         """Note that a turn is on a worker: what its session's next prompts continue from now on."""
-        turn = request.turn
-        if turn is not None and turn.anchor:
-            isl = len(request.token_ids) // TOKEN_BYTES
-            tail = Tail(request.request_id, turn.tail, turn.anchor, isl, turn.residual)
-            self._lineage.begin(turn.tenant, turn.session, tail)
+        if request.turn is not None:
+            self._lineage.begin(request.request_id, request.turn, len(request.token_ids) // TOKEN_BYTES)
 
     def ended(
         self, request: InferenceRequest, path: Sequence[int], block_size: int, output: bytes | bytearray, reason: str
