@@ -53,10 +53,10 @@ class SharedPool:
         eventually("all workers are there", lambda: len(ready_workers(router.url)) == WORKERS)
 
 
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[SharedPool]:
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedPool]:
     with ExitStack() as stack:
-        yield SharedPool(stack, tmp_path)
+        yield SharedPool(stack, tmp_path_factory.mktemp("sessions"))
 
 
 def ask(url: str, messages: list[dict[str, Any]], **headers: str) -> str:
@@ -86,43 +86,6 @@ def folded(directory: Path) -> list[dict[str, Any]]:
     return rows_without_times([session_row(table, each, 0).to_json() for each in table.latest(1000)])
 
 
-def test_the_sessions_of_every_router_are_the_fold_of_the_log_though_a_router_is_killed(pool: SharedPool) -> None:
-    killed, survivor = pool.routers
-
-    def talk(number: int) -> None:
-        messages = [user(f"program {number} begins here, with words that no other program has " * 4)]
-        for turn in range(8):
-            url = (killed, survivor)[(number + turn) % 2].url if turn < 4 else survivor.url
-            named = {"x-session-id": f"agent-{number}"} if number % 2 else {}
-            try:
-                answer = ask(url, messages, **named)
-            except httpx.HTTPError:
-                continue  # of the killed router; the client asks another one
-            messages = [*messages, {"role": "assistant", "content": answer}, user(f"go on, turn {turn}")]
-
-    talkers = [threading.Thread(target=talk, args=(number,)) for number in range(6)]
-    for talker in talkers:
-        talker.start()
-    eventually("some turns are over", lambda: len(sessions(survivor.url)) >= 4)
-    killed.kill()
-    for talker in talkers:
-        talker.join()
-    restarted = pool.router("r0")
-    pool.until_ready(restarted)
-    for router in (survivor, restarted):
-        eventually("nothing is on any book", partial(pool_is_quiet, router.url))
-
-    wanted = folded(pool.directory)
-    assert sessions(survivor.url) == wanted
-    assert sessions(restarted.url) == wanted
-    named = {row["session"]: row for row in wanted if row["session"].startswith("agent-")}
-    assert set(named) == {"agent-1", "agent-3", "agent-5"}
-    for row in named.values():
-        assert row["turns"] >= 4
-        assert row["footprint_blocks"] > 0
-    assert {row["state"] for row in wanted} == {"idle"}
-
-
 def knows_all(pool: SharedPool, turns: int) -> bool:
     """Tell whether both routers have a session's answers as the log has them."""
     disk = ReadOnlyDirectory(pool.directory)
@@ -146,3 +109,40 @@ def test_a_session_without_an_id_is_found_by_either_router(pool: SharedPool) -> 
     assert row["turns"] == 4
     assert row["footprint_blocks"] > 0
     assert row["gaps_ms"].keys() == {"length"}
+
+
+def test_the_sessions_of_every_router_are_the_fold_of_the_log_though_a_router_is_killed(pool: SharedPool) -> None:
+    killed, survivor = pool.routers
+
+    def talk(number: int) -> None:
+        messages = [user(f"program {number} begins here, with words that no other program has " * 4)]
+        for turn in range(8):
+            url = (killed, survivor)[(number + turn) % 2].url if turn < 4 else survivor.url
+            named = {"x-session-id": f"agent-{number}"} if number % 2 else {}
+            try:
+                answer = ask(url, messages, **named)
+            except httpx.HTTPError:
+                continue  # of the killed router; the client asks another one
+            messages = [*messages, {"role": "assistant", "content": answer}, user(f"go on, turn {turn}")]
+
+    talkers = [threading.Thread(target=talk, args=(number,)) for number in range(6)]
+    for talker in talkers:
+        talker.start()
+    eventually("some turns are over", lambda: len(sessions(survivor.url)) >= 5)
+    killed.kill()
+    for talker in talkers:
+        talker.join()
+    restarted = pool.router("r0")
+    pool.until_ready(restarted)
+    for router in (survivor, restarted):
+        eventually("nothing is on any book", partial(pool_is_quiet, router.url))
+
+    wanted = folded(pool.directory)
+    assert sessions(survivor.url) == wanted
+    assert sessions(restarted.url) == wanted
+    named = {row["session"]: row for row in wanted if row["session"].startswith("agent-")}
+    assert set(named) == {"agent-1", "agent-3", "agent-5"}
+    for row in named.values():
+        assert row["turns"] >= 4
+        assert row["footprint_blocks"] > 0
+    assert {row["state"] for row in wanted} == {"idle"}

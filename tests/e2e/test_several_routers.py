@@ -30,7 +30,7 @@ pytestmark = pytest.mark.e2e
 
 WORKERS = 3
 MODEL_OPTIONS = ("--served-model-name", MODEL.name, "--vocabulary-size", str(MODEL.vocab_size))
-REQUESTS = 300
+REQUESTS = 150
 
 
 def all_ready(url: str) -> bool:

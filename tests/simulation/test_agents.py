@@ -29,7 +29,7 @@ AGENTS, WORKERS = 24, 2
 
 @cache
 def workload() -> AgentWorkload:
-    return agent_workload(AgentDraws(1, 4, SCALE).plan(3 * AGENTS, AGENTS), BLOCK)
+    return agent_workload(AgentDraws(1, 4, SCALE).plan(2 * AGENTS, AGENTS), BLOCK)
 
 
 @cache
