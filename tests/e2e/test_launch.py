@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -36,14 +37,31 @@ WORKERS = {
     "gpt_oss_disagg": 2,
     "agg_multimodal": 1,
     "disagg_multimodal": 2,
-    "epd_disagg": 3,
-    "epd_multimodal_image": 3,
     "epd_multimodal_image_and_embeddings": 3,
 }
-MULTIMODAL = [name for name in WORKERS if "multimodal" in name or name.startswith("epd")]
+EPD = "epd_multimodal_image_and_embeddings"
+PLANNED_ONLY = ("epd_disagg", "epd_multimodal_image")
+"""Scripts that start what ``EPD`` does, which takes six seconds of CPU: their plans are compared."""
+MULTIMODAL = [name for name in WORKERS if "multimodal" in name]
 TOKENS = 64
 FIXED = {"seed": 7, "temperature": 0, "ignore_eos": True}
 WORDS = " ".join(f"word{number}" for number in range(300))
+
+
+def script_environment(log_dir: Path, **more: str) -> dict[str, str]:
+    ours = {"ENGINE": "fake", "PORT": "0", "LOG_LEVEL": "warning", "SERVED_MODEL_NAME": "m", "LOG_DIR": str(log_dir)}
+    return {**os.environ, **ours, "POOLGRID": f"{sys.executable} -m poolgrid", **more}
+
+
+def planned(name: str, log_dir: Path, **environment: str) -> list[dict[str, Any]]:
+    """Return the parts that a script would start."""
+    command = [str(LAUNCH / f"{name}.sh"), "--dry-run", "--json"]
+    done = subprocess.run(
+        command, env=script_environment(log_dir, **environment), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    parts: list[dict[str, Any]] = json.loads(done.stdout)["parts"]
+    return parts
 
 
 class Script:
@@ -66,16 +84,7 @@ class Script:
             [str(LAUNCH / f"{self.name}.sh")],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={
-                **os.environ,
-                "ENGINE": "fake",
-                "PORT": "0",
-                "LOG_LEVEL": "warning",
-                "POOLGRID": f"{sys.executable} -m poolgrid",
-                "SERVED_MODEL_NAME": "m",
-                "LOG_DIR": str(self.log_dir),
-                **environment,
-            },
+            env=script_environment(self.log_dir, **environment),
             start_new_session=True,
         )
 
@@ -221,7 +230,7 @@ def aggregated_text() -> str:
 
 def test_every_script_has_a_test() -> None:
     scripts = {path.stem for path in LAUNCH.glob("*.sh")}
-    assert scripts - {"lib", "epd"} == set(WORKERS)
+    assert scripts - {"lib", "epd"} == {*WORKERS, *PLANNED_ONLY}
 
 
 @pytest.mark.parametrize("name", ["agg_router", "disagg", "disagg_router", "gpt_oss_disagg"])
@@ -305,11 +314,33 @@ def test_a_chain_sees_the_same_picture_as_one_worker(
         assert text_of(script.chat(LOOK)) == aggregated_description
         assert encoded(script) == (1 if name.startswith("epd") else 0)
         local = script.chat([LOOK[0], {"type": "image_url", "image_url": {"url": f"file://{tmp_path}/inside.png"}}])
-        if name == "epd_multimodal_image":  # takes no local files, whatever the environment says
-            assert local.status_code == 403
-        else:
-            assert text_of(local) == aggregated_description
+        assert text_of(local) == aggregated_description
         assert_ends_cleanly(script)
+
+
+def test_the_other_epd_scripts_plan_the_same_chain(tmp_path: Path) -> None:
+    template, allowed = {"CUSTOM_TEMPLATE": str(TEMPLATE)}, {"ALLOWED_LOCAL_MEDIA_PATH": str(tmp_path)}
+    started = planned(EPD, tmp_path, **template, **allowed)
+
+    assert planned("epd_disagg", tmp_path, **template, **allowed) == started
+
+    # It has the template by default, and takes no local files, whatever the environment says.
+    only_images = planned("epd_multimodal_image", tmp_path, **allowed)
+    left_out = f"--allowed-local-media-path={tmp_path}"
+    assert any(left_out in part["command"] for part in started)
+    for part in started:
+        part["command"] = [word for word in part["command"] if word != left_out]
+    assert standing(only_images) == standing(started)
+
+
+def standing(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return parts with the paths that their commands name as they are, without links and ``..``."""
+
+    def resolved(word: str) -> str:
+        option, _, value = word.partition("=")
+        return f"{option}={Path(value).resolve()}" if value.startswith("/") else word
+
+    return [{**part, "command": [resolved(word) for word in part["command"]]} for part in parts]
 
 
 def test_a_script_that_is_interrupted_while_it_starts_leaves_nothing_behind() -> None:
@@ -331,7 +362,7 @@ def test_a_script_that_is_interrupted_while_it_starts_leaves_nothing_behind() ->
         ("agg", {"POOLGRID": "no-such-command"}, 1, "no-such-command is not found"),
         ("agg", {"AGG_ENGINE_ARGS": "/nowhere.yaml"}, 2, "/nowhere.yaml: No such file"),
         ("gpt_oss_disagg", {"GPUS": "0,1,2,3"}, 2, "8 GPUs are needed (prefill-0: 4 = TP 4 x PP 1, decode-0: 4"),
-        ("epd_multimodal_image_and_embeddings", {}, 1, "ALLOWED_LOCAL_MEDIA_PATH is not set"),
+        (EPD, {}, 1, "ALLOWED_LOCAL_MEDIA_PATH is not set"),
     ],
 )
 def test_what_is_missing_is_said_and_nothing_is_left(
