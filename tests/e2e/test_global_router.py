@@ -124,7 +124,7 @@ def test_a_worker_killed_under_load_costs_no_request_and_no_wrong_text(fleet: Pr
     pool = pools(fleet.url)["batch"]["url"]
 
     report = load_while(
-        fleet.url, lambda: kill_at_work(pool, "batch-0", fleet.child("--worker-id", "batch-0")), requests=200
+        fleet.url, lambda: kill_at_work(pool, "batch-0", fleet.child("--worker-id", "batch-0")), requests=120
     )
 
     assert_unharmed(report)
@@ -135,7 +135,7 @@ def test_a_worker_killed_under_load_costs_no_request_and_no_wrong_text(fleet: Pr
 def test_a_pools_router_killed_under_load_costs_nothing_and_the_fallback_shows(fleet: Process) -> None:
     router = listener(fleet, pools(fleet.url)["batch"]["url"])
 
-    report = load_while(fleet.url, router.kill, requests=200)
+    report = load_while(fleet.url, router.kill, requests=120)
 
     assert_unharmed(report)
     records = httpx.get(f"{fleet.url}/v1/decisions?limit=200").json()["data"]
@@ -155,7 +155,7 @@ def test_a_whole_pool_killed_under_load_costs_nothing(fleet: Process) -> None:
         for process in (listener(fleet, row["url"]), *(fleet.child("--worker-id", f"batch-{n}") for n in (0, 1))):
             process.kill()
 
-    report = load_while(fleet.url, kill_pool, requests=200)
+    report = load_while(fleet.url, kill_pool, requests=120)
 
     assert_unharmed(report)
     eventually("the fleet is whole again", lambda: all_available(fleet.url))
