@@ -163,7 +163,7 @@ class Chooser:
             # Full or out of reach, only for the moment.
             return PlacementFailure(found, busy=True, full=bool(full))
         # The last worker left. A restart may take longer than its lease, so what the pool has taken waits for the next.
-        was_taken = machine.plan.dispatches or routed.queued is not None
+        was_taken = machine.plan.dispatches > 0 or routed.queued is not None
         return PlacementFailure(found, busy=was_taken and found.reasons.keys() <= found.draining)
 
     def _wanted(

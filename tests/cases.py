@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 
 def for_each(names: str, values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -31,9 +31,9 @@ def for_each(names: str, values: Iterable[Any]) -> Callable[[Callable[..., None]
 
         signature = inspect.signature(test)
         left = [each for name, each in signature.parameters.items() if name not in listed]
-        whole = every_case_of if "self" in signature.parameters else every_case
+        whole: Any = every_case_of if "self" in signature.parameters else every_case
         whole.__name__, whole.__doc__, whole.__module__ = test.__name__, test.__doc__, test.__module__
-        whole.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
-        return whole
+        whole.__signature__ = signature.replace(parameters=left)
+        return cast("Callable[..., None]", whole)
 
     return decorate
