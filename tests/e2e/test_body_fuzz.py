@@ -19,7 +19,7 @@ from tests.e2e.fleet import POOL_CONFIGS, running_fleet, small_copy
 
 pytestmark = pytest.mark.e2e
 
-BODIES = int(os.environ.get("POOLGRID_FUZZ_BODIES", "300"))
+BODIES = int(os.environ.get("POOLGRID_FUZZ_BODIES", "200"))
 SEED = int(os.environ.get("POOLGRID_FUZZ_SEED", "1"))
 DOCUMENT = POOL_CONFIGS / "agents_with_priorities.json"
 

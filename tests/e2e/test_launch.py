@@ -32,16 +32,14 @@ LAUNCH = Path(__file__).parents[2] / "launch"
 WORKERS = {
     "agg": 1,
     "agg_router": 2,
-    "disagg": 2,
     "disagg_router": 3,
     "gpt_oss_disagg": 2,
     "agg_multimodal": 1,
-    "disagg_multimodal": 2,
     "epd_multimodal_image_and_embeddings": 3,
 }
 EPD = "epd_multimodal_image_and_embeddings"
-PLANNED_ONLY = ("epd_disagg", "epd_multimodal_image")
-"""Scripts that start what ``EPD`` does, which takes six seconds of CPU: their plans are compared."""
+PLANNED_ONLY = ("disagg", "disagg_multimodal", "epd_disagg", "epd_multimodal_image")
+"""Scripts that start what another one does, which takes six seconds of CPU: their plans are compared."""
 MULTIMODAL = [name for name in WORKERS if "multimodal" in name]
 TOKENS = 64
 FIXED = {"seed": 7, "temperature": 0, "ignore_eos": True}
@@ -233,7 +231,7 @@ def test_every_script_has_a_test() -> None:
     assert scripts - {"lib", "epd"} == {*WORKERS, *PLANNED_ONLY}
 
 
-@pytest.mark.parametrize("name", ["agg_router", "disagg", "disagg_router", "gpt_oss_disagg"])
+@pytest.mark.parametrize("name", ["agg_router", "disagg_router", "gpt_oss_disagg"])
 def test_a_chain_answers_as_one_worker_does_token_for_token(name: str, aggregated_text: str) -> None:
     with running(name, TRTLLM_FAKE=json.dumps({"leaves_process": name == "agg_router"})) as script:
         assert text_of(script.chat(WORDS)) == aggregated_text
@@ -318,29 +316,51 @@ def test_a_chain_sees_the_same_picture_as_one_worker(
         assert_ends_cleanly(script)
 
 
-def test_the_other_epd_scripts_plan_the_same_chain(tmp_path: Path) -> None:
+def test_other_scripts_plan_chains_that_are_started_here(tmp_path: Path) -> None:
     template, allowed = {"CUSTOM_TEMPLATE": str(TEMPLATE)}, {"ALLOWED_LOCAL_MEDIA_PATH": str(tmp_path)}
-    started = planned(EPD, tmp_path, **template, **allowed)
+    epd = commands_of(EPD, tmp_path, **template, **allowed)
+    local_files = f"--allowed-local-media-path={tmp_path}"
+    assert local_files in epd["router"]
 
-    assert planned("epd_disagg", tmp_path, **template, **allowed) == started
+    assert commands_of("epd_disagg", tmp_path, **template, **allowed) == epd
 
     # It has the template by default, and takes no local files, whatever the environment says.
-    only_images = planned("epd_multimodal_image", tmp_path, **allowed)
-    left_out = f"--allowed-local-media-path={tmp_path}"
-    assert any(left_out in part["command"] for part in started)
-    for part in started:
-        part["command"] = [word for word in part["command"] if word != left_out]
-    assert standing(only_images) == standing(started)
+    only_images = commands_of("epd_multimodal_image", tmp_path, **allowed)
+    assert only_images == {name: words - {local_files} for name, words in epd.items()}
+
+    # The same without the stage that encodes; both have their template from the script.
+    without_encoding = commands_of("disagg_multimodal", tmp_path, **allowed)
+    assert differences(without_encoding, epd) == {
+        "encode-0": {"only in one"},
+        "prefill-0": {"--encode-endpoint=poolgrid.encode.generate"},
+    }
+
+    # One prefill worker less, no events, and a router that does not look at caches.
+    assert differences(commands_of("disagg", tmp_path), commands_of("disagg_router", tmp_path)) == {
+        "router": {"least-loaded", "kv"},
+        "prefill-1": {"only in one"},
+        "decode-0": {"--no-publish-events-and-metrics"},
+    }
 
 
-def standing(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return parts with the paths that their commands name as they are, without links and ``..``."""
+def commands_of(name: str, log_dir: Path, **environment: str) -> dict[str, frozenset[str]]:
+    """Return the words of each part that a script would start, paths without links and ``..``."""
 
     def resolved(word: str) -> str:
         option, _, value = word.partition("=")
         return f"{option}={Path(value).resolve()}" if value.startswith("/") else word
 
-    return [{**part, "command": [resolved(word) for word in part["command"]]} for part in parts]
+    return {part["name"]: frozenset(map(resolved, part["command"])) for part in planned(name, log_dir, **environment)}
+
+
+def differences(one: dict[str, frozenset[str]], other: dict[str, frozenset[str]]) -> dict[str, set[str]]:
+    """Return the words that only one of two plans has, by part."""
+    found = {}
+    for name in one.keys() | other.keys():
+        words = one[name] ^ other[name] if name in one and name in other else {"only in one"}
+        if words:
+            found[name] = set(words)
+    return found
 
 
 def test_a_script_that_is_interrupted_while_it_starts_leaves_nothing_behind() -> None:
