@@ -167,7 +167,7 @@ class HiddenTier(PagedCache):
 
 SALTED = lambda number: {"cache_salt": "tenant"} if number % 8 in (3, 4, 5) else {}  # noqa: E731
 ADAPTED = lambda number: {"model": "tuned"} if number % 8 in (3, 4, 5) else {}  # noqa: E731
-SMALL = Options(block_size=BLOCK, blocks=70)
+SMALL = Options(block_size=BLOCK, blocks=40)
 
 FAULTS = (
     Fault(Cause.AGREES, "nothing"),
