@@ -158,6 +158,8 @@ class TaskEngine:
                 delta = await self._made(request_id, task)
             finally:
                 self._running -= 1
+                self._report.rank(0)  # with the load as it is now
+                self._report.flush_soon()
         self._end(request_id, delta)
 
     async def _made(self, request_id: str, task: Task) -> TokenDelta:

@@ -53,6 +53,8 @@ class VisualNvext(Struct, kw_only=True):
     num_inference_steps: Steps | None = None
     guidance_scale: Guidance | None = None
     seed: Seed | None = None
+    annotations: list[str] | None = None
+    """Those that ask for events next to the answer are ignored."""
     boundary_ratio: Annotated[Any, refused("give it in extra_params")] = None
     guidance_scale_2: Annotated[Any, refused("give it in extra_params")] = None
 

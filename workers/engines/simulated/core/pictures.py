@@ -23,8 +23,8 @@ TILES = 8
 
 def vector(text: str | tuple[int, ...], dimensions: int) -> bytes:
     """Return the vector of a text, as float32."""
-    numbers = np.random.default_rng(stable_u64(str(text))).standard_normal(dimensions).astype("<f4")
-    return (numbers / np.linalg.norm(numbers)).astype("<f4").tobytes()
+    numbers = np.random.default_rng(stable_u64(str(text))).standard_normal(dimensions)
+    return bytes((numbers / np.linalg.norm(numbers)).astype("<f4"))
 
 
 def image(task: VisualTask, width: int, height: int, number: int = 0) -> bytes:
