@@ -86,7 +86,7 @@ class _Embedding(msgspec.Struct):
     embedding: str | list[float]
 
 
-class _Usage(msgspec.Struct):
+class _Usage(msgspec.Struct, frozen=True):
     prompt_tokens: Annotated[int, Meta(ge=0, le=U32_MAX)] = 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -17,9 +17,9 @@ from starlette.types import Receive, Scope, Send
 
 from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
-from poolgrid.frontend.inference_endpoint import InferenceEndpoint, InferenceExchange, generation_failed
+from poolgrid.frontend.inference_endpoint import InferenceEndpoint, InferenceExchange
 from poolgrid.frontend.responses_api.store import Owner
-from poolgrid.frontend.sequence_output import RequestOutput
+from poolgrid.frontend.tasks.output import TaskOutput
 from poolgrid.frontend.tasks.result_files import ResultFiles
 from poolgrid.frontend.tasks.schema import (
     EmbeddingBody,
@@ -34,7 +34,6 @@ from poolgrid.frontend.tasks.videos import NewVideo, VideoJobs, new_id
 from poolgrid.frontend.traffic import TokenTotals
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import InferenceBackend, ServedModel
-from poolgrid.inference.stream_delta import StreamDelta
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Sampling
 from poolgrid.wire.tasks import TaskResult, stage_of
@@ -56,33 +55,6 @@ READERS: Final[Mapping[str, tuple[str, Reader]]] = {
 
 Served = Callable[[str], tuple[ServedModel, str] | None]
 """Returns the model that clients mean by a name, and the adapter if it is one."""
-
-
-class TaskOutput(RequestOutput):
-    """What has come of a task."""
-
-    def __init__(self, request: InferenceRequest) -> None:
-        super().__init__(0, request)
-        self.progress = 0
-        self.result: TaskResult | None = None
-
-    def absorb(self, deltas: Sequence[StreamDelta]) -> None:
-        """Take what arrived since the last call."""
-        if not deltas:
-            self._fail("the router ended the stream without a finish reason")
-        for delta in deltas:
-            self.progress = max(self.progress, delta.progress or 0)
-            if delta.result is not None:
-                self.result, self.finish_reason, self.progress = delta.result, delta.finish_reason, 100
-            elif delta.finish_reason is not None:
-                self._fail_by(delta)
-
-    async def next(self) -> None:
-        """Wait until something is new; raises ``RequestError`` where it has failed."""
-        assert self.stream is not None, "submitted before anything is awaited from it"
-        self.absorb(await self.stream.next())
-        if self.finish_reason == "error":
-            raise generation_failed(self)
 
 
 class TaskEndpoint(InferenceEndpoint):
@@ -165,7 +137,7 @@ class TaskExchange(InferenceExchange):
             assert owner is not None, "checked above"
             request.trace = None  # it ends with this exchange
             video = NewVideo(prepared.body, served.name, owner, self._caller)
-            await self._write(await endpoint.videos.begin(video, request, lambda: TaskOutput(request)))
+            await self._write(await endpoint.videos.begin(video, request))
             return
         output = TaskOutput(request)
         self._outputs.append(output)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from fastapi import FastAPI, Query, Request, Response
@@ -29,15 +29,13 @@ from poolgrid.frontend.errors import RequestError, quoted, refused
 from poolgrid.frontend.responses_api.kept import PAGE_MAX, page_of
 from poolgrid.frontend.responses_api.store import Owner
 from poolgrid.frontend.stream_head import REFUSAL_WAIT_S
+from poolgrid.frontend.tasks.output import TaskOutput
 from poolgrid.frontend.tasks.result_files import TTL_S, ResultFiles
 from poolgrid.frontend.tasks.schema import VideoBody
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import InferenceBackend, Refused
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import cancel_all, detached
-
-if TYPE_CHECKING:
-    from poolgrid.frontend.tasks.endpoint import TaskOutput
 
 log: Final = logging.getLogger(__name__)
 
@@ -106,13 +104,13 @@ class VideoJobs:
         self._running: dict[str, _Job] = {}
         self._toucher: asyncio.Task[None] | None = None
 
-    async def begin(self, video: NewVideo, request: InferenceRequest, make: Callable[[], TaskOutput]) -> bytes:
+    async def begin(self, video: NewVideo, request: InferenceRequest) -> bytes:
         """Begin a job and return its description; raises ``Refused`` and ``RequestError``, and then there is none."""
         self._check_room(video)
         job = _Job(video, self._clock.wall_ms() // 1000)
         await self._keep(job)
         self._running[job.id] = job
-        job.task = detached(self._run(job, request, make()), f"video {job.id}")
+        job.task = detached(self._run(job, TaskOutput(request)), f"video {job.id}")
         if self._toucher is None or self._toucher.done():
             self._toucher = detached(self._touch(), "touches of videos")
         try:
@@ -170,9 +168,9 @@ class VideoJobs:
         except OSError as error:
             raise RequestError(503, "results_unavailable", f"keeping video {job.id}: {error}") from None
 
-    async def _run(self, job: _Job, request: InferenceRequest, output: TaskOutput) -> None:
+    async def _run(self, job: _Job, output: TaskOutput) -> None:
         try:
-            output.stream = await self._backend.submit(request)
+            output.stream = await self._backend.submit(output.request)
             if not job.started.done():
                 job.started.set_result(None)
             job.described["status"] = "in_progress"
@@ -223,6 +221,7 @@ def not_found(kind: str, result_id: str) -> RequestError:
     )
 
 
+VIDEOS_PATH: Final = "/v1/videos"
 VIDEO_PATH: Final = "/v1/videos/{video_id}"
 VIDEO_CONTENT_PATH: Final = "/v1/videos/{video_id}/content"
 IMAGE_CONTENT_PATH: Final = "/v1/images/{image_id}/content"
@@ -243,7 +242,7 @@ def add_result_endpoints(app: FastAPI, jobs: VideoJobs, owner_of: Callable[[Requ
             raise not_found(kind, result_id)
         return FileResponse(path, media_type=described.get("media_type") or "application/octet-stream")
 
-    @app.get("/v1/videos", tags=["videos"])
+    @app.get(VIDEOS_PATH, tags=["videos"])
     async def list_videos(
         request: Request,
         limit: Annotated[int, Query(ge=1, le=PAGE_MAX)] = 20,
