@@ -221,7 +221,7 @@ def test_settings_are_options_and_only_those_that_were_given_count_as_given() ->
         application, ["--model-path", "m", "--modality", "video_diffusion", "--tensor-parallel-size", "2"]
     )
     assert done.exit_code == 2
-    assert "tensor_parallel_size is set with modality video_diffusion" in " ".join(done.output.split())
+    assert "--tensor-parallel-size is set with modality video_diffusion" in " ".join(done.output.split())
 
 
 def test_a_run_without_a_model_is_refused() -> None:

@@ -59,8 +59,8 @@ class VisualTask(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=Fals
     """Takes the place of ``seconds``."""
     reference: Annotated[bytes, Meta(max_length=MULTIMODAL_BYTES_MAX)] = b""
     """An image that guides the generation."""
-    extra: Opaque = b""
-    """A JSON object of parameters of the model; empty = none."""
+    extra: Opaque | None = None
+    """A JSON object of parameters of the model."""
 
 
 Task = EmbeddingTask | VisualTask

@@ -188,7 +188,7 @@ def _visual(body: ImageBody | VideoBody, **more: Any) -> VisualTask:
         guidance_scale=_either(body.guidance_scale, nvext.guidance_scale),
         seed=_either(body.seed, nvext.seed),
         reference=b"" if body.input_reference is None else _reference(body.input_reference),
-        extra=msgspec.json.encode(body.extra_params) if body.extra_params else b"",
+        extra=msgspec.json.encode(body.extra_params) if body.extra_params else None,
         **more,
     )
 
