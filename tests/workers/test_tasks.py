@@ -1,11 +1,13 @@
-"""Engines of tasks: the order, the places, the ends; the simulated ones, engine servers, and TensorRT-LLM's VisualGen."""
+"""Engines of tasks: order, places and ends; the simulated ones, engine servers, and TensorRT-LLM's VisualGen."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import io
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,14 +19,18 @@ from poolgrid.wire.events import RequestFinished, RequestStarted
 from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenDelta
 from poolgrid.wire.tasks import EmbeddingTask, Task, TaskResult, VisualTask, stage_of
-from poolgrid.workers.core.refusal import BrokenError, BusyError, UnableError
+from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError, UnableError
 from poolgrid.workers.engines import tasks as engine_of_tasks
+from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
 from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.engines.server.server_client import ServerClient
 from poolgrid.workers.engines.server.tasks import ServerTasks
 from poolgrid.workers.engines.simulated.core import pictures
 from poolgrid.workers.engines.simulated.tasks import SimulatedDiffusion, SimulatedEmbeddings
 from poolgrid.workers.engines.tasks import TaskEngine, TaskMaker, Told
+from poolgrid.workers.engines.trtllm.settings import TrtllmSettings
+from poolgrid.workers.engines.trtllm.visual import TrtllmVisual, plan_visual
+from tests.fakes import tensorrt_llm_of
 from tests.fakes.engine_server.tasks import TaskServer
 from tests.workers.running import running_worker
 
@@ -106,6 +112,12 @@ async def watched(maker: TaskMaker, stage: Stage = Stage.IMAGE) -> AsyncIterator
     finally:
         running.cancel()
         await engine.close()
+
+
+async def eventually(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():  # noqa: ASYNC110 - nothing tells it
+            await asyncio.sleep(0.005)
 
 
 def test_tasks_are_begun_in_order_as_many_as_have_places_and_their_load_is_told() -> None:
@@ -355,12 +367,10 @@ def test_a_video_of_a_server_is_asked_for_until_it_is_there_and_then_deleted(mon
 
             server.progress_per_question = 0
             making = asyncio.create_task(maker.make(FILM, told.append))
-            while "video_1" not in server.videos:
-                await asyncio.sleep(0.01)
+            await eventually(lambda: "video_1" in server.videos)
             making.cancel()
             await asyncio.wait([making])
-            while server.deleted != ["video_0", "video_1"]:
-                await asyncio.sleep(0.01)
+            await eventually(lambda: server.deleted == ["video_0", "video_1"])
 
     asyncio.run(go())
 
@@ -378,3 +388,68 @@ def test_what_a_server_refuses_is_told_apart(status: int, kind: RefusalKind) -> 
             assert getattr(refused.value, "kind", None) is kind
 
     asyncio.run(go())
+
+
+# -- TensorRT-LLM ------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def visual(tmp_path: Path, model: str) -> AsyncIterator[tuple[Any, TrtllmVisual]]:
+    with tensorrt_llm_of("1.3"):
+        module = importlib.import_module("tensorrt_llm.visual_gen")
+        generator = module.VisualGen(model, args=module.VisualGenArgs(parallel_config={"cfg_size": 2}))
+        thread = EngineThread()
+        try:
+            yield generator, TrtllmVisual(thread, generator, tmp_path)
+        finally:
+            thread.end()
+
+
+def test_visual_gen_makes_images_with_what_the_client_asked_for_and_its_own_defaults(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with visual(tmp_path, "flux") as (_, maker):
+            plain = await maker.make(VisualTask("a cat"), lambda percent: None)
+            several = await maker.make(VisualTask("a cat", count=2, width=20, height=10), lambda percent: None)
+        sizes = [Image.open(io.BytesIO(item)).size for item in (*plain.items, *several.items)]
+        assert sizes == [(48, 32), (20, 10), (20, 10)]
+        assert plain.media_type == "image/png"
+
+    asyncio.run(go())
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_visual_gen_makes_a_video_of_as_many_seconds(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with visual(tmp_path, "wan-video") as (_, maker):
+            result = await maker.make(VisualTask("a cat", video=True, seconds=0.25), lambda percent: None)
+        assert result.media_type == "video/mp4"
+        assert result.items[0].count(b"\x89PNG") == 4, "a quarter of a second at the model's 16 frames per second"
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("model", "task", "why"),
+    [
+        ("flux", VisualTask("x", extra=b'{"stg_scale":1}'), "Unknown extra_params"),
+        ("flux", VisualTask("x", video=True, seconds=1.0), "no frame rate of its own"),
+    ],
+)
+def test_what_visual_gen_refuses_reaches_the_client(tmp_path: Path, model: str, task: VisualTask, why: str) -> None:
+    async def go() -> None:
+        async with visual(tmp_path, model) as (_, maker):
+            await maker.make(task, lambda percent: None)
+
+    with pytest.raises(RefusedError, match=why):
+        asyncio.run(go())
+
+
+def test_what_a_diffusion_model_would_be_started_with_is_shown(tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text("parallel_config: {cfg_size: 2, ulysses_size: 2}\n")
+    settings = TrtllmSettings(model_path="wan", modality="video_diffusion", extra_engine_args=file)
+
+    plan = plan_visual(settings)
+
+    assert (plan.gpus, plan.gpus_made_of) == (4, "cfg_size 2 x ulysses_size 2")
+    assert "model: wan" in plan.text

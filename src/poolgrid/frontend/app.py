@@ -301,6 +301,7 @@ def create_app(
         "tracing": tracing,
     }
     videos = VideoJobs(backend, ResultFiles(_own_directory(place, data_dir, RESULTS_FOLDER)), clock)
+    app.state.results = videos.files
     serving: dict[str, InferenceEndpoint] = {
         path: InferenceEndpoint(name=name, prepare=prepare, dialect=dialect_of(path), **common)
         for name, path, prepare in prepares
