@@ -21,6 +21,7 @@ import numpy as np
 
 from poolgrid.router.core.candidates import Candidates, Column, RoutingRequest
 from poolgrid.router.core.candidates import Choice as Choice  # policies of operators have it from here
+from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.identifiers import Role, WorkerKey
@@ -73,12 +74,16 @@ class Planner(Protocol):
         """Tell whether requests should wait for the worker that is best for them, now."""
         ...
 
-    def has_room(self, model: str, roles: tuple[Role, ...]) -> bool:
-        """Tell whether any worker of these roles could be given a request that waits."""
+    def openings(self, model: str, roles: tuple[Role, ...]) -> int:
+        """Return how many workers of these roles could be given a request that waits."""
         ...
 
     def can_plan(self, wanted: WorkerWanted) -> bool:
         """Tell whether some worker could serve a request now."""
+        ...
+
+    def holds(self, decision: Decision) -> bool:
+        """Tell whether a new request waits to be planned with others instead of going where a decision sends it."""
         ...
 
     def plan(self, wanted: Sequence[WorkerWanted]) -> list[tuple[int, Mapping[WorkerKey, int]]]:
