@@ -122,7 +122,7 @@ class Selector:
         if not len(rows):
             busy = frozenset(worker for worker, why in filtered.items() if why is BUSY)
             return NoWorker(request.model, filtered, busy, frozenset(group.draining))
-        policy = self._policies.get(request.stage, self.policy)
+        policy = self.policy if request.stage in PROMPT_STAGES else self._policies.get(request.stage, self.policy)
         untrusted = projection.trust.untrusted if projection.follows_blocks else _NO_WORKERS
         as_numbers = self._compares_numbers and policy is self.policy and group.few is not None
         overlap = overlap_columns(

@@ -9,13 +9,16 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 
+from poolgrid.cli.main import app
 from tests.e2e.processes import Process, eventually, metric, worker_rows
 from tests.fakes import FAKES_PATH
 
@@ -45,7 +48,12 @@ class Studio:
 
 
 @pytest.fixture(scope="module")
-def studio() -> Iterator[Studio]:
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recorded")
+
+
+@pytest.fixture(scope="module")
+def studio(recorded: Path) -> Iterator[Studio]:
     kinds = {
         "e": ("--modality", "embedding", "--served-model-name", "words"),
         "i": ("--modality", "image_diffusion", "--served-model-name", "flux"),
@@ -56,7 +64,9 @@ def studio() -> Iterator[Studio]:
         stack.enter_context(pytest.MonkeyPatch.context()).setenv(
             "PYTHONPATH", os.pathsep.join([str(FAKES_PATH), os.environ.get("PYTHONPATH", "")])
         )
-        router = stack.enter_context(Process("router", "--port", "0", "--http-workers", "2")).wait_ready()
+        router = stack.enter_context(
+            Process("router", "--port", "0", "--http-workers", "2", "--data-dir", str(recorded))
+        ).wait_ready()
         ingest = ("--consolidator", router.word("ingest"), "--drain-timeout-ms", "500")
         workers = {
             name: stack.enter_context(Process("worker", "--worker-id", name, *ingest, "--speedup", SPEEDUP, *words))
@@ -127,6 +137,20 @@ def test_videos_are_spread_and_any_http_process_knows_and_cancels_them(studio: S
         for video_id in begun:
             assert client.videos.delete(video_id).deleted
         eventually("nothing is made any more", lambda: (studio.running("v0"), studio.running("v1")) == (0, 0))
+
+
+def test_decisions_on_tasks_are_recorded_and_replay_bit_for_bit(studio: Studio, recorded: Path) -> None:
+    with studio.client() as client:
+        client.embeddings.create(model="words", input="a", extra_headers={"x-request-id": "explained"})
+
+    def replayed() -> dict[str, Any]:
+        out = CliRunner().invoke(app, ["replay", str(recorded), "--json"]).stdout
+        return dict(json.loads(out)["routers"])
+
+    eventually("the decisions are on disk", lambda: sum(each["identical"] for each in replayed().values()) >= 6)
+    assert all(each["difference"] is None for each in replayed().values())
+    said = CliRunner().invoke(app, ["explain", "explained", "--journal", str(recorded)]).stdout
+    assert "fewest-requests" in said
 
 
 def test_a_video_whose_worker_is_killed_is_made_by_another_one(studio: Studio) -> None:

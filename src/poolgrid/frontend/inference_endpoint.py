@@ -892,7 +892,7 @@ def _wait_for_room(outputs: Sequence[SequenceOutput]) -> bool:
 
 def generation_failed(output: RequestOutput) -> RequestError:
     """Return the error of a request that its router or its engine ended."""
-    failure, what = output.failure, f"generating choice {output.index}: {output.error}"
+    failure, what = output.failure, f"{output.work}: {output.error}"
     if failure.retry_after_s is not None:
         return refused(Refused(429, "busy", what, failure.retry_after_s))
     if failure.unknown_model:

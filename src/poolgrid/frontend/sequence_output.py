@@ -117,6 +117,11 @@ class RequestOutput:
         self.first_tokens = 0
         """Tokens that came first, all at once."""
 
+    @property
+    def work(self) -> str:
+        """What is done for the client, as errors name it."""
+        return f"generating choice {self.index}"
+
     def _fail(self, message: str) -> None:
         self.finish_reason = "error"
         self.error = message

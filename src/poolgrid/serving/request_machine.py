@@ -310,9 +310,10 @@ class RequestMachine:
         finish = delta.finish_reason
         if delta.position != dispatch.position or finish not in ENDS_OF[dispatch.stage]:
             return None
-        if tokens and (dispatch.stage is Stage.ENCODE or dispatch.stage in TASK_ROLES):
+        is_task = self.request.task is not None
+        if tokens and (is_task or dispatch.stage is Stage.ENCODE):
             return None  # it makes no tokens
-        if dispatch.stage in TASK_ROLES and (finish is FinishReason.STOP) is (delta.result is None):
+        if is_task and (finish is FinishReason.STOP) is (delta.result is None):
             return None  # a task ends with its result, and with nothing else
         logprobs = delta.logprobs
         # Once: a later worker's prompt has the output so far in it.

@@ -19,6 +19,10 @@ class TaskOutput(RequestOutput):
         self.progress = 0
         self.result: TaskResult | None = None
 
+    @property
+    def work(self) -> str:
+        return "serving the task"
+
     def absorb(self, deltas: Sequence[StreamDelta]) -> None:
         """Take what arrived since the last call."""
         if not deltas:
