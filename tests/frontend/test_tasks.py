@@ -27,6 +27,7 @@ from poolgrid.inference.ports import Refused, ServedModel
 from poolgrid.inference.stream_delta import StreamDelta
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.tasks import EmbeddingTask, TaskResult, VisualTask
+from poolgrid.workers.engines.simulated.core import pictures
 from tests.frontend.fake_backend import FakeBackend, Step
 from tests.frontend.server import application, in_process, served_in_thread
 
@@ -37,7 +38,7 @@ MODELS = (
     ServedModel("tiny", 1, 262_144),
 )
 VECTOR = np.array([0.25, -1.0], "<f4").tobytes()
-PNG = b"\x89PNG\r\n\x1a\n"
+PNG = pictures.image(VisualTask("a reference"), 4, 4)
 
 
 def done(result: TaskResult) -> list[Step]:
@@ -138,6 +139,7 @@ def test_texts_and_token_ids_are_taken(given: Any, inputs: Any, backend: FakeBac
         ("images/generations", {"model": "flux", "prompt": "x", "stream": True}, 400, "stream", "whole"),
         ("videos", {"model": "wan", "prompt": "x", "seconds": "soon"}, 400, "seconds", "above 0"),
         ("videos", {"model": "wan", "prompt": "x", "input_reference": "http://x/y"}, 400, "input_reference", "base64"),
+        ("videos", {"model": "wan", "prompt": "x", "input_reference": "AAAA"}, 400, "input_reference", "not an image"),
         (
             "videos",
             {"model": "wan", "prompt": "x", "nvext": {"guidance_scale_2": 1}},
@@ -260,10 +262,10 @@ def test_the_official_client_makes_a_video_and_downloads_it(client: openai.OpenA
 
 
 def test_the_official_client_sends_a_reference_as_a_file(client: openai.OpenAI, backend: FakeBackend) -> None:
-    file = io.BytesIO(PNG + b"pixels")
+    file = io.BytesIO(PNG)
     client.videos.create(model="wan", prompt="7", input_reference=("cat.png", file), extra_body={"seed": 5, "fps": 8})
 
-    assert backend.requests[0].task == VisualTask("7", video=True, reference=PNG + b"pixels", seed=5, frame_rate=8.0), (
+    assert backend.requests[0].task == VisualTask("7", video=True, reference=PNG, seed=5, frame_rate=8.0), (
         "what looks like a number stays a text where it is one"
     )
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 
 from tests.e2e.processes import Process, eventually, worker_rows
 from tests.real_vllm.servers import MODEL, VllmServer
@@ -41,14 +42,10 @@ def _compared(server: str, router: str) -> dict[str, Any]:
     for given in INPUTS:
         theirs, mine = (each.embeddings.create(model=MODEL, input=given) for each in (direct, ours))
         assert [row.embedding for row in mine.data] == [row.embedding for row in theirs.data]
-        assert mine.usage == theirs.usage
+        assert mine.usage.prompt_tokens == theirs.usage.prompt_tokens > 0
         vectors += len(mine.data)
-    refused = 0
     for more in ({"input": "x " * 50_000}, {"input": "x", "dimensions": 7}):
-        try:
+        with pytest.raises(openai.BadRequestError) as refused:
             ours.embeddings.create(model=MODEL, **more)
-        except openai.BadRequestError as error:
-            assert error.code == "unsupported_by_worker"
-            refused += 1
-    assert refused == 2
-    return {"vectors": vectors, "refusals": refused}
+        assert refused.value.code == "unsupported_by_worker"
+    return {"vectors": vectors}

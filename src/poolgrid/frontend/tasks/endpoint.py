@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
 from poolgrid.frontend.inference_endpoint import InferenceEndpoint, InferenceExchange
+from poolgrid.frontend.request_body import too_large
 from poolgrid.frontend.responses_api.store import Owner
 from poolgrid.frontend.tasks.output import TaskOutput
 from poolgrid.frontend.tasks.result_files import ResultFiles
@@ -35,6 +36,7 @@ from poolgrid.frontend.traffic import TokenTotals
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import InferenceBackend, ServedModel
 from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.limits import MULTIMODAL_BYTES_MAX
 from poolgrid.wire.requests import Sampling
 from poolgrid.wire.tasks import TaskResult, stage_of
 
@@ -113,6 +115,8 @@ class TaskExchange(InferenceExchange):
         endpoint = self._endpoint
         assert isinstance(endpoint, TaskEndpoint), "made by one"
         raw, self._body = self._body, b""
+        if len(raw) > MULTIMODAL_BYTES_MAX:
+            raise too_large(str(len(raw)), MULTIMODAL_BYTES_MAX)  # a task is one message
         prepared = endpoint.read(raw, self.headers.get(b"content-type", b""))
         del raw
         served = endpoint.model_of(prepared)

@@ -15,6 +15,8 @@ from msgspec import Meta, Struct
 
 from poolgrid.frontend.errors import RequestError, invalid, missing, quoted, wrong_type
 from poolgrid.frontend.field_words import allowed, refused
+from poolgrid.frontend.media.image_headers import check_image
+from poolgrid.frontend.media.references import MediaRefused
 from poolgrid.frontend.schema import JSON_NUMBER_MAX, JSON_NUMBER_MIN, TruncatedPrompt, parse, refuse
 from poolgrid.wire.limits import EMBEDDING_INPUTS_MAX, IMAGES_PER_TASK_MAX, PROMPT_CHARS_MAX, U32_MAX
 from poolgrid.wire.tasks import EmbeddingTask, Task, VisualTask
@@ -72,7 +74,7 @@ class VisualBody(Struct, kw_only=True):
     guidance_scale: Guidance | None = None
     seed: Seed | None = None
     response_format: Where | None = None
-    input_reference: Annotated[Any, allowed("a PNG, JPEG or WebP file: base64, or a data: URL")] = None
+    input_reference: Annotated[Any, allowed("an image: base64, or a data: URL")] = None
     extra_params: ExtraParams | None = None
     nvext: VisualNvext | None = None
     stream: Annotated[Any, refused("results come whole", False)] = None
@@ -217,9 +219,6 @@ def _seconds(given: float | str) -> float:
     return seconds
 
 
-IMAGE_BEGINNINGS: Final = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF")
-
-
 def _reference(given: Any) -> bytes:
     """Return the file of a reference; it is given, and never fetched."""
     if isinstance(given, dict):
@@ -230,12 +229,13 @@ def _reference(given: Any) -> bytes:
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        data = b""
-    if not data.startswith(IMAGE_BEGINNINGS):
         raise invalid(
-            "input_reference",
-            f"input_reference is {quoted(given)}: allowed is a PNG, JPEG or WebP file, as base64 or a data: URL",
-        )
+            "input_reference", f"input_reference is {quoted(given)}: allowed is an image, as base64 or a data: URL"
+        ) from None
+    try:
+        check_image(data)
+    except MediaRefused as refused:
+        raise invalid("input_reference", f"input_reference: {refused}") from None
     return data
 
 
@@ -245,6 +245,7 @@ PARTS_MAX: Final = 64
 """Fields of a form: three times as many as there are."""
 
 _NUMBER: Final = re.compile(r"-?\d{1,19}(\.\d{1,19})?")
+_parser: Final = BytesParser(policy=HTTP)
 _TEXTS: Final = frozenset({"model", "prompt", "negative_prompt", "seconds", "size"})
 """Fields that stay texts, whatever they look like."""
 
@@ -254,19 +255,23 @@ def read_form(raw: bytes, content_type: bytes) -> bytes:
 
     Raises ``RequestError``.
     """
-    if raw.count(b"Content-Disposition") > PARTS_MAX or raw.count(b"content-disposition") > PARTS_MAX:
-        raise invalid("body", f"the form has more than {PARTS_MAX} fields, the limit")
-    message = BytesParser(policy=HTTP).parsebytes(b"Content-Type: " + content_type + b"\r\n\r\n" + raw)
-    if not message.is_multipart():
-        raise RequestError(400, "invalid_form", f"reading the request body ({len(raw)} bytes): it is not a valid form")
+    boundary = _parser.parsebytes(b"Content-Type: " + content_type + b"\r\n\r\n").get_boundary()
+    parts = b"" if boundary is None else raw.split(f"--{boundary}".encode(), PARTS_MAX + 1)
+    if len(parts) < 2 or not parts[-1].startswith(b"--"):
+        raise RequestError(
+            400,
+            "invalid_form",
+            f"reading the request body ({len(raw)} bytes): it is not a form of up to {PARTS_MAX} fields",
+        )
     found: dict[str, Any] = {}
-    for part in message.iter_parts():
-        name = part.get_param("name", header="content-disposition")
-        data = part.get_payload(decode=True)
-        if not isinstance(name, str) or not isinstance(data, bytes):
+    for part in parts[1:-1]:
+        head, _, data = part.partition(b"\r\n\r\n")
+        header = _parser.parsebytes(head.strip() + b"\r\n\r\n")
+        name, data = header.get_param("name", header="content-disposition"), data.removesuffix(b"\r\n")
+        if not isinstance(name, str):
             raise RequestError(400, "invalid_form", "reading the request body: a field of the form has no name")
         value: Any
-        if part.get_filename() is not None:
+        if header.get_filename() is not None:
             value = base64.b64encode(data).decode()
         else:
             value = data.decode(errors="replace")
