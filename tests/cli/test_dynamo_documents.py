@@ -56,9 +56,9 @@ ENDPOINTS = {
     "POST /v1/completions": True,
     "POST /v1/responses": True,
     "POST /v1/messages": True,
-    "POST /v1/embeddings": False,
-    "POST /v1/images/generations": False,
-    "POST /v1/videos": False,
+    "POST /v1/embeddings": True,
+    "POST /v1/images/generations": True,
+    "POST /v1/videos": True,
 }
 
 

@@ -24,7 +24,7 @@ from poolgrid.workers.engines import tasks as engine_of_tasks
 from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
 from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.engines.server.server_client import ServerClient
-from poolgrid.workers.engines.server.tasks import ServerTasks
+from poolgrid.workers.engines.server.tasks import ServerEmbeddings
 from poolgrid.workers.engines.simulated.core import pictures
 from poolgrid.workers.engines.simulated.tasks import SimulatedDiffusion, SimulatedEmbeddings
 from poolgrid.workers.engines.tasks import TaskEngine, TaskMaker, Told
@@ -112,12 +112,6 @@ async def watched(maker: TaskMaker, stage: Stage = Stage.IMAGE) -> AsyncIterator
     finally:
         running.cancel()
         await engine.close()
-
-
-async def eventually(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not holds():  # noqa: ASYNC110 - nothing tells it
-            await asyncio.sleep(0.005)
 
 
 def test_tasks_are_begun_in_order_as_many_as_have_places_and_their_load_is_told() -> None:
@@ -306,12 +300,12 @@ def test_a_worker_of_tasks_serves_them_and_nothing_else(modality: str, task: Tas
 
 
 @asynccontextmanager
-async def asking(stage: Stage) -> AsyncIterator[tuple[TaskServer, ServerTasks]]:
+async def asking() -> AsyncIterator[tuple[TaskServer, ServerEmbeddings]]:
     server = TaskServer()
     await server.http.start()
     client = ServerClient(server.url, SystemClock())
     try:
-        yield server, ServerTasks(client, "vLLM", "maker", stage)
+        yield server, ServerEmbeddings(client, "vLLM", "maker")
     finally:
         client.close()
         await server.http.stop()
@@ -319,7 +313,7 @@ async def asking(stage: Stage) -> AsyncIterator[tuple[TaskServer, ServerTasks]]:
 
 def test_embeddings_of_a_server_come_in_the_order_of_the_texts() -> None:
     async def go() -> None:
-        async with asking(Stage.EMBEDDING) as (server, maker):
+        async with asking() as (server, maker):
             result = await maker.make(EmbeddingTask(("a", "b"), dimensions=8), lambda percent: None)
             assert result.items == (pictures.vector("a", 8), pictures.vector("b", 8))
             assert result.prompt_tokens == 6
@@ -333,58 +327,16 @@ def test_embeddings_of_a_server_come_in_the_order_of_the_texts() -> None:
     asyncio.run(go())
 
 
-def test_images_of_a_server_are_asked_for_as_base64_with_all_that_the_client_said() -> None:
-    async def go() -> None:
-        async with asking(Stage.IMAGE) as (server, maker):
-            task = VisualTask("a cat", count=2, width=8, height=8, steps=4, seed=7, extra=b'{"a":1}')
-            result = await maker.make(task, lambda percent: None)
-            assert (len(result.items), result.media_type) == (2, "image/png")
-            [body] = server.bodies
-            assert body == {
-                "model": "maker",
-                "prompt": "a cat",
-                "n": 2,
-                "size": "8x8",
-                "num_inference_steps": 4,
-                "seed": 7,
-                "extra_params": {"a": 1},
-                "response_format": "b64_json",
-            }
-
-    asyncio.run(go())
-
-
-def test_a_video_of_a_server_is_asked_for_until_it_is_there_and_then_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poolgrid.workers.engines.server.tasks.POLL_S", 0.01)
-
-    async def go() -> None:
-        async with asking(Stage.VIDEO) as (server, maker):
-            told: list[int] = []
-            result = await maker.make(FILM, told.append)
-            assert result == TaskResult((b"the video of a cat",), "video/mp4")
-            assert told == [0, 50]
-            assert server.deleted == ["video_0"]
-
-            server.progress_per_question = 0
-            making = asyncio.create_task(maker.make(FILM, told.append))
-            await eventually(lambda: "video_1" in server.videos)
-            making.cancel()
-            await asyncio.wait([making])
-            await eventually(lambda: server.deleted == ["video_0", "video_1"])
-
-    asyncio.run(go())
-
-
 @pytest.mark.parametrize(
     ("status", "kind"),
     [(400, RefusalKind.CANNOT_DO), (404, RefusalKind.CANNOT_DO), (429, RefusalKind.BUSY), (500, RefusalKind.BROKEN)],
 )
 def test_what_a_server_refuses_is_told_apart(status: int, kind: RefusalKind) -> None:
     async def go() -> None:
-        async with asking(Stage.IMAGE) as (server, maker):
+        async with asking() as (server, maker):
             server.refusals.append((status, {"error": {"message": "no"}}))
             with pytest.raises(Exception) as refused:  # noqa: PT011 - the kind says it
-                await maker.make(CAT, lambda percent: None)
+                await maker.make(EmbeddingTask(("a",)), lambda percent: None)
             assert getattr(refused.value, "kind", None) is kind
 
     asyncio.run(go())

@@ -123,8 +123,8 @@ def _completed(description: dict[str, Any]) -> dict[str, Any]:
         }
     for path in (VIDEO_CONTENT_PATH, IMAGE_CONTENT_PATH):
         file = {"schema": {"type": "string", "format": "binary"}}
-        answer = {"description": "The file", "content": {"application/octet-stream": file, "*/*": file}}
-        paths[path]["get"]["responses"] = {"200": answer, **error_answers(_NO_RESULT)}
+        found = {"description": "The file", "content": {"application/octet-stream": file, "*/*": file}}
+        paths[path]["get"]["responses"] = {"200": found, **error_answers(_NO_RESULT)}
     _shape_errors(description)
     return description
 

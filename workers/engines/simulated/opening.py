@@ -18,7 +18,6 @@ from poolgrid.workers.engines.simulated.encode import EncodeLimits, SimulatedEnc
 from poolgrid.workers.engines.simulated.guides import LazyGuides
 from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
-from poolgrid.workers.engines.simulated.tasks import SimulatedDiffusion, SimulatedEmbeddings
 from poolgrid.workers.engines.simulated.words import TokenizerWords, read_words
 from poolgrid.workers.engines.tasks import TaskEngine, TaskMaker, task_card
 from poolgrid.workers.kv_fetcher import KvFetcher
@@ -54,6 +53,9 @@ async def _open_tasks(
     settings: SimulatedWorkerSettings, around: EngineHost, stage: Stage
 ) -> AsyncIterator[OpenedEngine]:
     """Open the engine of tasks."""
+    # Late: workers of tokens need no arrays.
+    from poolgrid.workers.engines.simulated.tasks import SimulatedDiffusion, SimulatedEmbeddings
+
     kind = SimulatedEmbeddings if stage is Stage.EMBEDDING else SimulatedDiffusion
     maker: TaskMaker = kind(settings.speedup)
     engine = TaskEngine(stage, maker)

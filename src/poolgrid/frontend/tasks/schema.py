@@ -256,7 +256,7 @@ def read_form(raw: bytes, content_type: bytes) -> bytes:
     Raises ``RequestError``.
     """
     boundary = _parser.parsebytes(b"Content-Type: " + content_type + b"\r\n\r\n").get_boundary()
-    parts = b"" if boundary is None else raw.split(f"--{boundary}".encode(), PARTS_MAX + 1)
+    parts = [] if boundary is None else raw.split(f"--{boundary}".encode(), PARTS_MAX + 1)
     if len(parts) < 2 or not parts[-1].startswith(b"--"):
         raise RequestError(
             400,
