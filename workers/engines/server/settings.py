@@ -15,7 +15,7 @@ from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import SERVING_ENDPOINTS_MAX
 from poolgrid.wire.tasks import MODALITIES
 from poolgrid.workers.engines.server.core.launching import check_arguments
-from poolgrid.workers.settings import StepTimesSettings, WorkerProcessSettings, check_task_role
+from poolgrid.workers.settings import MODALITY_HELP, StepTimesSettings, WorkerProcessSettings, check_task_role
 
 ROLES = {"aggregated": Role.AGGREGATED, "prefill": Role.PREFILL, "decode": Role.DECODE}
 
@@ -126,9 +126,7 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
             "images (some engines)."
         ),
     )
-    modality: Literal["text", "embedding"] = Field(
-        "text", description="Serve text, or embeddings of a server that has /v1/embeddings."
-    )
+    modality: Literal["text", "embedding"] = Field("text", description=MODALITY_HELP)
     kv_block_size: int | None = Field(
         None,
         ge=1,
