@@ -47,7 +47,6 @@ LINES: tuple[tuple[str, str, str], ...] = (
     ("transport/zmtp.py", r"framed|long_header|ZmtpConnection\.(send|send_long|flush)", SEND),
     ("transport/dealer.py", r".*", RECEIVE),
     ("transport/zmtp.py", r".*", RECEIVE),
-    ("transport/subscriber.py", r".*", RECEIVE),
     ("zmq/sugar/", r".*", RECEIVE),
     ("transport/zmq_socket.py", r".*", RECEIVE),
     (
@@ -59,7 +58,6 @@ LINES: tuple[tuple[str, str, str], ...] = (
     ("http/connection.py", r".*\.finish", WRITE),
     ("http/connection.py", r".*", PARSE),
     ("http/request_parser.py", r".*", PARSE),
-    ("http/repeated_head.py", r".*", PARSE),
     ("frontend/inference_endpoint.py", r"_Exchange\.(start_stream|write|end)", WRITE),
     (
         "frontend/inference_endpoint.py",
