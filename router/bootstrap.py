@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 VOCABULARY_PADDING = 1.05
-"""How many more token ids than its tokenizer a model may have: matrices are padded to multiples of some hundred."""
+"""How many more token ids than its tokenizer a model may have: matrices are padded to multiples of a few hundred."""
 
 
 class Endpoints(NamedTuple):
@@ -212,7 +212,7 @@ async def _start(service: RouterService, following: asyncio.Task[None] | None) -
 def _follow_leader(
     opened: AsyncExitStack, settings: RouterSettings, feed: RemoteFeed, clock: Clock
 ) -> asyncio.Task[None]:
-    """Follow the journal of whichever consolidator of the pool is active, as the event plane knows."""
+    """Follow the journal of the pool's active consolidator, as the event plane knows."""
     plane = load_plugin(EVENT_PLANES, settings.event_plane)
 
     def move(leader: Leader | None) -> None:
@@ -225,7 +225,7 @@ def _follow_leader(
 
 
 def _follow_by_name(settings: RouterSettings, names: Discovery, feed: RemoteFeed, clock: Clock) -> None:
-    """Follow the journal of a consolidator wherever it is, when it was given by name."""
+    """Follow the journal of a consolidator given by name, at its current address."""
     feed_name, query_name = settings.feed_endpoint, settings.query_endpoint
     if feed_name is None or query_name is None or not is_name(feed_name):
         return

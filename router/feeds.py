@@ -68,7 +68,7 @@ class EmbeddedFeed:
         self._unsubscribe = self._consolidator.subscribe(listener)
 
     def resync(self) -> None:
-        """Subscribe anew, once the consolidator's turn is over: it may be in the middle of one."""
+        """Subscribe again, once the consolidator's turn is over: it may be in the middle of one."""
         if self._unsubscribe is not None:
             self._unsubscribe()
             self._unsubscribe = None

@@ -148,7 +148,7 @@ def add_router_endpoints(
 
     @app.get("/v1/decisions/{request_id}", tags=["router"], responses=error_answers({"404": "Not kept (any more)"}))
     async def explain(request_id: Annotated[str, Path(max_length=256)]) -> dict[str, Any]:
-        """Explain one request's decisions: every candidate, every cost term, who was filtered out and why."""
+        """Explain one request's decisions: every candidate, every cost term, the workers filtered out and why."""
         attempts = [each.explanation() for each in service.decisions.of_request(request_id)]
         if not attempts:
             raise decision_not_found(request_id, len(service.decisions))
@@ -310,7 +310,7 @@ def _role_fields(role: RoleStatus) -> dict[str, Any]:
 
 
 def endpoints(service: RouterService) -> list[EndpointRow]:
-    """Return who serves which model in which role; nobody while the router cannot serve."""
+    """Return which endpoints serve which model in which role; none while the router cannot serve."""
     if not service.ready:
         return []
     workers = service.projection.fleet.workers

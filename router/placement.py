@@ -76,7 +76,7 @@ class Placement(msgspec.Struct):
         return reason if stage is Stage.WHOLE else f"{STAGE_WORD[stage]}-{reason}"
 
     def overlap_tokens(self) -> int:
-        """Return the tokens of the request that the worker is believed to hold."""
+        """Return the tokens of the request that the worker probably holds."""
         request = self.decision.request
         return min(request.isl, self.decision.overlap_blocks * request.block_size)
 

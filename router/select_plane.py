@@ -5,8 +5,8 @@ Rules
     2. A reservation is an entry of the pool's load ledger like any other. The worker's events confirm it; without them
        it expires with its lease. Nothing else of an asker is kept, so an asker that dies leaves nothing behind. One
        that cannot be told of its reservation, because it has gone since it asked, has none: after a pause of this
-       process its socket holds questions of whoever gave it up meanwhile.
-    3. Whatever arrives is answered or dropped; an undecodable frame costs its sender the answer, nobody else anything.
+       process its socket holds questions of clients that gave them up meanwhile.
+    3. Whatever arrives is answered or dropped; an undecodable frame costs only its sender the answer.
     4. An asker that does not read its answers loses them at the high-water mark of its queue; it asks again.
 """
 

@@ -2,8 +2,8 @@
 
     queue    = max(own, prompt_ms(queued + uncached) − done)   what the engine computes until then, at pace 1
     expected = pace · (queue + steps · decode_ms)              decode steps come between, while others generate
-    own      = prompt_ms(uncached)                             who comes behind it waits for that, too
-    joined   = pace · (who is in the last step) · (how much longer that step takes)
+    own      = prompt_ms(uncached)                             requests behind it wait for that, too
+    joined   = pace · (requests in the last step) · (how much longer that step takes)
     decoding = DECODING_WORTH · pace · (who generates there) · (how much longer their steps take)
     cost     = expected + own + joined + decoding
 
@@ -55,7 +55,7 @@ class PromptCost(NamedTuple):
     expected_ms: float
     """Until its first token."""
     own_ms: float
-    """For who comes behind it, at pace 1."""
+    """Delay of the requests behind it, at pace 1."""
     joined_ms: float
     """For prompts whose last step it makes longer."""
     decoding_ms: float

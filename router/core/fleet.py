@@ -84,7 +84,7 @@ class Fleet:
 
 
 def media_of(workers: Iterable[Worker]) -> MediaSpec:
-    """Return which media a model takes: what the first of its workers says that computes prompts and takes any.
+    """Return which media a model takes: those of its first worker that computes prompts and takes any.
 
     The bound of one medium is that of the first worker that names one: no two of a pool name different ones.
     """

@@ -105,7 +105,7 @@ class PromptComputed(msgspec.Struct, frozen=True):
     worker: WorkerKey
     dispatch_id: str
     is_held: bool = False
-    """Its worker is believed to hold the prompt's blocks, until the worker's own events say what it holds."""
+    """Its worker counts as holding the prompt's blocks, until the worker's own events report what it holds."""
 
 
 class Released(msgspec.Struct, frozen=True):

@@ -57,7 +57,7 @@ class KvAware:
         crowding = rate · (after² − before²) / 2                   who would have been free of a queue
         again    = AGAIN_WORTH · (own − own of the worker that holds most)
         next     = NEXT_WORTH · typical · (how far its load of late is above EVEN times the mean: 0 to 1)
-        behind   = pace · own · (who waits at the router, to be computed behind it)
+        behind   = pace · own · (requests queued at the router, to be computed behind it)
 
     What a prompt takes of others is counted at pace 1: a slow worker's requests wait longer for it, and are fewer.
     Step times are those of a worker's card, its pace is learned from its first tokens

@@ -125,7 +125,7 @@ class Lineage:
             self._forget(next(iter(self._by_request.values())))
 
     def begin_turn(self, event: TurnBegan) -> None:
-        """Note a turn of the pool's journal, of whichever router."""
+        """Note a turn of the pool's journal, of any router."""
         turn = event.turn
         if turn.anchor:
             at = Tail(request_of(event.request_id), turn.tail, turn.anchor, event.isl, turn.residual)

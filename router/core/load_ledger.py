@@ -43,14 +43,14 @@ LEDGER_BYTES: Final = 256 * 1024 * 1024
 
 CROWDING_RETRIES: Final = 4
 """How often a request may be refused because other routers were quicker. Each retry costs a round trip, well below a
-millisecond, and spares a wait behind somebody else's prompt."""
+millisecond, and spares a wait behind another request's prompt."""
 
 CROWDING_LEASE_MS: Final = 50.0
 """How long a worker's word for what others sent it counts: longer than its events take, shorter than most prompts."""
 
 OTHERS_STEP: Final = 0.02
-"""What the latest request counts in the share of others: it is an average over some fifty requests. One whose client
-left before its worker said that it began looks like another router's, so a single one must not count much."""
+"""Weight of the latest request in the share of others: an average over about fifty requests. One whose client
+left before its worker reported its start looks like another router's, so a single one must not count much."""
 
 LATE_STARTS_MAX: Final = 1024
 """How many starts may be outstanding of requests that this router has released: those of half a second at 2,000 a
@@ -76,7 +76,7 @@ class LoadEntry(msgspec.Struct):
     active_blocks: int
     confirmed: bool
     due_ms: float
-    """When it expires, as long as nobody confirmed it."""
+    """When it expires without a confirmation."""
 
 
 Lease = tuple[float, int, WorkerKey, str, LoadEntry]
@@ -102,9 +102,10 @@ class LoadLedger:
         self._leased = 0
         """Leases so far."""
         self._crowding: deque[float] = deque()
-        """When what workers said of others runs out, in order, for all of it lasts the same; ``expire`` takes away."""
+        """When load that workers reported of other routers expires, in order (all of it lasts the same); ``expire``
+        drops it."""
         self.late_starts: dict[tuple[WorkerKey, str], None] = {}
-        """Requests released before their workers said that they began, oldest first."""
+        """Requests released before their workers reported their start, oldest first."""
         self.late_starts_max = LATE_STARTS_MAX
         """0 in the replay of a router that did not know of them."""
         self._reservation_ttl_ms = reservation_ttl_ms
@@ -155,7 +156,7 @@ class LoadLedger:
             self._lease(worker, request_id, entry)
 
     def renew(self, worker: WorkerKey, request_id: str, now_ms: float) -> bool:
-        """Begin the lease of an unconfirmed reservation anew; return False when there is none (any more)."""
+        """Renew the lease of an unconfirmed reservation; return False when there is none (any more)."""
         entry = self._entries.get((worker, request_id))
         if entry is None or entry.confirmed:
             return False
@@ -193,7 +194,7 @@ class LoadLedger:
     def started(
         self, worker: WorkerKey, slot: int, request_id: str, prefill_tokens: int, active_blocks: int, now_ms: float
     ) -> None:
-        """Replace the prediction (if any) by what the worker says."""
+        """Replace the prediction (if any) by what the worker reports."""
         key = (worker, request_id)
         entry = self._entries.get(key)
         if entry is None and key in self.late_starts:
@@ -234,7 +235,7 @@ class LoadLedger:
             entry.confirmed = True
 
     def prompt_seen(self, worker: WorkerKey, request_id: str) -> bool:
-        """Count a request's prompt as computed, on the word of who sees its answer; its lease goes on.
+        """Count a request's prompt as computed, as reported by the process that sees its answer; its lease is kept.
 
         Returns whether that changed something.
         """
@@ -292,7 +293,7 @@ class LoadLedger:
     def expire(self, now_ms: float, held: Collection[str] = frozenset()) -> tuple[int, list[str]]:
         """Release reservations that no worker confirmed in time, except those that someone still ``held`` open.
 
-        Returns how many were released, and the ids of those that were due and held: their leases begin anew.
+        Returns how many were released, and the ids of those that were due and held: their leases are renewed.
         """
         renewed: list[str] = []
         expired = 0

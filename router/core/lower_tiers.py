@@ -23,7 +23,7 @@ class TierOverlap(msgspec.Struct, frozen=True):
 
 
 class LowerTiers:
-    """Masks of holders by block; a block that nobody holds outside the device takes no room."""
+    """Masks of holders by block; a block without a holder outside the device takes no room."""
 
     def __init__(self, shard_entries: int) -> None:
         self.host: ShardedMap[int] = ShardedMap(shard_entries)

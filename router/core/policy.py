@@ -28,7 +28,7 @@ from poolgrid.wire.identifiers import Role, WorkerKey
 _TIE_SEED: Final = 1
 
 APPROXIMATE_TTL_MS: Final = 120_000.0
-"""How long a choice is believed to be in a cache of which no events come."""
+"""How long a choice counts as cached by a worker that sends no events."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@
 folded, after which the next record is the one at the snapshot's offset. The law: snapshot(n) + records from n on ==
 records from 0.
 
-A snapshot is loaded beside the state in use (``SnapshotLoad``), in as many steps as the caller likes, and takes its
-place in one (``adopt``). Nobody ever sees half of it, and what is seen does not depend on how many steps it took.
+A snapshot is loaded next to the state in use (``SnapshotLoad``), in as many steps as the caller likes, and takes its
+place in one step (``adopt``). No reader sees half of it, and the result does not depend on the number of steps.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Projection:
         self.legs: LearnedLegTimes | None = None
         """Follows since the first prefill worker: other pools have one leg, and nothing to learn of it."""
         self.predictions: ApproximateIndex = self.trust.predictions
-        """What choices say of caches: in the place of all events, or of those that are not believed."""
+        """Cached blocks according to choices: in place of all events, or of events that are not trusted."""
         self.examiner: ReuseExaminer | None = None
         """Who compares promised and reported reuse; changes nothing."""
         self.follows_blocks = True
@@ -324,7 +324,7 @@ class Projection:
         chains: Iterable[tuple[int, BlockChain]],
         sessions: SessionsSnapshot = NO_SESSIONS,
     ) -> SnapshotLoad:
-        """Begin to load a snapshot beside the state in use; ``chains`` are read as it steps on."""
+        """Begin to load a snapshot next to the state in use; ``chains`` are read as it steps on."""
         return SnapshotLoad(self.index.empty() if self.follows_blocks else None, next_offset, workers, chains, sessions)
 
     def adopt(self, load: SnapshotLoad, now_ms: float) -> None:

@@ -1,4 +1,4 @@
-"""Choose a worker for a request: who may serve it, what they look like, what the policy says, and the record of it all.
+"""Choose a worker for a request: the eligible workers, their state, the policy's choice, and the record of it all.
 
 ``select`` reads the projection and returns a decision without changing anything; ``book`` enters the decision into the
 load ledger. The caller does both without letting anything happen in between, so no two requests see the same idle
@@ -65,7 +65,7 @@ class NoWorker:
 
 @dataclass(frozen=True, slots=True)
 class PolicyFailed:
-    """The policy, which may be somebody's own code, raised or answered what cannot be; nothing was chosen."""
+    """The policy, which may be the operator's own code, raised or gave an invalid answer; nothing was chosen."""
 
     policy: str
     what: str

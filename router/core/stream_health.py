@@ -1,14 +1,14 @@
-"""Which workers' overlap is believed, and what stands in for it where it is not.
+"""Which workers' overlap is trusted, and what replaces it where it is not.
 
 Rules
-    1. A worker is untrusted while its own stream is ``STALE`` (the consolidator says so) or ``suspect``
-       (``OverlapCheck`` says so). Everyone else is trusted, whatever happened before, and whatever becomes of further
-       sources.
+    1. A worker is untrusted while its own stream is ``STALE`` (reported by the consolidator) or ``suspect``
+       (found by ``OverlapCheck``). All other workers are trusted, regardless of the past, and of what becomes of
+       further sources.
     2. From the moment a worker is untrusted, the router's own choices for it are recorded, and its overlap is what they
        predict, for ``ttl_ms`` each. What the index says of it meanwhile is kept up to date and not used.
     3. A worker that is trusted again, or leaves, loses its predictions.
-    4. What a chosen worker computed and has not told of yet is believed of it (``ComputedPrompts``), as long as its
-       stream is.
+    4. What a chosen worker computed and has not reported yet counts as cached (``ComputedPrompts``), as long as its
+       stream is trusted.
     5. It is a fold like the projection it belongs to: events, choices and their times decide, nothing else.
 """
 
@@ -32,7 +32,7 @@ PENDING_MAX: Final = 16_384
 """Chosen requests whose start is awaited for the cross-check; beyond it the oldest is not checked."""
 
 PREDICTION_TTL_MS: Final = 120_000.0
-"""How long a choice is believed to be in the cache of an untrusted worker, as in approximate mode."""
+"""How long a choice counts as cached by an untrusted worker, as in approximate mode."""
 
 PREDICTION_BUDGET_BYTES: Final = 64 * 1024 * 1024
 """Memory of the predictions: half a million blocks; beyond it the oldest paths are cut."""
@@ -66,7 +66,7 @@ class StreamHealth:
         self.predictions = ApproximateIndex(PrefixIndex(PREDICTION_BUDGET_BYTES), PREDICTION_TTL_MS)
         """What stands in for the overlap of the workers in ``untrusted``."""
         self.untrusted: dict[WorkerKey, str] = {}
-        """Workers whose overlap is not believed, and why."""
+        """Workers whose overlap is not trusted, and why."""
         self.computed = ComputedPrompts()
         """Prompts of choices whose start is awaited and whose first token came."""
         self.verdicts = 0
@@ -157,7 +157,7 @@ class StreamHealth:
             self.predictions.record(worker, path, now_ms)
 
     def prompt_computed(self, worker: WorkerKey, request_id: str) -> bool:
-        """Believe a worker to hold the prompt of a choice, until its stream tells; return whether that is news."""
+        """Count the prompt of a choice as held by a worker, until its stream reports; return whether that is new."""
         pending = self._pending.get((worker, request_id))
         return pending is not None and self.computed.add(worker, request_id, pending.path)
 
@@ -166,7 +166,7 @@ class StreamHealth:
         self.predictions.expire(now_ms)
         return self.predictions.index.overlap(path, worker)
 
-    # For a state that goes on elsewhere
+    # For a state that is resumed elsewhere
 
     def open_choices(self) -> list[OpenChoice]:
         """Return the choices whose start is awaited."""
@@ -183,7 +183,7 @@ class StreamHealth:
     def restore(
         self, open_choices: Iterable[OpenChoice], windows: Iterable[Window], untrusted: Mapping[WorkerKey, str]
     ) -> None:
-        """Go on from another state; what streams say of themselves is known already, ``predictions`` restore alone.
+        """Resume from another state; the health of streams is known already, ``predictions`` are restored alone.
 
         The order and the words of ``untrusted`` are those of when it was judged, so they are not to be had again.
         """
@@ -227,7 +227,7 @@ class OverlapCheck:
 
     Rules
         1. When the worker starts a request, the prompt tokens that it reports as reused are compared with what the
-           index said of the prompt between the choice and the start, whichever is nearest. A block more or less is no
+           index found of the prompt between the choice and the start, whichever is nearest. A block more or less is no
            disagreement, because engines recompute the last tokens.
         2. The last ``WINDOW`` requests for which either number is above zero count, weighed by tokens.
         3. From ``LEAST_REQUESTS`` of them on, a share of disagreeing tokens above ``SUSPECT_ABOVE`` makes the stream
@@ -314,9 +314,9 @@ _Key = tuple[WorkerKey, str]
 class ComputedPrompts:
     """Prompts that workers have computed and have not told of: a first token is sooner with a router than the events.
 
-    An answer of a few tokens is over before the consolidator's stream says what it left in the worker's cache. Who
-    asks again at once, with the answer or with another question about the same text, would be sent to a worker that
-    has nothing.
+    An answer of a few tokens is over before the consolidator's stream reports what it left in the worker's cache. A
+    client that asks again at once, with the answer or with another question about the same text, would be sent to a
+    worker that has nothing.
 
     Rules
         1. A prompt is here from its first token until its worker's stream tells of the request, or the worker's cache

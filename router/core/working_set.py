@@ -1,4 +1,4 @@
-"""Which sessions' KV the workers of a pool are to keep, and whether one more session fits beside them.
+"""Which sessions' KV the workers of a pool are to keep, and whether one more session fits as well.
 
 Too many sessions on a pool evict each other: each comes back from its tool to an empty cache and is computed again.
 So a pool keeps a *working set*, and turns of other sessions wait at the router.

@@ -29,7 +29,7 @@ SPEEDS = "paces"
 
 @dataclass(slots=True)
 class Draft:
-    """A checkpoint as the router's turn takes it, by copying references; whoever writes it down packs it."""
+    """A checkpoint as the router's turn takes it, by copying references; the writer packs it."""
 
     offset: int
     now_ms: float

@@ -37,7 +37,7 @@ PROGRESS_EVERY_ENTRIES = 500
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """One entry, where it lies, and who is meant by the numbers in it."""
+    """One entry, its place, and the workers behind the numbers in it."""
 
     file: str
     position: int

@@ -4,12 +4,12 @@ Rules
     1. The state is the real ``RouterState``. It is given the recorded inputs, as the router's was, and nothing else
        touches it. Time is what was recorded; nothing reads a clock.
     2. A decision is compared in everything that was recorded of it: the offset, the candidates in their order, every
-       number about them as bits, the row, the reason, who was filtered out and why.
+       number about them as bits, the row, the reason, the workers filtered out and why.
     3. The first difference ends the replay of a router: what follows would be built on a state that is in doubt.
     4. Where inputs are missing (said in the journal) or the pool's journal no longer reaches back, decisions are
        counted as not derivable, until the next checkpoint or snapshot from which state can be had.
-    5. A checkpoint may lack the oldest of what the router believed by its own choices. Until that has expired, a
-       decision that depends on it and comes out otherwise counts as not derivable, and what was recorded is booked.
+    5. A checkpoint may lack the oldest predictions from the router's own choices. Until these have expired, a
+       decision that depends on it and comes out otherwise counts as not derivable, and the recorded one is booked.
 """
 
 from __future__ import annotations

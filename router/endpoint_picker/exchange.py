@@ -111,7 +111,7 @@ READ_HEADERS = frozenset((":method", ":path", "content-encoding", "content-lengt
 """Request headers that are kept until the choice."""
 
 VALUE_OVERHEAD_BYTES = 64
-"""What a string costs beside its characters."""
+"""Memory of a string in addition to its characters."""
 
 CONTENT_LENGTH_DIGITS_MAX = 18
 """Longer ones are no length of anything."""

@@ -153,8 +153,8 @@ class Picker:
         metrics: PickerMetrics,
         clock: Clock,
     ) -> None:
-        """``path_of`` hashes a prompt, ``realised`` is told what a dispatch really reused; ``fallbacks`` are endpoints
-        beside the first."""
+        """``path_of`` hashes a prompt, ``realised`` takes what a dispatch really reused; ``fallbacks`` are endpoints
+        in addition to the first."""
         self._router = router
         self._state = state
         self._reader = reader
