@@ -91,7 +91,7 @@ class PoolPlacer:
             flight.record.note("a short prompt is prefilled where it is decoded")
             await self.place(flight, "decode", Stage.WHOLE, "first")
             return
-        # A prefill for which nobody can decode would be work for nothing.
+        # A prefill without a possible decode would be wasted work.
         choice = self._choice(flight, await self.destination(flight, "decode"), Stage.DECODE)
         if choice.pool is None:
             raise self._none_left(flight, choice, [])

@@ -7,8 +7,8 @@ Rules
        it at once, and what it was asked is asked again: a pool is down when none of its routers is left.
     3. What a router reserved is renewed and released there. What a lost router had reserved went with it.
     4. Names are for finding: a router whose registration is gone stays as long as its connection does.
-    5. Pools are kept by name. A changed document adds, drops and moves them; what is under way is not touched, because
-       tokens go between us and the workers directly.
+    5. Pools are kept by name. A changed document adds, drops and moves them; requests in flight are not touched,
+       because tokens go between us and the workers directly.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class PoolConnection:
         return [key for key, link in self._links.items() if key not in self._named and link.status is None]
 
     def _tidy(self) -> None:
-        """Let go of routers that are neither registered nor connected."""
+        """Drop routers that are neither registered nor connected."""
         self._tidying = None
         for key in self._to_forget():
             link = self._links.pop(key)

@@ -11,7 +11,7 @@ Rules
     4. *Resumed* requests (their clients are being served already) go before all others of their lane.
     5. While anybody waits, full pools are asked how they are more often than otherwise (``ask_pools``), because others
        than this router end requests there too.
-    6. A request that leaves (cancelled, timed out, gave way) is out at once. An attempt that is under way for it finds
+    6. A request that leaves (cancelled, timed out, gave way) is out at once. An attempt in progress for it finds
        its request finished and takes back what it had reserved.
 """
 
@@ -38,7 +38,7 @@ ASKS_PER_STATUS_INTERVAL = 5
 """How often full pools are asked for their status per ``status_interval_ms`` while requests wait: every 50 ms."""
 
 ATTEMPTS_PER_LANE_MAX = 16
-"""A pool answers in a millisecond or, under load, in ten: enough to place some thousand requests a second."""
+"""A pool answers in a millisecond or, under load, in ten: enough to place several thousand requests a second."""
 
 NEW = "new"
 """Kind of those that are not served yet."""
@@ -63,7 +63,7 @@ class WaitingFlight:
     waited_ms: float = 0.0
     """How long it was in the queue."""
     is_tried: bool = False
-    """Whether an attempt is under way."""
+    """Whether an attempt is in progress."""
 
 
 Place = QueuedRequest[WaitingFlight]

@@ -165,7 +165,7 @@ class GlobalRouterService:
                 if trace is not None and place.item.waited_ms:
                     trace.add("queue", began_ms, began_ms + place.item.waited_ms)
         except Refused as refusal:
-            self.tracker.end(flight, LegEvent.CLIENT_LEFT)  # an attempt may be under way
+            self.tracker.end(flight, LegEvent.CLIENT_LEFT)  # an attempt may be in progress
             flight.record.outcome = f"refused: {refusal.code}"
             flight.record.note(str(refusal))
             raise
@@ -214,7 +214,7 @@ class GlobalRouterService:
         """Place a new request; return why not when some pool may have room later, raise ``Refused`` when none can."""
         flight.attempts += 1
         if flight.config is not self.configuration.active and not flight.machine.plan.dispatches:
-            # It waited, and nothing of it is under way: its pools may not even exist any more.
+            # It waited, and no leg of it has started: its pools may not even exist any more.
             flight.config = self.configuration.active
             flight.record.revision = flight.config.revision
             flight.destinations.clear()

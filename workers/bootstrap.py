@@ -195,7 +195,7 @@ def _tell_while_loading(
     context: PlaneContext,
     place: ConsolidatorPlace,
 ) -> asyncio.Task[None]:
-    """Tell the consolidator how far the start is, wherever it is."""
+    """Report the progress of the start to the consolidator, at its current address."""
 
     def now() -> LoadingWorker:
         phase = start.phase or Phase.LOAD
@@ -245,7 +245,7 @@ def _open_publisher(
 def _follow_consolidator(
     opened: AsyncExitStack, settings: WorkerProcessSettings, place: ConsolidatorPlace, clock: Clock
 ) -> asyncio.Task[None]:
-    """Push to whichever consolidator of the pool is active, as the event plane knows."""
+    """Push to the pool's active consolidator, as the event plane knows."""
     plane = load_plugin(EVENT_PLANES, settings.event_plane)
 
     def move(leader: Leader | None) -> None:
@@ -261,7 +261,7 @@ async def _ended(task: asyncio.Task[None]) -> None:
 
 
 def _follow_by_name(names: Discovery, name: str, place: ConsolidatorPlace, clock: Clock) -> None:
-    """Push to the consolidator of the namespace, wherever it is."""
+    """Push to the consolidator of the namespace, at its current address."""
     from poolgrid.discovery.consolidators import DiscoveredConsolidator
 
     DiscoveredConsolidator(names, [name], lambda where: place.move(where[0]), place.answers, clock).start()

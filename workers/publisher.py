@@ -48,7 +48,7 @@ HELD_EVENTS_MAX = 256
 
 
 def can_wait(event: AnyEvent) -> bool:
-    """Tell whether nobody waits for an event."""
+    """Return whether no reader waits for an event."""
     kind = type(event)
     if kind in OF_BLOCKS:
         assert isinstance(event, BlocksStored | BlocksRemoved)

@@ -247,7 +247,7 @@ class LoadLedger:
         return True
 
     def progressed(self, worker: WorkerKey, request_id: str, active_blocks: int) -> None:
-        """Move the request's blocks to what the worker says."""
+        """Set the request's blocks to the number that the worker reports."""
         entry = self._entries.get((worker, request_id))
         if entry is not None:
             self._active_blocks[entry.slot] += active_blocks - entry.active_blocks

@@ -82,7 +82,7 @@ class Outbox:
     Every batch takes the next sequence number, also one that is thrown away; what is kept is contiguous and ends at
     ``next_seq``. When one more would break the bound, all is dropped, and so is what comes until ``reopen``: a stream
     with a hole is worth nothing, and a restatement says it all. A restatement does not count: one that overflowed would
-    be followed by another, for ever.
+    be followed by another, without end.
     """
 
     def __init__(self, worker_id: str, dp_rank: int, epoch: int, bytes_max: int = OUTBOX_BYTES_DEFAULT) -> None:

@@ -104,7 +104,7 @@ class TableTiming:
     """Step times interpolated from measured points.
 
     The JSON form is ``{"prefill": [[tokens, ms], ...], "decode": [[used_share, ms], ...]}``, each list by increasing
-    first value, and ``source`` beside them, which is free text. Prefill beyond the last point continues its last slope;
+    first value, and ``source``, which is free text. Prefill beyond the last point continues its last slope;
     decode outside keeps the nearest value.
     """
 

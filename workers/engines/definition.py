@@ -45,12 +45,12 @@ class EngineHost:
     say_start: Callable[[str], None]
     """Shows people what the start of the engine waits for."""
     start: StartPhases
-    """In which phase the start is; an engine tells what it knows of loading and of its first token."""
+    """Phase of the start; an engine reports loading and its first token as far as it knows them."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedEngine:
-    """An engine that runs, and what the worker says of it."""
+    """A running engine, and the worker's card for it."""
 
     engine: Engine
     card: WorkerCard
@@ -85,7 +85,7 @@ class EngineDefinition(Generic[S]):
     """Makes the engine ready for requests; it runs until the end of the block, and is gone after it, whatever ended
     it. May take minutes, and is cancelled when the worker is stopped meanwhile."""
     shortest_timeout_ms: Callable[[S], float]
-    """The shortest time after which this engine's worker gives somebody up."""
+    """The shortest time after which this engine's worker gives a request or a peer up."""
     about: str = ""
     """What the page of settings says above its table."""
     tables: tuple[type[Settings], ...] = ()

@@ -47,7 +47,7 @@ class EngineReport:
     released: list[str] = field(default_factory=list)
     """Prefilled requests whose blocks are no longer kept."""
     expired: int = 0
-    """How many of those nobody came for."""
+    """How many of those were never fetched."""
     kept_transfers: int = 0
     """Prefilled requests whose blocks are kept now."""
     keeps_encoded: bool = False
@@ -135,7 +135,7 @@ class KvHandover(Protocol):
         ...
 
     def release(self, transfer_id: str) -> None:
-        """Let go of what is kept for a transfer, if anything is."""
+        """Release what is kept for a transfer, if anything is."""
         ...
 
 

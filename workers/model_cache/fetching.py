@@ -46,7 +46,7 @@ LIBRARY_FILES = ".cache"
 """What ``huggingface_hub`` keeps in a directory that it fetches into."""
 
 SPARE_BYTES = 64 * 1024 * 1024
-"""Stays free on the disk beside the model: a file system that is full to its last byte breaks others."""
+"""Stays free on the disk in addition to the model: a file system that is full to its last byte breaks others."""
 
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Between attempts, after those that the library makes by itself."""

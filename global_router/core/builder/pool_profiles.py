@@ -93,7 +93,7 @@ class PoolProfile(DocumentModel):
 
     @property
     def cost(self) -> float:
-        """Return the pool's cost, of whichever kind the profiles give."""
+        """Return the pool's cost, of the kind that the profiles give."""
         return self.cost_per_hour if self.cost_per_hour is not None else self.cost_per_million_tokens or 0.0
 
 

@@ -74,7 +74,7 @@ class CellKey:
 
 @dataclass(frozen=True, slots=True)
 class LoopMeasurement:
-    """A p95 beside its target."""
+    """A p95 and its target."""
 
     pool: str
     metric: str

@@ -1,4 +1,4 @@
-"""The axes of grids as data: what each measures, which stages have it, what it is called wherever it appears.
+"""The axes of grids as data: what each measures, which stages have it, its names.
 
 Rules
     1. ``AXES`` is the one table. Keys of documents and profiles, names of hints and headers, ranks of speed and the

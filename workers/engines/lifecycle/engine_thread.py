@@ -4,7 +4,7 @@ Rules:
 
 1. The library is imported, and its engine made, called and shut down, in this thread and no other: MPI and CUDA bind
    what they do to a thread, and asynchronous results to an event loop.
-2. A call that does not return stops this thread, and nobody else. ``beat`` asks for a sign of life; ``silent_ms`` says
+2. A call that does not return stops this thread alone. ``beat`` asks for a sign of life; ``silent_ms`` says
    for how long none has come.
 3. The thread never keeps the process alive: one that hangs is left behind at the end.
 """
@@ -38,7 +38,7 @@ class EngineThread:
     # -- from the caller's loop ----------------------------------------------------------------------------------------
 
     def post(self, call: Callable[..., object], *arguments: Any) -> None:
-        """Have a call made in the thread, after what was posted before; nobody waits for it."""
+        """Have a call made in the thread, after what was posted before; no caller waits for it."""
         try:
             self._loop.call_soon_threadsafe(call, *arguments)
         except RuntimeError:

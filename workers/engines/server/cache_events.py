@@ -1,11 +1,11 @@
 """The cache events of all ranks of an engine server: none, followed over ZMQ, or drained over HTTP.
 
-Rules of draining, where a server hands events out to whoever asks first:
+Rules of draining, where a server hands events out to the first reader:
 
-1. Reading takes events away, so nobody else may read them: what another reader has taken is a hole in the numbers,
+1. Reading takes events away, so there may be no other reader: events that another one took are a hole in the numbers,
    after which claims are learnt again (``workers.core.event_translation``).
 2. A server that has events is asked again at once, one that has none after ``IDLE_PAUSE_S``.
-3. While a server cannot be asked nothing is known to have changed. One that comes back begins its numbers anew.
+3. While a server cannot be asked nothing is known to have changed. One that comes back restarts its numbers.
 """
 
 from __future__ import annotations

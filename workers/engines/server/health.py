@@ -5,8 +5,8 @@ Rules:
 1. A server that cannot be reached, or says that it is not well, is *silent*: nothing can be expected of it. One that
    does not answer in time is too.
 2. A silent server is asked again and again. It is well when it answers, is the same server as before (``confirm``), and
-   its cache events are read up to date (``is_current``): until then nobody knows what it holds.
-3. A server that comes back as another one, with another model or block size, is broken: what the worker said of itself
+   its cache events are read up to date (``is_current``): until then its cache is unknown.
+3. A server that comes back as another one, with another model or block size, is broken: the worker's card
    is not true any more, so it ends and is started again.
 4. The same is asked now and then of a server that is well: its adapters come and go, and a quick restart is not noticed
    otherwise. A server that does not take the API key any more is silent.
@@ -158,4 +158,4 @@ class ServerHealth:
 
 
 def _nobody() -> None:
-    """Tell nobody."""
+    """Report nothing."""

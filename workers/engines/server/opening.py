@@ -185,7 +185,7 @@ async def _check_pictures(client: ServerClient, kind: ServerKind, settings: Engi
 
 
 def completed(facts: ServerFacts, settings: EngineServerSettings, kind: ServerKind) -> ServerFacts:
-    """Return what a server says with what was said of it; raises ``ValueError`` for what nobody said."""
+    """Return a server's facts, completed by options; raises ``ValueError`` for facts that neither gives."""
     facts = replace(
         facts,
         block_size=settings.kv_block_size or facts.block_size,
@@ -223,7 +223,7 @@ def make_card(
     http_port: int,
     started: bool = False,
 ) -> WorkerCard:
-    """Return what a worker in front of a server says of itself; ``started``: the server is its own."""
+    """Return the card of a worker in front of a server; ``started``: the server is its own."""
     assert facts.block_size is not None, "nobody joins without"
     return WorkerCard(
         model=facts.model,
@@ -233,7 +233,7 @@ def make_card(
             max_batch_size=facts.max_batch_size or settings.max_batch_size,
             max_num_tokens=facts.max_num_tokens or settings.max_num_tokens,
             total_kv_blocks=facts.total_blocks or 0,
-            # Where nobody says, the server itself refuses what is too long for it.
+            # Without a known limit, the server itself refuses what is too long for it.
             max_sequence_length=facts.max_sequence_length or PROMPT_TOKENS_MAX,
         ),
         request_endpoint=f"tcp://{settings.advertised_host}:{request_port}",
@@ -250,7 +250,7 @@ def make_card(
 
 
 def _serving(settings: EngineServerSettings, started: bool) -> tuple[str, ...]:
-    """Return where gateways reach the server; empty where nobody said, and its URL does not tell."""
+    """Return where gateways reach the server; empty where no option gives it, and its URL does not show it."""
     if settings.serving_endpoint:
         return settings.serving_endpoint
     target = HttpTarget(settings.server_url)

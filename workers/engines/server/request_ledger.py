@@ -35,7 +35,7 @@ LIFE_FACTOR = 10.0
 """Signs of life without a token count for so many times the progress time-out: then a rank is stalled all the same."""
 
 PREFILL_TOKENS_PER_S_MIN = 250.0
-"""Slowest rate at which an engine is believed to compute a prompt, where nothing shows its progress."""
+"""Slowest rate assumed for an engine that computes a prompt without a sign of progress."""
 
 
 @dataclass(slots=True, eq=False)

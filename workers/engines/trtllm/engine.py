@@ -66,7 +66,7 @@ STREAM_CHECK_S = 0.01
 """Between two looks whether all ranks are connected."""
 
 END_TIMEOUT_S = 2.0
-"""How long the engine's thread may take to let go of its requests at the end."""
+"""How long the engine's thread may take to release its requests at the end."""
 
 
 class TrtllmEngine:

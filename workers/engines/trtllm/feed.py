@@ -4,9 +4,10 @@ Rules:
 
 1. Reads are destructive, so an engine has one feed.
 2. Reading happens in a thread (``poolgrid.workers.engines.trtllm.reader``), everything here on the worker's loop. What
-   was read is translated and handed over in one turn, so that ``restate`` says exactly what ``on_cache`` has said.
-3. When events could not be read for ``failing_clears_ms`` nobody knows any more what the engine holds, and all ranks
-   are cleared. So they are when the engine lets go of its KV cache to sleep, of which it makes no events.
+   was read is translated and handed over in one turn, so that ``restate`` reports exactly what ``on_cache`` has
+   reported.
+3. When events could not be read for ``failing_clears_ms`` the engine's cache is unknown, and all ranks
+   are cleared. So they are when the engine frees its KV cache to sleep, of which it makes no events.
 4. Where the engine publishes its events by itself (``stream``), they are followed and not read: one source, never two.
 5. Each attention-DP rank counts its events apart and has a translator of its own. An event of a rank that does not
    exist, or of a shape that is not known, is counted; the hole that it leaves clears its rank.

@@ -11,14 +11,14 @@ from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenLog
 
 
 class Failure(msgspec.Struct, frozen=True, gc=False):
-    """Why the server does not go on with a request."""
+    """Why the server stopped a request."""
 
     reason: str
     """For the client: nothing of it is the server's own text, unless the server wrote it for clients."""
     kind: RefusalKind | None
     """What the router may do next; ``None`` = nothing."""
     words: str = ""
-    """What the server said, for the log."""
+    """The server's words, for the log."""
     retry_after_ms: int | None = None
     """With ``BUSY``: how long the server asks to be left alone."""
     unknown_model: bool = False
@@ -52,7 +52,7 @@ class Call(msgspec.Struct, frozen=True, gc=False):
     """Whether the answer comes in chunks."""
     headers: tuple[str, ...] = ()
     left_at_once: bytes | None = None
-    """Of a prefill leg that goes on beside its decode leg: what the decode leg is told. The leg counts as prefilled as
+    """Of a prefill leg that continues next to its decode leg: what the decode leg gets. The leg counts as prefilled as
     soon as the server has it."""
 
 

@@ -2,8 +2,8 @@
 
 Rules
 
-1. What the worker needs of the server it sets: where it listens, where it publishes its cache events, that it says how
-   much it reused. Such arguments are refused by name when somebody gives them too.
+1. The worker sets what it needs of the server: the addresses it listens on, where it publishes its cache events, and
+   the report of reuse. Such arguments are refused by name when the operator gives them too.
 2. Everything else is handed on as it is, before the worker's own arguments: where a server takes the last of two, the
    worker's count.
 3. One rank publishes through sockets in a directory that only this user enters. Several ranks count ports up, so they
@@ -21,7 +21,7 @@ LOOPBACK = "127.0.0.1"
 WILDCARDS = frozenset({"0.0.0.0", "::", "*", ""})
 
 SECRETS = ("key", "token", "password", "secret")
-"""How the names of options end whose values are nobody else's business."""
+"""Endings of the names of options whose values are secret."""
 
 HIDDEN = "…"
 
@@ -51,7 +51,7 @@ class WantedServer:
     host: str
     port: int
     arguments: tuple[str, ...]
-    """What somebody wants besides."""
+    """The operator's own arguments."""
     role: str
     block_size: int | None
     """``None``: whatever is usual."""
@@ -70,7 +70,7 @@ class WantedServer:
         return options_in(self.arguments)
 
     def unless_given(self, option: str, *value: str) -> tuple[str, ...]:
-        """Return an argument, or none where somebody gave it."""
+        """Return an argument, or none where the operator gave it."""
         return () if option.replace("_", "-") in self.options else (option, *value)
 
 
@@ -105,7 +105,8 @@ class Launch:
     as_it_publishes: Callable[[Publishing], Publishing] = lambda publishing: publishing
     """What servers of this kind make of addresses."""
     shares_ports: bool = True
-    """Whether it binds its port while the worker holds it, so that nobody else gets it while the server is down."""
+    """Whether it binds its port while the worker holds it, so that no other process gets it while the server is
+    down."""
 
     def ranks(self, options: Mapping[str, str]) -> int:
         """Return how many ranks arguments ask for; raises ``ValueError`` for what is no number."""

@@ -42,7 +42,7 @@ WORDS_CHARS_MAX = 500
 """How much of a server's own message clients get."""
 
 RETRY_AFTER_MAX_MS = 60_000
-"""Longest ``Retry-After`` that is believed: a server that is gone for longer is asked again meanwhile."""
+"""Longest ``Retry-After`` that is followed: a server that is gone for longer is asked again meanwhile."""
 
 NEVER = -100.0
 """Logit bias of a token that is not to be generated: OpenAI's own way to say so."""

@@ -1,4 +1,4 @@
-"""A request's pictures as engine servers take them: data URLs beside token ids, a placeholder each. Pure.
+"""A request's images as engine servers take them: data URLs next to token ids, a placeholder each. Pure.
 
 Rules:
 

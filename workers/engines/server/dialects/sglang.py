@@ -9,12 +9,12 @@ Rules:
 2. How much was reused comes with every chunk.
 3. Both legs of a request run at the same time: the prefill server waits for the decode server to ask for the KV, by a
    room that both are told. So a prefill leg counts as prefilled as soon as its server has it.
-4. Events name neither salts nor adapters: blocks under one would be taken for everybody's. Requests with one are
+4. Events name neither salts nor adapters: blocks under one would look like blocks without. Requests with one are
    refused while events are followed.
-5. Pictures go beside token ids (``image_data``). The server then makes text of the ids, and tokens of the text with
-   what stands for the pictures, which are numbers of its own in its events: no text has them.
+5. Images go next to token ids (``image_data``). The server then makes text of the ids, and tokens of the text with
+   placeholders of the images, which are numbers of its own in its events: no text has them.
 
-What the server says of itself:
+Endpoints with the server's facts:
 
 /v1/models      model, adapters, max_model_len
 /server_info    its arguments and its scheduler's numbers: page size, ranks, publishers, bootstrap port
@@ -284,7 +284,7 @@ def _end(piece: ServerAnswerPiece, finish: _Finish) -> None:
         piece.failure = Failure(f"{TITLE} ended the request with {finish.type[:40]!r}", RefusalKind.BROKEN, words)
 
 
-# -- what a server says of itself
+# -- facts of a server
 
 EVENTS_OPTION = (
     '--kv-events-config \'{"publisher":"zmq","endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5657"}\' '
@@ -333,7 +333,7 @@ class _Model(msgspec.Struct):
 
 
 async def learn(client: ServerClient, model: ListedModel) -> ServerFacts:
-    """Return what a server says of itself; raises ``ServerError`` when it does not answer."""
+    """Return the facts of a server; raises ``ServerError`` when it does not answer."""
     info = await client.ask_if_there("/server_info", _Info)
     if info is None:
         info = await client.ask_for("/get_server_info", _Info)

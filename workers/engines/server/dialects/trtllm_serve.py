@@ -62,7 +62,7 @@ COMPLETIONS = "/v1/completions"
 CONTEXT_ONLY = "context_only"
 GENERATION_ONLY = "generation_only"
 GOES_ON = frozenset({"length", "not_finished"})
-"""Ends of a context request after which another server goes on."""
+"""Ends of a context request after which another server continues."""
 
 FIRST_REQUEST_ID = 1 << 42
 """Request ids of two legs must be above what servers count by themselves."""
@@ -222,7 +222,7 @@ class _Reader:
             piece.failure = Failure(f"{TITLE} ended the request with {reason!r}", RefusalKind.BROKEN)
 
 
-# -- what a server says of itself
+# -- facts of a server
 
 EVENTS_PATH = "/kv_cache_events"
 FANOUT_EVENTS_MAX = 1024
@@ -232,7 +232,7 @@ EVENTS_OPTION = "kv_cache_config: {event_buffer_max_size: 100000, enable_block_r
 
 
 async def learn(client: ServerClient, model: ListedModel) -> ServerFacts:
-    """Return what a server says of itself; raises ``ServerError`` when it does not answer."""
+    """Return the facts of a server; raises ``ServerError`` when it does not answer."""
     version = await version_of(client)
     return ServerFacts(
         version=version, drained_events=EVENTS_PATH, kept_events_max=FANOUT_EVENTS_MAX if _has_fanout(version) else 0
@@ -245,7 +245,7 @@ def _has_fanout(version: str) -> bool:
 
 
 async def pictures_missing(client: ServerClient) -> str:
-    """Say that it takes no pictures beside token ids, and what does."""
+    """Return that it takes no images next to token ids, and which engine does."""
     return "its /v1/completions takes none together with token ids: a worker with --engine trtllm does"
 
 

@@ -3,9 +3,10 @@
 Rules
 - A ``TokenGuide`` says which tokens may come next; which of them does is a function of the same digest over all tokens
   so far that unguided output comes from, of how many tokens the answer has, and of nothing else. So a request that
-  goes on elsewhere, or is prefilled here and decoded there, gets the same text: its guide is told the tokens so far.
-- The choice tends to an end, or random tokens would wander about in a string for ever (``TokenTexts.choose``). It is a
-  tendency and no promise: an answer that is not complete after ``max_tokens`` ends with ``length`` as any other.
+  continues elsewhere, or is prefilled here and decoded there, gets the same text: its constraint gets the tokens so
+  far.
+- The choice tends to an end, or random tokens would wander about in a string without end (``TokenTexts.choose``). It is
+  a tendency and no promise: an answer that is not complete after ``max_tokens`` ends with ``length`` as any other.
 - A complete answer ends, whatever ``ignore_eos`` and ``min_tokens`` say: nothing else may follow.
 """
 

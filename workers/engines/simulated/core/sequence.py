@@ -66,7 +66,7 @@ class Sequence:
         """Its media; what is generated depends on them as on the prompt."""
         self.touched = touched_blocks(marks, block_size) if marks else {}
         """The media that touch each block, by the block's position."""
-        # Before the prompt: a request that moves here has output behind its prompt, and goes on in the same way.
+        # Before the prompt: a request that moves here has output behind its prompt, and continues in the same way.
         self._emitted_before = request.routing.emitted_tokens
         self._before = key_of(marks) if marks else b""
         seen = self._before + self.prompt if marks else self.prompt
@@ -115,7 +115,7 @@ class Sequence:
         self.transfer_id = ""
         """Name of the hand-over of its KV, to or from this engine."""
         self.wake_ms = -1.0
-        """While transferring: when the blocks are here. While kept: when they are let go of."""
+        """While transferring: when the blocks are here. While kept: when they are freed."""
         self.transfer_ms = 0.0
         self.moved_blocks = 0
         self.present_blocks = 0

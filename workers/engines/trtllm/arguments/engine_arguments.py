@@ -202,7 +202,7 @@ def setting_layers(settings: TrtllmSettings) -> tuple[Layer, Layer]:
     if settings.disaggregation_mode in ("prefill", "decode"):
         _put(defaults, "cache_transceiver_config.backend", "DEFAULT")
         layer = given if "kv_transfer_timeout_ms" in settings.model_fields_set else defaults
-        # Nobody else lets go of KV that is not fetched: the engine takes no abortion of a finished leg.
+        # Only the engine frees KV that is not fetched: it takes no abortion of a finished leg.
         _put(layer, "cache_transceiver_config.kv_transfer_timeout_ms", int(settings.kv_transfer_timeout_ms))
     if settings.disaggregation_mode == "prefill":
         _put(defaults, "disable_overlap_scheduler", True)
@@ -272,7 +272,7 @@ def resolve_files(settings: TrtllmSettings) -> EngineArguments:
 
 
 def _require(settings: TrtllmSettings, merged: EngineArguments, warnings: list[str]) -> tuple[EngineArguments, bool]:
-    """Add what the run cannot do without; warn where that undoes what somebody asked for."""
+    """Add what the run requires; warn where that overrides an operator's argument."""
     needs: dict[str, Any] = {}
     values = merged.values
 
