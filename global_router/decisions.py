@@ -96,8 +96,8 @@ class RequestDecision:
     expected: ExpectedOutput
     placements: list[PoolPlacement] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    outcome: str = "under way"
-    """``under way``, a finish reason, or ``refused: code``."""
+    outcome: str = "in flight"
+    """``in flight``, a finish reason, or ``refused: code``."""
     output_tokens: int = 0
     queued_ms: float = 0.0
     """How long it waited for a pool with room before its first dispatch."""

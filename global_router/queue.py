@@ -9,8 +9,8 @@ Rules
        none is tried until the next change.
     3. A request that found no room keeps its place. One that no pool can serve leaves, with the reason.
     4. *Resumed* requests (their clients are being served already) go before all others of their lane.
-    5. While anybody waits, full pools are asked how they are more often than otherwise (``ask_pools``), because others
-       than this router end requests there too.
+    5. While a request waits, full pools are asked how they are more often than otherwise (``ask_pools``), because
+       others than this router end requests there too.
     6. A request that leaves (cancelled, timed out, gave way) is out at once. An attempt in progress for it finds
        its request finished and takes back what it had reserved.
 """
@@ -56,7 +56,7 @@ class WaitingFlight:
     """Requests of one kind fare alike: when one found no room, the others of its lane are not tried. ``NEW``, or what a
     resumed one is to do."""
     may_go: Callable[[], bool]
-    """Tells, without asking anybody, whether an attempt may end otherwise than in vain."""
+    """Returns, without a message to any pool, whether an attempt may end otherwise than in vain."""
     placed: asyncio.Future[None] | None
     refusal: Refused | None = None
     """Why the last attempt failed."""

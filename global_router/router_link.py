@@ -122,7 +122,7 @@ class RouterLink:
         """End the connection; open questions fail."""
         if self._task is not None:
             self._task.cancel()
-        self._disconnect("this router lets go of it", expected=True)
+        self._disconnect("this router drops it", expected=True)
 
     async def _follow(self) -> None:
         pause_s = RETRY_MIN_S

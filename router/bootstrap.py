@@ -165,7 +165,7 @@ def vocabulary_check(model: PromptModel, card: WorkerCard) -> str:
     if card.model != model.name or card.vocabulary_size <= model.vocab_size * VOCABULARY_PADDING:
         return ""
     return (
-        f"its card says that token ids are below {card.vocabulary_size}, the tokenizer of model {model.name!r} here "
+        f"by its card token ids are below {card.vocabulary_size}, the tokenizer of model {model.name!r} here "
         f"has {model.vocab_size} tokens: most of its output would have no text. Start the worker with the vocabulary "
         "of this model (simulated: --vocabulary-size, --model-path), or the router with the worker's (--model-path)"
     )

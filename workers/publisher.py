@@ -336,7 +336,7 @@ class Membership:
 
 
 FIRST_WORD_S = 0.25
-"""An engine that is there by then has not been loading for anybody to see."""
+"""An engine that is there by then has not been loading visibly."""
 
 
 async def tell_while_loading(context: PlaneContext, where: Callable[[], str], now: Callable[[], LoadingWorker]) -> None:

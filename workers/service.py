@@ -547,7 +547,7 @@ def _guarded(deliver: Callable[[EngineReport], None], fault: asyncio.Future[None
 
 async def _first(ends: Sequence[asyncio.Future[None]], other: Coroutine[object, object, object]) -> None:
     """Wait until any is done; what is left of ``other`` is cancelled, what it raised is raised."""
-    waiting = owned(other, "what the engine goes on beside")
+    waiting = owned(other, "what the engine runs next to")
     try:
         every: set[asyncio.Future[Any]] = {*ends, waiting}
         await asyncio.wait(every, return_when=asyncio.FIRST_COMPLETED)

@@ -61,7 +61,7 @@ class KvAware:
 
     What a prompt takes of others is counted at pace 1: a slow worker's requests wait longer for it, and are fewer.
     Step times are those of a worker's card, its pace is learned from its first tokens
-    (``poolgrid.router.core.learned_speeds``). Nothing is set by anybody.
+    (``poolgrid.router.core.learned_speeds``). There is no setting for it.
 
     An engine's step ends for all prompts in it at once. Those that would be in the last step of the queue are delayed
     by the part of this prompt that joins them. So a long prompt keeps away from short ones that have only just come.

@@ -96,7 +96,7 @@ choosing well, and the queues of workers are there for more."""
 
 HOLD_LIMIT_MS: Final = 4000.0
 """How long a request waits for a better worker at most: longer than nearly all prompts take, so only in overload
-does anybody wait that long; and then long prompts would wait without end for shorter ones."""
+does a request wait that long; and then long prompts would wait without end for shorter ones."""
 
 
 def lowest(costs: Column, request: RoutingRequest) -> tuple[int, str]:

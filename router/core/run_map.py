@@ -149,7 +149,7 @@ class RunMap:
         return run, at
 
     def run_of(self, block: int, bit: int = -1) -> Run | None:
-        """Return the run that a block is in, which certain workers hold, or anybody."""
+        """Return the run that a block is in, which certain workers hold, or any."""
         run = self.edges.get(block)
         return run if run is not None and run.mask & bit else self.inside(block, bit)
 

@@ -227,7 +227,7 @@ class OverlapCheck:
 
     Rules
         1. When the worker starts a request, the prompt tokens that it reports as reused are compared with what the
-           index found of the prompt between the choice and the start, whichever is nearest. A block more or less is no
+           index found of the prompt between the choice and the start, the nearest of both. A block more or less is no
            disagreement, because engines recompute the last tokens.
         2. The last ``WINDOW`` requests for which either number is above zero count, weighed by tokens.
         3. From ``LEAST_REQUESTS`` of them on, a share of disagreeing tokens above ``SUSPECT_ABOVE`` makes the stream
@@ -300,7 +300,7 @@ class OverlapCheck:
 
 PROMPTS_MAX: Final = 1024
 """Streams are milliseconds behind, in which a busy router sees some ten first tokens. More only come together while a
-stream is away; the last second is then as much as anybody knows."""
+stream is away; the last second is then all that is known."""
 
 SAME_BEGINNING_MAX: Final = 32
 """Prompts of one system prompt that are compared, a third of a microsecond each."""

@@ -211,7 +211,7 @@ class DecisionReplay:
         if not self._blind:
             return  # the state is known; the checkpoint is for those who begin here
         if not checkpoint.complete and checkpoint.beliefs is None:  # of a router that did not write them yet
-            self._blind = "a checkpoint lacks what the router believed by its own choices alone"
+            self._blind = "a checkpoint lacks predictions of the router from its own choices"
             self._too_old = False
             return
         state = self._state = self._make()
@@ -318,7 +318,7 @@ class DecisionReplay:
         return None
 
 
-_BELIEFS_CUT = "a checkpoint lacks the oldest of what the router believed by its own choices alone"
+_BELIEFS_CUT = "a checkpoint lacks the oldest predictions of the router from its own choices"
 
 
 def _by_name(filtered: Mapping[WorkerKey, str]) -> dict[str, str]:

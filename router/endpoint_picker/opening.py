@@ -42,7 +42,7 @@ async def open_endpoint_picker(
     clock: Clock,
 ) -> str:
     """Serve ext-proc; returns where. Raises ``OSError``."""
-    assert settings.ext_proc_port is not None, "nobody asks for a picker without a port"
+    assert settings.ext_proc_port is not None, "a picker has a port"
     metrics = PickerMetrics(registry)
     limits = replace(
         settings.http_limits(), connections=settings.max_ext_proc_streams, unfinished_bytes=settings.ext_proc_body_bytes

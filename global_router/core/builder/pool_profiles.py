@@ -113,7 +113,9 @@ class WantedGrid(DocumentModel):
     itl_max_ms: TargetMs | None = None
     itl_resolution: Resolution | None = None
     typical_isl: Tokens | None = Field(None, description="ISL of an aggregated grid without an isl axis.")
-    typical_osl: Tokens | None = Field(None, description="Output tokens beside the ISL, for an aggregated grid's ITL.")
+    typical_osl: Tokens | None = Field(
+        None, description="Output tokens assumed with the ISL, for an aggregated grid's ITL."
+    )
 
 
 class PoolProfiles(DocumentModel):

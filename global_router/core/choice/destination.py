@@ -80,7 +80,7 @@ class Destination:
 
     def lane(self, model: str) -> str:
         """Return with whom the request waits: those of its model that may go to the same pools."""
-        # Names of models are anybody's: whatever is in them, two lanes are never written alike.
+        # Clients choose names of models: two lanes are never written alike, for any characters in them.
         return repr((model, *sorted(self.pools)))
 
     def after_loss(self, pool: str, faster_first: bool) -> Destination:

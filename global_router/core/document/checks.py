@@ -47,7 +47,7 @@ RULES: frozenset[str] = frozenset(get_args(Accepted))
 SUGGESTIONS_MAX = 16
 """Suggestions for misspelt pools; with 256 long names, one takes 0.1 s."""
 _INVALID = "?"
-"""Stands for a pool that could not be resolved; the document is refused before anybody sees it."""
+"""Stands for a pool that could not be resolved; the document is refused before it is used."""
 
 
 @dataclass(slots=True)

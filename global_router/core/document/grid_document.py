@@ -286,7 +286,7 @@ class GridDocument(DocumentModel):
         "total", description="Prompt length on the isl axis: all of it, or what a pool has not cached."
     )
     enable_priority_retry: bool = Field(
-        False, description="Retry towards faster pools before the first token, on errors that a retry can mend."
+        False, description="Retry towards faster pools before the first token, on errors that a retry can fix."
     )
     adapt: bool = Field(False, description="Closed loop: spill to the next faster pool while a cell misses its target.")
     closed_loop: ClosedLoopSettings = ClosedLoopSettings()

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 from poolgrid.wire.strict_json import read_strictly
 
 PROBLEMS_MAX = 200
-"""More problems than anybody reads; the rest is counted."""
+"""More problems than an operator reads; the rest is counted."""
 
 
 class Severity(StrEnum):

@@ -176,7 +176,7 @@ def _convert_graph(path: Path, text: str, out: Path | None) -> int:
 
 
 def build(profiles: Path, out: Path, strict: bool = False, evidence: Path | None = None, as_json: bool = False) -> int:
-    """Build a grid from pool profiles into ``out``, with the evidence beside it (``out`` with ``.evidence.json``)."""
+    """Build a grid from pool profiles into ``out``, with the evidence next to it (``out`` with ``.evidence.json``)."""
     try:
         built = build_grid(load_profiles(read_bytes(profiles), str(profiles)), strict)
     except GridDocumentError as error:

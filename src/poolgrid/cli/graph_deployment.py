@@ -5,8 +5,8 @@ Read are its forms ``nvidia.com/v1alpha1`` (``services``, with ``resources`` and
 engine options, replicas, GPUs, requests, shared memory and autoscaling. Facts are of its own examples.
 
 What has no place in the chart is named, one remark each, and nothing is left out in silence. A worker is carried over
-when poolgrid runs its engine inside the worker (TensorRT-LLM, the mocker). Servers of vLLM and SGLang stay what they
-are, and workers stand beside them (docs/stock_engines.md).
+when poolgrid runs its engine inside the worker (TensorRT-LLM, the mocker). Servers of vLLM and SGLang stay as they
+are, and workers run next to them (docs/stock_engines.md).
 
 An engine file is carried over with its content, as ``override-engine-args``: it comes out of a ConfigMap of the same
 file, or by ``read_file``. A name on a hub becomes the chart's model cache.
@@ -118,7 +118,7 @@ def convert_graph(
     made = Conversion()
     others = sorted({str(each.get("kind")) for each in documents if each.get("kind") != KIND})
     if others or len(graphs) > 1:
-        made.remarks.append(f"only the first {KIND} is read; beside it there are {', '.join(others) or 'more of them'}")
+        made.remarks.append(f"only the first {KIND} is read; the file also has {', '.join(others) or 'more of them'}")
     spec = _dict(graphs[0].get("spec"))
     components = list(_components(spec))
     if not components:
@@ -197,7 +197,7 @@ def _worker(
     engine = ENGINES.get(program)
     if engine is None:
         if program in BESIDE:
-            why = f"{BESIDE[program]} servers stay what they are, and workers stand beside them: docs/stock_engines.md"
+            why = f"{BESIDE[program]} servers stay as they are, and workers run next to them: docs/stock_engines.md"
         else:
             why = f"its program {program or 'is not to be seen in its command'}; known are {', '.join(ENGINES)}"
         made.remarks.append(f"{name}: not carried over: {why}")
@@ -285,8 +285,8 @@ def _engine_file(name: str, options: dict[str, Any], engine_file: ReadFile, made
         options["override-engine-args"] = json.dumps({**content, **override})
     else:
         made.remarks.append(
-            f"{name}: the engine file {path} is not beside the manifest, nor in a ConfigMap of it: give its content as "
-            "options.override-engine-args (JSON), or make an image that has it"
+            f"{name}: the engine file {path} is neither in the manifest's folder nor in a ConfigMap: set "
+            "options.override-engine-args to its content (JSON), or make an image that has it"
         )
 
 

@@ -27,7 +27,7 @@ def program() -> str:
 def two_turns(url: str, model: str, keyed: bool) -> str:
     """Return a command that sends two turns of a conversation and prints what was cached of each.
 
-    A turn adds a thousand numbers, some thousand tokens: more than a decode worker computes by itself.
+    A turn adds a thousand numbers, a few thousand tokens: more than a decode worker computes by itself.
     """
     authorization = [f'    -H "authorization: Bearer ${API_KEY_VARIABLE}" \\'] if keyed else []
     fields = f'\\"model\\": \\"{model}\\", \\"max_tokens\\": 8'

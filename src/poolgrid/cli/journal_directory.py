@@ -46,7 +46,7 @@ def journal_errors(what: str = "reading a journal") -> Iterator[None]:
         click.echo(f"{what}: {text}", err=True)
         raise SystemExit(2) from None
     except BrokenPipeError:
-        # Whoever read our rows has seen enough; nothing more can be written, not even at exit.
+        # The reader of our rows has closed the pipe; nothing more can be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except OSError as error:

@@ -503,7 +503,7 @@ class LocalPool:
         self._planned = workers
         self._environment = part_environment()
         if settings.engine_api_key:
-            # Not among the arguments, which everybody on the machine may read.
+            # Not among the arguments, which every user of the machine may read.
             self._environment[environment_name("engine_api_key")] = settings.engine_api_key
         self._consolidators: list[Part] = []
         self._router: Part | None = None
@@ -560,7 +560,7 @@ class LocalPool:
         """Return what a newcomer should know."""
         settings = self._settings
         apart = settings.prefill or settings.backends()["prefill"]
-        shown = ": one worker computed the prompt, another one goes on" if apart else ""
+        shown = ": one worker computed the prompt, another one continues" if apart else ""
         return greeting(self._what, url, settings.model_name, settings.api_keys is not None, shown)
 
     async def _start_worker(self, planned: PlannedWorker) -> Part:
@@ -571,7 +571,7 @@ class LocalPool:
         return part
 
     async def _start_standby(self, number: int) -> None:
-        """Start a consolidator that shares the pool with others; whichever is first is the active one."""
+        """Start a consolidator that shares the pool with others; the first is the active one."""
         settings = self._settings
         name = "consolidator" if settings.consolidators == 1 else f"consolidator-{number}"
         arguments = ["consolidator", "--host", settings.host, *settings.event_plane_arguments()]

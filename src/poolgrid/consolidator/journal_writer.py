@@ -3,11 +3,12 @@
 Rules
     1. Turns are stored in the order in which they were put, and told so (``on_stored``) in that order. A turn without
        records waits behind those before it: what it answers may name what they hold.
-    2. One write is under way at a time; the next takes everything that waits, up to ``WRITE_BYTES_MAX``. What one has
-       stored is told bit by bit, in turn with all else that is done in bulk (``poolgrid.process.bulk_work``).
-    3. A write that fails is tried again every ``append_retry_ms``, for ever; nothing behind it is stored before it.
-    4. A journal that is somebody else's now (``JournalFenced``) takes nothing any more: what waits is never stored, and
-       ``on_fenced`` is told once.
+    2. One write is in progress at a time; the next takes everything that waits, up to ``WRITE_BYTES_MAX``. What one has
+       stored is published in slices, in turn with all other bulk work (``poolgrid.process.bulk_work``).
+    3. A write that fails is tried again every ``append_retry_ms``, without limit; nothing behind it is stored before
+       it.
+    4. A journal that another process has taken over (``JournalFenced``) takes nothing any more: what waits is never
+       stored, and ``on_fenced`` is called once.
     5. What waits is bounded by ``QUEUE_BYTES_MAX``: then ``on_full`` is called, and its owner takes nothing in until
        ``on_room``. Nothing is dropped.
 
@@ -117,7 +118,7 @@ class JournalWriter:
         self._stop = asyncio.Event()
         self._appended_turns = 0
         self._appended = False
-        """Whether the records under way are in the journal, and only their sync is missing."""
+        """Whether the records being written are in the journal, and only their sync is missing."""
         self._stalled_since_ms = 0.0
         self._complained_ms = 0.0
         self._began_ms: float | None = None
@@ -160,7 +161,7 @@ class JournalWriter:
 
     @property
     def slow_ms(self) -> float:
-        """Return how long writes take, when that is long: the one under way, or the last one; else 0."""
+        """Return how long writes take, when that is long: the one in progress, or the last one; else 0."""
         now_ms = self._clock.monotonic_ms()
         under_way_ms = now_ms - self._began_ms if self._began_ms is not None else 0.0
         if under_way_ms >= SLOW_MS:

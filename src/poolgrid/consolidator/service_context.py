@@ -91,5 +91,5 @@ async def to_its_end(work: asyncio.Future[T]) -> T:
     except asyncio.CancelledError:
         await asyncio.wait({work})
         if not work.cancelled():
-            work.exception()  # taken, or asyncio would complain: whoever gave the start up knows why
+            work.exception()  # taken, or asyncio would complain: the caller that gave the start up knows why
         raise

@@ -155,7 +155,7 @@ def _problem(source: PubSource | FurtherPub) -> str | None:
     if isinstance(source, FurtherPub):
         if source.source in (WORKER_SOURCE, CONSOLIDATOR_SOURCE):
             return (
-                f"source is {source.source!r}, the name of what the worker says of itself or of what the consolidator "
+                f"source is {source.source!r}, the name of the worker's own stream or of what the consolidator "
                 "says; allowed is any other"
             )
         if not 0 <= source.dp_rank <= U32_MAX:
@@ -177,7 +177,7 @@ def _name_problem(field: str, name: str) -> str | None:
 
 
 def _check_together(sources: list[PubSource | FurtherPub]) -> None:
-    """Raise for entries that are right by themselves and not beside each other."""
+    """Raise for entries that are valid alone and not together."""
     engines: dict[WorkerKey, int] = {}
     named: dict[tuple[WorkerKey, str], int] = {}
     counted: dict[WorkerKey, int] = {}
@@ -206,7 +206,7 @@ def _check_together(sources: list[PubSource | FurtherPub]) -> None:
         if counted[source.key] >= SOURCES_PER_WORKER_MAX:
             raise ValueError(
                 f"entry {position}: source {source.source!r} is number {counted[source.key]} of worker {source.key}, "
-                f"allowed are at most {SOURCES_PER_WORKER_MAX - 1} beside its own"
+                f"allowed are at most {SOURCES_PER_WORKER_MAX - 1} in addition to its own"
             )
 
 

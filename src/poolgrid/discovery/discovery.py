@@ -252,7 +252,7 @@ class Discovery:
         return found[0]
 
     def _complain(self, doing: str, error: Exception) -> None:
-        words = "%s at %s failed (%s): it is tried again for ever, and what is known stays%s"
+        words = "%s at %s failed (%s): it is retried without limit, and the known entries stay%s"
         self._complaints.note(doing, words, doing, self.store.where, error)
 
 

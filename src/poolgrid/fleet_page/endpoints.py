@@ -1,8 +1,8 @@
 """``/ui`` and the streams behind it.
 
-The files of the page are open to anybody: a browser that follows a link carries no key, and there is nothing in them
-but the page. Everything that they show comes from ``/v1/fleet``, which needs an operator's key where there are keys.
-The page asks for it and sends it as a header; it is never part of an address.
+The files of the page are open to all clients: a browser that follows a link carries no key, and there is nothing in
+them but the page. Everything that they show comes from ``/v1/fleet``, which needs an operator's key where there are
+keys. The page asks for it and sends it as a header; it is never part of an address.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until it is ended."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        if scope.get(BODILESS):  # nobody would ever read it
+        if scope.get(BODILESS):  # no client would ever read it
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             return
         left = asyncio.Event()

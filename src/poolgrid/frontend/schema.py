@@ -54,11 +54,11 @@ PlainPriority = Annotated[
 
 
 class StreamOptions(Struct, frozen=True):
-    """What a stream carries beside text."""
+    """Content of a stream in addition to text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """Counts so far in every chunk, beside ``include_usage``."""
+    """Counts so far in every chunk, with ``include_usage``."""
 
 
 class AgentHints(Struct, frozen=True):
@@ -255,7 +255,7 @@ class InferenceBody(SamplingFields, kw_only=True):
 
 
 class ImageUrl(Struct):
-    """Where an image is; ``detail`` and what else clients send beside it is for the engine's own resizing to decide."""
+    """Where an image is; ``detail`` and other fields of clients are for the engine's own resizing to decide."""
 
     url: str
 

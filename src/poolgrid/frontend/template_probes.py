@@ -280,7 +280,7 @@ class _Probes:
         ways = [{"reasoning": name} for name in REASONING_NAMES]
         if not (self.choose(calling, [_REASONING], ways) or self.choose(answering, [_REASONING], ways)):
             return
-        # Some take either reasoning or text beside calls.
+        # Some take either reasoning or text with calls.
         both = [_ASKS, msgspec.structs.replace(_SAYS_AND_CALLS, **thinks), _result()]
         ways_of_text = (self.found.text_with_calls, TextWithCalls.OWN_MESSAGE)
         words = [_USER, _SAID, _REASONING, _VALUE, _RESULT]

@@ -232,7 +232,7 @@ class HttpConnections:
         late = []
         for connection, since_s in self.bodies.items():
             if since_s > now_s - self.limits.body_timeout_s:
-                break  # whoever came later has more time left than the least of all
+                break  # later connections have more time left than the least of all
             if connection.body_deadline_s(since_s, now_s) <= now_s:
                 late.append(connection)
         for connection in late:

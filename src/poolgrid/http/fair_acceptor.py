@@ -1,4 +1,4 @@
-"""Takes connections for an HTTP server, in turns between the addresses that they come from.
+"""Takes connections for an HTTP server, round robin over the addresses that they come from.
 
 The kernel hands connections out in the order of their coming. A client that opens thousands and resets them would make
 all others wait behind them while each is made a transport, a protocol and a parser, only to be taken apart again.

@@ -91,7 +91,7 @@ class Connection(asyncio.Protocol):
     async def send(self, head_and_body: tuple[bytes, bytes], exchange: ClientExchange) -> None:
         """Send a request and fill ``exchange`` from the answer, to its end; raises ``RequestFailed``."""
         assert self._transport is not None
-        if not self.usable:  # whoever waits for an answer on it is never told that it has ended
+        if not self.usable:  # a caller that waits for an answer on it would never learn of its end
             raise RequestFailed("disconnect", "the server closed the connection before anything was sent")
         assert self._exchange is None, "one exchange at a time"
         self._exchange = exchange
@@ -127,7 +127,7 @@ class Connection(asyncio.Protocol):
         """Parse what arrived, with one look at the clock."""
         exchange = self._exchange
         if exchange is None:
-            self.close()  # nobody asked
+            self.close()  # no request is open
             return
         exchange.now_ms = self._clock.monotonic_ms()
         try:

@@ -94,7 +94,7 @@ class ServedModel:
     max_sequence_length: int
     loras: tuple[str, ...] = field(default=())
     media: MediaSpec = MediaSpec()
-    """Media that it takes beside text."""
+    """Media that it takes in addition to text."""
     chat: ChatSpec = NO_CHAT_SPEC
     """How its chats are written and read, as far as its workers were told."""
     aliases: tuple[str, ...] = ()

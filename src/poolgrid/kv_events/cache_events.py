@@ -11,7 +11,7 @@ import msgspec
 DEVICE_LEVEL = 0
 HOST_LEVEL = 1
 DEFAULT_PRIORITY = 35
-"""Retention priority of a block nobody gave one, on a scale of 0 to 100."""
+"""Retention priority of a block without one, on a scale of 0 to 100."""
 
 
 class StoredBlock(msgspec.Struct, frozen=True, gc=False):

@@ -359,7 +359,7 @@ class PubFollower:
                 self._ask(now_ms, effects)
 
     def _give_up(self, reason: str, wall_ms: int, effects: list[PubEffect]) -> None:
-        """Go on from what was kept, without what is missing."""
+        """Continue from what was kept, without what is missing."""
         self.state = SourceState.LIVE
         self.clears_count = True
         pending, self._pending, self._pending_bytes = self._pending, deque(), 0
@@ -371,7 +371,7 @@ class PubFollower:
                 self._apply(seq, payload, wall_ms, effects)
 
     def _restarted(self, reason: str, wall_ms: int, effects: list[PubEffect]) -> None:
-        """Begin another life of the engine: the one before has ended, whoever it spoke for."""
+        """Begin another epoch of the engine: the one before has ended."""
         self.counts["source_restarts"] += 1
         self._past = NOWHERE
         self.began_ms = self._now_ms

@@ -1,6 +1,6 @@
 """The sockets of one publisher of KV events: a subscription, its monitor, and a DEALER for replays.
 
-They carry what comes to whoever follows the publisher (``poolgrid.kv_events.follower``), hand its effects to
+They carry messages to the follower of the publisher (``poolgrid.kv_events.follower``), hand its effects to
 their owner, and ask for the replays among them.
 """
 
@@ -126,7 +126,7 @@ class PublisherSockets:
                 inbox.pause()
 
     def resume(self) -> None:
-        """Go on."""
+        """Continue."""
         self._paused = False
         for inbox in (*self._inboxes, self._replay_inbox):
             if inbox is not None:
@@ -184,8 +184,8 @@ class PublisherSockets:
     def _monitored(self, subscription: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
         """Return a socket that tells of the subscription's connection.
 
-        ZMQ's thread waits when it cannot tell: with the subscription's lock, so that whoever closes it waits for ever.
-        The queue has no bound therefore (two events a connection), and the socket outlives the monitoring.
+        ZMQ's thread waits when it cannot report: with the subscription's lock, so that closing it would wait without
+        end. The queue has no bound therefore (two events a connection), and the socket outlives the monitoring.
         """
         address = f"inproc://pub-monitor-{next(_monitors)}"
         subscription.monitor(address, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)

@@ -44,7 +44,7 @@ Name = int | str
 
 DIGEST_BYTES = 32
 MEDIA_KEY_CHARS_MAX = 256
-"""Longest name of a medium: digests have 64 characters, ours 32; whoever else asks the engine chooses his own."""
+"""Longest name of a medium: digests have 64 characters, ours 32; other clients of the engine choose their own."""
 U64_MAX = 2**64 - 1
 EVENT_ID_MAX = 2**53
 """Largest number of an event: what is missing between two is counted in floats."""

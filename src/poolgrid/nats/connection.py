@@ -1,4 +1,4 @@
-"""A process's connection to NATS: made of its settings, kept up for ever, and known to be down when it is.
+"""A process's connection to NATS: made from its settings, re-established without limit, and its state is known.
 
 Rules
     1. Connecting never gives up: a process that starts first waits for the servers. A server that cannot be used at
@@ -183,7 +183,7 @@ class NatsConnection:
 
     @property
     def body_bytes_max(self) -> int:
-        """Return how large a message may be beside its headers."""
+        """Return the largest body of a message without its headers."""
         return max(1, self.client.max_payload - 1024)
 
     def on_connected(self, call: Callable[[], None]) -> None:

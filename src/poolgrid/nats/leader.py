@@ -37,7 +37,7 @@ LEASE_S_MAX = 600
 RENEWALS_PER_LEASE = 3
 
 ASK_S = 0.5
-"""How often who waits looks whether the lease is free."""
+"""How often a standby checks whether the lease is free."""
 
 LOOK_S = 2.0
 """Silence after which who follows looks at the entry itself: one that is over is not told of."""
@@ -133,7 +133,7 @@ class LeaderLease:
             return
         self.lost.set()
         try:
-            # Asked for anew: a renewal that was cut off just now may have been stored.
+            # Read again: a renewal that was cut off just now may have been stored.
             number, leader = await read_leader(self._connection)
             if leader is None or leader.consolidator_id != self._leader.consolidator_id:
                 return

@@ -7,7 +7,7 @@ Rules
        one; a router that is gone, which all others judge for themselves, loses its shares to the first that sees it.
     3. A router that is about to give uses the smaller share before it writes that, and the larger one only when it
        knows that what it wrote did not count. So a router uses at most what the latest value of the page gives it, and
-       the sum of what all go by is at most the limit, however late anybody reads.
+       the sum of all shares in use is at most the limit, however late a router reads.
     4. A router gives what another one *wants* and it can spare. Each router that wants has a right to an equal part.
        What none wants is divided equally. An idle router keeps an eighth of its equal part, and at least one.
     5. Requests in flight count against the share they began with: such a share is given once they have ended, and
@@ -156,7 +156,7 @@ def _settled_kind(
     limit, had = terms.limit, mine.shares[kind]
     free = limit - had - sum(held.shares[kind] for held in others.values())
     if free < 0:
-        # The limit has become smaller: everybody gives up in proportion.
+        # The limit has become smaller: all routers give up in proportion.
         less = had * limit // (limit - free)
         return _Turn(less, less, {})
     fair = equal_part(limit, terms.routers)

@@ -212,7 +212,7 @@ class LimitsOnNats:
                 self._was_away = True
                 self._metrics.failures.inc()
                 self._complaints.note(
-                    "sharing", "sharing limits failed (%s): it is tried again for ever, and the shares stay%s", error
+                    "sharing", "sharing limits failed (%s): it is retried without limit, and the shares stay%s", error
                 )
             await asyncio.sleep(LOOK_S)
 

@@ -38,7 +38,7 @@ BODY_BYTES = 256 * 1024
 that a reader decodes one in some milliseconds. A larger record goes alone, in pieces."""
 
 MESSAGE_BYTES = 512
-"""What servers count of a message beside its body, at most: its subject, its headers, and what files need."""
+"""Size that servers count for a message in addition to its body, at most: subject, headers, and file overhead."""
 
 PIECES_MAX = 1024
 """Pieces of one body: the largest record that the contract allows, on a server that takes 64 KiB."""
@@ -58,7 +58,7 @@ class Outgoing:
     body: bytes
 
     def headers(self) -> dict[str, str]:
-        """Return what travels beside the body."""
+        """Return the headers of the message."""
         headers = {MESSAGE_ID: self.message_id}
         if self.piece:
             headers[PIECE] = str(self.piece)

@@ -95,7 +95,7 @@ class NatsResponseStore:
     ) -> None:
         spec = BucketSpec(
             BUCKET,
-            "responses that poolgrid's clients may go on from",
+            "responses that poolgrid's clients may continue",
             budget_bytes,
             PART_BYTES + 1024,
             replicas=replicas,
@@ -116,7 +116,7 @@ class NatsResponseStore:
         self._bucket.start("share_state")
 
     def close(self) -> None:
-        """Do nothing: answers that are under way may still be kept (``disconnect``)."""
+        """Do nothing: answers in flight may still be kept (``disconnect``)."""
 
     async def disconnect(self) -> None:
         """End the connection."""

@@ -1,7 +1,7 @@
 """Complaints about what peers send: one line in the log per peer and period, with the number of those left out.
 
-A peer decides how often it sends what cannot be read, and on a plane without CURVE anybody is a peer. A line for each
-would fill a disk, and hide what matters.
+A peer decides how often it sends what cannot be read, and on a plane without CURVE any process is a peer. A line for
+each would fill a disk, and hide what matters.
 """
 
 from __future__ import annotations

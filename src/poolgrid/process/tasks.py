@@ -113,8 +113,8 @@ async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
 def keep_cancellation() -> Iterator[None]:
     """End the running task at the end of the block if it was cancelled within, also where a library lost that.
 
-    ``asyncio.wait_for`` does until Python 3.12 when what it waits for is there in the same turn: it returns that, and
-    who waits for the task's end waits for ever.
+    ``asyncio.wait_for`` does until Python 3.12 when what it waits for is there in the same turn: it returns that, and a
+    caller that waits for the task's end waits without end.
     """
     task = asyncio.current_task()
     assert task is not None, "only a task is cancelled"
@@ -197,6 +197,6 @@ def breathe() -> None:
     """Let other threads run Python; for threads other than the event loop's.
 
     A thread that computes for long keeps the interpreter's lock for a switch interval each time the event loop has
-    let go of it, which the loop does a dozen times for a short request.
+    released it, which the loop does a dozen times for a short request.
     """
     _NEVER.wait(BREATH_S)

@@ -93,7 +93,7 @@ class Dispatch(msgspec.Struct, eq=False):
     endpoint: str
     stage: Stage
     states_load: bool = False
-    """Whether it stated the load that its worker was believed to have, so that the worker may refuse for that."""
+    """Whether it stated the worker's expected load, so that the worker may refuse because of it."""
     position: int = 0
     """Tokens received."""
     repeated: bytes = b""
@@ -293,7 +293,7 @@ class LegPlan:
         emitted = len(output) // 4
         if stage is Stage.DECODE:
             # It continues the prompt that the prefill leg was given, whose first token is out already. Some engines
-            # leave that token to whoever decodes.
+            # leave that token to the decode worker.
             if self.prefill_emitted:
                 emitted -= 1
                 dispatch.repeated = bytes(output[-4:])

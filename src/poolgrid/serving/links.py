@@ -139,7 +139,7 @@ class WorkerLink:
         self.ping()
 
     def close(self) -> None:
-        """End the connection; nobody is told."""
+        """End the connection without a message."""
         self.is_up = False
         self._waiting.clear()
         self._stop_trying()

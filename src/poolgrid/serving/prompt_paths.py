@@ -162,7 +162,7 @@ class PromptPaths:
         """Return the sequence hashes of the whole blocks of a prompt (u32 little-endian token ids).
 
         ``block_size`` is in tokens; ``multimodal_hashes`` as in ``poolgrid.wire.hashing.block_hashes``: prompts with
-        such objects are computed anew.
+        such objects are computed again.
         """
         stretch_bytes = STRETCH_BLOCKS * block_size * TOKEN_BYTES
         if multimodal_hashes:

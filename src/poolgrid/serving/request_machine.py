@@ -289,7 +289,7 @@ class RequestMachine:
         )
 
     def _failure(self, message: str, retry_after_s: float | None = None) -> StreamDelta:
-        """Return the last delta of a request that cannot go on after a worker failed it."""
+        """Return the last delta of a request that cannot continue after a worker failed it."""
         refusal = self.refusal
         if refusal is None:
             return StreamDelta(b"", FinishReason.ERROR, error=message, retry_after_s=retry_after_s)
@@ -546,7 +546,7 @@ ROWS = (
         "decode comes next, and the embeddings are used up",
     ),
     Row(LEGS, LegEvent.FINISHED, (notify, withdraw, end), "whatever other legs keep is released"),
-    # -- a worker says no --------------------------------------------------------------------------------------------
+    # -- a worker refuses --------------------------------------------------------------------------------------------
     Row(
         LEGS,
         LegEvent.BUSY,

@@ -1,4 +1,4 @@
-"""One request's tokens on their way to the client: in order, without holes, whichever workers they come from.
+"""One request's tokens on their way to the client: in order, without holes, from any number of workers.
 
 Rules
     1. What was delivered is never delivered again: ``output`` only grows, and each part of it is handed over once.
@@ -28,7 +28,8 @@ class TokenDelivery:
     ) -> None:
         """``on_cancel`` is told when the client gives the request up before its end.
 
-        ``loop`` is the running one, of who has it: until Python 3.12 each question for it is a system call.
+        ``loop`` is the running one, passed in by a caller that has it: until Python 3.12 each look-up of it is a system
+        call.
         """
         self.request_id = request_id
         self.worker = ""
@@ -36,7 +37,7 @@ class TokenDelivery:
         self.decision_reason = ""
         """Short reason code of the last decision."""
         self.promised_tokens = 0
-        """Prompt tokens that the worker was believed to hold."""
+        """Prompt tokens that the worker held according to the router."""
         self.pool = ""
         """The pools that serve it, where there are several."""
         self.output = bytearray()

@@ -26,7 +26,7 @@ class AnswerRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueRow(AnswerRow, frozen=True, kw_only=True):
-    """Who waits in a router's queue, and how many it refused."""
+    """Requests in a router's queue, and the number that it refused."""
 
     requests: int
     requests_max: int
@@ -552,7 +552,7 @@ class ReloadRow(ReloadAnswer, frozen=True, kw_only=True):
 
 
 class MeasuredRow(AnswerRow, frozen=True, kw_only=True):
-    """A 95th percentile beside its target."""
+    """A 95th percentile and its target."""
 
     pool: str
     metric: str

@@ -46,7 +46,7 @@ TRACEPARENT_CHARS_MAX = 55
 """The span that a message was sent from, as version 00 of W3C's Trace Context writes it."""
 
 TRACE_STATE_CHARS_MAX = 512
-"""What tracing systems give on beside it: as much as W3C asks of everyone."""
+"""State that tracing systems pass on: the size that W3C requires of all of them."""
 
 RETAINED_RANGES_MAX = 64
 """Ranges of one prompt whose blocks are to stay longer or shorter than others: a system prompt, tools, documents."""
@@ -62,7 +62,7 @@ MEDIA_ITEMS_MAX = 256
 """Media in one request, a conversation's earlier ones included; engines give up long before."""
 
 PROMPT_CHARS_MAX = 16 * 1024 * 1024
-"""Rendered prompt text beside the token ids of a multimodal request; about four characters a token."""
+"""Rendered prompt text next to the token ids of a multimodal request; about four characters a token."""
 
 MEDIA_KINDS_MAX = 16
 """Kinds of media that a card lists."""
@@ -86,7 +86,7 @@ TENSOR_BYTES_MAX = 1024 * 1024 * 1024
 """One tensor between workers: the embeddings of a very large image are some tens of megabytes."""
 
 TENSOR_CHUNK_BYTES_MAX = 4 * 1024 * 1024
-"""A piece of a tensor in one message: large enough that messages cost nothing beside bytes, small enough that others'
+"""A piece of a tensor in one message: large enough that messages cost nothing next to bytes, small enough that others'
 messages get their turn."""
 
 TENSOR_DIMENSIONS_MAX = 8

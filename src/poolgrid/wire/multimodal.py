@@ -54,7 +54,7 @@ class MediaItem(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class MultimodalInput(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
-    """What a multimodal engine is given beside the token ids."""
+    """Input of a multimodal engine in addition to the token ids."""
 
     prompt_text: Annotated[str, Meta(max_length=PROMPT_CHARS_MAX)]
     """The rendered prompt, with one placeholder per item as the model's chat template writes it."""

@@ -208,13 +208,13 @@ class FetchKv(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
 
 
 class ReleaseKv(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
-    """The transfer is over (done, or given up): the prefill worker may let go of the blocks. Needs no answer."""
+    """The transfer is over (done, or given up): the prefill worker may free the blocks. Needs no answer."""
 
     transfer_id: Identifier
 
 
 class Drain(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
-    """Take no new request from anybody, hand over what does not finish in time, and wait to be ended.
+    """Take no new requests, hand over what does not finish in time, and wait to be ended.
 
     Needs no answer: the worker's events say that it drains. Said again, the earlier end of the time holds.
     """

@@ -1,7 +1,7 @@
 """Where a request stands in a distributed trace, as W3C's Trace Context writes it: what processes hand to each other.
 
 A span is made by the process that did the work. What crosses between processes is only the name of the span that asked
-for it, and whether anybody keeps the trace.
+for it, and whether the trace is kept.
 """
 
 from __future__ import annotations

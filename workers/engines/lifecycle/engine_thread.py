@@ -150,7 +150,7 @@ class _Handover(Generic[T]):
         self._abandoned = False
 
     def give(self, made: T) -> bool:
-        """Leave what was made; say whether anybody will take it."""
+        """Leave what was made; return whether a caller will take it."""
         with self._lock:
             if not self._abandoned:
                 self._made.append(made)

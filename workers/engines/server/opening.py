@@ -224,7 +224,7 @@ def make_card(
     started: bool = False,
 ) -> WorkerCard:
     """Return the card of a worker in front of a server; ``started``: the server is its own."""
-    assert facts.block_size is not None, "nobody joins without"
+    assert facts.block_size is not None, "no worker joins without"
     return WorkerCard(
         model=facts.model,
         role=ROLES[settings.role],

@@ -219,7 +219,7 @@ class TrtllmCalls:
         """Return the text of tokens (u32 little-endian); raises ``RefusedError`` where there is no tokenizer."""
         tokenizer = getattr(self.llm, "tokenizer", None)
         if tokenizer is None:
-            raise UnableError("an output with media goes on as text, and this engine has no tokenizer")
+            raise UnableError("an output with media continues as text, and this engine has no tokenizer")
         text: str = tokenizer.decode(list(unpack_tokens(tokens)))
         return text
 

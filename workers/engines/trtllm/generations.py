@@ -223,8 +223,8 @@ class Generations:
         try:
             leg.result = self._calls.generate(leg.request, leg.plan, inputs, leg.context_only, handles)
         except self._calls.library.request_error:
-            # A fault of the engine's own threads is raised at the next request, whichever it is; one that is the
-            # request's own is raised again.
+            # A fault of the engine's own threads is raised at the next request of any kind; one that is the request's
+            # own is raised again.
             leg.result = self._calls.generate(leg.request, leg.plan, inputs, leg.context_only, handles)
 
     async def _prepare(self, leg: _Leg) -> None:

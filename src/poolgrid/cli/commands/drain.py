@@ -70,7 +70,7 @@ def left_on(rows: Sequence[WorkerRow], workers: Collection[str]) -> dict[str, st
     for row in rows:
         if row.worker_id not in workers:
             continue
-        # Its own count, or the router's, whichever knows more: one is late by an event, the other by a choice.
+        # Its own count, or the router's, the larger one: one is late by an event, the other by a choice.
         requests = max(row.running_requests + row.waiting_requests, row.active_requests)
         if row.state != "draining":
             left[row.worker_id] = "has not said yet that it drains"
@@ -102,7 +102,8 @@ async def _at(url: str, headers: dict[str, str], work: Callable[[httpx.AsyncClie
     """Work with a client of ``url``; what goes wrong is said, and is status 1."""
     try:
         base = httpx.URL(url.rstrip("/"))
-        # No certificate names this machine to itself; where no key is shown, nothing is lost to whoever answers there.
+        # No certificate names this machine to itself; where no key is shown, nothing is lost to another process that
+        # answers there.
         checked = bool(headers) or not is_loopback(base.host)
         async with httpx.AsyncClient(base_url=base, timeout=TIMEOUT_S, headers=headers, verify=checked) as client:
             return await work(client)
@@ -121,7 +122,10 @@ async def _drain(client: httpx.AsyncClient, names: Sequence[str], told: Told, as
         )
     workers = list(names) or known
     for lost in without_anybody(rows, workers):
-        click.echo(f"nobody else serves {lost}: what does not finish in time has nowhere to go in this pool", err=True)
+        click.echo(
+            f"no other worker serves {lost}: requests that do not finish in time have nowhere to go in this pool",
+            err=True,
+        )
     for worker in workers:
         await _tell(client, f"{WORKERS_PATH}/{quote(worker, safe='')}/drain", told)
 

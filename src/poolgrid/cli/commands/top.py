@@ -272,12 +272,12 @@ def decision_table(rows: Sequence[DecisionRow]) -> TerminalTable:
 
 
 def queue_line(queue: QueueRow) -> Text:
-    """Return who waits and how many were refused, in one line."""
+    """Return the queued and the refused requests, in one line."""
     full = queue.requests_max > 0 and queue.requests >= queue.requests_max
     waiting = f"queue: {queue.requests:,} of {queue.requests_max:,} requests, "
     tokens = f"{queue.prompt_tokens:,} of {queue.prompt_tokens_max:,} prompt tokens"
     refused = ", ".join(f"{count:,} {code}" for code, count in sorted(queue.refused.items())) or "none"
-    # What is refused is told when to come back; while nobody waits, nobody is.
+    # Refused clients get a time to come back; while none waits, none is refused.
     tells = queue.retry_after_s is not None and queue.requests > 0
     again = f"   come back after {queue.retry_after_s:.0f} s" if tells else ""
     style = "red" if full else "yellow" if queue.requests else ""
@@ -311,7 +311,7 @@ def _fleet_parts(frame: Frame, fleet: FleetList) -> list[RenderableType]:
         counts[row.component] = counts.get(row.component, 0) + 1
     have = ", ".join(f"{count} {component}" for component, count in sorted(counts.items()))
     namespaces = counted(len({row.namespace for row in fleet.data}), "namespace")
-    headline = f"{frame.url}   names: {fleet.names} at {fleet.where}   {namespaces}: {have or 'nobody'}"
+    headline = f"{frame.url}   names: {fleet.names} at {fleet.where}   {namespaces}: {have or 'none'}"
     table = _table("processes", NAMED_COLUMNS, fleet.data[:WORKERS_SHOWN_MAX])
     if len(fleet.data) > WORKERS_SHOWN_MAX:
         table.note = f"not shown: {counted(len(fleet.data) - WORKERS_SHOWN_MAX, 'more instance')}"

@@ -62,7 +62,7 @@ class BlockOwnership:
     __slots__ = ("_blocks_max", "_discarded", "_places", "refused_blocks")
 
     def __init__(self, blocks_max: int = 4 * 1024 * 1024, discarded: Discarded | None = None) -> None:
-        """``discarded`` is where large numbers of blocks go that are forgotten at once; whoever gives it frees them."""
+        """``discarded`` takes large numbers of blocks that are dropped at once; its owner frees them."""
         self._places: list[dict[str, OwnedBlocks]] = [{} for _ in Tier]
         """By tier, those of group 0 first; of other groups once they hold something."""
         self._discarded = discarded
@@ -357,7 +357,7 @@ def chains(held: Mapping[int, int | None]) -> Iterator[tuple[int | None, list[in
                         stack.extend(reversed(found))
         if dumped == len(held):
             return
-        # Only circles, and what hangs on them, are left: enter them wherever arrival order does.
+        # Only circles, and what hangs on them, are left: enter them in arrival order, at any place.
         assert not circular, "a dump in circular mode visits every block"
         circular = True
         seen = _reached(held)

@@ -1,4 +1,4 @@
-"""The consolidator: takes what sources say, decides what becomes a record of the pool's journal, and answers.
+"""The consolidator: takes messages of sources, decides which become records of the pool's journal, and answers.
 
 Rules for this file:
 
@@ -12,8 +12,9 @@ Rules for this file:
 4. A gap is never skipped. The only batch accepted out of turn is one that restates the whole cache
    (``SnapshotBegan`` first); requests that were open before it are finished with reason ``lost``, because their end may
    have been among the missing batches. A worker restates the requests it still has with ``RequestStarted``.
-5. A stream's health (``poolgrid.wire.streams``) is part of the state: a gap makes it ``REPLAYING``, a gap that nobody
-   fills for ``stale_after_ms`` makes it ``STALE``, and a stream that has caught up is ``LIVE`` again. Each is a record.
+5. A stream's health (``poolgrid.wire.streams``) is part of the state: a gap makes it ``REPLAYING``, a gap that is not
+   filled for ``stale_after_ms`` makes it ``STALE``, and a stream that has caught up is ``LIVE`` again. Each is a
+   record.
 6. A rank that is silent for the lease leaves the pool. Ranks attached by configuration hold their lease by connection.
 7. A rank has its own stream, and may have further sources (``core.further_source``) with cursors of their own. A block
    is held while any of them says so; the first to say it and the last to take it back are told to readers. Gaps, leases
@@ -64,7 +65,7 @@ from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX, TEXT_CHARS_MAX
 from poolgrid.wire.streams import CONSOLIDATOR_SOURCE, WORKER_SOURCE, fold
 
 LIVE = StreamState.LIVE
-"""Found without asking the enumeration, for each batch anew."""
+"""Found once, not in the enumeration for each batch."""
 
 EVENTS_TO_SPLIT_MAX = EVENTS_PER_BATCH_MAX // 8
 """Events of a batch up to which each may become several in the record without breaking the contract's limit. In larger
@@ -137,7 +138,7 @@ class MemberJoined(NamedTuple):
 
 
 class MemberLeft(NamedTuple):
-    """A rank is no member any more, and nothing that any source said of it is held."""
+    """Drop a rank that is no member any more, with all that its sources reported."""
 
     key: WorkerKey
     over: bool
@@ -168,7 +169,7 @@ class _Link:
     heard_ms: float
     peer: bytes = b""
     attached: bool = False
-    """Attached by configuration: no lease, and nobody may take its name."""
+    """Attached by configuration: no lease, and no worker may take its name."""
     asked_seq: int = -1
     asked_ms: float = 0.0
     behind_seq: int = -1
@@ -352,7 +353,7 @@ class Consolidator:
         """Take in a batch of an attached source; say whether it was accepted.
 
         A further source of a worker that joined by itself has a cursor of its own; a new epoch on it drops what the
-        source held and nothing else. Nobody is asked for what is missing of it: its batches come without holes.
+        source held and nothing else. No replay is requested for it: its batches come without holes.
         """
         worker = self.pool.workers.get(batch.worker)
         if worker is None:
@@ -364,7 +365,7 @@ class Consolidator:
         return self._take(worker, batch, b"", turn, before)
 
     def drop_unlisted(self, listed: Mapping[WorkerKey, Collection[str]], turn: ConsolidatorTurn) -> None:
-        """Take back what the journal knows from further sources that nobody follows any more."""
+        """Take back what the journal knows from further sources that are not followed any more."""
         for key, worker in self.pool.workers.items():
             for source, cursor in list(worker.cursors.items()):
                 if source == WORKER_SOURCE or source in listed.get(key, ()) or not worker.presence.count_of(source):
@@ -393,7 +394,7 @@ class Consolidator:
         ]
 
     def expire(self, turn: ConsolidatorTurn) -> None:
-        """Let the ranks go whose lease has run out, and stop trusting those whose gap nobody fills."""
+        """Remove the ranks whose lease has expired, and stop trusting those whose gap is not filled."""
         open_since = turn.now.monotonic_ms - self.limits.stale_after_ms
         for key, link in self._behind():
             if link.behind_since_ms <= open_since:

@@ -1,20 +1,20 @@
 """A further source of a worker that joins by itself: a KV block manager or an engine that publishes about it.
 
-The worker pushes, and its own stream says who it is and whether it lives. A further source only says which blocks are
-held beside. Its frames are followed as those of any PUB engine (``wire.publishers``); this file decides for which life
-of the worker they count. Rules:
+The worker pushes, and its own stream reports its name and whether it lives. A further source only reports which blocks
+are held in addition. Its frames are followed as those of any PUB engine (``wire.publishers``); this file decides for
+which epoch of the worker they count. Rules:
 
 1. A source is followed while its worker is a member. Before the worker joins, and after it left, nothing is taken in.
-2. What a source says counts for the life of the worker that is a member when it is heard, and goes with that life.
-3. A life of the publisher belongs to the life of the worker that was heard beside it: the publisher was met first, a
-   word of the worker came after that, and the publisher has said something. When the worker comes back with another
-   life, such a publisher is *former*: nothing of it is taken in until it begins another life itself, or says that its
-   cache is empty. Until either happens its blocks may be those that the worker lost. A cleared cache is as good as
-   another life of the publisher, when it is heard as it is said, or is known to have been said after the worker left.
-4. A worker whose lease ran out and that comes back under the same epoch is the same life: what the publisher says
-   counts again, read from its replay buffer.
-5. A publisher that ``outlives_worker`` (a block manager in a process of its own whose blocks the next life finds again)
-   is read from its beginning whenever the worker joins. Rule 3 does not hold for it.
+2. A message of a source counts for the epoch of the worker that is a member at that time, and is dropped with it.
+3. An epoch of the publisher belongs to the worker's epoch that was seen at the same time: the publisher was met first,
+   a message of the worker came after that, and the publisher has published. When the worker comes back with another
+   epoch, such a publisher is *former*: nothing of it is taken in until it begins another epoch itself, or reports that
+   its cache is empty. Until either happens its blocks may be those that the worker lost. A cleared cache is as good as
+   another epoch of the publisher, when it arrives live, or is known to be later than the worker's exit.
+4. A worker whose lease ran out and that comes back under the same epoch is the same epoch: the publisher's messages
+   count again, read from its replay buffer.
+5. A publisher that ``outlives_worker`` (a block manager in a process of its own whose blocks the next epoch finds
+   again) is read from its beginning whenever the worker joins. Rule 3 does not hold for it.
 6. Each life of the publisher, and each loss of frames, begins a new epoch of the source, and its first batch takes
    back what the source held. Batches are numbered here, without holes. Frames that say nothing make none.
 7. A source that is not connected for the lease is *absent*: a batch takes back what only it said. After a restart of
@@ -97,7 +97,7 @@ class FurtherSource:
         self._speaks = False
 
     def recovered(self, worker: MemberRank, now_ms: float) -> None:
-        """Go on with a worker that the journal knows, and with what it knows of this source."""
+        """Continue with a worker that the journal knows, and with what it knows of this source."""
         is_former = worker.stream(self.name).state is StreamState.FORMER and not self._outlives_worker
         cursor = worker.cursors.get(self.name)
         if cursor is not None:

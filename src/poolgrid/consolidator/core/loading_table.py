@@ -27,6 +27,6 @@ class LoadingTable:
         self._said = {worker.worker_id: (now_ms, worker) for worker in workers}
 
     def workers(self, now_ms: float) -> list[LoadingWorker]:
-        """Return who loads now, in the order of their names; who has been silent for too long is dropped."""
+        """Return the loading workers by name; those that were silent for too long are dropped."""
         self._said = {name: each for name, each in self._said.items() if now_ms - each[0] < LOADING_TTL_MS}
         return [worker for _, (_, worker) in sorted(self._said.items())]

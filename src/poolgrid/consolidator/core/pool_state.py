@@ -139,7 +139,7 @@ class MemberRank:
                 self.note(event)
 
     def take(self, batch: EventBatch, is_live: bool, whole: bool) -> tuple[list[AnyEvent], bool, int]:
-        """Change the state as a batch of a source says.
+        """Apply a batch of a source.
 
         Return what the journal and the readers get, whether any of it says how far a stream can be trusted, and how
         many events were ignored. With ``whole`` a stored chain stays one event.
@@ -309,7 +309,7 @@ class PoolState:
         """Offset of the next record."""
         self.workers: dict[WorkerKey, MemberRank] = {}
         self.discarded = Discarded()
-        """Blocks of workers that left or forgot all; whoever has others to serve frees them bit by bit."""
+        """Blocks of workers that left or were cleared; the owner frees them in slices."""
         self.sessions = SessionTable()
 
     def apply(self, record: JournalRecord) -> None:

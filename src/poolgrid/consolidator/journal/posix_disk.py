@@ -92,7 +92,7 @@ class PosixDisk:
         (self.directory / name).unlink()
 
     def close(self) -> None:
-        """Let go of open files and of the lock."""
+        """Close files and release the lock."""
         self._close_appending()
         if self._lock >= 0:
             os.close(self._lock)

@@ -55,7 +55,7 @@ RECORDS = SegmentKind(
     SEGMENT_MAGIC,
     True,
     "records before {offset} are sound; restore the file from a copy, or move it and everything later out of the "
-    "directory to go on from there (workers restate what is then missing)",
+    "directory to continue from there (workers restate what is then missing)",
 )
 
 
@@ -210,8 +210,8 @@ def stored_payloads(
 ) -> Iterator[StoredPayload]:
     """Yield the payloads from ``from_offset`` on, in order; raise ``JournalCorrupt`` at damage, after all before it.
 
-    A torn tail ends them quietly and is put into ``torn``. Nothing at or behind ``to_offset`` is looked at, so damage
-    there hurts nobody.
+    A torn tail ends them quietly and is put into ``torn``. Nothing at or behind ``to_offset`` is read, so damage
+    there has no effect.
     """
     names = segment_names(disk)
     expected: int | None = None

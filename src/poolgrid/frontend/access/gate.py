@@ -28,7 +28,7 @@ CALLER: Final = "poolgrid.caller"
 class PathClass(Enum):
     """Who may ask for a path."""
 
-    OPEN = "anybody"
+    OPEN = "any client"
     TENANT = "a tenant's key"
     OPERATOR = "an operator's key"
 

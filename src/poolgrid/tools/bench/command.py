@@ -1,8 +1,8 @@
 """``poolgrid bench``: plan the load, run it with a progress bar on stderr, print the tables on stdout.
 
 A run is one endpoint at one concurrency. Several endpoints (or policies, each with a pool that is started for it),
-several concurrencies and several rounds make a series: concurrency by concurrency, round by round, the endpoints in
-turns, each round with other prompts, and in a round all endpoints with the same.
+several concurrencies and several rounds make a series: concurrency by concurrency, round by round, the endpoints one
+after the other, each round with other prompts, and in a round all endpoints with the same.
 """
 
 from __future__ import annotations

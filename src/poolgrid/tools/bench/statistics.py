@@ -19,7 +19,7 @@ ERROR_KINDS_MAX = 64
 """Kinds of errors told apart; further ones count as ``other``."""
 
 WORKERS_MAX = 65_536
-"""Workers told apart by name; further ones count as ``other``."""
+"""Workers counted by name; further ones count as ``other``."""
 
 GROWTH = 1.005
 """Ratio of one bucket's limits."""

@@ -32,7 +32,7 @@ REPLAYED_BEFORE = 4
 
 
 def told_by(facts: ServerFacts, settings: EngineCheckSettings) -> ServerStatement:
-    """Return what a check starts from: what the server says, and what options say in its place."""
+    """Return the start of a check: the server's facts, with options in their place."""
     listed = any(source.endpoint for source in facts.sources)
     return ServerStatement(
         facts.kind if settings.engine == "auto" else settings.engine,

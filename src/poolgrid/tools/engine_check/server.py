@@ -46,7 +46,8 @@ class EngineServer:
     # What it says of itself
 
     async def learn(self, kind: str, model: str) -> ServerFacts:
-        """Return what it says; raises ``ServerError`` when nobody answers, ``ValueError`` when it has no such model."""
+        """Return the server's facts; raises ``ServerError`` without an answer, ``ValueError`` when it has no such
+        model."""
         kinds = server_kinds()
         try:
             return await learn(self._asked, kinds, kind if kind in kinds else "", model)

@@ -127,7 +127,7 @@ def answer_failure(title: str, error: ErrorInfo, has_output: bool) -> Failure:
     words = (error.message or error.type or "no reason given")[:TEXT_CHARS_MAX]
     if code in BUSY_STATUSES or (code in OF_THE_REQUEST and not has_output):
         return _failure(title, code, _one_line(error.message), words)
-    return Failure(f"{title} failed amid its answer", RefusalKind.BROKEN, words)
+    return Failure(f"{title} failed within its answer", RefusalKind.BROKEN, words)
 
 
 def failure_of_status(title: str, status: int, message: str) -> Failure:

@@ -512,7 +512,7 @@ class BlockPool:
         for each in found:
             behind = children.pop(each, None)
             if behind is not None:
-                # Sorted, as the order of a set is nobody's business.
+                # Sorted, as the order of a set is not defined.
                 found += sorted(behind) if isinstance(behind, set) else (behind,)
         for each in reversed(found):
             if each in self._refs:

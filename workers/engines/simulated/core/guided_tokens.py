@@ -70,7 +70,7 @@ class GuidedTokens(GeneratedTokens):
         self._budget = min(UNHURRIED_TOKENS, (emitted + request.sampling.max_tokens) // 2)
         for token_id in unpack_tokens(request.token_ids[len(request.token_ids) - 4 * emitted :]) if emitted else ():
             if not self._guide.accept(token_id):
-                # Whoever generated it may know better.
+                # Its generator may know better.
                 raise UnableError(
                     f"{request.sampling.guide} is set, and the output so far does not keep to it: {self._guide.why()}"
                 )

@@ -73,7 +73,7 @@ class Sequence:
         self._vocabulary = vocabulary
         self._sampling = request.sampling
         self._made_prompt_logprobs = made_prompt_logprobs
-        # Whoever was told tokens of the answer was told of the prompt before.
+        # A receiver of tokens of the answer has received the prompt before.
         self.owes_prompt_logprobs = (
             request.sampling.prompt_logprobs is not None
             and request.stage is not Stage.DECODE

@@ -308,7 +308,7 @@ def _require(settings: TrtllmSettings, merged: EngineArguments, warnings: list[s
             )
     elif event_stream(values) is not None:
         warnings.append(
-            f"{STREAM} is given, and nobody follows it: events are published only without "
+            f"{STREAM} is given, and no process follows it: events are published only without "
             "--no-publish-events-and-metrics, and by no encode worker"
         )
     if settings.connector == "kvbm":

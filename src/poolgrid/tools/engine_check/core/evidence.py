@@ -23,11 +23,11 @@ class Contact(Enum):
 
     CONNECTED = "connected"
     REFUSED = "refused"
-    """Nobody listens there."""
+    """No process listens there."""
     CONNECTS = "connects"
-    """Nobody listens there, and the publisher connected to a socket that was bound there in its place."""
+    """No process listens there, and the publisher connected to a socket that was bound there in its place."""
     NO_PUBLISHER = "no publisher"
-    """Somebody listens there who is no ZMQ publisher."""
+    """A process listens there that is no ZMQ publisher."""
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -40,7 +40,7 @@ class Source(msgspec.Struct, frozen=True):
     topic: str = ""
     """What the topics of its messages should begin with."""
     doubt: str = ""
-    """What is probably wrong with it should nobody be reached there, from what the server says of it."""
+    """What is probably wrong with it if no publisher is reached there, by the server's facts."""
 
 
 class Heard(msgspec.Struct, frozen=True):

@@ -91,7 +91,7 @@ def examine(evidence: Evidence) -> Examination:
 
 
 def _missing(figures: BlockFigures, streams: Mapping[int, RankStream], paths: Sequence[ExpectedPath]) -> list[Finding]:
-    """Say of blocks that an index would lack whether the engine told of them at all."""
+    """Report for blocks that an index would lack whether the engine published them at all."""
     if not figures.missing:
         return []
     told = {path.probe.salt for path in paths}
@@ -107,7 +107,7 @@ def _missing(figures: BlockFigures, streams: Mapping[int, RankStream], paths: Se
     ]
     findings = []
     for kind, missing, words in (
-        (Kind.NOT_TAKEN_IN, left_out, "the engine told of, and this router leaves out"),
+        (Kind.NOT_TAKEN_IN, left_out, "the engine published, and this router leaves out"),
         (Kind.BLOCKS_MISSING, [each for each in figures.missing if each not in left_out], "no event told of"),
     ):
         if not missing:

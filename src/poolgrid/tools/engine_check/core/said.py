@@ -1,4 +1,4 @@
-"""What a message of an engine says, read without judging: unlike ``decode_pub``, which leaves out what cannot be used.
+"""An engine's message, read without judging: unlike ``decode_pub``, which leaves out what cannot be used.
 
 A check wants to know what was left out, and why. Nothing here raises but ``DecodeError``, for a message that is none.
 """
@@ -33,7 +33,7 @@ class SaidStored(Struct, frozen=True):
     lora_id: int | None = None
     salt: str = ""
     keys: tuple[tuple[Any, ...], ...] = ()
-    """What the hash of each block covers beside tokens; empty = the event says of none."""
+    """What the hash of each block covers in addition to tokens; empty = the event does not list it."""
     medium: str = ""
     group: int | None = None
     attention: str = ""
@@ -186,7 +186,7 @@ class LiveMessage:
 
 @dataclass(slots=True)
 class RankStream:
-    """What one rank's publisher said."""
+    """Messages of one rank's publisher."""
 
     rank: int
     live: list[LiveMessage] = field(default_factory=list)

@@ -43,7 +43,7 @@ class Measured(msgspec.Struct, frozen=True):
     """All samples of a server."""
 
     overhead_ms: float
-    """What a request takes beside its prefill: the network, the server's own work."""
+    """Time of a request in addition to its prefill: the network, the server's own work."""
     prefill: tuple[PrefillSample, ...]
     decode: tuple[DecodeSample, ...]
 

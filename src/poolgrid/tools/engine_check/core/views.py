@@ -5,7 +5,7 @@ Where the two disagree, or where both lack a block, the rules find out why.
 Which blocks an exchange implies: the whole blocks of the prompt and of the output, but for the last token.
 
 The last sampled token has no KV yet. Names are the router's sequence hashes, once as the router computes them (with the
-seed of LoRA and salt), once for the tokens alone: with these a block is found whatever the engine says of its keys.
+seed of LoRA and salt), once for the tokens alone: with these a block is found for any keys in the events.
 """
 
 from __future__ import annotations
