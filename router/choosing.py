@@ -239,6 +239,16 @@ class Chooser:
         """Tell whether any worker of a model has so few prompt tokens to compute that one may go there that waits."""
         return self.planner is not None and self.planner.has_room(model, PROMPT_ROLES)
 
+    def holds(self, found: Placement | PlacementFailure) -> bool:
+        """Tell whether a new request, while none waits, is better planned with others than sent where it would go."""
+        return (
+            self.plans
+            and isinstance(found, Placement)
+            and found.leg.stage in PROMPT_STAGES
+            and self.planner is not None
+            and self.planner.holds(found.decision)
+        )
+
     def can_be_planned(self, routed: LocalRequest) -> bool:
         """Tell whether some worker could compute a request's prompt, which may wait for a better one."""
         wanted = self._wanted_by_plan(routed)

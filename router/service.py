@@ -187,18 +187,9 @@ class RouterService:
             delivery = TokenDelivery(request.request_id, self.tracker.on_client_left, self._loop)
             request.turn = chooser.naming.turn_of(request, path, chooser.block_size(request.model))
             routed = LocalRequest(RequestMachine(request, delivery, self._settings.migration_limit), timer, path)
-            cause = WaitCause.BEHIND_OTHERS
-            if self.queue.must_wait(routed):
-                cause = WaitCause.WORKING_SET
-            elif chooser.planner is not None and chooser.plans and chooser.can_be_planned(routed):
-                cause = WaitCause.HELD
-            elif not self.queue.has_waiting(request.model):
-                failure = self._place(routed)
-                if failure is None:
-                    return delivery
-                if not failure.busy:
-                    raise self.queue.refusal(failure)
-                cause = failure.wait_cause
+            cause = self._wait_cause(routed)
+            if cause is None:
+                return delivery
             await self.queue.wait(routed, cause)
         except Refused as refusal:
             self._metrics.refused.labels(refusal.code).inc()
@@ -207,6 +198,23 @@ class RouterService:
             self.tracker.end(routed, LegEvent.CLIENT_LEFT)
             raise
         return delivery
+
+    def _wait_cause(self, routed: LocalRequest) -> WaitCause | None:
+        """Place a new request, or return why it waits. Raises ``Refused``."""
+        model, chooser = routed.machine.request.model, self.chooser
+        if self.queue.must_wait(routed):
+            return WaitCause.WORKING_SET
+        if self.queue.has_waiting(model):
+            return WaitCause.HELD if chooser.plans and chooser.can_be_planned(routed) else WaitCause.BEHIND_OTHERS
+        found = chooser.choose(routed)
+        if chooser.holds(found):
+            return WaitCause.HELD
+        failure = self._place(routed, found)
+        if failure is None:
+            return None
+        if not failure.busy:
+            raise self.queue.refusal(failure)
+        return failure.wait_cause
 
     def preview(self, request: InferenceRequest) -> Decision:
         """Return the decision that a request would get now; nothing is booked, sent, counted or recorded.
@@ -220,26 +228,30 @@ class RouterService:
             raise self.queue.refusal(found)
         return found
 
-    def _place(self, routed: LocalRequest) -> PlacementFailure | None:
-        """Choose, send and book a request's next leg, in one go; or return why not."""
+    def _place(
+        self, routed: LocalRequest, found: Placement | PlacementFailure | None = None
+    ) -> PlacementFailure | None:
+        """Choose, send and book a request's next leg, in one go; or return why not. ``found`` is what was chosen in
+        this turn."""
         started_s = perf_counter()
         trace = routed.machine.request.trace
         began_ms = 0.0 if trace is None else trace.now_ms()
         forgiven = False
         while True:
-            found = self.chooser.choose(routed)
+            found = found or self.chooser.choose(routed)
             if isinstance(found, Placement):
                 if self._send(routed, found, began_ms):
                     self._metrics.decision_seconds.observe(perf_counter() - started_s)
                     return None
                 routed.tried[found.decision.worker] = LINK_FULL
+                found = None
                 continue
             if found.busy or forgiven or not routed.tried or found.is_policy_failure:
                 return found
             # A worker that failed it once comes last, not never, unlike one that cannot do it. It may have been
             # another's fault (a prefill worker that died before its KV moved), or be a new epoch by now. The migration
             # limit ends what does not end.
-            forgiven = True
+            forgiven, found = True, None
             routed.tried.clear()
 
     def _send(self, routed: LocalRequest, chosen: Placement, began_ms: float) -> bool:

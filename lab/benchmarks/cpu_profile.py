@@ -218,8 +218,9 @@ def short_path(path: str) -> str:
     """Return a path from its package on, wherever the package is installed; ours as in the repository."""
     for root in sorted(sys.path, key=len, reverse=True):
         if root and path.startswith(f"{root}/"):
-            return path[len(root) + 1 :].removeprefix("poolgrid/")
-    return path
+            path = path[len(root) + 1 :]
+            break
+    return path.removeprefix("src/").removeprefix("poolgrid/")
 
 
 def profile_table(us: Mapping[str, Mapping[str, float]]) -> Table:

@@ -15,7 +15,7 @@ Rules
        is more than what those before it lose: their first tokens come at the end of the step.
     4. *Small* prompts, which take at most ``SMALL_STEPS`` times what the smallest step takes, do not wait for a worker
        to be free where all its prompt tokens with theirs fit into one step: there is little to win by waiting, and
-       engines compute many of them in the time of a few.
+       engines compute many of them in the time of a few. While none waits, such a request is not even planned.
     5. A request that waits alone goes at once: there is no order to choose, and its worker would stand still until a
        first token has come here and the request there.
     6. A higher priority is planned first. What it was given stands before all of a lower one, which gets no worker that
@@ -27,13 +27,13 @@ Nothing here reads a clock or keeps anything: it is a function of its arguments.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import msgspec
 import numpy as np
 
 from poolgrid.router.core.candidates import Candidates, FloatArray, RoutingRequest
-from poolgrid.router.core.engine_times import Engines, uncached_tokens
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.engine_times import Engines, FewEngines, uncached_tokens
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.learned_speeds import OWN_MS
 from poolgrid.router.core.overlap import overlap_columns
@@ -64,6 +64,15 @@ class BatchPlanner:
     def is_active(self) -> bool:
         """Tell whether requests should wait here: where workers have few requests of other routers."""
         return self._selector.projection.ledger.others_share <= OTHERS_SHARE_MAX
+
+    def holds(self, decision: Decision) -> bool:
+        """Tell whether a new request, while none waits, is planned with those that come in the same turn instead of
+        going where a decision sends it."""
+        row, candidates, engines = decision.choice.row, decision.candidates, decision.candidates.engines
+        assert isinstance(engines, Engines | FewEngines), "it is what the policy's observer describes"
+        overlap = candidates.device_overlap[row], candidates.host_overlap[row], candidates.disk_overlap[row]
+        room = _Room(float(candidates.prefill_tokens[row]), *engines.step_of(row))
+        return not room.small([float(uncached_tokens(decision.request, *overlap))])
 
     def has_room(self, model: str, roles: tuple[Role, ...]) -> bool:
         """Tell whether any worker of these roles has so few prompt tokens to compute that one may be placed there."""
@@ -111,7 +120,7 @@ class BatchPlanner:
             [each.request for each in wanted],
             [each.request.priority for each in wanted],
         )
-        placed = plan(waiting, candidates.prefill_tokens, engines.step_tokens, engines.step_ms)
+        placed = plan(waiting, candidates.prefill_tokens, engines.step_of)
         nowhere = np.flatnonzero(np.isinf(costs).all(axis=1))[:1].tolist()
         due: list[tuple[int, Mapping[WorkerKey, int]]] = [(row, {}) for row in nowhere]
         due += [(goes.request, {group.workers[row]: n for row, n in goes.behind.items()}) for goes in placed]
@@ -145,13 +154,12 @@ class BatchedRequest(msgspec.Struct, frozen=True, gc=False):
 def plan(
     waiting: PlanningBatch,
     queued_tokens: FloatArray,
-    step_tokens: FloatArray,
-    step_ms: Callable[[int, float], float],
+    step_of: Callable[[int], tuple[float, Callable[[float], float]]],
 ) -> list[BatchedRequest]:
     """Return who goes now, in order.
 
-    ``queued_tokens`` are the prompt tokens that each worker has to compute, ``step_tokens`` how many a step of it may
-    have, ``step_ms`` how long a step of one of them takes with so many.
+    ``queued_tokens`` are the prompt tokens that each worker has to compute, ``step_of`` returns how many a step of one
+    may have, and how long it takes with so many.
     """
     ahead_ms = np.zeros(len(queued_tokens))
     is_taken = np.zeros(len(queued_tokens), np.bool_)
@@ -160,7 +168,7 @@ def plan(
         rows = [row for row, each in enumerate(waiting.priorities) if each == priority]
         for worker, requests in divide(waiting, rows, ahead_ms).items():
             if not is_taken[worker]:
-                room = _Room(queued_tokens[worker], step_tokens[worker], partial(step_ms, worker))
+                room = _Room(float(queued_tokens[worker]), *step_of(worker))
                 placed += requests[: room.count([float(waiting.tokens[each.request, worker]) for each in requests])]
             is_taken[worker] = True
             ahead_ms[worker] += sum(float(waiting.own_ms[each.request, worker]) for each in requests)
@@ -198,10 +206,10 @@ class _Room(msgspec.Struct, frozen=True, gc=False):
 
     def count(self, prompts: Sequence[float]) -> int:
         """Return how many of some prompts go now, whose tokens are given in order."""
-        return self._in_first_step(prompts) if not self.queued_tokens else self._small(prompts)
+        return self._in_first_step(prompts) if not self.queued_tokens else self.small(prompts)
 
-    def _small(self, prompts: Sequence[float]) -> int:
-        """Return how many join what the worker has already."""
+    def small(self, prompts: Sequence[float]) -> int:
+        """Return how many are small and join what the worker has already."""
         together, small_ms = self.queued_tokens, SMALL_STEPS * self.step_ms(1.0)
         for count, tokens in enumerate(prompts):
             together += tokens

@@ -60,34 +60,42 @@ class PromptCost(NamedTuple):
     """For prompts whose last step it makes longer."""
     decoding_ms: float
     """For the streams of requests that generate there."""
+    queue_ms: float
+    """No part of the cost: what the prompts before it take, at pace 1."""
 
     @property
     def total_ms(self) -> float:
         return self.expected_ms + (self.own_ms + self.joined_ms + self.decoding_ms)
 
 
-def prompt_cost(worker: WorkerDelay, uncached_tokens: float) -> PromptCost:
-    """Return what it costs to compute so many tokens of a prompt, at least one, on a worker."""
+def prompt_cost(worker: WorkerDelay, uncached_tokens: float, own: float) -> PromptCost:
+    """Return what it costs to compute so many tokens of a prompt, at least one, on a worker; ``own`` is how long that
+    takes at pace 1."""
     curve, step_tokens, total_blocks, pace, done_ms, queued, active_blocks, requests, waiting, _ = worker
-    own = curve.one_prompt_ms(uncached_tokens, step_tokens)
+    before = curve.one_prompt_ms(queued, step_tokens) if queued else 0.0
     if not requests:
-        return PromptCost(pace * own, own, 0.0, 0.0)
+        return PromptCost(pace * own, own, 0.0, 0.0, before)
     ahead = queued + uncached_tokens
-    queue = max(own, (curve.one_prompt_ms(ahead, step_tokens) if queued else own) - done_ms)
+    together = curve.one_prompt_ms(ahead, step_tokens) if queued else own
+    queue = max(own, together - done_ms)
     queue += ceil(ahead / step_tokens) * curve.one_decode_ms(active_blocks / total_blocks)
     joined = 0.0
-    last = queued - floor(queued / step_tokens) * step_tokens
-    if waiting and last > 0.0:
-        full = min(step_tokens, last + uncached_tokens)
-        longer = curve.one_prompt_ms(full, step_tokens) - curve.one_prompt_ms(last, step_tokens)
-        joined = pace * (waiting * last / queued) * longer
+    if waiting and queued:
+        last, longer = queued, together - before
+        if ahead >= step_tokens:
+            last = queued - floor(queued / step_tokens) * step_tokens
+            longer = curve.one_prompt_ms(min(step_tokens, last + uncached_tokens), step_tokens)
+            longer -= curve.one_prompt_ms(last, step_tokens)
+        if last > 0.0:
+            joined = pace * (waiting * last / queued) * longer
     decoding = 0.0
     generating = requests - waiting
     if generating > 0.0:
         # The fixed part of a step is not theirs to wait for: engines compute few tokens together with a decode step.
         fixed = ceil(uncached_tokens / step_tokens) * curve.least_ms
-        decoding = DECODING_WORTH * pace * generating * max(0.0, own - fixed)
-    return PromptCost(pace * queue, own, joined, decoding)
+        if own > fixed:
+            decoding = DECODING_WORTH * pace * generating * (own - fixed)
+    return PromptCost(pace * queue, own, joined, decoding, before)
 
 
 def decode_step_ms(worker: WorkerDelay, blocks: float) -> float:

@@ -7,7 +7,7 @@ much dearer a long prompt is than a short one.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -20,25 +20,6 @@ from poolgrid.wire.card import StepTimes
 
 HOST_WORTH, DISK_WORTH = 0.75, 0.25
 """What a block on a lower tier spares of its computation: it must be brought back first."""
-
-
-class _Line:
-    """Straight lines between points, the first and last value outside: ``np.interp`` for one number."""
-
-    __slots__ = ("slopes", "xs", "ys")
-
-    def __init__(self, points: tuple[tuple[float, float], ...]) -> None:
-        self.xs = [float(x) for x, _ in points]
-        self.ys = [float(y) for _, y in points]
-        self.slopes = [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in pairwise(points)]
-
-    def at(self, x: float) -> float:
-        place = bisect_right(self.xs, x) - 1
-        if place < 0:
-            return self.ys[0]
-        if place >= len(self.slopes):
-            return self.ys[-1]
-        return self.slopes[place] * (x - self.xs[place]) + self.ys[place]
 
 
 class StepCurve:
@@ -59,26 +40,36 @@ class StepCurve:
         if len(prefill) > 1:
             (x0, y0), (x1, y1) = prefill[-2:]
             self._slope = max(0.0, (y1 - y0) / (x1 - x0))
-        self._prefill, self._decode = _Line(prefill), _Line(decode)
+        self._prefill, self._decode = _lines(prefill), _lines(decode)
         self.least_ms = float(prefill[0][1])
         """What a step takes that computes one token."""
 
     def one_prompt_ms(self, tokens: float, step_tokens: float) -> float:
         """Return what ``prompt_ms`` does, of one prompt and to the bit."""
+        if tokens < step_tokens:
+            return self.one_step_ms(tokens)
         steps = tokens // step_tokens
-        if not steps:
-            return self._one_step_ms(tokens)
-        return steps * self._one_step_ms(step_tokens) + self._one_step_ms(tokens - steps * step_tokens)
+        return steps * self.one_step_ms(step_tokens) + self.one_step_ms(tokens - steps * step_tokens)
 
-    def _one_step_ms(self, tokens: float) -> float:
+    def one_step_ms(self, tokens: float) -> float:
+        """Return what ``step_ms`` does, of one step and to the bit."""
         if tokens <= 0.0:
             return 0.0
-        line = self._prefill
-        return line.at(tokens) + self._slope * max(0.0, tokens - line.xs[-1])
+        xs, ys, slopes = self._prefill
+        place = bisect_right(xs, tokens)
+        if not place:
+            return ys[0]
+        if place == len(xs):
+            return ys[-1] + self._slope * (tokens - xs[-1])
+        return slopes[place - 1] * (tokens - xs[place - 1]) + ys[place - 1]
 
     def one_decode_ms(self, share: float) -> float:
         """Return what ``decode_ms`` does, of one worker and to the bit."""
-        return self._decode.at(share)
+        xs, ys, slopes = self._decode
+        place = bisect_right(xs, share)
+        if not place or place == len(xs):
+            return ys[place and -1]
+        return slopes[place - 1] * (share - xs[place - 1]) + ys[place - 1]
 
     def step_ms(self, tokens: FloatArray) -> FloatArray:
         """Return the time of a step that computes so many prompt tokens each; 0 for none."""
@@ -95,6 +86,15 @@ class StepCurve:
         """Return the time of a decode step while such shares of the KV blocks are in use."""
         times: FloatArray = np.interp(share, self._shares, self._decode_ms)
         return times
+
+
+def _lines(points: tuple[tuple[float, float], ...]) -> tuple[list[float], list[float], list[float]]:
+    """Return the places of points, their values, and the slopes between them: ``np.interp`` in plain numbers."""
+    return (
+        [float(x) for x, _ in points],
+        [float(y) for _, y in points],
+        [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in pairwise(points)],
+    )
 
 
 def _published_prefill(tokens: int) -> float:
@@ -180,9 +180,10 @@ class Engines:
         """Return what a step of each takes at pace 1 that computes one token."""
         return np.array([curve.least_ms for curve in self.curves], np.float64)[self.curve]
 
-    def step_ms(self, row: int, tokens: float) -> float:
-        """Return how long a step of one of them takes at pace 1 that computes so many prompt tokens."""
-        return float(self.curves[self.curve[row]].step_ms(np.array((tokens,)))[0])
+    def step_of(self, row: int) -> tuple[float, Callable[[float], float]]:
+        """Return how many prompt tokens a step of one of them may have, and how long it takes with so many at pace
+        1."""
+        return float(self.step_tokens[row]), self.curves[self.curve[row]].one_step_ms
 
     def joined_ms(self, queued: FloatArray, tokens: FloatArray) -> FloatArray:
         """Return how much longer at pace 1 the last step of so many queued tokens takes when others join it.
@@ -212,6 +213,11 @@ class FewEngines(NamedTuple):
     """Of each its curve, step tokens, total blocks, pace, milliseconds done, waiting requests and recent load."""
     choices_per_ms: float
     typical_ms: float
+
+    def step_of(self, row: int) -> tuple[float, Callable[[float], float]]:
+        """Return what ``Engines.step_of`` does."""
+        curve, step_tokens, *_ = self.rows[row]
+        return step_tokens, curve.one_step_ms
 
 
 def uncached_tokens(request: RoutingRequest, device: FloatArray, host: FloatArray, disk: FloatArray) -> FloatArray:

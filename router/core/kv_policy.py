@@ -19,7 +19,14 @@ from poolgrid.router.core.candidates import (
     RoutingRequest,
 )
 from poolgrid.router.core.delay import DECODING_WORTH, PromptCost, WorkerDelay, decode_step_ms, prompt_cost
-from poolgrid.router.core.engine_times import DISK_WORTH, HOST_WORTH, Engines, FewEngines, uncached_tokens
+from poolgrid.router.core.engine_times import (
+    DISK_WORTH,
+    HOST_WORTH,
+    Engines,
+    FewEngines,
+    StepCurve,
+    uncached_tokens,
+)
 from poolgrid.router.core.learned_speeds import ARRIVALS_MEMORY_MS, OWN_MS, PACE, LearnedSpeeds
 from poolgrid.router.core.policy import lowest
 from poolgrid.router.core.prefix_index import PrefixIndex
@@ -192,8 +199,8 @@ def _choice_of_few(request: RoutingRequest, candidates: Candidates, engines: Few
         return Choice(row, reason, steps, {"step_ms": steps, PACE: [worker.pace for worker in workers]})
     _, prompts, *_, costs = _costs_of_few(request, candidates, engines, workers)
     row, reason = lowest(costs, request)
-    expected_ms, own_ms, _, _ = prompts[row]
-    forecast = Forecast(expected_ms, own_ms, workers[row].pace)
+    chosen = prompts[row]
+    forecast = Forecast(chosen.expected_ms, chosen.own_ms, workers[row].pace)
     return Choice(row, reason, costs, partial(_terms_of_few, request, candidates, engines), forecast)
 
 
@@ -217,18 +224,25 @@ def _costs_of_few(
             candidates.device_overlap, candidates.host_overlap, candidates.disk_overlap, strict=True
         )
     ]
-    prompts = [prompt_cost(worker, tokens) for worker, tokens in zip(workers, uncached, strict=True)]
+    # Workers that hold as much of the prompt and are of a kind take as long for the rest.
+    known: dict[tuple[StepCurve, float, float], float] = {}
+    prompts = []
+    for worker, tokens in zip(workers, uncached, strict=True):
+        kind = worker.curve, worker.step_tokens, tokens
+        own = known.get(kind)
+        if own is None:
+            own = known[kind] = worker.curve.one_prompt_ms(tokens, worker.step_tokens)
+        prompts.append(prompt_cost(worker, tokens, own))
     crowding = _crowding_of_few(workers, prompts, engines)
     least, typical_ms = min(uncached), engines.typical_ms
-    even = EVEN * sum([worker.recent_load * worker.pace for worker in workers]) / len(workers) + FEW_REQUESTS
+    loads = [worker.recent_load * worker.pace for worker in workers]
+    even = EVEN * sum(loads) / len(workers) + FEW_REQUESTS
     again, following, costs = [], [], []
-    for worker, tokens, (expected, own, joined, decoding), crowd in zip(
-        workers, uncached, prompts, crowding, strict=True
-    ):
+    for worker, tokens, prompt, crowd, load in zip(workers, uncached, prompts, crowding, loads, strict=True):
+        expected, own, joined, decoding, _ = prompt
         extra = 0.0
         if tokens > least:
             extra = AGAIN_WORTH * max(0.0, own - worker.curve.one_prompt_ms(least, worker.step_tokens))
-        load = worker.recent_load * worker.pace
         next_ms = NEXT_WORTH * typical_ms * min(1.0, (load - even) / even) if load > even else 0.0
         others = own + joined + crowd + decoding + extra + next_ms
         if target_ms > 0.0:
@@ -250,11 +264,8 @@ def _crowding_of_few(workers: Sequence[WorkerDelay], prompts: Sequence[PromptCos
     crowding = [0.0] * len(workers)
     if len(workers) > 1:
         typical_ms, queues, soonest = engines.typical_ms, [], []
-        for worker in workers:
-            before = 0.0
-            if worker.queued_tokens:
-                queue = worker.curve.one_prompt_ms(worker.queued_tokens, worker.step_tokens)
-                before = worker.pace * max(0.0, queue - worker.done_ms)
+        for worker, prompt in zip(workers, prompts, strict=True):
+            before = worker.pace * max(0.0, prompt.queue_ms - worker.done_ms)
             queues.append(before)
             soonest.append(before + worker.pace * typical_ms)
         first = soonest.index(min(soonest))
@@ -269,7 +280,7 @@ def _terms_of_few(request: RoutingRequest, candidates: Candidates, engines: FewE
     """Return the terms of a choice, worked out again: they are rarely asked for."""
     workers = _workers_of(candidates, engines)
     uncached, prompts, crowding, again, following, _ = _costs_of_few(request, candidates, engines, workers)
-    expected, own, joined, decoding = (list(each) for each in zip(*prompts, strict=True))
+    expected, own, joined, decoding, _ = (list(each) for each in zip(*prompts, strict=True))
     paces = [worker.pace for worker in workers]
     columns: tuple[list[float], ...] = (uncached, expected, own, joined, crowding, paces, decoding, again, following)
     terms: dict[str, Column] = dict(zip(TERMS, columns, strict=True))

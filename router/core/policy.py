@@ -21,6 +21,7 @@ import numpy as np
 
 from poolgrid.router.core.candidates import Candidates, Column, RoutingRequest
 from poolgrid.router.core.candidates import Choice as Choice  # policies of operators have it from here
+from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.identifiers import Role, WorkerKey
@@ -79,6 +80,10 @@ class Planner(Protocol):
 
     def can_plan(self, wanted: WorkerWanted) -> bool:
         """Tell whether some worker could serve a request now."""
+        ...
+
+    def holds(self, decision: Decision) -> bool:
+        """Tell whether a new request waits to be planned with others instead of going where a decision sends it."""
         ...
 
     def plan(self, wanted: Sequence[WorkerWanted]) -> list[tuple[int, Mapping[WorkerKey, int]]]:

@@ -293,7 +293,7 @@ PLANTED: dict[str, Planted] = {
         "clear",
         _clear_unseen,
         True,
-        from_seed=130,
+        from_seed=330,
     ),
     "a-checkpoint-without-beliefs": Planted(
         "a replay that begins at a checkpoint knows nothing of the router's own choices for stale workers",
@@ -301,7 +301,7 @@ PLANTED: dict[str, Planted] = {
         ApproximateIndex,
         "restore_beliefs",
         _believe_nothing,
-        from_seed=330,
+        from_seed=1000,
     ),
     "acknowledged-before-stored-in-a-stream": Planted(
         "batches are acknowledged before the stream has acknowledged them",
@@ -331,7 +331,7 @@ PLANTED: dict[str, Planted] = {
         "durable",
         _any_snapshot_will_do,
         True,
-        from_seed=130,
+        from_seed=330,
     ),
     "a-full-stream-stays-full": Planted(
         "a stream that has no room for records is left to itself",

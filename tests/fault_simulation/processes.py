@@ -481,6 +481,7 @@ class RouterProcess(Process):
     async def run(self, life: Life) -> None:
         """Serve for ever."""
         world, settings = self.world, self._settings
+        self.service = None  # that of the life before, while this one connects
         clock = AwakeClock(self.machine, settings.worker_timeout_ms).start()
         metrics = RouterMetrics(CollectorRegistry())
         ledger = LoadLedger(settings.reservation_ttl_ms)

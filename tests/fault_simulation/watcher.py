@@ -110,7 +110,10 @@ class Watcher:
             history.reference.apply(record)
             history.records[record.offset] = record
             if record.source == WORKER_SOURCE:
-                history.next_seq[(record.worker, record.epoch)] = record.seq + 1
+                # A late copy of a greeting may make a consolidator begin a life again; what it acknowledged in the
+                # same turn was in the journal all the same.
+                life_key = (record.worker, record.epoch)
+                history.next_seq[life_key] = max(history.next_seq.get(life_key, 0), record.seq + 1)
 
     # -- routers -------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -44,7 +45,7 @@ def placed(
     waits: PlanningBatch, queued: Sequence[float], step: Callable[[int, float], float] = step_ms
 ) -> list[tuple[int, int]]:
     queued_tokens = np.array(queued, np.float64)
-    found = plan(waits, queued_tokens, np.full(len(queued), float(STEP_TOKENS)), step)
+    found = plan(waits, queued_tokens, lambda worker: (float(STEP_TOKENS), partial(step, worker)))
     return [(each.request, each.worker) for each in found]
 
 
@@ -100,7 +101,7 @@ def test_whoever_can_go_nowhere_keeps_nobody_else() -> None:
 def test_what_is_planned_behind_is_said_for_each_worker() -> None:
     waits = waiting([[30_000], [20_000], [9000]])
 
-    [goes] = plan(waits, np.zeros(1), np.full(1, float(STEP_TOKENS)), step_ms)
+    [goes] = plan(waits, np.zeros(1), lambda worker: (float(STEP_TOKENS), partial(step_ms, worker)))
 
     assert goes == BatchedRequest(2, 0, {0: 2})
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.router.core.delay import WorkerDelay, decode_step_ms, prompt_cost
+from poolgrid.router.core.delay import PromptCost, WorkerDelay, decode_step_ms
+from poolgrid.router.core.delay import prompt_cost as cost_of
 from poolgrid.router.core.engine_times import PUBLISHED, StepCurve
 
 LINE = StepCurve(((1.0, 10.0), (1001.0, 110.0)), ((0.0, 5.0), (1.0, 25.0)))
@@ -22,9 +23,13 @@ def worker(**changes: float) -> WorkerDelay:
     return idle._replace(**values)
 
 
+def prompt_cost(worker: WorkerDelay, tokens: float) -> PromptCost:
+    return cost_of(worker, tokens, worker.curve.one_prompt_ms(tokens, worker.step_tokens))
+
+
 def test_idle_worker_costs_the_computation_for_the_request_and_for_the_next_one() -> None:
     cost = prompt_cost(worker(), 501.0)
-    assert cost == (60.0, 60.0, 0.0, 0.0)
+    assert cost == (60.0, 60.0, 0.0, 0.0, 0.0)
     assert cost.total_ms == 120.0
 
 
@@ -46,7 +51,7 @@ def test_queue_is_as_much_shorter_as_the_engine_has_done() -> None:
 
 def test_slow_worker_costs_more_for_the_request_and_not_for_the_next_one() -> None:
     slow = prompt_cost(worker(pace=3.0), 501.0)
-    assert slow == (180.0, 60.0, 0.0, 0.0)
+    assert slow == (180.0, 60.0, 0.0, 0.0, 0.0)
 
 
 def test_decode_worker_costs_the_length_of_its_steps() -> None:

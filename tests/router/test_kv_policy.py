@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from poolgrid.router.core import worker_groups
 from poolgrid.router.core.candidates import EXPECTED_MS, RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.engine_times import PUBLISHED, StepCurve
@@ -229,6 +230,26 @@ def test_a_plan_waits_for_the_worker_that_holds_the_prompt_and_says_who_comes_be
 
     pool.say(a, PrefillCompleted("x"))
     assert planner_of(selector).plan(both) == [(1, {a: 1})]
+
+
+@pytest.mark.parametrize("is_few", [True, False])
+def test_a_new_request_goes_without_a_plan_where_it_is_small_and_fits_into_the_step_of_others(
+    is_few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_few:
+        monkeypatch.setattr(worker_groups, "FEW_CANDIDATES", 0)
+    pool, selector = make_pool("a")
+    small, long = wanted("small", [], 2), wanted("long", [], 250)
+
+    def holds(question: WorkerWanted) -> bool:
+        return planner_of(selector).holds(decided(selector.select(question)))
+
+    assert holds(long), "a shorter one may come in the same turn"
+    assert not holds(small)
+    pool.say(worker_key("a"), RequestStarted("x", 1000, 0, 0))
+    assert not holds(small), "it is computed in the step of the other one"
+    pool.say(worker_key("a"), RequestStarted("y", 7180, 0, 0))
+    assert holds(small), "there is no room in that step"
 
 
 def test_a_plan_begins_with_one_whom_nobody_can_serve_now() -> None:

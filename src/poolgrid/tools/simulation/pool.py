@@ -239,10 +239,15 @@ class SimulatedPool:
             if crowded:
                 return self._place(router, request, now, {}, crowded)
         planner = self._selectors[router].planner
-        if self._hold_limit_ms and planner is not None and planner.is_active:
-            self._held[router][request.request_id] = request
-            return None
-        return self._place(router, request, now, {})
+        if not (self._hold_limit_ms and planner is not None and planner.is_active):
+            return self._place(router, request, now, {})
+        if not self._held[router]:
+            self._selectors[router].projection.ledger.expire(now)
+            found = self._selectors[router].select(WorkerWanted(self._routing(request), request.path, now, int(now)))
+            if isinstance(found, Decision) and not planner.holds(found):
+                return self._place(router, request, now, {})
+        self._held[router][request.request_id] = request
+        return None
 
     @property
     def holds(self) -> bool:
