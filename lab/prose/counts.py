@@ -24,7 +24,8 @@ CHANGELOG_WORDS = 25
 
 DIALECT = re.compile(
     r"\b(?:(?:no|some|every|any)body|whoever|anew|amid|mend(?:s|ed|ing)?|in earnest|until now|beside|under way"
-    r"|for ever|in turns|go(?:es|ing)? on|went on|gone on|believ(?:e|es|ed)|let(?:s|ting)? go of|some (?:hundred|thousand)"
+    r"|for ever|in turns|go(?:es|ing)? on|went on|gone on|believ(?:e|es|ed)|let(?:s|ting)? go of"
+    r"|some (?:hundred|thousand)"
     r"|(?:card|consolidator|engine|log|peer|pool|process|publisher|router|server|source|worker)s?"
     r" (?:says?|tells?|hears?|speaks?|told|said))\b",
     re.IGNORECASE,
