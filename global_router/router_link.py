@@ -139,7 +139,7 @@ class RouterLink:
                 why = f"{type(error).__name__}: {error}"
                 if why != self.last_error:
                     log.exception(
-                        "looking for pool %s failed as it should not; it is tried again",
+                        "looking for pool %s failed unexpectedly; it is tried again",
                         self.name,
                         extra=about(pool=self.name),
                     )

@@ -341,7 +341,7 @@ def readiness(service: RouterService, completeness: Completeness | None = None) 
     return missing
 
 
-ERRORS = {"404": "The pool has no such worker", "503": "The worker cannot be told now"}
+ERRORS = {"404": "The pool has no such worker", "503": "The worker cannot be reached now"}
 
 
 def add_drain_endpoint(app: FastAPI, service: RouterService) -> None:

@@ -193,7 +193,7 @@ class Peers:
     def _own_up(self, peer_id: bytes) -> None:
         """Tell a peer that was silent, and is there again, which of its requests have ended here."""
         request_ids = list(self._silent[peer_id])
-        log.warning("a router that was silent is there again: %d ended requests are reported to it", len(request_ids))
+        log.warning("a router that was silent is back: %d ended requests are reported to it", len(request_ids))
         for request_id in request_ids:
             self._forget_abandoned(request_id)
             error = f"worker {self._worker_id} let it go: its router was silent"

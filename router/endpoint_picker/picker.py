@@ -87,7 +87,7 @@ class Pods:
 
 log = logging.getLogger(__name__)
 
-SERVED_BY_ANOTHER = "the gateway says that another endpoint serves"
+SERVED_BY_ANOTHER = "the gateway reports that another endpoint serves"
 PICKED_BEFORE = "it is among the endpoints before"
 NOT_READY_RETRY_S = 1.0
 
@@ -277,7 +277,9 @@ class Picker:
     def _shed(self, found: NoWorker | PolicyFailed) -> Shed:
         if isinstance(found, PolicyFailed):
             log.error("choosing an endpoint for a gateway: %s", found, exc_info=found.error)
-            return Shed(500, "policy_failed", "choosing an endpoint failed; the log of the endpoint picker says why")
+            return Shed(
+                500, "policy_failed", "choosing an endpoint failed; the log of the endpoint picker has the reason"
+            )
         if found.busy:
             retry_after_s = self._router.retry_after_s()
             return Shed(429, "busy", "there is no room for the request now; try again later", retry_after_s)

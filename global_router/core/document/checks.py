@@ -359,7 +359,7 @@ def _check_speed_order(
             if pools.declared:
                 found.broken("slower-pool-for-faster-target", path, text)
             else:
-                found.warning(path, f"{text}; ranks are the order of the pools, give them a priority to say otherwise")
+                found.warning(path, f"{text}; ranks are the order of the pools, give them a priority for another order")
 
 
 def _check_overrides(stage: str, raw: Sequence[Any], resolve: Resolve, found: _Findings) -> list[Any]:

@@ -267,7 +267,7 @@ class ClosedLoopSettings(DocumentModel):
     )
     step_share: float = Field(0.25, gt=0.0, le=1.0, description="Share of the cell's traffic that a step moves.")
     share_max: float = Field(
-        0.9, gt=0.0, le=0.95, description="Largest share that spills: what stays tells when the pool recovered."
+        0.9, gt=0.0, le=0.95, description="Largest share that spills: the rest shows when the pool has recovered."
     )
 
 

@@ -107,7 +107,7 @@ def plan_real(
     from poolgrid.workers.engines.registry import engine_definition
 
     definition = engine_definition(engine)
-    assert definition.start_plan is not None, "an engine that needs GPUs says how many"
+    assert definition.start_plan is not None, "an engine that needs GPUs has their number"
     needs: list[Need] = []
     made: list[tuple[str, list[str], tuple[str, ...]]] = []
     of_environment = {

@@ -167,8 +167,7 @@ class Part:
                 return
             if self._pace.is_loud:
                 log.error(
-                    "%s keeps dying, %d times now, the last time with status %s: it restarts in %.1f s, and so on; "
-                    "the other parts keep running",
+                    "%s has ended %d times, last with status %s: it restarts in %.1f s; the other parts keep running",
                     self.name,
                     self._pace.deaths,
                     status,

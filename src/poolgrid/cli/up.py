@@ -131,7 +131,7 @@ def _run(make: Callable[[Path], Local]) -> int:
                 await unless(stop, _start(pool), "start")
                 lost = None if stop.is_set() else await unless(stop, pool.given_up(), "watch over all parts")
                 if lost is not None:
-                    log.error("%s: everything is ended", lost)
+                    log.error("%s: all parts are stopped", lost)
                     status = 1
             except (PartFailed, TimeoutError, OSError, ValueError) as error:
                 # ValueError: keys of the ZMQ planes that cannot be used.

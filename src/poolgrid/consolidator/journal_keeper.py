@@ -212,7 +212,7 @@ class JournalKeeper:
         else:
             log.info("journal snapshot at offset %d, %d old segments removed", offset, removed)
             if damage and self.damage == damage:
-                log.warning("%s: the snapshot at offset %d stands in for what is lost", damage, offset)
+                log.warning("%s: the snapshot at offset %d replaces the lost records", damage, offset)
                 self.damage = ""
         finally:
             self._snapshot_offset = offset

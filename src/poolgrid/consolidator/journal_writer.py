@@ -137,7 +137,7 @@ class JournalWriter:
         if self._waiting_bytes > QUEUE_BYTES_MAX and not self._full:
             self._full = True
             log.warning(
-                "%d MiB wait for the journal's disk, the most that are kept: nothing is taken in until half are stored",
+                "%d MiB wait for the journal's disk, which is the limit: events are not accepted until half are stored",
                 QUEUE_BYTES_MAX // 2**20,
             )
             self._on_full()

@@ -249,7 +249,7 @@ def _words(figures: _Figures, cause: Cause, parted: Sequence[Observation]) -> li
     if parted:
         first = parted[0]
         words.append(
-            f"first apart: request {first.request_id}, {first.promised_tokens:,} tokens promised and "
+            f"first difference: request {first.request_id}, {first.promised_tokens:,} tokens promised and "
             f"{first.reported_tokens:,} reported; {len(parted)} requests since"
         )
     if cause in _OF_LENGTHS:

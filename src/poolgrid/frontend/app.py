@@ -443,8 +443,8 @@ def _add_health(
         """Return the version of poolgrid."""
         return {"version": __version__}
 
-    @app.get("/ping", tags=["health"], responses={503: {"description": "Not yet: the body says what is missing"}})
-    @app.get("/ready", tags=["health"], responses={503: {"description": "Not yet: the body says what is missing"}})
+    @app.get("/ping", tags=["health"], responses={503: {"description": "Not ready: the body lists what is missing"}})
+    @app.get("/ready", tags=["health"], responses={503: {"description": "Not ready: the body lists what is missing"}})
     async def is_ready(
         response: Response,
         role: Annotated[

@@ -88,8 +88,8 @@ class KvCacheRetention(Struct, frozen=True):
     ] = None
     decode_retention_priority: RetentionPriority = RETENTION_DEFAULT
     decode_duration_ms: Count | None = None
-    transfer_mode: Annotated[Any, allowed("null: operators say where KV is offloaded to")] = None
-    directory: Annotated[Any, allowed("null: operators say where KV is offloaded to")] = None
+    transfer_mode: Annotated[Any, allowed("null: the engine's configuration sets where KV is offloaded to")] = None
+    directory: Annotated[Any, allowed("null: the engine's configuration sets where KV is offloaded to")] = None
 
 
 class LatencyTargets(Struct, frozen=True, forbid_unknown_fields=True):
@@ -124,7 +124,7 @@ class Nvext(Struct, frozen=True):
     annotations: list[str] | None = None
     """Those that ask for events next to the answer are ignored."""
     guided_decoding_backend: Annotated[Any, refused("workers are started with one")] = None
-    guided_whitespace_pattern: Annotated[Any, refused("say it in guided_regex or guided_grammar")] = None
+    guided_whitespace_pattern: Annotated[Any, refused("use guided_regex or guided_grammar")] = None
     extra_fields: Annotated[
         Any, refused("answers have no nvext; /v1/decisions/{id} has workers and times, logprobs the tokens", [])
     ] = None
@@ -364,7 +364,7 @@ class ChatBody(InferenceBody, kw_only=True):
     mm_processor_kwargs: Annotated[Any, refused("only text is served")] = None
     echo: Annotated[Any, refused("a chat prompt is not repeated; use /v1/completions", False)] = None
     include_reasoning: Annotated[Any, refused("reasoning is always in the answer, as reasoning_content", True)] = None
-    separate_reasoning: Annotated[Any, refused("reasoning is always told apart, as reasoning_content", True)] = None
+    separate_reasoning: Annotated[Any, refused("reasoning is always separate, as reasoning_content", True)] = None
 
 
 class CompletionBody(InferenceBody, kw_only=True):

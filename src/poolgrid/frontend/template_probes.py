@@ -306,7 +306,7 @@ def probe(
         probes.run()
     except _TimeOver:
         log.warning(
-            "probing a chat template took more than %d ms: what was not probed follows the conventions", TIME_LIMIT_MS
+            "probing a chat template took more than %d ms: the remaining features follow the conventions", TIME_LIMIT_MS
         )
     return probes.found
 

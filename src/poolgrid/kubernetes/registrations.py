@@ -250,7 +250,7 @@ class KubernetesRegistrations:
             return await self._read_account()
         except (OSError, ValueError) as error:
             log.warning(
-                "reading the account in %s again failed (%s): what was read before holds", self._account_dir, error
+                "reading the account in %s again failed (%s): the previous one stays in use", self._account_dir, error
             )
             return False
 

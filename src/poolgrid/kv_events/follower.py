@@ -317,7 +317,7 @@ class PubFollower:
             if not said:
                 return
             here = self._next, self._digest
-            self._begin_life("its cache was cleared: nothing is left of the life before", wall_ms, effects)
+            self._begin_life("its cache was cleared: nothing is left of the epoch before", wall_ms, effects)
             self.began_ms = self._now_ms
             self._next, self._digest = here
         elif is_live and _behind_the_last_clear(said):

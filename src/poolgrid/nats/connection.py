@@ -324,7 +324,7 @@ class NatsConnection:
     async def _reconnected(self) -> None:
         self.reconnects += 1
         log.warning(
-            "the connection to NATS at %s stands again, after %.1f s",
+            "the connection to NATS at %s is back after %.1f s",
             self._where(),
             (self._clock.monotonic_ms() - self._since_ms) / 1000,
         )

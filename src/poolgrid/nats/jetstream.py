@@ -278,7 +278,7 @@ class JetStreamJournal:
         await self._ensure(
             api.StreamConfig(
                 name=self._bucket_stream,
-                description="who does what in a poolgrid pool",
+                description="leader and shares of a poolgrid pool",
                 subjects=[f"$KV.{self._bucket}.>"],
                 storage=api.StorageType.FILE,
                 discard=api.DiscardPolicy.NEW,

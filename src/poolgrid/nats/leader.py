@@ -140,7 +140,7 @@ class LeaderLease:
             subject = _subject(self._connection.pool)
             await put(self._connection, subject, b"", {"KV-Operation": "DEL"}, after=number)
         except NatsUnavailable as error:
-            log.warning("giving the pool's lease back failed (%s): it ends by itself in %d s", error, self._lease_s)
+            log.warning("releasing the pool's lease failed (%s): it expires in %d s", error, self._lease_s)
 
     async def _renew(self) -> None:
         while not self.lost.is_set():

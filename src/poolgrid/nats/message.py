@@ -169,7 +169,7 @@ def _header(sequence: int, data: bytes) -> tuple[int, int]:
         raise Damaged(f"message {sequence}: {len(data)} bytes, a header has {FILE_HEADER.size}")
     magic, version, check, first, created_ms = FILE_HEADER.unpack_from(data)
     if magic != SEGMENT_MAGIC or check != header_check(magic, version, first, created_ms):
-        raise Damaged(f"message {sequence}: the header says {magic!r}, first record {first}")
+        raise Damaged(f"message {sequence}: the header has {magic!r}, first record {first}")
     if version != VERSION:
         raise Damaged(f"message {sequence}: format version {version}, this poolgrid reads version {VERSION}")
     return int(first), int(created_ms)

@@ -33,7 +33,7 @@ TRACEBACK_MARK = "  | "
 """Before each line of a traceback: what an exception says of a client's text cannot pass for an event."""
 
 TRACEBACK_LINES_MAX = 200
-"""Of a traceback in JSON, the last ones: where it happened is at the end."""
+"""Of a traceback in JSON, the last ones: where it failed is at the end."""
 
 ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 

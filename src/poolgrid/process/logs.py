@@ -66,7 +66,7 @@ def read_levels(text: str, default: str = "info") -> LogLevels:
     for number, part in enumerate(text.split(",")):
         name, equals, level = (each.strip() for each in part.rpartition("="))
         if not equals and number:
-            raise _wrong(text, f"{level!r} says not whose level it is: after the first, each is LOGGER=LEVEL")
+            raise _wrong(text, f"{level!r} names no logger: after the first, each is LOGGER=LEVEL")
         if level.lower() not in LEVELS:
             raise _wrong(text, f"level {level!r} is none, allowed are {', '.join(LEVELS)}")
         if not equals:

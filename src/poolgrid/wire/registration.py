@@ -93,7 +93,7 @@ def decode_registration(key: str, data: bytes) -> Registration:
         raise RegistrationRefused(f"{what}: {problem}")
     if found.key != key:
         raise RegistrationRefused(
-            f"{what} says that it is {_shown(found.key)}: an entry belongs under its own namespace, component and epoch"
+            f"{what} has the key {_shown(found.key)}: an entry belongs under its own namespace, component and epoch"
         )
     return found
 

@@ -117,7 +117,7 @@ class EngineThread:
         try:
             self._caller.call_soon_threadsafe(call, *arguments)
         except RuntimeError:
-            log.debug("no receiver is left")
+            log.debug("no receiver")
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -177,7 +177,7 @@ async def start_engine(thread: EngineThread, make: Callable[[], T], shut_down: C
         try:
             made = make()
             if not handover.give(made):
-                log.warning("nothing waits for the engine any more: shutting it down")
+                log.warning("no start waits for the engine any more: shutting it down")
                 _shut_down(shut_down, made)
         finally:
             over.set()

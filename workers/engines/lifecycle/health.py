@@ -116,7 +116,7 @@ class EngineHealth:
             return True
         if alive:
             return False
-        reason = error or RuntimeError("it says that it is not healthy")
+        reason = error or RuntimeError("it reports that it is not healthy")
         self.broken.set_exception(EngineBrokenError(f"the engine has shut down: {reason}"))
         return True
 
@@ -208,7 +208,7 @@ class EngineHealth:
 
     def _set(self, unhealthy_reason: str, *, silent: bool) -> None:
         if unhealthy_reason and not self.unhealthy_reason:
-            log.error("the engine is not well: %s; new requests are refused", unhealthy_reason)
+            log.error("the engine is unhealthy: %s; new requests are refused", unhealthy_reason)
         elif self.unhealthy_reason and not unhealthy_reason:
             log.warning("the engine is well again")
         before = (bool(self.unhealthy_reason), self.is_silent)

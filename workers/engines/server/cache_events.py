@@ -305,7 +305,7 @@ class DrainedEvents(CacheEvents):
                     self._undecodable += 1
                     wrong = error
             if wrong is not None:
-                log.warning("%s; the hole that it leaves clears what is claimed", wrong)
+                log.warning("%s; the gap clears the claims", wrong)
             told: list[AnyEvent] = []
             if 0 < self._kept_events_max <= len(items):
                 told.append(self._translator.lose())  # older events may have been dropped, and no hole says so

@@ -184,7 +184,7 @@ class ServerEngine:
         return self._books.load(dp_rank)
 
     def resident_blocks(self, dp_rank: int) -> list[BlocksStored]:
-        raise NotImplementedError("an engine server cannot say what its cache holds; only its events tell")
+        raise NotImplementedError("an engine server cannot list its cache; only its events show it")
 
     def restate(self, dp_rank: int) -> Sequence[RestatedEvent]:
         return self._events.restate(dp_rank)

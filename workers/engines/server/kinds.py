@@ -105,7 +105,7 @@ async def learn(
         found = [each for each in kinds.values() if each.owned_by == model.owned_by]
         if not found:
             raise UnknownServer(
-                f"{client.target.url} says that its models are owned by {model.owned_by!r}, known are "
+                f"{client.target.url} reports models owned by {model.owned_by!r}, known are "
                 f"{', '.join(f'{each.owned_by} ({each.name})' for each in kinds.values())}; name its engine"
             )
         kind = found[0]

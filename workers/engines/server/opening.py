@@ -180,7 +180,7 @@ async def _check_pictures(client: ServerClient, kind: ServerKind, settings: Engi
     if missing:
         raise ValueError(
             f"image_placeholder is {settings.image_placeholder!r}, and {kind.title} at {client.target.url} takes no "
-            f"pictures: {missing}, or leave image_placeholder out"
+            f"images: {missing}, or leave image_placeholder out"
         )
 
 
@@ -209,9 +209,7 @@ def completed(facts: ServerFacts, settings: EngineServerSettings, kind: ServerKi
             "kv_events_endpoint for each rank",
         )
     if facts.block_size is None:
-        raise ValueError(
-            f"{kind.title} at {settings.server_url} does not say how many tokens a KV block has: give kv_block_size"
-        )
+        raise ValueError(f"{kind.title} at {settings.server_url} does not report its block size: give kv_block_size")
     return facts
 
 

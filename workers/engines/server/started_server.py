@@ -256,7 +256,7 @@ class StartedServer:
         """Return how its words are shown below an error."""
         lines = self._last_words()
         where = f"; its log is {self._log_file}"
-        return where + "".join(f"\n    {line}" for line in lines) if lines else f"{where}, which has no word of it"
+        return where + "".join(f"\n    {line}" for line in lines) if lines else f"{where}, which is empty"
 
 
 @asynccontextmanager

@@ -341,7 +341,7 @@ def _duration(duration_ms: int | None) -> timedelta | None:
 def embedding_bias(bias: Mapping[int, float], vocabulary_size: int) -> Any:
     """Return a logit bias as TensorRT-LLM takes it: a tensor over the vocabulary; raises ``RefusedError``."""
     if not vocabulary_size:
-        raise UnsupportedError("logit_bias is given, and the model's files do not say its vocabulary size")
+        raise UnsupportedError("logit_bias is given, and the model's files do not have its vocabulary size")
     beyond = [token_id for token_id in bias if not 0 <= token_id < vocabulary_size]
     if beyond:
         raise UnsupportedError(f"logit_bias names token {beyond[0]}, allowed are 0 to {vocabulary_size - 1}")

@@ -215,7 +215,7 @@ class TrtllmEngine:
         """Return what a rank really holds; raises ``NotImplementedError``: TensorRT-LLM cannot tell, its fake can."""
         tell = getattr(self._calls.llm, "resident_blocks", None)
         if tell is None or self._health.is_silent:
-            raise NotImplementedError("TensorRT-LLM cannot say what its cache holds; only its events tell")
+            raise NotImplementedError("TensorRT-LLM cannot list its cache; only its events show it")
         held: list[BlocksStored] = tell(dp_rank)
         return held
 
@@ -271,7 +271,7 @@ class TrtllmEngine:
 
     def _on_stream(self, rank: int, events: list[AnyEvent]) -> None:
         stream = self._stream
-        assert stream is not None, "it tells"
+        assert stream is not None, "it publishes"
         self._trtllm_metrics.observe_blocks(
             rank, stream.blocks_on(rank, Tier.DEVICE), stream.blocks_on(rank, Tier.HOST)
         )

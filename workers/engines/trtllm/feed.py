@@ -150,8 +150,8 @@ class TrtllmFeed:
     def _take(self, turn: FeedTurn) -> None:
         """Tell what a turn brought."""
         on_cache, on_load = self._on_cache, self._on_load
-        assert on_cache is not None, "run told whom"
-        assert on_load is not None, "run told whom"
+        assert on_cache is not None, "set by run"
+        assert on_load is not None, "set by run"
         if turn.event_count:
             self._metrics.lag_seconds.observe(max(0.0, turn.read_ms - self._empty_ms) / 1e3)
         if not turn.more_events:
@@ -258,7 +258,7 @@ class TrtllmFeed:
     def _forget_all(self, why: str) -> None:
         """Clear the index of every rank."""
         on_cache = self._on_cache
-        assert on_cache is not None, "run told whom"
+        assert on_cache is not None, "set by run"
         log.error("%s: the index of all its ranks was cleared", why)
         for rank, translator in enumerate(self._translators):
             told: list[WireCacheEvent] = [translator.lose()]

@@ -257,7 +257,7 @@ class Generations:
             await self._follow(leg)
 
     def _share(self, leg: _Leg) -> SharedHandles:
-        assert self._shared_tensors is not None, "who fetches has them"
+        assert self._shared_tensors is not None, "set where it fetches"
         fetched, leg.fetched = leg.fetched, ()
         return self._shared_tensors.share(codec.carried_tensors(leg.request.disaggregated_params or b""), fetched)
 

@@ -51,10 +51,10 @@ def load_media(
         return inputs
     kinds = {item.kind for item in media.items}
     if len(kinds) > 1:
-        raise UnsupportedError("the request has pictures and embeddings, TensorRT-LLM takes one of the two per request")
+        raise UnsupportedError("the request has images and embeddings, TensorRT-LLM takes one of the two per request")
     if MediaKind.IMAGE in kinds and encoded_by:
         raise UnableError(
-            f"the request has pictures without embeddings, which {encoded_by} makes (encode_endpoint): this worker "
+            f"the request has images without embeddings, which {encoded_by} makes (encode_endpoint): this worker "
             "encodes none itself"
         )
     if MediaKind.IMAGE in kinds:

@@ -73,7 +73,7 @@ def left_on(rows: Sequence[WorkerRow], workers: Collection[str]) -> dict[str, st
         # Its own count, or the router's, the larger one: one is late by an event, the other by a choice.
         requests = max(row.running_requests + row.waiting_requests, row.active_requests)
         if row.state != "draining":
-            left[row.worker_id] = "has not said yet that it drains"
+            left[row.worker_id] = "has not reported yet that it drains"
         elif requests:
             left[row.worker_id] = counted(requests, "request")
     return left
@@ -147,8 +147,12 @@ async def _drain_here(client: httpx.AsyncClient, told: Told, as_json: bool) -> i
 
 
 async def _finish(left: Left, workers: Sequence[str], told: Told, as_json: bool) -> int:
-    """Wait until nothing is left, say how it ended, return the exit status."""
-    remaining = await _wait(left, told.wait_s) if told.wait_s else dict.fromkeys(workers, "told, and not waited for")
+    """Wait until nothing is left, print how it ended, return the exit status."""
+    remaining = (
+        await _wait(left, told.wait_s)
+        if told.wait_s
+        else dict.fromkeys(workers, "ordered to drain, and not waited for")
+    )
     if as_json:
         print_json({"workers": [{"worker_id": each, "left": remaining.get(each)} for each in workers]})
     else:

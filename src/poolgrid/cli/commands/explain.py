@@ -34,7 +34,7 @@ from poolgrid.wire.answers import (
     RetentionRow,
 )
 
-UNCOMPARED = "the rest is output, or stands behind a medium of which the workers do not say how many tokens it becomes"
+UNCOMPARED = "the rest is output, or behind a medium whose number of tokens the workers do not report"
 """Why some blocks of a request with media are not compared."""
 
 TIMEOUT_S = 5.0

@@ -104,7 +104,7 @@ class Frame(msgspec.Struct, frozen=True):
     pools: PoolList | None = None
     placements: PlacedList | None = None
     fleet: FleetList | None = None
-    """Who has a name, when that was asked."""
+    """Registered processes, with --fleet."""
     sessions: SessionList | None = None
     """The sessions of the pool, when they were asked."""
 
@@ -524,7 +524,9 @@ def _unusable(url: str, interval_s: float, once: bool, as_json: bool) -> str:
     help="Seconds between two looks. [default: 1]",
 )
 @click.option("--once", is_flag=True, help="Print one frame and end.")
-@click.option("--fleet", is_flag=True, help="Show who has a name, in all namespaces, where the router has names.")
+@click.option(
+    "--fleet", is_flag=True, help="Show the processes of all namespaces, from the router's service discovery."
+)
 @click.option("--sessions", is_flag=True, help="Show the sessions of a pool: turns, footprint in blocks, state.")
 @click.option("--json", "as_json", is_flag=True, help="With --once: print the router's answers as JSON.")
 def top(url: str, interval: float, once: bool, fleet: bool, sessions: bool, as_json: bool) -> None:

@@ -324,7 +324,7 @@ class Consolidator:
             return
         turn.acknowledge.pop(key, None)
         turn.replies.append((peer, self._acknowledged(worker)))
-        self._leave(worker, goodbye.reason or "said goodbye", turn)
+        self._leave(worker, goodbye.reason or "it shut down", turn)
 
     # Sources of the consolidator's own making: engines that publish themselves
 
@@ -370,7 +370,7 @@ class Consolidator:
             for source, cursor in list(worker.cursors.items()):
                 if source == WORKER_SOURCE or source in listed.get(key, ()) or not worker.presence.count_of(source):
                     continue
-                turn.remarks.append(f"worker {key}: source {source!r} is not listed any more, what it said is dropped")
+                turn.remarks.append(f"worker {key}: source {source!r} is not listed any more, its blocks are dropped")
                 wall_ms = turn.now.wall_ms
                 batch = EventBatch(*key, cursor.epoch, cursor.next_seq, wall_ms, [CacheCleared()], source)
                 self._take(worker, batch, b"", turn)
@@ -583,5 +583,5 @@ class Consolidator:
 
 def _older(key: WorkerKey, epoch: int, current: int) -> str:
     return (
-        f"epoch {epoch} of worker {key} is older than the one in the pool, {current}; a later life has taken its place"
+        f"epoch {epoch} of worker {key} is older than the one in the pool, {current}; a later one has taken its place"
     )

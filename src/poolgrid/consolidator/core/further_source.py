@@ -152,7 +152,7 @@ class FurtherSource:
         if follower.is_former:
             return (
                 StreamState.FORMER,
-                "it has spoken for a life of the worker that ended; it counts again when it restarts or clears its "
+                "it belongs to an earlier epoch of the worker; it counts again when it restarts or clears its "
                 "cache, or at once with outlives_worker in the sources file",
             )
         if self._gone:

@@ -184,7 +184,7 @@ def created_ms_of(name: str, data: bytes, kind: SegmentKind = RECORDS) -> int:
         raise corrupt(name, 0, first, f"{len(data)} bytes, a header has {FILE_HEADER.size}", kind)
     found, version, check, offset, created_ms = FILE_HEADER.unpack_from(data)
     if found != kind.magic or check != header_check(found, version, offset, created_ms) or offset != first:
-        raise corrupt(name, 0, first, f"the header says {found!r}, first record {offset}", kind)
+        raise corrupt(name, 0, first, f"the header has {found!r}, first record {offset}", kind)
     if version != VERSION:
         raise JournalCorrupt(
             name,

@@ -148,7 +148,7 @@ class Player:
                     process.kill()
                 await process.wait()
         if not said:
-            raise OSError(f"it ended with status {status} and said nothing")
+            raise OSError(f"it ended with status {status} without an answer")
         return msgspec.msgpack.decode(said, type=Answer)
 
     def _is_on_disk(self) -> bool:

@@ -180,7 +180,7 @@ def _check_ids_differ(planned: list[PlannedRequest], settings: BenchSettings) ->
     if planned[0].block_tokens < needed:
         raise TraceError(
             f"length scale {settings.length_scale} leaves {planned[0].block_tokens} tokens per trace block, allowed "
-            f"are at least {needed}: fewer cannot tell {largest + 1} block ids apart; nothing was sent"
+            f"are at least {needed}: fewer cannot distinguish {largest + 1} block ids; nothing was sent"
         )
 
 

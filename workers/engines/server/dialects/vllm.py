@@ -420,7 +420,7 @@ async def _sources(client: ServerClient) -> tuple[EventSource, ...] | None:
 
 
 def _source(rank: int, said: _Source, host: str) -> EventSource:
-    assert said.endpoint is not None, "it publishes somewhere"
+    assert said.endpoint is not None, "it publishes"
     try:
         endpoint = reachable(said.endpoint, host)
         replay = reachable(said.replay_endpoint, host) if said.replay_endpoint else ""

@@ -228,8 +228,8 @@ def resolve(settings: TrtllmSettings, file: Layer | None = None, override: Layer
     encodes = settings.modality == "multimodal" and settings.disaggregation_mode in ("prefill_and_decode", "prefill")
     if encodes and look_up(merged.values, "kv_cache_config.enable_block_reuse"):
         warnings.append(
-            "kv_cache_config.enable_block_reuse is true with images: block hashes of TensorRT-LLM 1.2 may not tell two "
-            "images apart; set it to false, or use a later release"
+            "kv_cache_config.enable_block_reuse is true with images: block hashes of TensorRT-LLM 1.2 may be equal "
+            "for two images; set it to false, or use a later release"
         )
     faults = check_engine(merged.values, settings.disaggregation_mode)
     faults += kvbm_faults(merged.values, settings.disaggregation_mode, settings.modality)

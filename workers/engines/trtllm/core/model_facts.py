@@ -186,6 +186,6 @@ def model_problem(architecture: str, encodes: bool, takes_media: bool) -> str:
     if encodes and not abilities.encodes:
         return (
             f"TensorRT-LLM cannot run the vision part of {architecture} by itself: give the prefill workers the "
-            "pictures (no encode workers)"
+            "images (no encode workers)"
         )
     return ""

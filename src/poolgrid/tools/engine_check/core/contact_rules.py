@@ -30,7 +30,7 @@ def contact_findings(evidence: Evidence, streams: Mapping[int, RankStream]) -> I
         words = (
             "the server reports that it publishes no events"
             if evidence.told.publishes is False
-            else ("the server does not say where its events are, and no --kv-events-endpoint was given")
+            else ("the server does not report where its events are, and no --kv-events-endpoint was given")
         )
         yield fault(
             Kind.EVENTS_OFF, "server", words, f"start the engine with {evidence.told.events_option or EVENTS_OPTION}"

@@ -108,7 +108,7 @@ def _missing(figures: BlockFigures, streams: Mapping[int, RankStream], paths: Se
     findings = []
     for kind, missing, words in (
         (Kind.NOT_TAKEN_IN, left_out, "the engine published, and this router leaves out"),
-        (Kind.BLOCKS_MISSING, [each for each in figures.missing if each not in left_out], "no event told of"),
+        (Kind.BLOCKS_MISSING, [each for each in figures.missing if each not in left_out], "no event had"),
     ):
         if not missing:
             continue
