@@ -236,8 +236,14 @@ class Chooser:
         return self.planner is not None and self.planner.is_active
 
     def takes_held(self, model: str) -> bool:
-        """Tell whether any worker of a model has so few prompt tokens to compute that one may go there that waits."""
-        return self.planner is not None and self.planner.has_room(model, PROMPT_ROLES)
+        """Tell whether any worker of a model could be given a request that waits."""
+        return self.planner is not None and self.planner.openings(model, PROMPT_ROLES) > 0
+
+    def plan_basis(self, model: str) -> tuple[int, ...]:
+        """Return what tells that a plan for a model would be as it was: nothing was computed, nobody came or left."""
+        openings = 0 if self.planner is None else self.planner.openings(model, PROMPT_ROLES)
+        fleet, full = self._projection.fleet.version, len(self.full.at(self._clock.monotonic_ms()))
+        return openings, self._projection.ledger.prompts_done, fleet, self._links.version, full
 
     def holds(self, found: Placement | PlacementFailure) -> bool:
         """Tell whether a new request, while none waits, is better planned with others than sent where it would go."""
@@ -265,7 +271,7 @@ class Chooser:
             else:
                 by_roles.setdefault(wanted.roles, []).append((routed, wanted))
         for roles, group in by_roles.items():
-            if self.planner is not None and self.planner.has_room(group[0][1].request.model, roles):
+            if self.planner is not None and self.planner.openings(group[0][1].request.model, roles):
                 planned = self.planner.plan([wanted for _, wanted in group])
                 due += [(group[row][0], behind) for row, behind in planned]
         return due

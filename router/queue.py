@@ -8,8 +8,8 @@ Rules
     4. Once the queue is closed no request is placed any more.
     5. With a policy that plans, new requests are *deferred* until the worker that a plan gave them has no prompt to
        compute, at most ``DEFER_MAX_MS``; rule 3 is not for them. Those whose turn it is, up to ``PLANNED_MAX``, are
-       planned together (``core.policy.Planner``): at the end of a turn of the event loop in which one came
-       or a first token was seen, and when events were applied. A plan is forgotten at once. No request is refused
+       planned together (``core.policy.Planner``): at the end of a turn of the event loop in which one came,
+       a prompt was computed, or a worker has room again. A plan is forgotten at once. No request is refused
        because others are deferred: where that takes the room, those whose turn it is go to workers.
     6. Turns of sessions for which the pool's working set has no room wait in a lane of their own for each model, by
        when their session first asked; a turn that has waited ``AGE_MS`` goes before other tenants. A client that was
@@ -92,6 +92,11 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         self._offered: dict[str, tuple[int, float]] = {}
         """By lane of sessions, at which change of the working set its head found no room, and when to try again."""
         self._place_timer: asyncio.TimerHandle | None = None
+        self._changes = 0
+        """How often a request came or left."""
+        self._planned: dict[str, tuple[tuple[int, ...], float]] = {}
+        """By lane in which requests are deferred, on what the last plan was based, and when the first was deferred
+        long enough."""
 
     # -- in --------------------------------------------------------------------------------------------------------
 
@@ -120,6 +125,7 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
             elif self._chooser.plans:
                 self._make_room(queued)
             self._enter(queued)
+            self._changes += 1
             if cause is WaitCause.HELD:
                 self.pump_soon()
             await within(self._timeout_ms, self._clock, placed)
@@ -143,6 +149,7 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         """Take a request out of the queue, if it is in it."""
         queued, routed.queued = routed.queued, None
         if queued is not None:
+            self._changes += 1
             self._queue.leave(queued)
             if queued.resumed:
                 self._count_wait(queued.entered_ms, routed.resumed_for)
@@ -307,9 +314,15 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
 
     def _place_deferred(self, lane: str) -> None:
         """Place those of a lane that a plan selects, and those that were deferred long enough."""
-        due_ms = self._clock.monotonic_ms() - self._defer_max_ms
+        now_ms = self._clock.monotonic_ms()
+        basis, next_due_ms = self._planned.get(lane, ((), 0.0))
+        if now_ms < next_due_ms and basis == (self._changes, *self._chooser.plan_basis(lane)):
+            return
+        due_ms = now_ms - self._defer_max_ms
         moved = True
-        while moved and (self._chooser.takes_held(lane) or any(queued.entered_ms <= due_ms for queued in self._queue)):
+        while moved and (
+            self._chooser.takes_held(lane) or any(each.entered_ms <= due_ms for each in self._queue.of_lane(lane))
+        ):
             taken: list[QueuedRequest[LocalRequest]] = []
             while len(taken) < PLANNED_MAX and (queued := self._queue.take(lane)) is not None:
                 taken.append(queued)
@@ -324,6 +337,11 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
                     routed.behind = {}
             for each in taken:
                 self._queue.put_back(each)
+        first_ms = min((each.entered_ms for each in self._queue.of_lane(lane)), default=None)
+        if first_ms is None:
+            self._planned.pop(lane, None)
+        else:
+            self._planned[lane] = (self._changes, *self._chooser.plan_basis(lane)), first_ms + self._defer_max_ms
 
     # -- refusals --------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ import numpy as np
 
 from poolgrid.router.core.candidates import Candidates, FloatArray, RoutingRequest
 from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.engine_times import Engines, FewEngines, uncached_tokens
+from poolgrid.router.core.engine_times import Engines, FewEngines, one_uncached_tokens, uncached_tokens
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.learned_speeds import OWN_MS
 from poolgrid.router.core.overlap import overlap_columns
@@ -72,15 +72,18 @@ class BatchPlanner:
         assert isinstance(engines, Engines | FewEngines), "it is what the policy's observer describes"
         overlap = candidates.device_overlap[row], candidates.host_overlap[row], candidates.disk_overlap[row]
         room = _Room(float(candidates.prefill_tokens[row]), *engines.step_of(row))
-        return not room.small([float(uncached_tokens(decision.request, *overlap))])
+        return not room.small([one_uncached_tokens(decision.request, *overlap)])
 
-    def has_room(self, model: str, roles: tuple[Role, ...]) -> bool:
-        """Tell whether any worker of these roles has so few prompt tokens to compute that one may be placed there."""
-        group = self._selector.groups.of(model, roles)
-        queued = self._selector.projection.ledger.prefill_tokens[group.slots].tolist()
-        return any(
-            tokens < max(1, worker.card.limits.max_num_tokens)
-            for tokens, worker in zip(queued, group.members, strict=True)
+    def openings(self, model: str, roles: tuple[Role, ...]) -> int:
+        """Return how many workers of these roles may be given one more: they have requests and prompt tokens to compute
+        below their limits."""
+        group, ledger = self._selector.groups.of(model, roles), self._selector.projection.ledger
+        queued, requests = ledger.prefill_tokens[group.slots].tolist(), ledger.requests[group.slots].tolist()
+        return sum(
+            tokens < max(1, worker.card.limits.max_num_tokens) and active < limit
+            for worker, limit, tokens, active in zip(
+                group.members, group.limits.tolist(), queued, requests, strict=True
+            )
         )
 
     def can_plan(self, wanted: WorkerWanted) -> bool:

@@ -209,15 +209,22 @@ class Engines:
 class FewEngines(NamedTuple):
     """The same of a few candidates, in plain numbers."""
 
-    rows: Sequence[tuple[StepCurve, float, float, float, float, float, float]]
-    """Of each its curve, step tokens, total blocks, pace, milliseconds done, waiting requests and recent load."""
+    fixed: Sequence[tuple[StepCurve, float, float]]
+    """Of each its curve, step tokens and total blocks."""
+    learned: Sequence[tuple[float, float, float, float]]
+    """Of each its pace, milliseconds done, waiting requests and recent load."""
     choices_per_ms: float
     typical_ms: float
 
     def step_of(self, row: int) -> tuple[float, Callable[[float], float]]:
         """Return what ``Engines.step_of`` does."""
-        curve, step_tokens, *_ = self.rows[row]
+        curve, step_tokens, _ = self.fixed[row]
         return step_tokens, curve.one_step_ms
+
+
+def one_uncached_tokens(request: RoutingRequest, device: float, host: float, disk: float) -> float:
+    """Return what ``uncached_tokens`` does, of one worker and to the bit."""
+    return max(1.0, request.isl - (device + HOST_WORTH * host + DISK_WORTH * disk) * request.block_size)
 
 
 def uncached_tokens(request: RoutingRequest, device: FloatArray, host: FloatArray, disk: FloatArray) -> FloatArray:

@@ -20,11 +20,10 @@ from poolgrid.router.core.candidates import (
 )
 from poolgrid.router.core.delay import DECODING_WORTH, PromptCost, WorkerDelay, decode_step_ms, prompt_cost
 from poolgrid.router.core.engine_times import (
-    DISK_WORTH,
-    HOST_WORTH,
     Engines,
     FewEngines,
     StepCurve,
+    one_uncached_tokens,
     uncached_tokens,
 )
 from poolgrid.router.core.learned_speeds import ARRIVALS_MEMORY_MS, OWN_MS, PACE, LearnedSpeeds
@@ -206,9 +205,14 @@ def _choice_of_few(request: RoutingRequest, candidates: Candidates, engines: Few
 
 def _workers_of(candidates: Candidates, engines: FewEngines) -> list[WorkerDelay]:
     return [
-        WorkerDelay(curve, step_tokens, total_blocks, pace, done_ms, queued, blocks, requests, waiting, recent)
-        for (curve, step_tokens, total_blocks, pace, done_ms, waiting, recent), queued, blocks, requests in zip(
-            engines.rows, candidates.prefill_tokens, candidates.active_blocks, candidates.requests, strict=True
+        WorkerDelay(*fixed, pace, done_ms, queued, blocks, requests, waiting, recent)
+        for fixed, (pace, done_ms, waiting, recent), queued, blocks, requests in zip(
+            engines.fixed,
+            engines.learned,
+            candidates.prefill_tokens,
+            candidates.active_blocks,
+            candidates.requests,
+            strict=True,
         )
     ]
 
@@ -217,13 +221,9 @@ def _costs_of_few(
     request: RoutingRequest, candidates: Candidates, engines: FewEngines, workers: Sequence[WorkerDelay]
 ) -> tuple[list[float], list[PromptCost], list[float], list[float], list[float], list[float]]:
     """Return the uncached tokens and what they cost alone, crowding, again, next and the whole cost, by worker."""
-    isl, block_size, target_ms = request.isl, request.block_size, request.ttft_target_ms
-    uncached = [
-        max(1.0, isl - (device + HOST_WORTH * host + DISK_WORTH * disk) * block_size)
-        for device, host, disk in zip(
-            candidates.device_overlap, candidates.host_overlap, candidates.disk_overlap, strict=True
-        )
-    ]
+    target_ms = request.ttft_target_ms
+    overlaps = zip(candidates.device_overlap, candidates.host_overlap, candidates.disk_overlap, strict=True)
+    uncached = [one_uncached_tokens(request, *overlap) for overlap in overlaps]
     # Workers that hold as much of the prompt and are of a kind take as long for the rest.
     known: dict[tuple[StepCurve, float, float], float] = {}
     prompts = []
@@ -263,15 +263,16 @@ def _costs_of_few(
 def _crowding_of_few(workers: Sequence[WorkerDelay], prompts: Sequence[PromptCost], engines: FewEngines) -> list[float]:
     crowding = [0.0] * len(workers)
     if len(workers) > 1:
-        typical_ms, queues, soonest = engines.typical_ms, [], []
-        for worker, prompt in zip(workers, prompts, strict=True):
-            before = worker.pace * max(0.0, prompt.queue_ms - worker.done_ms)
-            queues.append(before)
-            soonest.append(before + worker.pace * typical_ms)
-        first = soonest.index(min(soonest))
-        second = min(each for row, each in enumerate(soonest) if row != first)
-        before, pace = queues[first], workers[first].pace
-        after = min(before + pace * prompts[first].own_ms, second - pace * typical_ms)
+        typical_ms = engines.typical_ms
+        soonest = [
+            worker.pace * max(0.0, prompt.queue_ms - worker.done_ms) + worker.pace * typical_ms
+            for worker, prompt in zip(workers, prompts, strict=True)
+        ]
+        least, second = sorted(soonest)[:2]
+        first = soonest.index(least)
+        worker, prompt = workers[first], prompts[first]
+        before = worker.pace * max(0.0, prompt.queue_ms - worker.done_ms)
+        after = min(before + worker.pace * prompt.own_ms, second - worker.pace * typical_ms)
         crowding[first] = engines.choices_per_ms * (after * after - before * before) / 2.0
     return crowding
 

@@ -93,7 +93,7 @@ class Arrivals(msgspec.Struct, array_like=True):
 
     def load(self, now_ms: float) -> float:
         """Return the requests per millisecond."""
-        return self.count * _remembered(now_ms - self.last_ms, ARRIVALS_MEMORY_MS) / ARRIVALS_MEMORY_MS
+        return self.count / (ARRIVALS_MEMORY_MS + max(0.0, now_ms - self.last_ms))
 
 
 class WorkerPace(msgspec.Struct):
@@ -121,9 +121,9 @@ class WorkerPace(msgspec.Struct):
 
     def ratio(self, prior: float, now_ms: float) -> float:
         """Return the ratio of the sums; what time has taken from them is filled up with ``prior``."""
-        kept = _remembered(now_ms - self.seen_ms)
-        filled_ms = PRIOR_MS * (1.0 - kept)
-        return (self.observed_ms * kept + filled_ms * prior) / (self.unit_ms * kept + filled_ms)
+        # What is kept is MEMORY_MS / (MEMORY_MS + age), what is filled up the rest of PRIOR_MS.
+        filled = PRIOR_MS * max(0.0, now_ms - self.seen_ms)
+        return (self.observed_ms * MEMORY_MS + filled * prior) / (self.unit_ms * MEMORY_MS + filled)
 
 
 class SpeedEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -273,8 +273,7 @@ class LearnedSpeeds(Observer):
     def arrivals(self, now_ms: float) -> tuple[float, float]:
         """Return how many requests come per millisecond, and what a prompt takes of them at pace 1, on average."""
         known = self._arrivals
-        kept = _remembered(now_ms - known.last_ms, ARRIVALS_MEMORY_MS)
-        return known.count * kept / ARRIVALS_MEMORY_MS, known.own_ms / known.count if known.count else 0.0
+        return known.load(now_ms), known.own_ms / known.count if known.count else 0.0
 
     def _ratio(self, known: WorkerPace, now_ms: float) -> float:
         return known.ratio(self.pool_pace(now_ms), now_ms)
@@ -293,15 +292,15 @@ class LearnedSpeeds(Observer):
                 believed.append((prior, 0.0, 0.0, 0.0))
                 continue
             pace = _told_apart(known.ratio(prior, now_ms), prior)
-            done_ms = 0.0
-            for oldest in known.awaited.values():
+            done_ms, awaited = 0.0, known.awaited
+            if awaited:
+                oldest = next(iter(awaited.values()))
                 age_ms = now_ms - oldest.chosen_ms
                 if age_ms > CERTAIN * pace * (oldest.unit_ms + GRACE_MS):
                     pace = age_ms / (oldest.unit_ms + GRACE_MS)
                 since_ms = max(oldest.chosen_ms, known.served_ms)
                 done_ms = min(max(0.0, now_ms - since_ms) / pace, oldest.own_ms)
-                break
-            believed.append((pace, done_ms, float(len(known.awaited)), known.recent.load(now_ms)))
+            believed.append((pace, done_ms, float(len(awaited)), known.recent.load(now_ms)))
         return believed
 
     def _columns_of(self, workers: Sequence[Worker]) -> EngineColumns:
@@ -332,11 +331,9 @@ class LearnedSpeeds(Observer):
 
     def describe_few(self, workers: Sequence[Worker], rows: Sequence[int] | None, now_ms: float) -> FewEngines:
         fixed = self._columns_of(workers).rows
-        chosen = range(len(workers)) if rows is None else rows
-        believed = self.believed([workers[row].key for row in chosen], now_ms)
-        return FewEngines(
-            [(*fixed[row], *each) for row, each in zip(chosen, believed, strict=True)], *self.arrivals(now_ms)
-        )
+        if rows is not None:
+            workers, fixed = [workers[row] for row in rows], tuple(fixed[row] for row in rows)
+        return FewEngines(fixed, self.believed([worker.key for worker in workers], now_ms), *self.arrivals(now_ms))
 
     # -- for a state that is resumed elsewhere ---------------------------------------------------------------------
 

@@ -114,6 +114,8 @@ class LoadLedger:
         """How many of the requests that began of late were not reserved here: those of other routers, mostly."""
         self.expired_reservations = 0
         self.refused_entries = 0
+        self.prompts_done = 0
+        """How often a worker had fewer prompt tokens to compute than before: others may have their turn there."""
 
     def ensure_slot(self, slot: int) -> None:
         """Make the arrays long enough for a slot."""
@@ -207,6 +209,7 @@ class LoadLedger:
             return
         if entry.prefill_tokens != prefill_tokens:
             self._prefill_tokens[slot] += prefill_tokens - entry.prefill_tokens
+            self.prompts_done += prefill_tokens < entry.prefill_tokens
             entry.prefill_tokens = prefill_tokens
         if entry.active_blocks != active_blocks:
             self._active_blocks[slot] += active_blocks - entry.active_blocks
@@ -230,8 +233,7 @@ class LoadLedger:
         """Count the request's prompt as computed."""
         entry = self._entries.get((worker, request_id))
         if entry is not None:
-            self._prefill_tokens[entry.slot] -= entry.prefill_tokens
-            entry.prefill_tokens = 0
+            self._count_prompt(entry)
             entry.confirmed = True
 
     def prompt_seen(self, worker: WorkerKey, request_id: str) -> bool:
@@ -242,9 +244,14 @@ class LoadLedger:
         entry = self._entries.get((worker, request_id))
         if entry is None or not entry.prefill_tokens:
             return False
-        self._prefill_tokens[entry.slot] -= entry.prefill_tokens
-        entry.prefill_tokens = 0
+        self._count_prompt(entry)
         return True
+
+    def _count_prompt(self, entry: LoadEntry) -> None:
+        if entry.prefill_tokens:
+            self._prefill_tokens[entry.slot] -= entry.prefill_tokens
+            self.prompts_done += 1
+            entry.prefill_tokens = 0
 
     def progressed(self, worker: WorkerKey, request_id: str, active_blocks: int) -> None:
         """Set the request's blocks to the number that the worker reports."""
@@ -374,7 +381,9 @@ class LoadLedger:
 
     def _subtract(self, entry: LoadEntry) -> None:
         slot = entry.slot
-        self._prefill_tokens[slot] -= entry.prefill_tokens
+        if entry.prefill_tokens:
+            self._prefill_tokens[slot] -= entry.prefill_tokens
+            self.prompts_done += 1
         self._active_blocks[slot] -= entry.active_blocks
         self._requests[slot] -= 1
         entry.slot = GONE

@@ -74,8 +74,8 @@ class Planner(Protocol):
         """Tell whether requests should wait for the worker that is best for them, now."""
         ...
 
-    def has_room(self, model: str, roles: tuple[Role, ...]) -> bool:
-        """Tell whether any worker of these roles could be given a request that waits."""
+    def openings(self, model: str, roles: tuple[Role, ...]) -> int:
+        """Return how many workers of these roles could be given a request that waits."""
         ...
 
     def can_plan(self, wanted: WorkerWanted) -> bool:

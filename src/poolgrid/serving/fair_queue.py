@@ -371,10 +371,14 @@ class FairQueue(Generic[T]):
     def __iter__(self) -> Iterator[QueuedRequest[T]]:
         """Iterate over all waiting requests, in no order that means anything."""
         yield from self._resumed.values()
-        for bands in self._lanes.values():
-            for band in bands.values():
-                for backlog in band.backlogs.values():
-                    yield from backlog.waiting()
+        for lane in self._lanes:
+            yield from self.of_lane(lane)
+
+    def of_lane(self, lane: str) -> Iterator[QueuedRequest[T]]:
+        """Iterate over those that wait in a lane, in no order that means anything."""
+        for band in self._lanes.get(lane, {}).values():
+            for backlog in band.backlogs.values():
+                yield from backlog.waiting()
 
     def __len__(self) -> int:
         return self._requests + len(self._resumed)

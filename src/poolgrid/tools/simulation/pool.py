@@ -285,7 +285,7 @@ class SimulatedPool:
                 break
             del held[oldest.request_id]
             yield oldest, {}
-        while held and planner.has_room(MODEL, ROLES):
+        while held and planner.openings(MODEL, ROLES):
             wanted = [
                 WorkerWanted(self._routing(each), each.path, now, int(now))
                 for each in islice(held.values(), PLANNED_MAX)
