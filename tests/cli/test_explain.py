@@ -196,7 +196,7 @@ def test_the_sequences_of_a_request_have_a_branch_each() -> None:
         (range(10), "2 media: 10 of 10 whole blocks compared with what workers hold"),
         (
             range(3),
-            "2 media: 3 of 10 whole blocks compared with what workers hold; the rest is output, or stands behind",
+            "2 media: 3 of 10 whole blocks compared with what workers hold; the rest is output, or behind a medium",
         ),
     ],
 )

@@ -72,7 +72,7 @@ def _topics(stream: RankStream, source: Source) -> Iterator[Finding]:
             Kind.WRONG_TOPIC,
             f"rank {stream.rank}, {source.endpoint}",
             f"its topics are {', '.join(map(repr, others[:4]))}; a subscription to {source.topic!r} gets none of them",
-            f"subscribe to {others[0]!r} (--topic), or to everything (an empty topic)",
+            "start the engine with an empty topic",
         )
 
 
