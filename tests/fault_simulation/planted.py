@@ -177,7 +177,7 @@ def _forget_what_was_sent(self: StreamJournal) -> None:
 
 
 def _any_snapshot_will_do(self: KeptSnapshots) -> Any:
-    return self._kept[-2] if len(self._kept) > 1 else None
+    return self._kept[-1] if self._kept else None
 
 
 def _make_no_room(self: StreamJournal, blocks_per_worker_max: int, now_ms: int) -> int:
@@ -331,7 +331,6 @@ PLANTED: dict[str, Planted] = {
         "durable",
         _any_snapshot_will_do,
         True,
-        from_seed=330,
     ),
     "a-full-stream-stays-full": Planted(
         "a stream that has no room for records is left to itself",
