@@ -240,7 +240,7 @@ def drain(
     wait_s: float,
     as_json: bool,
 ) -> None:
-    """Take workers out of use: they take nothing new, finish or hand over what they have, and may be ended then."""
+    """Drain workers: they take no new requests, finish or hand over the others, and can be stopped then."""
     names = list(dict.fromkeys(workers))
     if bool(names) + every + (worker_url is not None) != 1:
         raise click.BadParameter("name workers, or give --all, or --worker-url: exactly one of the three")

@@ -24,7 +24,7 @@ file = click.argument("file", type=click.Path(path_type=Path), help="File of API
 
 @click.group(cls=Group)
 def keys() -> None:
-    """Make and look at API keys, tenants and CURVE keys."""
+    """Create and list API keys, tenants and CURVE keys."""
 
 
 def _examined(path: Path) -> tuple[key_file.KeyDocument | None, list[str]]:

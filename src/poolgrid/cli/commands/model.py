@@ -19,7 +19,7 @@ cache_dir = click.option(
 
 @click.group(cls=Group)
 def model() -> None:
-    """Keep models in a directory of this machine: fetched once, whole or not there, checked by their sums."""
+    """Download models to a directory of this machine: once, completely, with checksums verified."""
 
 
 @model.command(
