@@ -201,7 +201,7 @@ class PoolPlacer:
         return found
 
     def may_go(self, flight: Flight) -> bool:
-        """Tell whether some pool may take a new request, or all are known to be unable to."""
+        """Return whether some pool may take a new request, or all are known to be unable to."""
         stage = flight.admitted_by
         work = Stage.DECODE if stage == "decode" else Stage.WHOLE
         choice = self._choice(flight, flight.destinations[stage], work)

@@ -207,7 +207,7 @@ class GlobalRouterService:
         )
 
     def _may_go(self, flight: Flight) -> bool:
-        """Tell whether some pool may take a new request, or all are known to be unable to."""
+        """Return whether some pool may take a new request, or all are known to be unable to."""
         return flight.config is not self.configuration.active or self.placer.may_go(flight)
 
     async def _attempt_first(self, flight: Flight) -> Refused | None:

@@ -83,7 +83,7 @@ async def serve(
     ready: Callable[[Endpoints], None],
     place: GroupPlace | None = None,
 ) -> None:
-    """Run a router until ``stop`` is set; ``ready`` is told where it answers once its state is that of the pool.
+    """Run a router until ``stop`` is set; ``ready`` gets its address once its state is that of the pool.
     ``place`` is its place among processes that share the port, if there are several.
 
     Raises ``OSError`` when a port cannot be bound, ``PolicyError``, ``ModelDirectoryError``, ``JournalCorrupt``.

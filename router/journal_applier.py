@@ -56,7 +56,7 @@ class JournalApplier:
         on_loaded: Callable[[], None],
         resync: Callable[[], None],
     ) -> None:
-        """``on_applied`` is told of records, ``on_loaded`` of a snapshot, right after they became the state;
+        """``on_applied`` is called for records, ``on_loaded`` of a snapshot, right after they became the state;
         ``resync`` asks the feed for a snapshot."""
         self.level = asyncio.Event()
         """Set while all that arrived is applied."""
@@ -90,7 +90,7 @@ class JournalApplier:
         sessions: SessionsSnapshot = NO_SESSIONS,
     ) -> None:
         """Replace all state by a snapshot of the pool; at once when it is small, else a slice at a time."""
-        self._arrived.clear()  # they are in the snapshot, or of another life
+        self._arrived.clear()  # they are in the snapshot, or of another epoch
         self._lost = False
         self._loading = self._projection.begin_load(next_offset, workers, chains, sessions)
         self.level.clear()

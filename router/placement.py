@@ -58,7 +58,7 @@ class LocalRequest(RoutedRequest, eq=False):
 
     @property
     def is_over(self) -> bool:
-        """Tell whether a request that waits needs no worker any more."""
+        """Return whether a request that waits needs no worker any more."""
         return self.machine.ended or (self.placed is not None and self.placed.done())
 
 
@@ -93,7 +93,7 @@ class PlacementFailure:
 
     @property
     def is_policy_failure(self) -> bool:
-        """Tell whether the policy raised; only this request is lost."""
+        """Return whether the policy raised; only this request is lost."""
         return isinstance(self.none, PolicyFailed)
 
     @property

@@ -101,7 +101,7 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
     # -- in --------------------------------------------------------------------------------------------------------
 
     def must_wait(self, routed: LocalRequest) -> bool:
-        """Tell whether a new request has to wait for room in the pool's working set."""
+        """Return whether a new request has to wait for room in the pool's working set."""
         request = routed.machine.request
         if request.turn is None:
             return False

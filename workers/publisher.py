@@ -180,7 +180,7 @@ class EventPublisher:
         self._say_all()
 
     async def say_goodbye(self, reason: str, timeout_s: float) -> bool:
-        """Wait for the last acknowledgement, say goodbye, wait for the answer; say whether all that came in time."""
+        """Wait for the last acknowledgement, say goodbye, wait for the answer; return whether all that came in time."""
         self._publish_held()
         try:
             async with asyncio.timeout(timeout_s):
@@ -331,7 +331,7 @@ class Membership:
             publisher.rejoin(self.epoch)
 
     async def say_goodbye(self, reason: str) -> bool:
-        """End every rank's stream; say whether all were acknowledged in time."""
+        """End every rank's stream; return whether all were acknowledged in time."""
         return all(await asyncio.gather(*(each.say_goodbye(reason, GOODBYE_TIMEOUT_S) for each in self.publishers)))
 
 

@@ -55,9 +55,9 @@ class Transfers:
     ) -> None:
         """Begin to take the fetchers' answers.
 
-        ``on_ended`` is told of each leg that ended here: its request, its only delta, and why for the pool.
-        ``on_failed`` is told of a request whose fetch failed, and why; the leg may be here still, or in the engine, or
-        gone.
+        ``on_ended`` is called for each leg that ended here: its request, its only delta, and why for the pool.
+        ``on_failed`` is called for a request whose fetch failed, and why; the leg may be here still, or in the engine,
+        or gone.
         """
         self.fetching: dict[str, Generate] = {}
         """Legs whose KV or embeddings were asked for and are not here yet."""

@@ -62,11 +62,11 @@ class BatchPlanner:
 
     @property
     def is_active(self) -> bool:
-        """Tell whether requests should wait here: where workers have few requests of other routers."""
+        """Return whether requests should wait here: where workers have few requests of other routers."""
         return self._selector.projection.ledger.others_share <= OTHERS_SHARE_MAX
 
     def holds(self, decision: Decision) -> bool:
-        """Tell whether a new request, while none waits, is planned with those that come in the same turn instead of
+        """Return whether a new request, while none waits, is planned with those that come in the same turn instead of
         going where a decision sends it."""
         row, candidates, engines = decision.choice.row, decision.candidates, decision.candidates.engines
         assert isinstance(engines, Engines | FewEngines), "it is what the policy's observer describes"
@@ -87,7 +87,7 @@ class BatchPlanner:
         )
 
     def can_plan(self, wanted: WorkerWanted) -> bool:
-        """Tell whether any worker could serve a request now."""
+        """Return whether any worker could serve a request now."""
         group = self._selector.groups.of(wanted.request.model, wanted.roles)
         return bool(len(group.eligible(wanted.request, wanted.unavailable, self._selector.projection.ledger)[0]))
 

@@ -1,7 +1,7 @@
 """Who the workers are: a fold over membership events.
 
 Rules
-    1. A worker exists from ``WorkerJoined`` to ``WorkerLeft``. A second ``WorkerJoined`` is a new life
+    1. A worker exists from ``WorkerJoined`` to ``WorkerLeft``. A second ``WorkerJoined`` is a new epoch
        and replaces the first.
     2. A draining worker keeps what it has and is chosen for nothing new.
     3. ``version`` grows with every change, so that what is derived from the fleet can be cached.

@@ -154,7 +154,7 @@ def _remembered(age_ms: float, memory_ms: float = MEMORY_MS) -> float:
 
 
 def _told_apart(pace: float, prior: float) -> float:
-    """Return a worker's pace, or the pool's as far as the two cannot be told apart."""
+    """Return a worker's pace, or the pool's as far as the two cannot be distinguished."""
     times = pace / prior if pace > prior else prior / pace
     if times >= CERTAIN:
         return pace

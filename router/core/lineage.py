@@ -149,7 +149,7 @@ class Lineage:
         self._forget(known)
 
     def is_latest(self, tenant: int, session: str, request_id: str) -> bool:
-        """Tell whether a turn is the latest of its session, or the session has none that is known."""
+        """Return whether a turn is the latest of its session, or the session has none that is known."""
         known = self._latest.get((tenant, session))
         return known is None or known.at.request_id == request_id
 

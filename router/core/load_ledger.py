@@ -390,7 +390,7 @@ class LoadLedger:
 
 
 def _is_over(lease: Lease) -> bool:
-    """Tell whether a lease need not end any more: its entry is confirmed or forgotten, or has a later one."""
+    """Return whether a lease need not end any more: its entry is confirmed or forgotten, or has a later one."""
     entry = lease[4]
     return entry.confirmed or entry.slot == GONE or entry.due_ms > lease[0]
 

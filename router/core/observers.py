@@ -67,7 +67,7 @@ class Observer:
         """A worker's cache was emptied, or its blocks will be reported again."""
 
     def on_left(self, worker: WorkerKey) -> None:
-        """A worker left, or begins a new life."""
+        """A worker left, or begins a new epoch."""
 
     def on_snapshot(self, workers: Collection[WorkerKey], is_open: IsOpen) -> None:
         """A snapshot replaced the projection; these are its workers."""

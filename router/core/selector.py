@@ -241,7 +241,7 @@ class Selector:
     def available(
         self, model: str, roles: tuple[Role, ...], unavailable: Mapping[WorkerKey, str] | None = None
     ) -> bool:
-        """Tell whether any worker of these roles takes requests."""
+        """Return whether any worker of these roles takes requests."""
         workers = self.groups.of(model, roles).workers
         if not unavailable:
             return bool(workers)

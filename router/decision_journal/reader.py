@@ -109,7 +109,7 @@ def decisions_about(
     It may be asked for by any name that people have of it (``poolgrid.wire.request_ids``). By one that several clients
     chose, those of the latest are returned; of a request with several sequences those of each.
 
-    ``on_progress`` is told the bytes of entries read, now and then.
+    ``on_progress`` gets the bytes of entries read, now and then.
     """
     found: list[RecordedDecision] = []
     ids: list[str] = []

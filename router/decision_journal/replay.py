@@ -133,7 +133,7 @@ class DecisionReplay:
         self._expected = 0
 
     def run(self, on_progress: Callable[[int], None] = lambda _: None) -> ReplayOutcome:
-        """Derive everything; ``on_progress`` is told the bytes of entries done, now and then.
+        """Derive everything; ``on_progress`` gets the bytes of entries done, now and then.
 
         Raises ``JournalCorrupt``, and what ``make_policy`` raises.
         """
@@ -229,7 +229,7 @@ class DecisionReplay:
         self._too_old = isinstance(error, PoolJournalTooShort)
 
     def _lacks_beliefs(self, made: DecisionMade, state: RouterState) -> bool:
-        """Tell whether a decision depends on choices that may be missing here: older ones than a checkpoint has."""
+        """Return whether a decision depends on choices that may be missing here: older ones than a checkpoint has."""
         if not self._begun_midway:
             return False
         projection = state.projection

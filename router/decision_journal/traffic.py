@@ -86,7 +86,7 @@ def read_recording(
 ) -> Recording:
     """Return the recorded traffic of the model with most requests; raises ``JournalCorrupt``, ``NotKept``.
 
-    ``on_progress`` is told the bytes read, now and then.
+    ``on_progress`` gets the bytes read, now and then.
     """
     found: dict[str, RecordedTraffic] = {}
     settings: RouterSettingsNoted | None = None

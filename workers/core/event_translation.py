@@ -281,7 +281,8 @@ class EventTranslator:
         self._facts = CacheFacts()
 
     def _store_one(self, event: Stored) -> bool:
-        """Do what ``_store`` does for the usual event, a new whole block on a known parent; say whether it was one."""
+        """Do what ``_store`` does for the usual event, a new whole block on a known parent; return whether it was
+        one."""
         block = event.blocks[0]
         above = event.parent_hash
         engine_hash = block.block_hash
@@ -463,7 +464,7 @@ class EventTranslator:
             self._facts.removed((block.sequence_hash,), source)
 
     def _arrive(self, block: _Block) -> bool:
-        """Count a block in its tier; say whether its sequence hash was not there before."""
+        """Count a block in its tier; return whether its sequence hash was not there before."""
         present = self._present[block.tier]
         if block.sequence_hash not in present:
             present.add(block.sequence_hash)
@@ -473,7 +474,7 @@ class EventTranslator:
         return False
 
     def _depart(self, block: _Block) -> bool:
-        """Count a block out of its tier; say whether its sequence hash is gone from there."""
+        """Count a block out of its tier; return whether its sequence hash is gone from there."""
         if self._copies:
             key = (block.sequence_hash, block.tier)
             copies = self._copies.pop(key, 1)

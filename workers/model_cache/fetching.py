@@ -118,7 +118,7 @@ def parse_source(text: str) -> ModelSource:
 
 
 def is_hub_name(model: str) -> bool:
-    """Tell whether a model is named as on a hub, and no directory here."""
+    """Return whether a model is named as on a hub, and no directory here."""
     return "/" in model and _HUB_NAME.fullmatch(model.removeprefix(HUB_SCHEME)) is not None and not Path(model).exists()
 
 

@@ -97,7 +97,7 @@ class CircuitBreaker:
         return self._taken()
 
     def would_admit(self, now_ms: float) -> bool:
-        """Tell whether ``admit`` would give a ticket at ``now_ms``; changes nothing."""
+        """Return whether ``admit`` would give a ticket at ``now_ms``; changes nothing."""
         now = max(now_ms, self._now_ms)
         if self._state is BreakerState.CLOSED:
             return True
@@ -161,7 +161,7 @@ class CircuitBreaker:
         return Ticket(self._generation, self._number, probe)
 
     def _counts(self, ticket: Ticket) -> bool:
-        """Take a ticket back; tell whether its result counts. A probe's counts once."""
+        """Take a ticket back; return whether its result counts. A probe's counts once."""
         if ticket.generation != self._generation:
             return False
         return self._probes.pop(ticket.number, None) is not None if ticket.probe else True

@@ -360,7 +360,7 @@ def _next_faster(stage: GridStage, pool: str) -> str | None:
 
 
 def _is_unchanged(key: CellKey, spill_pool: str | None, old: GridStage, new: GridStage) -> bool:
-    """Tell whether what was measured of a cell under one document holds under another."""
+    """Return whether what was measured of a cell under one document holds under another."""
     ranks = new.speed_ranks()
     if old.axes != new.axes or old.pool_at(key.cell) != new.pool_at(key.cell) or key.pool not in ranks:
         return False

@@ -70,7 +70,7 @@ class FallbackChoice:
 
     @property
     def may_have_room_later(self) -> bool:
-        """Tell whether waiting may help: no pool can be used, and some state will pass by itself (429, not 503)."""
+        """Return whether waiting may help: no pool can be used, and some state will pass by itself (429, not 503)."""
         return self.pool is None and any(fallen.state in PASSING for fallen in self.passed_over)
 
     def explanation(self) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class AxisKind:
 
     @property
     def is_target(self) -> bool:
-        """Tell whether a request's value is a target that it asks for, and the closed loop watches."""
+        """Return whether a request's value is a target that it asks for, and the closed loop watches."""
         return self.faster_end is not None
 
     @property

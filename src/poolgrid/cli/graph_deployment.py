@@ -88,7 +88,7 @@ class _Component:
 
 
 def is_graph_deployment(text: str) -> bool:
-    """Tell whether a file speaks of a DynamoGraphDeployment; JSON of a pool grid does not."""
+    """Return whether a file speaks of a DynamoGraphDeployment; JSON of a pool grid does not."""
     return re.search(rf'^\s*"?kind"?:\s*"?{KIND}"?\s*,?\s*$', text, re.MULTILINE) is not None
 
 

@@ -58,7 +58,7 @@ class JournalFiles(ReadableDisk, Protocol):
     """A journal for those who only look: a directory, or a stream that reads like one."""
 
     def is_in_use(self) -> bool:
-        """Tell whether some process writes this journal now."""
+        """Return whether some process writes this journal now."""
         ...
 
 

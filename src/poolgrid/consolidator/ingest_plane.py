@@ -129,7 +129,7 @@ class IngestPlane:
         if self.paused:
             return
         if self.inbox.has_more and self._lease_put_off < LEASE_PUT_OFF_MAX:
-            # What waits in the socket may be the very sign of life that is missing.
+            # What waits in the socket may be the very heartbeat that is missing.
             self._lease_put_off += 1
             self._context.after("lease", 1.0, self._expire)
             return

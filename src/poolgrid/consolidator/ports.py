@@ -90,12 +90,12 @@ class Journal(ABC):
 
     @property
     def crowded(self) -> bool:
-        """Say whether there is much more than retention keeps, so that it is worth a look of its own."""
+        """Return whether there is much more than retention keeps, so that it is worth a look of its own."""
         return False
 
     @property
     def snapshot_due(self) -> bool:
-        """Say whether a crowded journal could be made much smaller by a snapshot of now."""
+        """Return whether a crowded journal could be made much smaller by a snapshot of now."""
         return False
 
     @abstractmethod

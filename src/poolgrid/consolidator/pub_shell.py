@@ -85,7 +85,7 @@ class PubShell(ABC):
     @property
     @abstractmethod
     def degraded(self) -> bool:
-        """Say whether the publisher's blocks are known in part only, or not at all."""
+        """Return whether the publisher's blocks are known in part only, or not at all."""
 
     @property
     def key(self) -> WorkerKey:
@@ -197,7 +197,7 @@ class EngineShell(PubShell):
 
     @property
     def degraded(self) -> bool:
-        """Say whether the engine's blocks are known in part only, or not at all."""
+        """Return whether the engine's blocks are known in part only, or not at all."""
         return self._follower.degraded or self.refused is not None or self._follower.state is SourceState.ABSENT
 
     def start(self) -> None:
@@ -251,7 +251,7 @@ class FurtherShell(PubShell):
 
     @property
     def degraded(self) -> bool:
-        """Say whether a member's blocks at this source are known in part only, or not at all."""
+        """Return whether a member's blocks at this source are known in part only, or not at all."""
         if self.refused is not None:
             return True
         lacking = (StreamState.STALE, StreamState.ABSENT, StreamState.FORMER)

@@ -251,7 +251,7 @@ class ConsolidatorService:
 
     @property
     def stalled(self) -> bool:
-        """Say whether the journal does not take records at all."""
+        """Return whether the journal does not take records at all."""
         return self._core is not None and self._keeper.writer.stalled
 
     @property

@@ -58,7 +58,7 @@ class FurtherPub(Publisher, frozen=True, kw_only=True):
     source: str
     """Its name among the sources of the worker."""
     outlives_worker: bool = False
-    """Whether its blocks can still be used when the worker has begun another life."""
+    """Whether its blocks can still be used when the worker has begun another epoch."""
 
 
 _FIELDS: dict[str, type] = {

@@ -869,7 +869,7 @@ def _header_value(text: str) -> bytes:
 
 
 def _wait_for_room(outputs: Sequence[SequenceOutput]) -> bool:
-    """Tell whether every sequence waits in the queue once more."""
+    """Return whether every sequence waits in the queue once more."""
     return all(each.stream is not None and each.stream.waits_for_room for each in outputs)
 
 

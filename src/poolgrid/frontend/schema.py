@@ -417,7 +417,7 @@ _MISSING = re.compile(r"missing required field `(.*)`")
 
 
 def is_plain(body: ChatBody | CompletionBody) -> bool:
-    """Tell whether a body asks for nothing beyond ``USUAL``. Nearly every one does: one look in the place of one for
+    """Return whether a body asks for nothing beyond ``USUAL``. Nearly every one does: one look in the place of one for
     each field."""
     values = msgspec.structs.astuple(body)
     for where, nothing in _UNUSUAL[type(body)]:  # noqa: SIM110 - a generator costs what it compares

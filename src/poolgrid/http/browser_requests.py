@@ -65,7 +65,7 @@ class AllowedHosts:
         self._known: set[bytes] = set()
 
     def allow(self, value: bytes) -> bool:
-        """Tell whether a request with this ``Host`` is answered."""
+        """Return whether a request with this ``Host`` is answered."""
         if value in self._known:
             return True
         name = _name(value.decode("latin-1").lower())

@@ -170,7 +170,7 @@ class PublisherSockets:
         subscription.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
         subscription.setsockopt(zmq.SUBSCRIBE, self._address.topic.encode())
         look_again_soon(subscription)
-        # ZMQ's own sign of life: one whose machine vanished, or that stands still, never ends its connection.
+        # ZMQ's own heartbeat: one whose machine vanished, or that stands still, never ends its connection.
         subscription.setsockopt(zmq.HEARTBEAT_IVL, max(1, self._lease_ms // 3))
         subscription.setsockopt(zmq.HEARTBEAT_TIMEOUT, self._lease_ms)
         self._monitor = self._monitored(subscription)

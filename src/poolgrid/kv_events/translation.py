@@ -35,7 +35,7 @@ RootSeed = Callable[[bytes], int | None]
 block (u32 little-endian); ``None`` = unknown."""
 
 ENGINE_GROUPS_MAX = 64
-"""Groups of layers of one engine that are told apart; models have up to a dozen. More are of no known kind."""
+"""Groups of layers of one engine that are distinguished; models have up to a dozen. More are of no known kind."""
 
 NOT_RESUMABLE = KvGroup(0)
 """Of layers whose kind is not known."""

@@ -97,7 +97,7 @@ class StreamJournalSettings:
     body_bytes: int = BODY_BYTES
     durable_after_ms: float = 150_000.0
     """How long after it was kept a snapshot counts as durable: servers write their files to the disk every two minutes
-    unless told otherwise, and each at its own time."""
+    by default, and each at its own time."""
 
 
 class KeptSnapshots:
@@ -132,7 +132,7 @@ class KeptSnapshots:
         return self._kept[-1] if self._kept else None
 
     def is_old(self, anchor: Anchor) -> bool:
-        """Say whether a snapshot is durable by its age."""
+        """Return whether a snapshot is durable by its age."""
         return self._kept_since_ms[anchor] <= self._clock.monotonic_ms() - self._durable_after_ms
 
     def keep(self, anchor: Anchor, content: bytes) -> None:
@@ -171,7 +171,7 @@ class KeptSnapshots:
                 return durable[-1] if durable else None
 
     def _is_there(self, anchor: Anchor) -> bool:
-        """Tell whether a snapshot that is durable by its age is there and whole; one that is not is none any more."""
+        """Return whether a snapshot that is durable by its age is there and whole; one that is not is none any more."""
         if anchor in self._whole:
             return True
         name = snapshot_file.name_of(anchor.offset)
@@ -486,7 +486,7 @@ class StreamJournal(Journal):
 
     @property
     def snapshot_due(self) -> bool:
-        """Say whether a good part of a crowded stream is behind the newest snapshot."""
+        """Return whether a good part of a crowded stream is behind the newest snapshot."""
         if not self.crowded:
             return False
         last = self._end[0]

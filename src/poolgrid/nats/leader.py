@@ -169,7 +169,7 @@ class LeaderLease:
             self.lost.set()
 
     async def _write(self, number: int) -> bool:
-        """Write the entry behind the one with a number; say whether that was still the last."""
+        """Write the entry behind the one with a number; return whether that was still the last."""
         sent_ms = self._clock.monotonic_ms()
         subject, entry = _subject(self._connection.pool), codec.leader.encode(self._leader)
         try:

@@ -316,7 +316,7 @@ class Routers:
         self._heard: dict[str, _Heard] = {}
 
     def heard(self, life: str, place: str, mark: int, now_ms: float) -> None:
-        """Note a sign of life; of whom this router has the place, it is not: that one is gone."""
+        """Note a heartbeat; of whom this router has the place, it is not: that one is gone."""
         known = self._heard.get(life)
         if life != self._me and (known is None or known.mark != mark):
             self._heard[life] = _Heard(place, mark, now_ms)

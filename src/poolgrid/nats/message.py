@@ -34,7 +34,7 @@ PIECE = "Poolgrid-Piece"
 MORE = "Poolgrid-More"
 
 BODY_BYTES = 256 * 1024
-"""Records that are put into one message: far below the 1 MiB that servers take unless told otherwise, and few enough
+"""Records that are put into one message: far below the 1 MiB that servers take by default, and few enough
 that a reader decodes one in some milliseconds. A larger record goes alone, in pieces."""
 
 MESSAGE_BYTES = 512

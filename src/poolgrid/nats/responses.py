@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 BUCKET = "poolgrid-responses"
 
 PART_BYTES = 512 * 1024
-"""Of a response in one message: half of what NATS servers take unless they are told otherwise."""
+"""Of a response in one message: half of what NATS servers take by default."""
 
 PARTS_MAX = 128
 """Of one response: 64 MiB, four times what a request may have unless it is allowed more."""

@@ -30,7 +30,7 @@ class BudgetedLru(Generic[K, V]):
     def __init__(
         self, budget: int, size: Callable[[K, V], int], on_evict: Callable[[K, V], None] = lambda key, value: None
     ) -> None:
-        """``on_evict`` is told of each entry that is pushed out or dropped, not of those that ``clear`` forgets."""
+        """``on_evict`` is called for each entry that is pushed out or dropped, not of those that ``clear`` forgets."""
         self.budget = budget
         self.used = 0
         """What is taken of the budget."""
@@ -87,7 +87,7 @@ class TenantCaches(Generic[C]):
     def __init__(
         self, budget_bytes: int, make: Callable[[int], C], on_forget: Callable[[C], None] = lambda cache: None
     ) -> None:
-        """``on_forget`` is told of each cache that a new edition of the tenants ends."""
+        """``on_forget`` is called for each cache that a new edition of the tenants ends."""
         self._budget = budget_bytes
         self._make = make
         self._on_forget = on_forget

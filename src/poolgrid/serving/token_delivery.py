@@ -26,7 +26,7 @@ class TokenDelivery:
         on_cancel: Callable[[TokenDelivery], None],
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """``on_cancel`` is told when the client gives the request up before its end.
+        """``on_cancel`` is called when the client gives the request up before its end.
 
         ``loop`` is the running one, passed in by a caller that has it: until Python 3.12 each look-up of it is a system
         call.

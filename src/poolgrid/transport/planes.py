@@ -304,7 +304,7 @@ class PlaneContext(zmq.Context[PlaneSocket]):
 
 
 def _has_one_core() -> bool:
-    """Tell whether the process may run on one core only; where more are idle, threads do not wait for each other."""
+    """Return whether the process may run on one core only; where more are idle, threads do not wait for each other."""
     return hasattr(os, "SCHED_BATCH") and len(os.sched_getaffinity(0)) == 1
 
 

@@ -29,7 +29,7 @@ class MediaKind(StrEnum):
     """What the bytes of an item are."""
 
     IMAGE = "image"
-    """An encoded picture, as ``media_type`` says (PNG, JPEG, …)."""
+    """An encoded image, as ``media_type`` says (PNG, JPEG, …)."""
     EMBEDDINGS = "embeddings"
     """A file of precomputed embeddings: ``.safetensors``."""
 

@@ -8,7 +8,7 @@
     SNAPSHOTTING   restates its whole cache
     STALE          has a hole that is not filled, or cannot be heard: what is known of its cache is not trusted
     ABSENT         is a further source and has not been heard for the lease: nothing that it said is held
-    FORMER         is a further source and speaks for a life of the worker that has ended: nothing of it is taken in
+    FORMER         is a further source and speaks for an epoch of the worker that has ended: nothing of it is taken in
 
 A worker's own stream (``WORKER_SOURCE``) decides how far the worker can be trusted. What a further source reports is
 true or taken away, so one that fails makes the worker's view smaller and not wrong.

@@ -4,7 +4,7 @@ Rules:
 
 1. The library is imported, and its engine made, called and shut down, in this thread and no other: MPI and CUDA bind
    what they do to a thread, and asynchronous results to an event loop.
-2. A call that does not return stops this thread alone. ``beat`` asks for a sign of life; ``silent_ms`` says
+2. A call that does not return stops this thread alone. ``beat`` asks for a heartbeat; ``silent_ms`` says
    for how long none has come.
 3. The thread never keeps the process alive: one that hangs is left behind at the end.
 """
@@ -31,7 +31,7 @@ class EngineThread:
         self._caller = asyncio.get_running_loop()
         self._loop = asyncio.new_event_loop()
         self._asked_ms: float | None = None
-        """When the sign of life was asked for that has not come."""
+        """When the heartbeat was asked for that has not come."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -91,7 +91,7 @@ class EngineThread:
             raise
 
     def beat(self, now_ms: float, look: Callable[[], T], seen: Callable[[T], object]) -> None:
-        """Ask for a sign of life, unless one is due: what ``look`` returns in the thread is given to ``seen`` here."""
+        """Ask for a heartbeat, unless one is due: what ``look`` returns in the thread is given to ``seen`` here."""
         if self._asked_ms is not None:
             return
         self._asked_ms = now_ms

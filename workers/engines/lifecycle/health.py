@@ -130,7 +130,7 @@ class EngineHealth:
     # -- what time tells -----------------------------------------------------------------------------------------------
 
     def check(self, now_ms: float, busy: bool) -> None:
-        """Ask for a sign of life; look whether a busy engine makes progress; have an idle or ill one prove itself."""
+        """Ask for a heartbeat; look whether a busy engine makes progress; have an idle or ill one prove itself."""
         self._thread.beat(now_ms, self._is_alive, self.seen)
         self._metrics.engine_silence_seconds.set(max(each.silent_ms(now_ms) for each in self._progress) / 1e3)
         unanswered = self._unanswered(now_ms)

@@ -52,7 +52,7 @@ class RankLoad:
             self._prefill_tokens += prompt_tokens
 
     def grew(self, request_id: str, tokens: int) -> tuple[bool, int | None]:
-        """Book a sequence's length, prompt and output; say whether it began now, and its blocks if they changed."""
+        """Book a sequence's length, prompt and output; return whether it began now, and its blocks if they changed."""
         entry = self._entries[request_id]
         began = not entry.begun
         if began:

@@ -40,7 +40,7 @@ REPLAY_TIMEOUT_MS = 5_000
 step with a long prompt takes seconds."""
 
 LEASE_MS = 30_000
-"""How long the connection may be gone before what was claimed is taken back: a server that restarts is told apart by
+"""How long the connection may be gone before what was claimed is taken back: a server that restarts is distinguished by
 what it replays, so this is for one that has gone for good."""
 
 BLOCKS_MAX = 4_194_304

@@ -10,7 +10,7 @@ Rules:
    is not true any more, so it ends and is started again.
 4. The same is asked now and then of a server that is well: its adapters come and go, and a quick restart is not noticed
    otherwise. A server that does not take the API key any more is silent.
-5. A server whose answer to the question is late is well all the same while it shows signs of life.
+5. A server whose answer to the question is late is well all the same while it shows heartbeats.
 6. Requests that are in it and do not move for ``progress_timeout_ms`` make it silent as well.
 """
 
@@ -59,7 +59,7 @@ class ServerHealth:
     ) -> None:
         """``confirm`` asks a server what it serves, or with ``True`` all that it is, and says in what it differs from
         before; ``stalled`` says what has not
-        moved for too long, ``lives_since`` whether there was a sign of life after a time.
+        moved for too long, ``lives_since`` whether there was a heartbeat after a time.
 
         ``excuse`` says why a server does not answer, where that is known.
         """

@@ -175,7 +175,7 @@ async def _first_facts(client: ServerClient, kind: ServerKind, settings: EngineS
 
 
 async def _check_pictures(client: ServerClient, kind: ServerKind, settings: EngineServerSettings) -> None:
-    """Raise ``ValueError`` when pictures are to be taken, and the server takes none."""
+    """Raise ``ValueError`` when images are to be taken, and the server takes none."""
     missing = await kind.pictures_missing(client)
     if missing:
         raise ValueError(
@@ -239,7 +239,7 @@ def make_card(
         loras=facts.loras,
         aliases=facts.aliases,
         dp_size=facts.ranks,
-        # How many tokens a picture becomes is not said: a router compares the blocks before the first one.
+        # How many tokens an image becomes is not said: a router compares the blocks before the first one.
         media=MediaSpec((MediaKind.IMAGE,), settings.image_placeholder) if settings.image_placeholder else MediaSpec(),
         engine=f"{kind.title} {facts.version}".strip(),
         serving_endpoints=_serving(settings, started),

@@ -240,7 +240,7 @@ class RealTimeSimulatedEngine(AlwaysWell):
 
 
 def _is_long_to_report(request: Generate) -> bool:
-    """Tell whether a request asks for the log probabilities of a prompt that is not short, and has no media."""
+    """Return whether a request asks for the log probabilities of a prompt that is not short, and has no media."""
     return (
         request.sampling.prompt_logprobs is not None
         and len(request.token_ids) > TOKEN_BYTES * PROMPT_REPORTED_AT_ONCE

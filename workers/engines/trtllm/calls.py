@@ -141,7 +141,7 @@ class TrtllmCalls:
         return plan
 
     def _name_media(self, request: Generate, salt: str) -> int | None:
-        """Return the seed by which a request's pictures are named; remember those that have digests already."""
+        """Return the seed by which a request's images are named; remember those that have digests already."""
         if self.media is None:
             return None
         seed = hash_seed(request.routing.lora_name, salt)

@@ -167,7 +167,7 @@ class TrtllmEngine:
 
     @property
     def names_media(self) -> bool:
-        """Whether the model's files say what stands for a picture among its tokens."""
+        """Whether the model's files say what stands for an image among its tokens."""
         return self._takes_media and self._calls.media is not None
 
     @property

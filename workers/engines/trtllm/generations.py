@@ -10,7 +10,7 @@ Rules:
 3. A leg whose KV comes from another worker is aborted after its first output: an abort during the transfer leaks the
    blocks. What is finished is not aborted: the engine has forgotten it, and would only complain.
 4. Preparing media takes long: where the installed version can do so separately (``LLM.preprocess``), it happens outside
-   this thread, decoding pictures always does.
+   this thread, decoding images always does.
 5. Where embeddings travel as bytes (``shared_tensors``), an encode leg's handles are opened when its result is
    complete, and handles of what was fetched for a leg are made before the engine gets it; both in a thread.
 6. A request with media that continues from another worker keeps its output only if the engine's own tokens of the

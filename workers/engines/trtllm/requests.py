@@ -381,7 +381,7 @@ class EngineRequests:
             return
         text = str(error)
         if end.at_call:
-            # With embeddings of an encode worker it may be those that it refuses; the request has its pictures still.
+            # With embeddings of an encode worker it may be those that it refuses; the request has its images still.
             has_handles = active.request.multimodal is not None and active.request.disaggregated_params is not None
             refusal = RefusalKind.CANNOT_DO if has_handles else RefusalKind.INVALID
             text = f"TensorRT-LLM refuses the request: {text}"

@@ -176,7 +176,8 @@ class BlockOwnership:
         self._take_all(source, out)
 
     def restate(self, source: str, event: SnapshotBegan, out: list[AnyEvent]) -> bool:
-        """Take everything from a source that starts over; say whether readers see a restatement of the whole cache."""
+        """Take everything from a source that starts over; return whether readers see a restatement of the whole
+        cache."""
         if all(name == source for tier in self._places for name in tier):
             self.forget_all()
             out.append(event)

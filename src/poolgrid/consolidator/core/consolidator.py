@@ -7,8 +7,8 @@ Rules for this file:
    get published.** An acknowledgement therefore always means "in the journal".
 2. Every accepted batch becomes exactly one record, also when nothing of it is news: the record moves the cursor that a
    restarted consolidator will know. Offsets have no holes.
-3. A life ends before the next begins: a new epoch writes ``WorkerLeft`` and ``WorkerJoined`` before anything of the new
-   life. A batch of an earlier life is refused.
+3. An epoch ends before the next begins: a new epoch writes ``WorkerLeft`` and ``WorkerJoined`` before anything of the
+   new epoch. A batch of an earlier epoch is refused.
 4. A gap is never skipped. The only batch accepted out of turn is one that restates the whole cache
    (``SnapshotBegan`` first); requests that were open before it are finished with reason ``lost``, because their end may
    have been among the missing batches. A worker restates the requests it still has with ``RequestStarted``.
@@ -142,7 +142,7 @@ class MemberLeft(NamedTuple):
 
     key: WorkerKey
     over: bool
-    """Whether its life is known to have ended; a rank whose lease ran out may come back with all that it has."""
+    """Whether its epoch is known to have ended; a rank whose lease ran out may come back with all that it has."""
     heard_ms: float
     """When it was heard last, monotonic."""
 
@@ -234,7 +234,7 @@ class Consolidator:
         self._take(worker, batch, peer, turn)
 
     def _live(self, peer: bytes, key: WorkerKey, epoch: int, turn: ConsolidatorTurn) -> MemberRank | None:
-        """Return the rank when this life of it is a member, else answer why not."""
+        """Return the rank when this epoch of it is a member, else answer why not."""
         worker = self.pool.workers.get(key)
         link = self._links.get(key)
         if worker is None or link is None or epoch > worker.epoch:
@@ -311,7 +311,7 @@ class Consolidator:
         elif verdict is SequenceVerdict.NEXT:
             self._caught_up(worker, turn)
         elif verdict is SequenceVerdict.BACKWARDS:
-            # Only a Hello carries the card that a new life needs.
+            # Only a Hello carries the card that a new epoch needs.
             self.tally.unknown += 1
             turn.replies.append((peer, Unknown(*key)))
             return
@@ -350,7 +350,7 @@ class Consolidator:
             self._leave(worker, reason, turn)
 
     def take(self, batch: EventBatch, turn: ConsolidatorTurn) -> bool:
-        """Take in a batch of an attached source; say whether it was accepted.
+        """Take in a batch of an attached source; return whether it was accepted.
 
         A further source of a worker that joined by itself has a cursor of its own; a new epoch on it drops what the
         source held and nothing else. No replay is requested for it: its batches come without holes.

@@ -22,12 +22,12 @@ which epoch of the worker they count. Rules:
 
     state        the publisher ...
     -----------  ------------------------------------------------------------------------------------------
-    SYNCING      was not reached yet in this life of the worker, and the lease is not over
+    SYNCING      was not reached yet in this epoch of the worker, and the lease is not over
     LIVE         is followed
     REPLAYING    was asked for missing frames
     STALE        is not connected, and the lease is not over; or it lost frames (what it says from then on counts)
     ABSENT       is not connected for the lease; nothing of it is held
-    FORMER       belongs to a life of the worker that has ended (rule 3); nothing of it is held
+    FORMER       belongs to an epoch of the worker that has ended (rule 3); nothing of it is held
 """
 
 from __future__ import annotations
@@ -70,19 +70,19 @@ class FurtherSource:
         self._outlives_worker = outlives_worker
         self._follower: PubFollower | None = None
         self._counts = dict.fromkeys(COUNTED, 0)
-        """Of the lives of the worker before this one."""
+        """Of the epochs of the worker before this one."""
         self._epoch = 0
         self._seq = 0
         self._speaks = False
-        """Whether the source has an epoch in this life of the worker, so that it may hold blocks."""
+        """Whether the source has an epoch in this epoch of the worker, so that it may hold blocks."""
         self._await_until_ms: float | None = None
         """When a publisher that was not reached yet is absent."""
         self._gone = False
         self._worker_epoch = 0
         self._over = False
-        """Whether the last life of the worker is known to have ended."""
+        """Whether the last epoch of the worker is known to have ended."""
         self._past: Position | None = None
-        """How far the publisher had come that spoke for the last life of the worker."""
+        """Position of the publisher that belonged to the last epoch of the worker."""
         self._past_was_former = False
         self._past_is_behind = False
         """Whether all that it said for that life had been read when the worker left."""
@@ -145,7 +145,7 @@ class FurtherSource:
 
     @property
     def health(self) -> tuple[StreamState, str]:
-        """Return how the source stands in this life of the worker, and why."""
+        """Return how the source stands in this epoch of the worker, and why."""
         follower = self._follower
         if follower is None:
             return StreamState.SYNCING, "its worker has not joined"
@@ -163,7 +163,7 @@ class FurtherSource:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return the counters of the source, over all lives of the worker."""
+        """Return the counters of the source, over all epochs of the worker."""
         if self._follower is None:
             return self._counts
         return {name: count + self._follower.counts[name] for name, count in self._counts.items()}

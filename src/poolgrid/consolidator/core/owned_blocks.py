@@ -145,7 +145,7 @@ class OwnedBlocks(MutableMapping[int, "int | None"]):
     # -- in bulk -------------------------------------------------------------------------------------------------------
 
     def is_disjoint(self, hashes: Iterable[int]) -> bool:
-        """Say whether none of some blocks is held."""
+        """Return whether none of some blocks is held."""
         shards, shift = self._page_of.shards, self._page_of.shift
         return not any(each in shards[each >> shift] for each in hashes)
 

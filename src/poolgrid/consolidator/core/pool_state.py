@@ -186,7 +186,7 @@ class MemberRank:
         return out, tells, ignored
 
     def admits(self, batch: EventBatch, sources_max: int, before: list[AnyEvent]) -> bool:
-        """Say whether a batch of a further source is the next of it; a new epoch drops what the source held."""
+        """Return whether a batch of a further source is the next of it; a new epoch drops what the source held."""
         cursor = self.cursors.get(batch.source)
         if cursor is None:
             if len(self.cursors) >= sources_max or batch.source == CONSOLIDATOR_SOURCE or batch.seq != 0:

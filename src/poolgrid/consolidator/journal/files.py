@@ -369,7 +369,7 @@ class FileJournal(Journal):
 
     @property
     def snapshot_due(self) -> bool:
-        """Say whether as much as retention keeps came after the newest snapshot."""
+        """Return whether as much as retention keeps came after the newest snapshot."""
         newest = self._snapshots[-1] if self._snapshots else 0
         later = sum(segment.size for segment in list(self._segments) if segment.first >= newest)
         return self.crowded and later > self._settings.retention_bytes

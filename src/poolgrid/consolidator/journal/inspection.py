@@ -72,7 +72,7 @@ def state_at(
 ) -> PoolState:
     """Return the state before record ``offset``; raises ``NotKept`` or ``JournalCorrupt``.
 
-    ``on_progress`` is told the offset reached, now and then. A damaged snapshot gives way to the one before it.
+    ``on_progress`` gets the offset reached, now and then. A damaged snapshot gives way to the one before it.
     """
     names = segment_names(disk)
     oldest = offset_of(names[0]) if names else None

@@ -123,7 +123,7 @@ class ReadOnlyDirectory:
             raise NotADirectoryError(errno.ENOTDIR, "is not a directory", str(directory))
 
     def is_in_use(self) -> bool:
-        """Tell whether some process writes this journal now."""
+        """Return whether some process writes this journal now."""
         try:
             descriptor = os.open(self.directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:

@@ -173,7 +173,7 @@ def offset_of(name: str, suffix: str = SUFFIX) -> int:
 
 
 def is_all_zeros(disk: ReadableDisk, name: str) -> bool:
-    """Say whether a file has a length and no data: power failed before anything of it was durable."""
+    """Return whether a file has a length and no data: power failed before anything of it was durable."""
     return not any(disk.read(name, 0, FILE_HEADER.size)) and not any(disk.read(name, 0, disk.size(name)))
 
 

@@ -73,7 +73,7 @@ def path_class(path: str, metrics_need_key: bool) -> PathClass:
 
 
 def is_path_of_tenants(path: str) -> bool:
-    """Tell whether a path is part of the API that tenants use."""
+    """Return whether a path is part of the API that tenants use."""
     return path.startswith(TENANT_PATHS) and any(path == each or path.startswith(each + "/") for each in TENANT_PATHS)
 
 

@@ -42,7 +42,7 @@ from poolgrid.inference.ports import Refused
 from poolgrid.process.clock import Clock
 
 INDEX_BYTES = 8
-"""Leading bytes of a key's hash by which it is looked up. Equal ones are told apart by comparing the whole."""
+"""Leading bytes of a key's hash by which it is looked up. Equal ones are distinguished by comparing the whole."""
 
 CONCURRENCY_RETRY_S = 1.0
 """It is unknown when one of a tenant's own requests ends; a second is a polite time to ask again."""
@@ -278,7 +278,7 @@ Signature = tuple[int, int, int]
 
 
 class WatchedKeyFile:
-    """The tenants of ``path``; ``on_reload`` is told ``loaded`` or ``refused`` after each change of the file."""
+    """The tenants of ``path``; ``on_reload`` gets ``loaded`` or ``refused`` after each change of the file."""
 
     def __init__(
         self,

@@ -71,7 +71,7 @@ class MediaFetcher:
     async def fetch(self, url: str, bytes_max: int, on_bytes: Callable[[int], None]) -> bytes:
         """Return the body behind a URL, at most ``bytes_max`` bytes; raises ``MediaRefused``.
 
-        ``on_bytes`` is told the size of every piece that arrives, and may raise ``MediaRefused`` to stop.
+        ``on_bytes`` gets the size of every piece that arrives, and may raise ``MediaRefused`` to stop.
         """
         try:
             async with asyncio.timeout(self._timeout_ms / 1000):

@@ -61,7 +61,7 @@ class OtelSink:
     def __init__(
         self, exporter: SpanExporter, service: str, instance: str, wall_ns: Callable[[], int] = time.time_ns
     ) -> None:
-        """``service`` is the name where ``OTEL_SERVICE_NAME`` gives none, ``instance`` tells processes apart;
+        """``service`` is the name where ``OTEL_SERVICE_NAME`` gives none, ``instance`` distinguishes processes;
         ``wall_ns`` is the time since 1970, which spans of several processes are put side by side by."""
         self._wall_ns = wall_ns
         resource = Resource.create({"service.instance.id": instance})

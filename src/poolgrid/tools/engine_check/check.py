@@ -69,7 +69,7 @@ async def gather_evidence(
 ) -> Evidence:
     """Ask, listen, probe; raises ``ServerError`` when the server cannot be asked, ``zmq.ZMQError`` for an endpoint.
 
-    ``tell`` is told what happens now.
+    ``tell`` is called with what happens now.
     """
     facts = await server.learn(settings.engine, settings.model)
     told, sources = told_by(facts, settings), sources_of(facts, settings)

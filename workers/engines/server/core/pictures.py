@@ -4,9 +4,9 @@ Rules:
 
 1. The bytes were fetched, checked and hashed by the front end. A server is given the bytes, and never an address: it
    opens nothing that a client wrote.
-2. A picture is one token of the prompt: the server puts in its place as many as its model makes of it. Where a router
+2. An image is one token of the prompt: the server puts in its place as many as its model makes of it. Where a router
    has put them there already they are taken out again.
-3. A picture is named by the hash of its bytes, where the server takes names: equal pictures share what it caches.
+3. An image is named by the hash of its bytes, where the server takes names: equal images share what it caches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from poolgrid.workers.core.refusal import RefusedError, UnableError
 
 @dataclass(frozen=True, slots=True)
 class RequestPicture:
-    """One picture."""
+    """One image."""
 
     url: str
     """A data URL with its bytes."""
@@ -34,7 +34,7 @@ class RequestPicture:
 
 
 def prompt_with_pictures(title: str, request: Generate) -> tuple[list[int], list[RequestPicture]]:
-    """Return the token ids of a prompt with one placeholder for each picture, and the pictures in their order.
+    """Return the token ids of a prompt with one placeholder for each image, and the images in their order.
 
     The request has media. Raises ``RefusedError`` for those that no such server takes with token ids.
     """

@@ -19,7 +19,7 @@ Endpoints with the server's facts:
 /v1/models      model, adapters, max_model_len
 /server_info    its arguments and its scheduler's numbers: page size, ranks, publishers, bootstrap port
                 (``/get_server_info`` in old versions)
-/model_info     whether the model takes pictures (``/get_model_info`` in old versions)
+/model_info     whether the model takes images (``/get_model_info`` in old versions)
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class SglangDialect:
     bootstrap_host: str = ""
     bootstrap_port: int = 8998
     takes_pictures: bool = False
-    """Whether its model takes pictures."""
+    """Whether its model takes images."""
     title: str = TITLE
     tells_reuse_first: bool = True
 
@@ -170,7 +170,7 @@ class SglangDialect:
         return Call(GENERATE, _encode(body), reader.read, not whole, trace_headers(request), left)
 
     def _prompt(self, request: Generate) -> tuple[list[int], list[str]]:
-        """Return the token ids, and the pictures as URLs."""
+        """Return the token ids, and the images as URLs."""
         if request.multimodal is None:
             return prompt_of(request), []
         if not self.takes_pictures:
@@ -403,7 +403,7 @@ def _moved(endpoint: str, ports: int) -> str:
 
 
 async def pictures_missing(client: ServerClient) -> str:
-    """Say why a server takes no pictures, and what to do; empty = it takes them, or does not say."""
+    """Say why a server takes no images, and what to do; empty = it takes them, or does not say."""
     said = await client.ask_if_there("/model_info", _Model)
     if said is None:
         said = await client.ask_if_there("/get_model_info", _Model)

@@ -1,6 +1,6 @@
 """vLLM's server: how it is asked, what it says of itself, how it is started. Pure but for its questions.
 
-Requests go as vLLM's ``/v1/completions`` takes them, those with pictures as
+Requests go as vLLM's ``/v1/completions`` takes them, those with images as
 ``/inference/v1/generate`` does.
 
 Rules:
@@ -11,7 +11,7 @@ Rules:
 4. A prefill leg is an ordinary request for one token whose KV stays (``kv_transfer_params``), answered whole. The
    token is left out: the decode leg's server samples the first token itself.
 5. Log probabilities come by token id (``return_tokens_as_token_ids``). Those of prompts come in whole answers only.
-6. Token ids and pictures together are taken by ``/inference/v1/generate`` alone (``content_parts``), which newer
+6. Token ids and images together are taken by ``/inference/v1/generate`` alone (``content_parts``), which newer
    versions have and which ``--enable-scale-out`` switches on. It fills in placeholders itself. There rule 2 does not
    hold: what is left open is what vLLM's own defaults say, and the model's ``generation_config.json`` is not read.
 

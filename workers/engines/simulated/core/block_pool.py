@@ -68,7 +68,7 @@ class IdleQueues:
         return iter(self._priority)
 
     def __contains__(self, sequence_hash: int) -> bool:
-        """Tell whether a block is among them, those with the usual priority not counted."""
+        """Return whether a block is among them, those with the usual priority not counted."""
         return sequence_hash in self._priority
 
     def add(self, sequence_hash: int, priority: int, lapses_ms: float | None = None) -> None:
@@ -270,7 +270,7 @@ class BlockPool:
         return True
 
     def reserve(self) -> bool:
-        """Take one more private block; say whether there was one."""
+        """Take one more private block; return whether there was one."""
         if self.available_blocks < 1:
             return False
         self._make_room(1)

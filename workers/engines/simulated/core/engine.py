@@ -172,7 +172,7 @@ def check_request(request: Generate, limits: SimulatedLimits, has_guides: bool) 
 class SimulatedEngine:
     """One engine rank. Pure: the same calls with the same arguments give the same results.
 
-    ``recorder`` is told what happens to cached blocks; ``report_tokens=False`` leaves ``StepOutcome.deltas`` empty,
+    ``recorder`` gets what happens to cached blocks; ``report_tokens=False`` leaves ``StepOutcome.deltas`` empty,
     for callers that only want the facts. ``transfer`` says how KV moves between engines, ``source`` what this one is
     called in the tickets that it writes. Without ``guides`` requests that must keep to one are refused.
     """

@@ -35,7 +35,8 @@ def adapter_number(name: str) -> int:
 
 
 def adapters(arguments: Mapping[str, Any]) -> dict[str, Adapter]:
-    """Return the adapters of ``lora_config.lora_dir`` by name; raise ``ValueError`` where two cannot be told apart."""
+    """Return the adapters of ``lora_config.lora_dir`` by name; raise ``ValueError`` where two cannot be
+    distinguished."""
     config = arguments.get("lora_config") or {}
     directories = config.get("lora_dir") or ()
     if len(directories) > LORAS_PER_WORKER_MAX:

@@ -58,7 +58,7 @@ def prefill_points(measured: Measured) -> list[list[float]]:
 
 
 def decode_points(measured: Measured) -> list[list[float]]:
-    """Return [used share, ms] by rising share; points that are too near to be told apart become one."""
+    """Return [used share, ms] by rising share; points that are too near to be distinguished become one."""
     found = sorted((min(1.0, sample.used_share), median(sample.gap_ms)) for sample in measured.decode if sample.gap_ms)
     groups: list[list[tuple[float, float]]] = []
     for share, ms in found:
