@@ -20,7 +20,7 @@ from poolgrid.wire.request_ids import kept_under, name_of
 from poolgrid.wire.second_counts import SecondCounts
 
 NOTES_MAX = 50
-"""Of one request; one that waits is tried again and again, and says the same each time."""
+"""Of one request; one that waits is tried again and again, with the same result each time."""
 
 
 @dataclass(slots=True)

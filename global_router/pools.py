@@ -2,7 +2,7 @@
 
 Rules
     1. A pool has one router behind its URL, or those that are registered under its name. There is a connection to each
-       (``router_link``). One of them is active: what the pool is, is what that one says, and it is asked for workers.
+       (``router_link``). One of them is active: its reports describe the pool, and it is asked for workers.
     2. The active one stays so while it is ready. When it is lost, or does not answer, the oldest that is ready follows
        it at once, and what it was asked is asked again: a pool is down when none of its routers is left.
     3. What a router reserved is renewed and released there. What a lost router had reserved went with it.
@@ -67,7 +67,8 @@ class FreedRoom:
     """Room in a pool that its last status does not know of, because it is older."""
 
     places: int = 0
-    """Dispatches of ours that ended since the pool last said that it is full, and that we have not asked for again."""
+    """Dispatches of ours that ended since the pool last reported that it is full, and that we have not asked for
+    again."""
     ever: int = 0
     """Dispatches of ours that ever ended there."""
 
@@ -113,7 +114,7 @@ class PoolConnection:
         """Those of the links whose routers are registered."""
         self._active: RouterLink | None = None
         self._reserved: dict[str, RouterLink] = {}
-        """Who reserved what, where there may be several."""
+        """The reserving router, where there may be several."""
         self._tidying: asyncio.Handle | None = None
         self._freed: dict[tuple[str, bool], FreedRoom] = {}
         """By model, and whether it is for encoding: all else that a pool's workers do takes the same room."""

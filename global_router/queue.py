@@ -4,8 +4,8 @@ Rules
     1. Which request waits is decided by ``FairQueue``: bounded, by priority, fair among tenants, then by arrival.
        Requests for which the same pools come into question wait in one *lane*; lanes do not wait for each other.
     2. A request is tried (``Attempt``) when it comes, unless others wait in its lane already. Those that wait are tried
-       in their turn whenever something *changed*: a pool spoke, or a request ended. Asking a pool takes a while, so up
-       to ``ATTEMPTS_PER_LANE_MAX`` are tried at a time, asking in the order of their turns; when one finds no room,
+       in their turn whenever something *changed*: a pool reported, or a request ended. Asking a pool takes a while, so
+       up to ``ATTEMPTS_PER_LANE_MAX`` are tried at a time, asking in the order of their turns; when one finds no room,
        none is tried until the next change.
     3. A request that found no room keeps its place. One that no pool can serve leaves, with the reason.
     4. *Resumed* requests (their clients are being served already) go before all others of their lane.

@@ -191,10 +191,10 @@ def _make_feed(
     if settings.feed_endpoint is not None and settings.query_endpoint is not None:
         feed, query = settings.feed_endpoint, settings.query_endpoint
         if is_name(feed):
-            feed = query = ""  # names say where they are
+            feed = query = ""  # service discovery has their addresses
         return RemoteFeed(feed, query, awake, make_context), None
     if settings.on_nats:
-        return RemoteFeed("", "", awake, make_context), None  # the event plane says which consolidator is active
+        return RemoteFeed("", "", awake, make_context), None  # the event plane knows which consolidator is active
     # Late: most routers follow a consolidator elsewhere.
     from poolgrid.consolidator.bootstrap import create as create_consolidator
 
@@ -203,7 +203,7 @@ def _make_feed(
 
 
 async def _start(service: RouterService, following: asyncio.Task[None] | None) -> None:
-    """Start a router, once the event plane is connected that says where its consolidator is."""
+    """Start a router, once the event plane is connected that knows its consolidator's address."""
     if following is not None:
         await following
     await service.start()

@@ -107,7 +107,7 @@ class PlacementFailure:
 
 
 OTHERS_MAX = 8
-"""Further candidates that are told, the cheapest; ``/v1/decisions`` has them all. Each costs some 15 µs to send."""
+"""Further candidates that are sent, the cheapest; ``/v1/decisions`` has them all. Each costs some 15 µs to send."""
 
 
 def tell_decision(span: SpanRecord, decision: Decision) -> None:

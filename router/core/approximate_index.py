@@ -1,7 +1,7 @@
 """A prefix index without events: the router's own choices, each trusted for a limited time.
 
 Rules
-    1. Each choice says: this worker now holds this path. A later choice of the same path renews the belief.
+    1. After a choice the worker counts as holding the path. A later choice of the same path renews that.
     2. A belief expires ``ttl_ms`` after its last renewal.
     3. Nothing is ever corrected by the worker: this is for engines whose events cannot be had.
     4. When a worker is dropped, everything chosen for it is dropped; under the same name it starts empty.
@@ -60,7 +60,7 @@ class Beliefs:
         """Return every belief once, oldest first, and from which time on the index made of them is exact.
 
         At most ``max_blocks`` blocks, the youngest; what was left out has expired by the time that is returned. Each
-        choice owns the end of its path behind what younger ones renewed, so one look-up tells that nothing is left of
+        choice owns the end of its path behind what younger ones renewed, so one look-up shows that nothing is left of
         it, and a bisection finds where the rest begins.
         """
         chains: list[BelievedChain] = []

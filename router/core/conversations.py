@@ -1,4 +1,4 @@
-"""Which requests are turns of one conversation, told by the blocks of their prompts, and who holds how much of it.
+"""Which requests are turns of one conversation, by the blocks of their prompts, and which workers hold how much of it.
 
 Rules
     1. A request continues a conversation when its path has the last whole block of an earlier one: what a client

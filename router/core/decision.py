@@ -99,7 +99,7 @@ class Decision(msgspec.Struct, eq=False):
 
     @property
     def reason(self) -> str:
-        """Return the short reason code; it says so when the chosen worker's overlap was predicted, and when the
+        """Return the short reason code; it shows when the chosen worker's overlap was predicted, and when the
         router was behind the pool's journal.
         """
         reason = f"{self.choice.reason}-predicted" if self.worker in self.untrusted else self.choice.reason

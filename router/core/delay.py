@@ -8,7 +8,8 @@
     cost     = expected + own + joined + decoding
 
 An idle worker that holds nothing of a prompt costs what the prompt takes to compute, twice: for itself, and for the
-next one. What only a pool as a whole tells (who would have come to the last free worker) is added by the policy.
+next one. What only a pool as a whole shows (requests that would have come to the last free worker) is added by the
+policy.
 
 Nothing here keeps or reads anything. ``poolgrid.router.core.engine_times`` has the same for many workers at once, to
 the bit.
@@ -35,9 +36,9 @@ class WorkerDelay(NamedTuple):
     """Prompt tokens of one step."""
     total_blocks: float
     pace: float
-    """How much slower it is than its curve says."""
+    """Its speed factor: real times over those of its curve."""
     done_ms: float
-    """Milliseconds at pace 1 by which its queue is shorter than its tokens say, for it is at work."""
+    """Milliseconds at pace 1 by which its queue is shorter than by its tokens, since part of it is computed."""
     queued_tokens: float
     """Prompt tokens that it has accepted and not computed."""
     active_blocks: float

@@ -153,9 +153,9 @@ class Engines:
     """Prompt tokens of one step."""
     total_blocks: FloatArray
     paces: FloatArray
-    """How much slower each is than its curve says."""
+    """Speed factor of each: real times over those of its curve."""
     done_ms: FloatArray
-    """Milliseconds at pace 1 by which its queue is shorter than its tokens say, for it is at work."""
+    """Milliseconds at pace 1 by which its queue is shorter than by its tokens, since part of it is computed."""
     waiting: FloatArray
     """Requests that wait for their first token there."""
     choices_per_ms: float

@@ -1,4 +1,4 @@
-"""Who the workers are: a fold over membership events.
+"""The workers of a pool: a fold over membership events.
 
 Rules
     1. A worker exists from ``WorkerJoined`` to ``WorkerLeft``. A second ``WorkerJoined`` is a new epoch
@@ -23,7 +23,7 @@ from poolgrid.wire.inabilities import Inability, common
 
 @dataclass(slots=True)
 class Worker:
-    """One routing target and what the stream last said of it."""
+    """One routing target and its latest facts in the stream."""
 
     key: WorkerKey
     epoch: int
@@ -105,7 +105,7 @@ def inabilities_of(workers: Iterable[Worker]) -> tuple[Inability, ...]:
 
 
 def chat_of(workers: Iterable[Worker]) -> ChatSpec:
-    """Return how chats with a model are written and read, as far as any of its workers was told."""
+    """Return how chats with a model are written and read, as far as any of its workers was configured."""
     found = NO_CHAT_SPEC
     for worker in workers:
         found = found.filled(worker.card.chat)

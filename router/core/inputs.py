@@ -100,7 +100,7 @@ class Renewed(msgspec.Struct, frozen=True):
 
 
 class PromptComputed(msgspec.Struct, frozen=True):
-    """The first of a dispatch's answer passed the router: its prompt is no work any more, whatever events say."""
+    """The first of a dispatch's answer passed the router: its prompt is no work any more, regardless of events."""
 
     worker: WorkerKey
     dispatch_id: str

@@ -100,7 +100,7 @@ class KvAware:
         return BatchPlanner(selector, self.estimate)
 
     def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
-        """Choose the least cost in milliseconds; who only decodes is chosen by the length of its steps."""
+        """Choose the least cost in milliseconds; a decode worker is chosen by the length of its steps."""
         engines = candidates.engines
         if isinstance(engines, FewEngines):
             return _choice_of_few(request, candidates, engines)

@@ -1,8 +1,8 @@
-"""How much slower each worker is than its step times say, learned from its first tokens.
+"""Speed factor of each worker: real over predicted step times, learned from its first tokens.
 
 Rules
     1. A choice leaves what was predicted for it at pace 1: until its first token, the queue included, and for its own
-       prompt alone. Its first token says how long it really took. A worker's pace is the ratio of the two sums, in
+       prompt alone. Its first token shows how long it really took. A worker's pace is the ratio of the two sums, in
        which old observations count less (``KEPT``) and so do all when time passes (``MEMORY_MS``).
     2. A worker begins with ``PRIOR_MS`` worth of the pool's pace, which its observations replace, and what time takes
        from these is filled up with it again. So a worker without recent requests returns to the pool's pace,
@@ -175,7 +175,7 @@ class LearnedSpeeds(Observer):
         self._arrivals = Arrivals()
         self._awaited = 0
         self._latest_ms = 0.0
-        """Of the moments that it was told."""
+        """Times of the moments that it observed."""
         self._columns: dict[int, tuple[Sequence[Worker], EngineColumns]] = {}
         """Card times of groups of workers, by the identity of the group."""
 

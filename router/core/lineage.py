@@ -1,4 +1,4 @@
-"""Which session a prompt continues, where no client says so: by the prompts and answers before it.
+"""Which session a prompt continues, where no client names it: by the prompts and answers before it.
 
 Rules
     1. A prompt that begins with all tokens of an earlier prompt and of its complete answer, and has more behind them,
@@ -38,7 +38,7 @@ STRIDE: Final = 16
 
 
 class Found(NamedTuple):
-    """What a prompt says of its session."""
+    """The session of a prompt, by its text."""
 
     session: str = ""
     """The session that it continues; empty = it begins one."""

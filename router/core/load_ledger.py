@@ -6,10 +6,10 @@ Rules
        blocks, ``RequestFinished`` (or a release, or the worker's end) removes it.
     2. A worker's sums are always the sums over its entries; an entry that is never confirmed expires. Leases wait in
        the order of their ends, and those that need not end any more go as soon as they are the first.
-    3. A worker may say that a request began after its router has taken it off, for events travel longer than a short
+    3. A worker may report that a request began after its router has taken it off, for events travel longer than a short
        answer. Such a start is expected (``late_starts``): it makes no entry, and is no request of another router.
     4. Requests of other routers appear through the workers' events alone: so routers agree without talking to each
-       other, except for predictions in flight. ``others_share`` says how many there are of late; it is no part of what
+       other, except for predictions in flight. ``others_share`` is their share of late; it is no part of what
        decisions depend on.
 
 Sums live in arrays addressed by the worker's slot in the prefix index, so that a decision over many workers reads them
@@ -298,7 +298,7 @@ class LoadLedger:
                 self._lease(worker, request_id, entry)
 
     def expire(self, now_ms: float, held: Collection[str] = frozenset()) -> tuple[int, list[str]]:
-        """Release reservations that no worker confirmed in time, except those that someone still ``held`` open.
+        """Release reservations that no worker confirmed in time, except those that are still ``held`` open.
 
         Returns how many were released, and the ids of those that were due and held: their leases are renewed.
         """

@@ -19,7 +19,7 @@ IsOpen = Callable[[WorkerKey, str], bool]
 class Observer:
     """Base of observers, which does nothing.
 
-    An observer is a fold like the projection: what it is told, with its times, decides, nothing else.
+    An observer is a fold like the projection: only its inputs, with their times, decide.
     """
 
     name: ClassVar[str]

@@ -16,7 +16,7 @@ CLEARED_COSTS: Final = 3
 
 
 class Orphan(LruEntry):
-    """One block, who holds it, and its place among those with the same parent."""
+    """One block, its holders, and its place among those with the same parent."""
 
     sequence_hash: int
     mask: int

@@ -12,7 +12,7 @@ Rules
        ``_orphans``; that does not count as overlap until the missing ancestor is stored, and then it does.
     2. All blocks of a run have the same holders and only its last block has children. A store or remove that would
        break this splits the run first. A run without holders does not exist. None grows beyond ``RUN_BLOCKS_MAX``.
-    3. A block is *held* while it lies on any tier. ``lower`` says who holds it on the host, on disk, and only there;
+    3. A block is *held* while it lies on any tier. ``lower`` has the holders on the host, on disk, and only there;
        it is empty in a pool without lower tiers.
     4. A worker owns one bit. Dropping it clears the bit from ``_live`` at once; the masks are swept a slice at a time
        during later calls, newest run first, and the bit is given out again only after that.
@@ -20,12 +20,12 @@ Rules
        leaves from their ends, oldest first, but leaves in use get a second chance; evictions are counted.
     6. No call takes longer because the index is large. Nothing is copied or scanned whole, no map is rebuilt whole
        (``BlockMap``, ``BlockLocator``), and what sweeping and eviction do in one call has a limit. Beyond that a call
-       does what its own event says: its blocks, the runs that they cut, and, where a block goes that a worker still
+       does what its own event requires: its blocks, the runs that they cut, and, where a block goes that a worker still
        holds blocks behind (engines evict leaves first, so this is rare) or comes back, those blocks and the runs right
        below.
-    7. ``_places`` has every block, also those inside of runs, and is asked where no edge says where a block is: where a
-       path branches inside a run, where a block goes from its middle, and of blocks without a holder. That takes a few
-       microseconds a block.
+    7. ``_places`` has every block, also those inside of runs, and is used where no edge has the place of a block: where
+       a path branches inside a run, where a block goes from its middle, and of blocks without a holder. That takes a
+       few microseconds a block.
     8. A chain that has a block twice, or begins or ends with an edge of a run that it does not continue, is refused.
        No check is made whether another block of a new chain is inside of some run: there it would contradict the path
        that its hash names, and counts for the reporting worker alone. Where such a block becomes an edge of two runs

@@ -141,9 +141,9 @@ class Projection:
         self.predictions: ApproximateIndex = self.trust.predictions
         """Cached blocks according to choices: in place of all events, or of events that are not trusted."""
         self.examiner: ReuseExaminer | None = None
-        """Who compares promised and reported reuse; changes nothing."""
+        """Compares promised and reported reuse; changes nothing."""
         self.follows_blocks = True
-        """Whether the index holds what events tell of blocks; else it holds what was chosen."""
+        """Whether the index holds the blocks of events; else it holds the choices."""
 
     def attach(self, observer: Observer) -> Observer:
         """Let an observer follow from now on, unless one of its name does; return the one that follows."""
@@ -181,7 +181,7 @@ class Projection:
         # A plain tuple finds what a WorkerKey was stored under, and costs less to make.
         worker = self.fleet.workers.get((record.worker_id, record.dp_rank))  # type: ignore[call-overload]
         key = WorkerKey(WorkerId(record.worker_id), record.dp_rank) if worker is None else worker.key
-        # A stream that is live stays so, without ``fold``, while no event says otherwise.
+        # A stream that is live stays so, without ``fold``, until an event changes that.
         concerns_streams = False
         for event in record.events:
             kind = type(event)
@@ -381,4 +381,4 @@ _EFFECTS: Final[Mapping[type[AnyEvent], Callable[[Projection, WorkerKey, Journal
 """By exact type: each failed ``case`` of a match on structs takes a quarter of a microsecond."""
 
 _OF_STREAMS: Final = frozenset((CacheCleared, SnapshotBegan, SnapshotEnded, StreamStateChanged))
-"""Events that say how far a stream can be trusted."""
+"""Events about how far a stream can be trusted."""

@@ -78,7 +78,7 @@ class RunMap:
         if high_mask & mask == mask:
             return [(last + 1, mask)]
         at = 0 if blocks[0] == path[0] else -blocks.index(path[0])
-        # From run to run: behind a path's part of one comes the first block of the next, or nothing that anyone holds.
+        # From run to run: behind a path's part of one comes the first block of the next, or nothing with a holder.
         groups: list[tuple[int, int]] = []
         hops = patience = HOPS
         while True:
@@ -154,7 +154,7 @@ class RunMap:
         return run if run is not None and run.mask & bit else self.inside(block, bit)
 
     def inside(self, block: int, bit: int) -> Run | None:
-        """Return the run that a block is in and certain workers hold, where no edge says so; it takes microseconds."""
+        """Return the run that a block is in and certain workers hold, where no edge has it; it takes microseconds."""
         return next((run for run in self.places.where(block) if run.mask & bit and block in run.blocks), None)
 
     def child(self, parent: int | None, block: int) -> Run | None:

@@ -101,7 +101,7 @@ class Selector:
         """Decides who of those that wait goes to a worker, with a policy that plans."""
 
     def select(self, wanted: WorkerWanted, dry_run: bool = False) -> Found:
-        """Choose a worker for a request, or say why there is none; nothing is booked.
+        """Choose a worker for a request, or give the reason why there is none; nothing is booked.
 
         A ``dry_run`` leaves no trace: a policy that counts is asked on a copy.
         """

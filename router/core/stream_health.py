@@ -5,7 +5,7 @@ Rules
        (found by ``OverlapCheck``). All other workers are trusted, regardless of the past, and of what becomes of
        further sources.
     2. From the moment a worker is untrusted, the router's own choices for it are recorded, and its overlap is what they
-       predict, for ``ttl_ms`` each. What the index says of it meanwhile is kept up to date and not used.
+       predict, for ``ttl_ms`` each. Its part of the index is kept up to date meanwhile and not used.
     3. A worker that is trusted again, or leaves, loses its predictions.
     4. What a chosen worker computed and has not reported yet counts as cached (``ComputedPrompts``), as long as its
        stream is trusted.
@@ -39,7 +39,7 @@ PREDICTION_BUDGET_BYTES: Final = 64 * 1024 * 1024
 
 
 OpenChoice = tuple[WorkerKey, str, Sequence[int], int, int, int]
-"""A choice whose start is awaited: worker, dispatch, path, block size, blocks that the index said it holds, and the
+"""A choice whose start is awaited: worker, dispatch, path, block size, blocks that it held by the index, and the
 place among the prompts that are computed, from 1 on, or 0."""
 
 Window = tuple[WorkerKey, list[tuple[int, int, int]], bool]
@@ -52,7 +52,7 @@ class _Pending(msgspec.Struct):
     path: Sequence[int]
     block_size: int
     blocks: int
-    """What the index said of the prompt when it was chosen."""
+    """The index's result for the prompt when it was chosen."""
 
 
 class StreamHealth:
@@ -75,7 +75,7 @@ class StreamHealth:
     # Facts
 
     def note_streams(self, worker: WorkerKey, streams: Iterable[SourceStream]) -> None:
-        """Take what the journal says of a worker's streams."""
+        """Take the journal's events about a worker's streams."""
         own = own_stream(streams)
         self._states[worker] = (own.state, own.reason)
         self._judge(worker)
@@ -88,13 +88,13 @@ class StreamHealth:
         self._judge(worker)
 
     def started(self, worker: WorkerKey, request_id: str, cached_tokens: int) -> tuple[Sequence[int], int] | None:
-        """Compare what a worker reused with what the index said of it, for a request that was chosen here.
+        """Compare what a worker reused with the index's result for it, for a request that was chosen here.
 
         The index is asked at the choice and now, and the number in between that is nearest to the truth counts: a batch
-        may tell of the request's own blocks before it tells of its start, and others may have come since the choice.
+        may report the request's own blocks before its start, and others may have come since the choice.
 
-        Engines that say only at the end what they reused are compared then: what they hold and the index does not is
-        not stored again meanwhile, so it is still missed.
+        Engines that report the reused tokens only at the end are compared then: what they hold and the index does not
+        is not stored again meanwhile, so it is still missed.
 
         Returns the request's path and the predicted tokens; ``None`` for one that is not awaited.
         """
@@ -143,7 +143,7 @@ class StreamHealth:
     ) -> None:
         """Note a choice: its start will be checked, and for an untrusted worker it is what it holds from now on.
 
-        ``blocks`` is what the index says the worker holds of the path, where the caller has asked it already.
+        ``blocks`` is what the worker holds of the path by the index, where the caller has asked it already.
         """
         if not path:
             return
@@ -162,7 +162,7 @@ class StreamHealth:
         return pending is not None and self.computed.add(worker, request_id, pending.path)
 
     def predicted(self, worker: WorkerKey, path: Sequence[int], now_ms: float) -> TierOverlap:
-        """Return what the router's own choices say of an untrusted worker."""
+        """Return the overlap of an untrusted worker by the router's own choices."""
         self.predictions.expire(now_ms)
         return self.predictions.index.overlap(path, worker)
 
@@ -223,7 +223,8 @@ TRUSTED_BELOW: Final = 0.25
 
 
 class OverlapCheck:
-    """A live cross-check of one worker's event stream: what the index says it holds against what it really reuses.
+    """A live cross-check of one worker's event stream: the blocks in the index against the tokens that it really
+    reuses.
 
     Rules
         1. When the worker starts a request, the prompt tokens that it reports as reused are compared with what the
@@ -233,7 +234,7 @@ class OverlapCheck:
         3. From ``LEAST_REQUESTS`` of them on, a share of disagreeing tokens above ``SUSPECT_ABOVE`` makes the stream
            suspect; it stays so until the share falls below ``TRUSTED_BELOW``.
 
-    This is how a stream that never fills is found: the engine reuses what the index has never heard of.
+    This is how a stream that never fills is found: the engine reuses blocks that the index never had.
     """
 
     __slots__ = ("_window", "disagreeing_tokens", "is_suspect", "predicted_tokens", "realised_tokens", "weight_tokens")
@@ -312,15 +313,15 @@ _Key = tuple[WorkerKey, str]
 
 
 class ComputedPrompts:
-    """Prompts that workers have computed and have not told of: a first token is sooner with a router than the events.
+    """Prompts that workers have computed and not yet reported: a first token reaches a router before the events.
 
     An answer of a few tokens is over before the consolidator's stream reports what it left in the worker's cache. A
     client that asks again at once, with the answer or with another question about the same text, would be sent to a
     worker that has nothing.
 
     Rules
-        1. A prompt is here from its first token until its worker's stream tells of the request, or the worker's cache
-           is emptied, or the worker leaves. Then the index says what the worker holds, and nothing else does.
+        1. A prompt is here from its first token until its worker's stream reports the request, or the worker's cache
+           is emptied, or the worker leaves. Then the index alone shows what the worker holds.
         2. A path's sequence hashes name all that is before them, so two paths that agree at a place agree up to there:
            how far they do is found by halving.
         3. At most ``PROMPTS_MAX``, the newest; of those that begin with the same block the newest

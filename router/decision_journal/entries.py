@@ -58,7 +58,7 @@ class JournalEntry(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=Fa
 
 
 class RouterSettingsNoted(JournalEntry, frozen=True):
-    """Who decides, by which rules."""
+    """The deciding router, and its rules."""
 
     router_id: str
     poolgrid: str
@@ -129,7 +129,7 @@ class RouterBeliefs(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Checkpoint(JournalEntry, frozen=True):
-    """All of the router's state that the pool's journal before ``offset`` does not tell."""
+    """All of the router's state that the pool's journal before ``offset`` does not have."""
 
     offset: int
     now_ms: float
@@ -178,7 +178,7 @@ class RecordsApplied(JournalEntry, frozen=True):
     to_offset: int
     now_ms: float
     check: int
-    """``stream_check`` over these records: tells them from others that have the same offsets."""
+    """``stream_check`` over these records: distinguishes them from others with the same offsets."""
 
 
 class WorkersNamed(JournalEntry, frozen=True):

@@ -94,7 +94,7 @@ def decision_directories(directory: Path) -> list[Path]:
 
 @dataclass(slots=True)
 class RecordedDecision:
-    """One decision as a journal tells it."""
+    """One decision in a journal."""
 
     decision: Decision
     stored: StoredEntry

@@ -6,7 +6,7 @@ Rules
     2. A decision is compared in everything that was recorded of it: the offset, the candidates in their order, every
        number about them as bits, the row, the reason, the workers filtered out and why.
     3. The first difference ends the replay of a router: what follows would be built on a state that is in doubt.
-    4. Where inputs are missing (said in the journal) or the pool's journal no longer reaches back, decisions are
+    4. Where inputs are missing (recorded in the journal) or the pool's journal no longer reaches back, decisions are
        counted as not derivable, until the next checkpoint or snapshot from which state can be had.
     5. A checkpoint may lack the oldest predictions from the router's own choices. Until these have expired, a
        decision that depends on it and comes out otherwise counts as not derivable, and the recorded one is booked.
@@ -86,7 +86,7 @@ class ReplayOutcome:
     """Turns of sessions that were admitted, or had to wait, as recorded."""
     not_derivable: int = 0
     lost_decisions: int = 0
-    """Decisions of which the journal only says that it does not have them."""
+    """Decisions that the journal records as missing."""
     causes: dict[str, int] = field(default_factory=dict)
     """Why decisions were not derivable, and how many for each reason."""
     difference: Difference | None = None
@@ -127,7 +127,7 @@ class DecisionReplay:
         self._blind = "the journal begins here"
         """Why the state is not known; empty while it is."""
         self._too_old = False
-        """It is not known because the pool's journal does not reach back to it: the next snapshot may tell it."""
+        """It is not known because the pool's journal does not reach back to it: the next snapshot may have it."""
         self._begun_midway = False
         """The state is that of a checkpoint, and not of all that ever happened to the router."""
         self._expected = 0

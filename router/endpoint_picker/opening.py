@@ -24,8 +24,8 @@ from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
 
 FALLBACKS = 2
-"""Endpoints that a gateway is told next to the first: two outlive a pod that is gone and its neighbour; each costs a
-further choice."""
+"""Endpoints that a gateway gets in addition to the first: two outlive a pod that is gone and its neighbour; each costs
+a further choice."""
 
 RENEWALS_PER_LEASE = 3
 """A lease is renewed so often in its time: one renewal may come late."""

@@ -5,10 +5,10 @@ Rules
     2. A booking is an entry of the load ledger with a lease, renewed while the gateway's stream for the request lives.
        It ends with the answer, or with that stream. Once the answer has begun, its prompt is no work any more. A
        booking that no open stream holds is ended at the next renewal: that is a fault of ours, counted and logged.
-    3. Nothing waits here: a request that finds every worker full is shed, and its client told when to come back.
+    3. Nothing waits here: a request that finds every worker full is shed, and its client gets the time to come back.
     4. A worker whose own process cannot be reached, while its membership lasts, comes last: its engine may live.
     5. Fallbacks are what would be chosen if the endpoints before were away. They are not booked; the booking moves when
-       the gateway says that another endpoint served.
+       the gateway reports that another endpoint served.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class Shed(msgspec.Struct, frozen=True):
-    """A request that gets no endpoint, and what its client is told."""
+    """A request that gets no endpoint, and the answer to its client."""
 
     status: int
     code: str
@@ -262,7 +262,7 @@ class Picker:
         return booking
 
     def _in_order(self, worker: WorkerKey, wanted: WorkerWanted) -> tuple[str, ...]:
-        """Return the endpoint of a choice, and of who would be chosen without it."""
+        """Return the endpoint of a choice, and the one that would be chosen without it."""
         endpoints = [self._pods.endpoint_of(worker)]
         unavailable = dict(wanted.unavailable)
         for _ in range(self._fallbacks):

@@ -81,8 +81,8 @@ class Outbox:
 
     Every batch takes the next sequence number, also one that is thrown away; what is kept is contiguous and ends at
     ``next_seq``. When one more would break the bound, all is dropped, and so is what comes until ``reopen``: a stream
-    with a hole is worth nothing, and a restatement says it all. A restatement does not count: one that overflowed would
-    be followed by another, without end.
+    with a hole is worth nothing, and a full resync has everything. A restatement does not count: one that overflowed
+    would be followed by another, without end.
     """
 
     def __init__(self, worker_id: str, dp_rank: int, epoch: int, bytes_max: int = OUTBOX_BYTES_DEFAULT) -> None:
@@ -170,7 +170,7 @@ HASH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class PushTiming:
-    """When the stream speaks without being asked."""
+    """When the stream sends without being asked."""
 
     heartbeat_ms: float = 1000.0
     """Between two heartbeats; the consolidator's lease (``Welcome.lease_ms``) shortens it to a third of itself."""
@@ -243,7 +243,7 @@ class PushStream:
         self._refused_retry_ms = self._timing.refused_retry_ms
         self._hello_retry_ms = self._timing.hello_retry_ms
         self._speak_ms = 0.0
-        """When to say Hello or Heartbeat next."""
+        """Time of the next Hello or Heartbeat."""
         self._heard_ms = 0.0
         self._goodbye_acknowledged = False
 
@@ -315,7 +315,7 @@ class PushStream:
                 self._goodbye_acknowledged = True
             return []
         if isinstance(message, Welcome):
-            # What was sent behind the first Welcome is on its way: this one answers a Hello that was said before it.
+            # What was sent behind the first Welcome is on its way: this one answers a Hello that was sent before it.
             repeated = self.is_open and message.consolidator_id == self._consolidator_id
             self.state = State.OPEN
             self._consolidator_id = message.consolidator_id

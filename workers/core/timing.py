@@ -116,7 +116,7 @@ class TableTiming:
         source: str = "",
     ) -> None:
         self.source = source
-        """What was measured, and how; empty = the table does not say."""
+        """What was measured, and how; empty = not in the table."""
         self._prefill = _curve(prefill, f"{where}: prefill", "tokens", 1e9, extrapolates=True)
         self._decode = _curve(decode, f"{where}: decode", "used_share", 1.0, extrapolates=False)
 

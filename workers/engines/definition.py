@@ -1,4 +1,4 @@
-"""What an engine's directory tells of it, and what a worker process lends it. ``docs/engines.md`` shows one."""
+"""The facts of an engine in its directory, and what a worker process lends it. ``docs/engines.md`` shows one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class OpenedEngine:
     embeddings: EmbeddingExchange | None = None
     """The worker's part in taking embeddings from encode workers; ``None`` for an engine that takes none that way."""
     observe_card: Callable[[Callable[[WorkerCard], None]], None] | None = None
-    """Has a callable told of each new card, of an engine that may serve other names later."""
+    """Calls a function for each new card, of an engine that may serve other names later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +87,13 @@ class EngineDefinition(Generic[S]):
     shortest_timeout_ms: Callable[[S], float]
     """The shortest time after which this engine's worker gives a request or a peer up."""
     about: str = ""
-    """What the page of settings says above its table."""
+    """Text of the page of settings above its table."""
     tables: tuple[type[Settings], ...] = ()
     """The settings classes of that table, where it is more than ``settings``."""
     server_kind: Callable[[], ServerKind] | None = None
     """How its server is recognised, where it runs in one that is asked over HTTP."""
     serves: Callable[[S], tuple[str, str]] = lambda settings: ("", "")
-    """Model and role that the worker will have, as far as the settings say; shown while it loads."""
+    """Model and role that the worker will have, as far as the settings have them; shown while it loads."""
     loads: Callable[[S], str | None] = lambda settings: None
     """What it loads with these settings, as they name it, which may be nothing yet; ``None`` = it loads no model."""
     with_model: Callable[[S, Path], S] | None = None

@@ -2,7 +2,7 @@
 
 A table gives milliseconds over a length and a load, measured or simulated. Load is any number that means the same for
 every pool of the document, such as requests per second for the whole pool. Between points values are interpolated on
-straight lines; beyond the last length the last slope continues (and the evidence says so), before the first the first
+straight lines; beyond the last length the last slope continues (and the evidence notes it), before the first the first
 value stays. A load above what was measured is refused: latencies do not grow on straight lines there.
 """
 

@@ -5,7 +5,7 @@ Rules
        them, those that requests of the cell had on the pool that it spills to; over the last ``window_ms``. The cell's
        target is the middle of its range on the axes that are targets.
     2. *missed*: a p95 (nearest rank) of at least ``samples_min`` measurements is above its target. *met*: every p95
-       is at most ``return_below`` of its target. *quiet*: too few measurements to tell. *between*: anything else.
+       is at most ``return_below`` of its target. *quiet*: too few measurements to decide. *between*: anything else.
     3. Missed without interruption for ``spill_after_ms``: ``step_share`` more of the traffic spills, up to
        ``share_max``. Met or quiet for ``return_after_ms``: one step less. Between, nothing changes and no time is
        counted (hysteresis).

@@ -9,7 +9,7 @@ Rules
        the slower ones. *none*: nothing.
     3. Equal speed is decided by the order of the document.
     4. A pool that is down, draining, saturated, not connected yet or behind an open circuit breaker is passed over, and
-       the record says why.
+       the record has the reason.
 
 Priority retry is another list: strictly faster pools from the slowest to the fastest (``retry_order``).
 """

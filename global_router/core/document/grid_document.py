@@ -18,7 +18,7 @@ POOLS_MAX = 256
 RESOLUTION_MAX = 1024
 """Cells along one axis."""
 CELLS_MAX = 65_536
-"""Cells of one grid: 256 × 256, beyond which no person can tell why a cell is what it is."""
+"""Cells of one grid: 256 × 256, beyond which no person can review the cells."""
 OVERRIDES_MAX = 256
 TOKENS_MAX = 2**31 - 1
 """Prompt and context lengths; the longest context of any served model is 2,000 times shorter."""

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """The thread of one engine; made on the event loop that everything is told to."""
+    """The thread of one engine; made on the event loop that gets all results."""
 
     def __init__(self, name: str = "engine") -> None:
         self._caller = asyncio.get_running_loop()

@@ -2,14 +2,14 @@
 
 Rules:
 
-1. An engine that has shut down, or says that it is not healthy, is *broken*: ``broken`` gets the error, and nothing
+1. An engine that has shut down, or reports that it is not healthy, is *broken*: ``broken`` gets the error, and nothing
    heals it.
 2. An engine whose thread or whose reader has not come back from a call for ``answer_timeout_ms`` is *silent*: nothing
    that it has can be expected of it. So is one in which nothing at all moves, and one that generates no token for
    request but its worker's own.
 3. An engine that is idle proves itself by generating a token every now and then; one that is busy by its progress
    (``poolgrid.workers.engines.lifecycle.progress``). One that is ill is asked again and again.
-4. ``unhealthy_reason`` says what is wrong; silence is wrong too. Progress and proofs heal it, but no proof counts
+4. ``unhealthy_reason`` is the fault; silence is wrong too. Progress and proofs heal it, but no proof counts
    while a call is out.
 """
 

@@ -103,7 +103,7 @@ class RankLoad:
         """Return the rank's load now.
 
         The engine's statistics count only while it works, and from its first step on: they are those of its last step,
-        and an idle engine makes none. ``cached_blocks`` is what the cache events say.
+        and an idle engine makes none. ``cached_blocks`` is the number by the cache events.
         """
         if self._engine is not None and self._entries:
             return msgspec.structs.replace(

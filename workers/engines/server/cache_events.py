@@ -48,10 +48,10 @@ BLOCKS_MAX = 4_194_304
 
 
 class RankEvents:
-    """Follows the publisher of one rank as a consolidator does (``poolgrid.kv_events.follower``); keeps what it said.
+    """Follows the publisher of one rank as a consolidator does (``poolgrid.kv_events.follower``); keeps its blocks.
 
     The publisher's epochs and numbers end here. A new life of it, a loss that no replay repairs, and a connection that
-    is gone for the lease are told as ``CacheCleared``. ``told`` holds exactly what was told.
+    is gone for the lease are reported as ``CacheCleared``. ``told`` holds exactly what was reported.
     """
 
     def __init__(
@@ -152,13 +152,13 @@ class RankEvents:
 
 
 IDLE_PAUSE_S = 0.05
-"""Time between two questions to a server that has said nothing: events as late cost a choice now and then."""
+"""Time between two questions to a server without an event: events as late cost a choice now and then."""
 
 FAILED_PAUSE_S = 1.0
 """Time between two questions to a server that does not answer."""
 
 DRAIN_TIMEOUT_S = 30.0
-"""How long an answer may take: some servers wait for an event for seconds before they say that there is none."""
+"""How long an answer may take: some servers wait for an event for seconds before they answer that there is none."""
 
 
 class CacheEvents:
@@ -308,7 +308,7 @@ class DrainedEvents(CacheEvents):
                 log.warning("%s; the gap clears the claims", wrong)
             told: list[AnyEvent] = []
             if 0 < self._kept_events_max <= len(items):
-                told.append(self._translator.lose())  # older events may have been dropped, and no hole says so
+                told.append(self._translator.lose())  # older events may have been dropped, and no hole shows it
             if events:
                 told += self._translator.translate(events).events
             if told:

@@ -28,7 +28,7 @@ class Failure(msgspec.Struct, frozen=True, gc=False):
 
 
 class ServerAnswerPiece(msgspec.Struct, gc=False):
-    """What one chunk of an answer says, or a whole answer."""
+    """Content of one chunk of an answer, or of a whole answer."""
 
     tokens: list[int] = []
     finish: FinishReason | None = None
@@ -47,7 +47,7 @@ class Call(msgspec.Struct, frozen=True, gc=False):
     path: str
     body: bytes
     read: Callable[[bytes], ServerAnswerPiece | None]
-    """Read a chunk of a stream, or a whole answer; ``None`` = it says nothing. Raises ``DecodeError``."""
+    """Read a chunk of a stream, or a whole answer; ``None`` = it has no content. Raises ``DecodeError``."""
     streams: bool = True
     """Whether the answer comes in chunks."""
     headers: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class ServerDialect(Protocol):
 
     @property
     def tells_reuse_first(self) -> bool:
-        """Whether the first piece of an answer says how much of the prompt was reused; else the last does."""
+        """Whether the first piece of an answer has the number of reused prompt tokens; else the last has it."""
         ...
 
     def call(self, request: Generate) -> Call:

@@ -63,7 +63,7 @@ class WantedServer:
     publishing: Publishing | None
     """Where they are published; ``None`` where they are not followed, or come another way."""
     given_file: str = ""
-    """Text of the file of settings among the arguments, where the worker has something to say in it."""
+    """Text of the file of settings among the arguments, where the worker sets something in it."""
 
     @property
     def options(self) -> dict[str, str]:
@@ -83,7 +83,7 @@ class ServerCommand:
     files: Mapping[str, str] = field(default_factory=dict)
     """Text of files in its directory, by name."""
     block_size: int | None = None
-    """Tokens in a block, where the server does not say and its arguments do."""
+    """Tokens in a block, where the server does not report it and its arguments have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +97,9 @@ class Launch:
     command: Callable[[WantedServer], ServerCommand]
     """Raises ``ValueError`` for what cannot be had."""
     rank_options: tuple[str, ...] = ()
-    """Names of the option that says how many data-parallel ranks there are."""
+    """Names of the option for the number of data-parallel ranks."""
     file_options: tuple[str, ...] = ()
-    """Names of the option that names a file in which the worker has something to say."""
+    """Names of the option for a file in which the worker sets something."""
     publishes: bool = True
     """Whether its cache events come out of publishers."""
     as_it_publishes: Callable[[Publishing], Publishing] = lambda publishing: publishing

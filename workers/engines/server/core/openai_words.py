@@ -45,7 +45,7 @@ RETRY_AFTER_MAX_MS = 60_000
 """Longest ``Retry-After`` that is followed: a server that is gone for longer is asked again meanwhile."""
 
 NEVER = -100.0
-"""Logit bias of a token that is not to be generated: OpenAI's own way to say so."""
+"""Logit bias of a token that is not to be generated: OpenAI's own form for it."""
 
 
 class ErrorInfo(msgspec.Struct, gc=False):
@@ -241,7 +241,7 @@ def guide_text(schema: bytes) -> str:
 
 
 def guide_of(sampling: Sampling, choices_as_regex: bool = False) -> tuple[str, Any] | None:
-    """Return the kind of guide that is set (json, regex, grammar, choice or structural_tag) and what it says.
+    """Return the kind of guide that is set (json, regex, grammar, choice or structural_tag) and its content.
 
     Raises ``UnsupportedError``.
     """

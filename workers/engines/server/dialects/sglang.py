@@ -1,14 +1,14 @@
-"""SGLang's server: how it is asked, what it says of itself, how it is started. Pure but for its questions.
+"""SGLang's server: its requests, its facts, its start. Pure but for its questions.
 
 Requests go as ``/generate`` takes them.
 
 Rules:
 
 1. Token ids go in (``input_ids``) and come out (``output_ids``). A chunk holds all tokens so far, or those that are new
-   (``--incremental-streaming-output``): how many there are in all tells which.
+   (``--incremental-streaming-output``): their total number decides which.
 2. How much was reused comes with every chunk.
 3. Both legs of a request run at the same time: the prefill server waits for the decode server to ask for the KV, by a
-   room that both are told. So a prefill leg counts as prefilled as soon as its server has it.
+   room that both know. So a prefill leg counts as prefilled as soon as its server has it.
 4. Events name neither salts nor adapters: blocks under one would look like blocks without. Requests with one are
    refused while events are followed.
 5. Images go next to token ids (``image_data``). The server then makes text of the ids, and tokens of the text with
@@ -90,7 +90,7 @@ class _Finish(msgspec.Struct, gc=False):
 class _Meta(msgspec.Struct, gc=False):
     finish_reason: _Finish | None = None
     completion_tokens: TokenCount = 0
-    """Which tells chunks that are new from chunks of all so far: an answer with none is unreadable."""
+    """Distinguishes new chunks from chunks of all so far: an answer with none is unreadable."""
     cached_tokens: Any = None
     output_token_logprobs: list[Logprob] | None = None
     output_top_logprobs: list[list[Logprob] | None] | None = None
@@ -220,7 +220,7 @@ class _Reader:
         self._taken = 0
 
     def read(self, data: bytes) -> ServerAnswerPiece | None:
-        """Return what a chunk, or a whole answer, says."""
+        """Return the content of a chunk, or of a whole answer."""
         chunk = read_answer(_decode, data, TITLE)
         if chunk.error is not None:
             return ServerAnswerPiece(failure=answer_failure(TITLE, chunk.error, self._taken > 0))
@@ -293,7 +293,7 @@ EVENTS_OPTION = (
 
 
 class _Publishing(msgspec.Struct):
-    """What newer versions say of their publishers."""
+    """Publishers as newer versions list them."""
 
     publisher: str = "null"
     endpoint_host: str = "*"
@@ -403,7 +403,7 @@ def _moved(endpoint: str, ports: int) -> str:
 
 
 async def pictures_missing(client: ServerClient) -> str:
-    """Say why a server takes no images, and what to do; empty = it takes them, or does not say."""
+    """Return why a server takes no images, and what to do; empty = it takes them, or does not report it."""
     said = await client.ask_if_there("/model_info", _Model)
     if said is None:
         said = await client.ask_if_there("/get_model_info", _Model)

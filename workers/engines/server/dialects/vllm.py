@@ -1,4 +1,4 @@
-"""vLLM's server: how it is asked, what it says of itself, how it is started. Pure but for its questions.
+"""vLLM's server: its requests, its facts, its start. Pure but for its questions.
 
 Requests go as vLLM's ``/v1/completions`` takes them, those with images as
 ``/inference/v1/generate`` does.
