@@ -237,7 +237,7 @@ class JournalKeeper:
             self._context.spawn(self._find_lost_files(), "look at the journal's files")
 
     async def _make_room(self, stalled: bool) -> None:
-        """Make a journal smaller that is much larger than retention says, or takes nothing any more."""
+        """Make a journal smaller that is much larger than its retention, or takes nothing any more."""
         # A snapshot of the state may be waiting for records that the journal has no room for.
         journal, wall_ms = self.journal, self._context.clock.wall_ms()
         try:

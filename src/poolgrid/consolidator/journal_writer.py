@@ -1,7 +1,7 @@
 """Appends turns to the journal in their order, on a thread: the event loop never waits for a disk.
 
 Rules
-    1. Turns are stored in the order in which they were put, and told so (``on_stored``) in that order. A turn without
+    1. Turns are stored in the order in which they were put, and reported (``on_stored``) in that order. A turn without
        records waits behind those before it: what it answers may name what they hold.
     2. One write is in progress at a time; the next takes everything that waits, up to ``WRITE_BYTES_MAX``. What one has
        stored is published in slices, in turn with all other bulk work (``poolgrid.process.bulk_work``).
@@ -47,7 +47,7 @@ WRITE_BYTES_MAX = 8 * 1024 * 1024
 """Records of one write, which is all or nothing."""
 
 TELL_BYTES = 12 * 1024
-"""Records told of between two turns of the event loop, each with ``RECORD_BYTES`` more: less than a millisecond for
+"""Records published between two turns of the event loop, each with ``RECORD_BYTES`` more: less than a millisecond for
 a router in the same process, and more than is taken in meanwhile, so that what waits does not grow."""
 
 RECORD_BYTES = 256
@@ -60,7 +60,7 @@ SLOW_TOLD_MS = 10_000.0
 """How long the word stands after the last slow write."""
 
 COMPLAIN_EVERY_MS = 30_000.0
-"""How often a journal that still cannot be written is said so in the log."""
+"""How often the log repeats that a journal still cannot be written."""
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class JournalWriter:
         self._fenced = False
         self._waiting: deque[_Item] = deque()
         self._stored: deque[_Item] = deque()
-        """Turns that are in the journal and not told of yet."""
+        """Turns that are in the journal and not published yet."""
         self._waiting_bytes = 0
         self._full = False
         self._task: asyncio.Task[None] | None = None
@@ -270,7 +270,7 @@ class JournalWriter:
             self._journal.append(payloads, wall_ms)
             self._appended = True
         if self._always:
-            # What a failed sync left on the disk is unknown; only another one can say that it is durable.
+            # What a failed sync left on the disk is unknown; only another one can confirm that it is durable.
             self._journal.sync()
 
     async def _work(self, job: Callable[[], Any], done: asyncio.Future[Any]) -> None:

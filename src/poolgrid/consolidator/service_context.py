@@ -53,7 +53,7 @@ class ServiceContext:
         return self.stopping or bool(self.broken)
 
     def undecodable(self, peer: str, error: WireError) -> None:
-        """Count a message that is none, and say so in the log now and then."""
+        """Count an unreadable message, and log it now and then."""
         self.counts["undecodable_frames"] += 1
         self.complaints.about(peer, error)
 

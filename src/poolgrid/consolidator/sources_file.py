@@ -1,4 +1,4 @@
-"""The sources file: who publishes KV events over ZMQ PUB, and about which worker.
+"""The sources file: publishers of KV events over ZMQ PUB, each with its worker.
 
 A JSON list of two kinds of entries. One with a ``card`` is an engine that publishes itself: it becomes a worker of the
 pool. One with a ``source`` is a further source of a worker that joins by itself, under that worker's name and rank; it
@@ -53,7 +53,7 @@ class PubSource(Publisher, frozen=True, kw_only=True):
 
 
 class FurtherPub(Publisher, frozen=True, kw_only=True):
-    """A publisher that speaks about a worker which joins by itself."""
+    """A publisher of events about a worker that joins by itself."""
 
     source: str
     """Its name among the sources of the worker."""

@@ -99,7 +99,7 @@ SPAN_MS_MAX = 60 * 60 * 1000
 """Longest stretch of a playback: an hour, in at most ``FRAMES_MAX`` frames."""
 
 FRAMES_MAX = 240
-"""A frame every quarter of a second over a minute; more cannot be told apart on a slider."""
+"""A frame every quarter of a second over a minute; more cannot be distinguished on a slider."""
 
 _NO_STORE = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
@@ -110,7 +110,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, hub: FleetHub, resume: str) -> None:
-        # Proxies that gather answers before they pass them on are told not to.
+        # Proxies that gather answers before they pass them on get a header not to.
         super().__init__(headers={**_NO_STORE, "x-accel-buffering": "no"}, media_type=self.media_type)
         del self.headers["content-length"]
         self._hub = hub
@@ -190,7 +190,7 @@ def add_fleet_page(app: FastAPI, hub: FleetHub, source: FleetSource) -> None:
 
     @app.get(REQUEST_PATH, tags=["fleet page"], responses=error_answers(_NOT_KEPT))
     async def one_request(request_id: Annotated[str, PathParameter(max_length=256)]) -> dict[str, Any]:
-        """Explain one request as `/v1/decisions/{request_id}` does, and say when each of its legs did what."""
+        """Explain one request as `/v1/decisions/{request_id}` does, with the times of each of its legs."""
         found = await source.request(request_id)
         if found is None:
             raise RequestError(

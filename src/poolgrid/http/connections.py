@@ -241,7 +241,7 @@ class HttpConnections:
     # -- what is said --------------------------------------------------------------------------------------------------
 
     def note(self, reason: str, source: str, now_s: float) -> None:
-        """Count a refusal, and say so when it is time."""
+        """Count a refusal, and log it when it is time."""
         self._refused.labels(reason).inc()
         self._unsaid[reason] = self._unsaid.get(reason, 0) + 1
         if now_s >= self._say_at_s.get(reason, float("-inf")):

@@ -150,7 +150,7 @@ class FairAcceptor:
         if self._context is not None:
             source = source_of(address)
             if self._table.admit(source, self._loop.time()) is not None:
-                connection.close()  # nothing can be said before the handshake
+                connection.close()  # nothing can be sent before the handshake
                 return
         connection.setblocking(False)
         task = detached(self._connect(connection, source), "opening of a connection")

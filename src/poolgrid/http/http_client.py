@@ -1,6 +1,6 @@
 """A lean HTTP/1.1 client: asyncio protocols, httptools, a keep-alive pool. For many long streams at a time.
 
-One ``Connection`` carries one ``ClientExchange`` at a time, which is told of each piece of the answer as it arrives: no
+One ``Connection`` carries one ``ClientExchange`` at a time, which gets each piece of the answer as it arrives: no
 task, queue or copy lies in between. Everything the network does wrong becomes ``RequestFailed`` with a kind that can be
 counted. A caller that stops waiting for an exchange closes its connection, which is how a stream is cancelled.
 """

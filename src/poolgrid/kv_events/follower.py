@@ -11,9 +11,9 @@ Rules for this file:
    (what it stores from then on is true, what it stored before is not known) until its next epoch begins at frame 0 or
    its cache is cleared.
 5. During a replay live frames wait in a bounded queue; when it is full the oldest go, which is a hole again.
-6. A follower that is told of a *former* life of the engine (how far it had come) takes nothing in from that life; it
+6. A follower that starts with a *former* epoch of the engine (how far it had come) takes nothing in from that epoch; it
    reads on only to see that life end: by a restart, or by a cleared cache, behind which nothing of it is left. What the
-   first replay shows may have been said before that life ended elsewhere, so a cleared cache in it says nothing.
+   first replay shows may be older than the end of that epoch elsewhere, so a cleared cache in it means nothing.
 
     state        input                         what happens
     -----------  ----------------------------  ----------------------------------------------------------

@@ -225,7 +225,7 @@ def _stored(fields: dict[Any, Any]) -> EngineStored | None:
     lora = _name(fields.get("lora_name"))
     salt = _name(fields.get("cache_salt"))
     if fields.get("lora_id") is not None and not lora:
-        # A number says nothing about which adapter it is on another worker.
+        # A number may be another adapter on another worker.
         return None
     salt, of_text = _salt_of_keys(fields.get("extra_keys"), lora, salt, parent is None)
     if of_text is not None:

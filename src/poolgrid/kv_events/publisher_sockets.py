@@ -35,7 +35,7 @@ _monitors = itertools.count()
 
 
 class PublisherAddress(Protocol):
-    """Where a publisher is heard."""
+    """Addresses of a publisher."""
 
     @property
     def endpoint(self) -> str:
@@ -54,7 +54,7 @@ class PublisherAddress(Protocol):
 
 
 class Followed(Protocol):
-    """Who follows a publisher: inputs in order, effects out."""
+    """Follower of a publisher: inputs in order, effects out."""
 
     def connected(self, now_ms: float, wall_ms: int) -> Sequence[PubEffect]:
         """The subscription reached the publisher (again)."""
@@ -160,7 +160,7 @@ class PublisherSockets:
     def open(self) -> None:
         """Subscribe; raises ``zmq.ZMQError`` where the endpoint is none.
 
-        A publisher that says nothing for the lease, not even its socket, has lost its connection.
+        A publisher that is silent for the lease, not even its socket, has lost its connection.
         """
         subscription: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
         self._subscription = subscription

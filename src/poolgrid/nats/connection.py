@@ -308,7 +308,7 @@ class NatsConnection:
             raise NatsUnavailable(f"{what}: {str(error) or type(error).__name__}") from error
         return _publish_answer(message.data)
 
-    # What the client says
+    # Callbacks of the client
 
     def _where(self) -> str:
         return ", ".join(url.rpartition("@")[2] for url in self._settings.nats_url)

@@ -6,7 +6,7 @@ Rules
        is the state read.
     2. Every message is stored behind the one before it, which must be the writer's own, or not at all. A stream that
        does not end where the writer left it has another writer, or lost its end: ``JournalFenced``, and nothing of
-       this writer is stored any more. The sequence alone does not say so: where an end was lost another writer may
+       this writer is stored any more. The sequence alone does not ensure it: where an end was lost another writer may
        have written as many messages as were lost.
     3. What was sent and not answered may be stored. Before anything else is sent the stream is asked: messages of ours
        count, and what they do not hold is sent again under new names. So nothing is stored twice.
@@ -220,7 +220,7 @@ class StreamJournal(Journal):
         self._next = 0
         """Offset behind the last record that is stored."""
         self._done = 0
-        """Offset behind the last record of which ``append`` has said so."""
+        """Offset behind the last record that ``append`` has confirmed."""
         self._oldest = 0
         self._end = (0, "")
         """Sequence and name of the last message that is known to be stored: together, for threads that read."""

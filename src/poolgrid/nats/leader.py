@@ -8,7 +8,7 @@ Rules
        whatever the server answers later.
     3. A process that waits for it asks twice a second, so it is taken over at most ``lease_s`` + 1 s after its last
        renewal (the server looks for entries that are over once a second).
-    4. The lease says who *may* write; what keeps two from writing is the sequence of the stream.
+    4. The lease elects the writer; the sequence of the stream keeps two from writing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ASK_S = 0.5
 """How often a standby checks whether the lease is free."""
 
 LOOK_S = 2.0
-"""Silence after which who follows looks at the entry itself: one that is over is not told of."""
+"""Silence after which a follower reads the entry itself: an expired one is not announced."""
 
 
 def bucket_stream(pool: str) -> str:
@@ -49,7 +49,7 @@ def bucket_stream(pool: str) -> str:
 
 
 def told_subject(pool: str, key: str) -> str:
-    """Return the subject on which entries of the bucket are told once they are stored."""
+    """Return the subject on which entries of the bucket are published once they are stored."""
     return f"poolgrid.{pool}.told.{key}"
 
 
@@ -58,7 +58,7 @@ def _subject(pool: str) -> str:
 
 
 async def read_leader(connection: NatsConnection) -> tuple[int, Leader | None]:
-    """Return the entry's number and what it says; 0 and ``None`` when there is none, ``None`` when it was taken back.
+    """Return the entry's number and its content; 0 and ``None`` when there is none, ``None`` when it was taken back.
 
     Raises ``NatsUnavailable``.
     """
@@ -181,7 +181,7 @@ class LeaderLease:
 
 
 class LeaderWatch:
-    """Who the leader is, for those who follow it."""
+    """The leader, for its followers."""
 
     def __init__(self, connection: NatsConnection, on_change: Callable[[Leader | None], None]) -> None:
         self._connection = connection
@@ -230,4 +230,4 @@ class LeaderWatch:
                 async with asyncio.timeout(LOOK_S):
                     await self._heard.wait()
             except TimeoutError:
-                self._asks = True  # an entry that is over is not told of
+                self._asks = True  # an expired entry is not announced

@@ -1,7 +1,7 @@
 """Which part of each tenant's limits a router may grant, so that the routers of a pool together grant no more than all.
 
 Rules
-    1. A *row* says how much of one tenant's limits each router has: its *shares*, whole numbers. Rows are kept in
+    1. A *row* has each router's part of one tenant's limits: its *shares*, whole numbers. Rows are kept in
        *pages*, each a value that is replaced as a whole, and only behind the value that its writer read.
     2. The shares of a row are never more than the limit. Only who has a share makes it smaller, in favour of another
        one; a router that is gone, which all others judge for themselves, loses its shares to the first that sees it.
@@ -188,7 +188,7 @@ def _given(kind: int, terms: _Terms, had: int, fair: int, others: Mapping[str, H
 
 
 def _told(told: int, wanted: int, share: int) -> int:
-    """Return what to say that is wanted: the same as before while that is about right, for each change is a message."""
+    """Return the demand to publish: the same as before while that is about right, for each change is a message."""
     if wanted <= share:
         return told if told <= share else 0
     return told if told > share and abs(told - wanted) * STEP_PARTS <= 2 * wanted else wanted
@@ -215,7 +215,7 @@ class SharePage:
         """Whether a value was sent of which it is unknown whether it counts."""
 
     def saw(self, revision: int, page: Page) -> dict[str, Amounts]:
-        """Take a value that is there; one that is no later than the known one says nothing new.
+        """Take a value that is there; one that is no later than the known one changes nothing.
 
         Returns what is to be charged as used up, by tenant.
         """
@@ -227,7 +227,7 @@ class SharePage:
             more = _amounts(max(0, new.used[kind] - old.used[kind]) for kind in KINDS)
             planned = self._planned.get(tenant)
             if planned is not None:
-                # Whether it counted cannot be told from what others have made of it since.
+                # Whether it counted cannot be seen after others' changes since.
                 more = _amounts(more[kind] + planned.handed[kind] for kind in KINDS)
             if more != NOTHING:
                 charged[tenant] = more
@@ -322,18 +322,18 @@ class Routers:
             self._heard[life] = _Heard(place, mark, now_ms)
 
     def named(self, lives: Iterable[str], now_ms: float) -> None:
-        """Note who has shares: who never gave a sign has a lease's time for it."""
+        """Note the owners of shares: one without a heartbeat has a lease's time for it."""
         for life in lives:
             if life != self._me and life not in self._heard:
                 self._heard[life] = _Heard("", 0, now_ms)
 
     def left(self, life: str) -> None:
-        """Note that one has said that it goes."""
+        """Note that a router has announced its exit."""
         if life in self._heard:
             self._heard[life] = _Heard("", -1, float("-inf"))
 
     def looked_again(self, now_ms: float) -> None:
-        """Note that no router could be heard so far: the leases begin again."""
+        """Note that no router could be read so far: the leases begin again."""
         self._heard = {
             life: each._replace(since_ms=now_ms) if each.mark >= 0 else each for life, each in self._heard.items()
         }

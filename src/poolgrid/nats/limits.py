@@ -1,7 +1,7 @@
 """Limits of tenants over all routers of a pool: shares of them in a key-value bucket of NATS JetStream.
 
 Rules
-    1. Twice a second a router reads what has changed, says what it wants, and gives what others want and it can spare
+    1. Twice a second a router reads what has changed, publishes its demand, and gives what others want and it can spare
        (``poolgrid.nats.limit_shares``). Requests use the shares that are there, without a question to NATS.
     2. A value is written only behind the one that was read (``Nats-Expected-Last-Subject-Sequence``).
     3. A router gives a heartbeat three times per lease. A router that was silent for a lease while others could

@@ -2,7 +2,8 @@
 
 Rules
     1. A *body* is what a segment of a directory is (``journal.framing``): a header with the offset of the first record,
-       and an entry for each record, tied to its offset by a checksum. A body without entries says where a writer began.
+       and an entry for each record, tied to its offset by a checksum. A body without entries marks the start of a
+       writer.
     2. A body that is larger than one message is cut into *pieces*, in messages that follow each other. A body whose
        last piece is missing was never acknowledged; the next message with a first piece begins another one.
     3. Every message has a name (``Nats-Msg-Id``: the writer's life, and a number that it never uses again). A server

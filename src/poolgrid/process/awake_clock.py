@@ -6,7 +6,7 @@ sockets. ``AwakeTime`` therefore counts a stretch without a sign of its own life
 failure detector ignores a "local pause" in the same way.
 
 Judged by it: leases, links, reservations, pools, questions without an answer, places in queues. A verdict needs a
-timeout of several gaps, so sockets have been read before it is reached. Times that people see, and when to speak
+timeout of several gaps, so sockets have been read before it is reached. Times that people see, and when to send
 oneself, go by the ordinary clock.
 """
 
@@ -128,7 +128,7 @@ class AwakeClock:
         return self._time.at(read())
 
     def hold(self) -> None:
-        """Stand still until ``go_on``: what others say is not read."""
+        """Stand still until ``go_on``: messages of others are not read."""
         self._time.hold(self._monotonic_ms())
 
     def go_on(self) -> None:

@@ -25,7 +25,7 @@ Shares = tuple[int, int]
 
 
 class BudgetedLru(Generic[K, V]):
-    """Values by key; ``size`` says what an entry takes of the budget, the same each time it is asked."""
+    """Values by key; ``size`` returns what an entry takes of the budget, the same each time it is asked."""
 
     def __init__(
         self, budget: int, size: Callable[[K, V], int], on_evict: Callable[[K, V], None] = lambda key, value: None
@@ -38,7 +38,7 @@ class BudgetedLru(Generic[K, V]):
         self._on_evict = on_evict
         self._kept: OrderedDict[K, V] = OrderedDict()
         self.touch: Callable[[K], None] = self._kept.move_to_end
-        """Counts a key that is kept as used now; without a call of ours, for who finds values in another way."""
+        """Counts a key that is kept as used now; without a look-up, for callers that find values in another way."""
 
     def get(self, key: K) -> V | None:
         """Return what is kept under a key; it counts as used now."""

@@ -30,7 +30,7 @@ FIELD_CHARS_MAX = 1024
 """Of one field: four times the longest identifier."""
 
 TRACEBACK_MARK = "  | "
-"""Before each line of a traceback: what an exception says of a client's text cannot pass for an event."""
+"""Before each line of a traceback: a client's text in an exception cannot pass for an event."""
 
 TRACEBACK_LINES_MAX = 200
 """Of a traceback in JSON, the last ones: where it failed is at the end."""

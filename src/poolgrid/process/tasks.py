@@ -2,8 +2,8 @@
 
 Rules
     1. *Supervised* tasks run in the background. One that raises, or ends without being cancelled, is logged with its
-       place; then it starts again, with a growing pause and a bound, or the process ends in order, as its starter said.
-       The manager of the process (systemd, Kubernetes, ``poolgrid up``) starts it again.
+       place; then it starts again, with a growing pause and a bound, or the process ends in order, as its starter
+       chose. The manager of the process (systemd, Kubernetes, ``poolgrid up``) starts it again.
     2. *Owned* tasks have a task that awaits them and gets what they raise.
     3. *Detached* tasks belong to something that may cancel them and never awaits them. What they raise is logged with
        its place at once: it is a bug, since such a task deals with what it expects.
@@ -52,7 +52,7 @@ it for each worker, to end that worker only."""
 def owned(work: Coroutine[Any, Any, T], name: str, loop: asyncio.AbstractEventLoop | None = None) -> asyncio.Task[T]:
     """Start a task that the caller, or a task it hands it to, awaits.
 
-    Who has the running loop may name it: until Python 3.12 each question for it is a system call.
+    A caller that has the running loop may pass it: until Python 3.12 each question for it is a system call.
     """
     return (loop or asyncio.get_running_loop()).create_task(work, name=name)
 

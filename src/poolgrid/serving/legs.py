@@ -165,7 +165,7 @@ class WorkerOvercommitted:
 
 @dataclass(slots=True)
 class PlaceNext:
-    """Place what ``RequestMachine.plan`` says comes next."""
+    """Place the next leg by ``RequestMachine.plan``."""
 
     why: str
     after: Dispatch
@@ -282,7 +282,7 @@ class LegPlan:
         """Start the next dispatch and return the message for its worker: prompt plus what was already generated.
 
         ``overlap_tokens`` and ``expected_prefill_tokens`` are what the choice was made on
-        (``poolgrid.wire.requests.Routing``), ``trace`` is what the worker is told of the request's trace.
+        (``poolgrid.wire.requests.Routing``), ``trace`` is the trace context for the worker.
         """
         request = self.request
         states_load = expected_prefill_tokens is not None

@@ -1,4 +1,4 @@
-"""The parts that the processes of both routers open in the same way; each says how it ends.
+"""The parts that the processes of both routers open in the same way; each has its way to end.
 
 A router's ``bootstrap`` decides the order; what is opened is closed again in reverse order.
 """

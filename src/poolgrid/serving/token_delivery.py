@@ -66,7 +66,7 @@ class TokenDelivery:
     async def next(self, until_end: bool = False) -> list[StreamDelta]:
         """Wait until something is new and return all of it; an empty list after the end.
 
-        With ``until_end`` tokens alone are nothing new: they are kept for the delta that finishes, or that says more.
+        With ``until_end`` tokens alone are nothing new: they are kept for the delta that finishes, or that has more.
         """
         if not self._deltas:
             if self.finished:
@@ -103,7 +103,7 @@ class TokenDelivery:
                 waiter.set_result(None)
 
     def deliver(self, delta: StreamDelta) -> None:
-        """Take a delta that says more than tokens."""
+        """Take a delta that has more than tokens."""
         self.output += delta.token_ids
         if self._until_end:
             self._until_end = False

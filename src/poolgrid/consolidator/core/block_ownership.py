@@ -4,7 +4,7 @@ Rules for this file:
 
 1. A block is *visible* on a tier while at least one source of the worker reports it there. Readers of the pool see
    first arrivals (``BlocksStored``) and last departures (``BlocksRemoved``), tier by tier, and nothing in between.
-2. What changes only between sources is told as ``BlocksShared`` and ``BlocksReleased``: readers ignore them, and the
+2. Changes only between sources are reported as ``BlocksShared`` and ``BlocksReleased``: readers ignore them, and the
    fold of the journal needs them to know after a restart who still holds what.
 3. Two ways in. ``store``, ``remove``, ``clear`` and ``restate`` take what a source claims, change the state and append
    the events that follow to ``out``. ``apply`` takes those events back and reaches the same state: that is the fold.
@@ -38,7 +38,7 @@ from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX
 
 BlockEvent = BlocksStored | BlocksRemoved | BlocksShared | BlocksReleased | CacheCleared | SnapshotBegan
-"""What an event may say of blocks."""
+"""What an event may contain about blocks."""
 
 Frozen = list[tuple[Tier, int, str, FrozenBlocks]]
 """Everything held at one moment: tier, group, source, blocks."""

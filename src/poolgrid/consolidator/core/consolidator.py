@@ -17,7 +17,7 @@ Rules for this file:
    record.
 6. A rank that is silent for the lease leaves the pool. Ranks attached by configuration hold their lease by connection.
 7. A rank has its own stream, and may have further sources (``core.further_source``) with cursors of their own. A block
-   is held while any of them says so; the first to say it and the last to take it back are told to readers. Gaps, leases
+   is held while any of them reports it; readers get the first report and the last removal. Gaps, leases
    and acknowledgements are the business of the rank's own stream alone.
 
 What may join: see ``compatibility``. Limits: ``ConsolidatorLimits``.
@@ -144,7 +144,7 @@ class MemberLeft(NamedTuple):
     over: bool
     """Whether its epoch is known to have ended; a rank whose lease ran out may come back with all that it has."""
     heard_ms: float
-    """When it was heard last, monotonic."""
+    """Time of its last message, monotonic."""
 
 
 @dataclass(slots=True)
@@ -159,7 +159,7 @@ class ConsolidatorTurn:
     acknowledge: dict[WorkerKey, bytes] = field(default_factory=dict)
     """Ranks whose batches were taken in, with the peer to tell; ``finish`` makes one acknowledgement of each."""
     members: list[MemberJoined | MemberLeft] = field(default_factory=list)
-    """Who came and went, in order, for those who follow further sources."""
+    """Workers that came and went, in order, for followers of further sources."""
 
 
 @dataclass(slots=True)
@@ -183,11 +183,11 @@ class Consolidator:
 
     def __init__(self, pool: PoolState, consolidator_id: str, limits: ConsolidatorLimits, now: Now) -> None:
         self.pool = pool
-        pool.discarded.in_slices = True  # its owner has workers to hear and routers to tell
+        pool.discarded.in_slices = True  # its owner has messages of workers to read and routers to serve
         self.consolidator_id = consolidator_id
         self.limits = limits
         self.tally = Tally()
-        # Ranks known from the journal have one lease, from now on, to be heard of.
+        # Ranks known from the journal have one lease, from now on, to send a message.
         self._links: dict[WorkerKey, _Link] = {key: _Link(now.monotonic_ms) for key in pool.workers}
 
     # Turns
@@ -218,7 +218,7 @@ class Consolidator:
         worker = self.pool.workers.get(name)  # type: ignore[call-overload]
         link = self._links.get(name)  # type: ignore[call-overload]
         if worker is None or link is None or link.attached or batch.epoch != worker.epoch:
-            self._live(peer, batch.worker, batch.epoch, turn)  # says why not
+            self._live(peer, batch.worker, batch.epoch, turn)  # answers why not
             return
         link.heard_ms = turn.now.monotonic_ms
         link.peer = peer

@@ -7,7 +7,7 @@ Rules for this file:
 2. An offset beyond the next one (of a record or of a keepalive) is a hole: ``Replay``. When the journal no longer
    reaches back that far, and whenever the consolidator changes, everything starts over with a snapshot.
 3. Every question has a number; an answer to another question than the last is ignored. A question that is not answered
-   in time is asked again, without limit: without the consolidator there is nothing else to do, and ``state`` says so.
+   in time is asked again, without limit: without the consolidator there is nothing else to do, and ``state`` shows it.
 
     state      input                        what happens
     ---------  ---------------------------  -------------------------------------------------------

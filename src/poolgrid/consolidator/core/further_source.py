@@ -16,16 +16,16 @@ which epoch of the worker they count. Rules:
 5. A publisher that ``outlives_worker`` (a block manager in a process of its own whose blocks the next epoch finds
    again) is read from its beginning whenever the worker joins. Rule 3 does not hold for it.
 6. Each life of the publisher, and each loss of frames, begins a new epoch of the source, and its first batch takes
-   back what the source held. Batches are numbered here, without holes. Frames that say nothing make none.
-7. A source that is not connected for the lease is *absent*: a batch takes back what only it said. After a restart of
-   the consolidator this holds too, for what the journal knows of it.
+   back what the source held. Batches are numbered here, without holes. Frames without content make none.
+7. A source that is not connected for the lease is *absent*: a batch takes back what only it reported. After a restart
+   of the consolidator this holds too, for what the journal knows of it.
 
     state        the publisher ...
     -----------  ------------------------------------------------------------------------------------------
     SYNCING      was not reached yet in this epoch of the worker, and the lease is not over
     LIVE         is followed
     REPLAYING    was asked for missing frames
-    STALE        is not connected, and the lease is not over; or it lost frames (what it says from then on counts)
+    STALE        is not connected, and the lease is not over; or it lost frames (what it reports from then on counts)
     ABSENT       is not connected for the lease; nothing of it is held
     FORMER       belongs to an epoch of the worker that has ended (rule 3); nothing of it is held
 """
@@ -85,7 +85,7 @@ class FurtherSource:
         """Position of the publisher that belonged to the last epoch of the worker."""
         self._past_was_former = False
         self._past_is_behind = False
-        """Whether all that it said for that life had been read when the worker left."""
+        """Whether all its messages of that epoch had been read when the worker left."""
 
     # The worker
 
@@ -106,14 +106,14 @@ class FurtherSource:
         self._speaks = cursor is not None
 
     def left(self, member: MemberLeft) -> None:
-        """The worker is no member any more; remember who spoke for it."""
+        """The worker is no member any more; remember its publisher."""
         follower = self._follower
         if follower is None:
             return
         spoke = follower.position != NOWHERE and follower.began_ms is not None and follower.began_ms <= member.heard_ms
         self._past = follower.position if follower.is_former or spoke else None
         self._past_was_former = follower.is_former
-        # A lease runs out while we listen; a worker that is replaced may be heard before what was said of the last one.
+        # A lease runs out while we listen; messages of a replaced worker may arrive before those about the last one.
         self._past_is_behind = follower.state is SourceState.LIVE and follower.clears_count and not member.over
         self._over = member.over
         self._counts = self.counts

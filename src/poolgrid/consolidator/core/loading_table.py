@@ -1,4 +1,4 @@
-"""Workers of the pool that still load, as they say themselves; see ``poolgrid.wire.loading``. No part of its state."""
+"""Workers of the pool that still load, by their own reports; see ``poolgrid.wire.loading``. No part of its state."""
 
 from __future__ import annotations
 

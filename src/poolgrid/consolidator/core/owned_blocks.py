@@ -5,7 +5,7 @@ gets a token. Here no dict is large, and order is kept separately.
 
 Rules
     1. Blocks are written down as they come, on *pages*: their hashes in a row, and where a block's parent is not the
-       block before it, that parent. ``_page_of`` says on which page a block is held (``ShardedMap``).
+       block before it, that parent. ``_page_of`` has the page of each block (``ShardedMap``).
     2. A page gets no block a second time: once one of its blocks goes, it is closed, and what comes is written on the
        next. So what stands on a page and is not held there any more is passed over, and order is that of one dict: a
        block that is stored again after it went away comes last.

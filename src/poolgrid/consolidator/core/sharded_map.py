@@ -4,7 +4,7 @@ Python's dict rebuilds itself when it runs out of room, in growth and also at a 
 entries leave gaps: tens of milliseconds at a million entries, hundreds at eight million. Here no dict is large.
 
 Rules
-    1. The leading bits of a key say in which *shard*, a dict, it is. ``shards`` lists them in the order of their keys;
+    1. The leading bits of a key choose its *shard*, a dict. ``shards`` lists them in the order of their keys;
        a shard that has not been split as often as others stands in several neighbouring places.
     2. A shard beyond ``shard_entries`` is split in eight by its next three bits. In eight, since what costs is that
        entries are moved: most of them once in their life, where halves would move each of them every time that the

@@ -2,7 +2,7 @@
 
 A record is understood *whole*, *in part* (some of its events are of kinds that this version does not know, or carry
 fields after those it knows), or *not at all* (an array that begins with the name of an unknown kind of record, then its
-offset). What is not understood is skipped and named, never an error: the checksum has said that the bytes are what was
+offset). What is not understood is skipped and named, never an error: the checksum has shown that the bytes are what was
 written. Bytes that are none of this are damage.
 
 Nothing here changes a file or takes the lock, so a journal can be read while a consolidator writes it.
@@ -165,7 +165,7 @@ def segment_names(disk: ReadableDisk) -> list[str]:
 
 
 def offset_of(name: str, suffix: str = SUFFIX) -> int:
-    """Return the offset that a file's name says."""
+    """Return the offset in a file's name."""
     text = name.removesuffix(suffix)
     if not text.isdigit():
         raise JournalCorrupt(name, 0, 0, "its name is not an offset", "remove the file: the journal did not write it")

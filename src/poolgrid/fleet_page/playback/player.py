@@ -84,7 +84,7 @@ class Player:
         return await self._ask(question, 0)
 
     async def fill(self, legs: list[Leg], from_offset: int) -> None:
-        """Fill in what the journal says of legs, none of which began before an offset; what it lacks stays unknown."""
+        """Fill in the journal's times of legs, none of which began before an offset; what it lacks stays unknown."""
         question = self._question()
         question.legs, question.from_offset = legs, from_offset
         try:
@@ -162,7 +162,7 @@ class Player:
 
     async def _tell(self, pipe: asyncio.StreamWriter, question: Question, records: list[bytes]) -> None:
         """Write the question, and behind it the records of a journal in memory."""
-        with contextlib.suppress(ConnectionError):  # it has what it needs, or has said why not
+        with contextlib.suppress(ConnectionError):  # it has what it needs, or has reported why not
             _write(pipe, msgspec.msgpack.encode(question))
             await pipe.drain()
             next_offset = question.first_offset

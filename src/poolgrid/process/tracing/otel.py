@@ -1,8 +1,8 @@
 """Sends records as OpenTelemetry's spans, by its own SDK and exporters. Imported only where traces are on.
 
 The SDK batches spans in a bounded queue and sends them from a thread of its own; ``OTEL_BSP_*`` bound it, and
-``OTEL_EXPORTER_OTLP_*`` say how the receiver is reached (headers, certificates, compression, time-outs). What does not
-fit is dropped, which the SDK logs.
+``OTEL_EXPORTER_OTLP_*`` configure how the receiver is reached (headers, certificates, compression, time-outs). What
+does not fit is dropped, which the SDK logs.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ from poolgrid.tools.bench.trace import TraceError, ideal_cached_token_ratio, pla
 from poolgrid.wire.hashing import stable_u64
 
 REQUESTS_DEFAULT = 100
-"""Requests of a closed or open loop that was told neither a number nor a duration."""
+"""Requests of a closed or open loop with neither a number nor a duration."""
 
 AGENT_CALLS_DEFAULT = 100
 """Calls of a bench with agents, for each that is open: two to three sessions."""
@@ -65,11 +65,11 @@ READY_INTERVAL_S = 0.2
 
 
 class BenchError(Exception):
-    """The run cannot start; the message says why and what to do."""
+    """The run cannot start; the message has the reason and the fix."""
 
 
 async def until_ready(target: HttpTarget, settings: BenchSettings) -> None:
-    """Wait until an endpoint says that it can serve; raise ``BenchError`` when it does not in time.
+    """Wait until an endpoint reports ready; raise ``BenchError`` when it does not in time.
 
     One without ``/ready`` (404) counts as ready.
     """

@@ -22,13 +22,13 @@ SALT = "engine-check"
 """What salted probes are sent under."""
 
 BLOCK_SIZE_ASSUMED = 16
-"""For the length of the first probes, where neither the server nor an option says; vLLM's default."""
+"""For the length of the first probes, where neither the server nor an option sets it; vLLM's default."""
 
 SETTLE_MS = 300
 """The events of a probe are complete when none came for so long."""
 
 REPLAYED_BEFORE = 4
-"""How many messages before the first that was heard are asked for too: they show that the replay goes back."""
+"""How many messages before the first received one are requested too: they show that the replay goes back."""
 
 
 def told_by(facts: ServerFacts, settings: EngineCheckSettings) -> ServerStatement:
@@ -46,7 +46,7 @@ def told_by(facts: ServerFacts, settings: EngineCheckSettings) -> ServerStatemen
 
 
 def sources_of(facts: ServerFacts, settings: EngineCheckSettings) -> list[Source]:
-    """Return where to listen: as the options say, else as the server does."""
+    """Return where to listen: by the options, else by the server."""
     if not settings.kv_events_endpoint:
         return [
             Source(each.dp_rank, each.endpoint, each.replay_endpoint, each.topic, each.doubt)

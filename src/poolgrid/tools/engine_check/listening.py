@@ -23,7 +23,7 @@ from poolgrid.wire.limits import FRAME_BYTES_MAX
 
 HEARD_MESSAGES_MAX = 20_000
 """Messages that a check keeps; a busy server publishes a few hundred a second, and a check takes seconds. What comes
-beyond it is not heard, which shows as a jump of the sequence."""
+beyond it is not read, which shows as a jump of the sequence."""
 
 HEARD_BYTES_MAX = 256 * 1024 * 1024
 """The same in bytes."""
@@ -38,7 +38,7 @@ CONNECTS_TIMEOUT_S = 3.0
 """How long a publisher that connects may take to come to a socket in its endpoint's place; ZMQ tries every 100 ms."""
 
 REPLAY_TIMEOUT_S = 5.0
-"""How long a replay may say nothing before it counts as ended."""
+"""How long a replay may be silent before it counts as ended."""
 
 WATCHED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -150,7 +150,7 @@ class Listener:
         if subscription.reached:
             self.contacts[rank] = Contact.CONNECTED
         elif subscription.strange or subscription.touched:
-            # A peer of another kind ends the connection, and ZMQ does not always say why.
+            # A peer of another kind ends the connection, and ZMQ does not always report why.
             self.contacts[rank] = Contact.NO_PUBLISHER
             # ZMQ would try again without limit, and can wait for such a connection when its context ends.
             self._subscriptions.remove(subscription)

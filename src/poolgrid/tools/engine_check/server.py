@@ -1,4 +1,4 @@
-"""Speaks to an engine server: what it says of itself, probes, and streams whose tokens are timed."""
+"""Client of an engine server: its facts, probes, and streams whose tokens are timed."""
 
 from __future__ import annotations
 

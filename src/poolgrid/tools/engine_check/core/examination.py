@@ -30,7 +30,7 @@ class Examination:
     block_size_is_told: bool
     messages: int
     forms: str
-    """How batches and events are written; empty = nothing was heard."""
+    """How batches and events are written; empty = nothing arrived."""
     blocks: BlockFigures
     reuse: ReuseFigures
     event_delay_ms: float | None
@@ -52,8 +52,8 @@ def examine(evidence: Evidence) -> Examination:
     """Judge a check."""
     streams = read_streams(evidence)
     observed = observed_block_size(streams)
-    # A told size that is not the events' own is a finding; blocks are then compared in the events' size, so that the
-    # other rules still say something.
+    # A configured size that is not the events' own is a finding; blocks are then compared in the events' size, so that
+    # the other rules still apply.
     size = observed or evidence.told.block_size
     paths = expected_paths(evidence.exchanges, size) if size else []
     blocks, reuse = BlockFigures(), ReuseFigures()

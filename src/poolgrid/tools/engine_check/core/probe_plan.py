@@ -2,7 +2,7 @@
 
     probe               what it shows
     ------------------  ----------------------------------------------------------------
-    first               blocks of a prompt and of its answer are told of
+    first               blocks of a prompt and of its answer are published
     again               the whole prompt comes from the cache
     branch              two prompts share a beginning
     next turn           a conversation continues behind an answer
@@ -51,7 +51,7 @@ class PlanLimits:
     salt: str = ""
     lora: str = ""
     ranks: tuple[int | None, ...] = (None,)
-    """Ranks to send to; ``None`` alone = the server has one, and is told none."""
+    """Ranks to send to; ``None`` alone = the server has one, and gets none."""
 
     def __post_init__(self) -> None:
         if self.tokens_below <= LOWEST_TOKEN:

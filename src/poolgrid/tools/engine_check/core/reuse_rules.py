@@ -1,4 +1,4 @@
-"""Findings about reuse: cached tokens as the server reports them, against what the events said before the probe."""
+"""Findings about reuse: cached tokens as the server reports them, against the events before the probe."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def gaps_while_all_decode(arrivals_ms: Sequence[Sequence[float]]) -> list[float]
     """Return the mean time between tokens of each request, while every request was decoding.
 
     ``arrivals_ms`` are when the tokens of each request arrived. Tokens that a busy client reads together, or that a
-    server sends together, say nothing of the steps between them, so it is the whole of a request's time that counts,
+    server sends together, show nothing of the steps between them, so it is the whole of a request's time that counts,
     over all the tokens that were made in it: those that came with the first were made before.
     """
     if not arrivals_ms or any(len(each) < 2 for each in arrivals_ms):
