@@ -48,7 +48,7 @@ OWN_OPTIONS = frozenset({"model-path", "served-model-name", "disaggregation-mode
 
 
 class GraphDeploymentError(Exception):
-    """What makes a file unusable; the message says where, and what was expected."""
+    """What makes a file unusable; the message has the place, and what was expected."""
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class _Component:
 
 
 def is_graph_deployment(text: str) -> bool:
-    """Return whether a file speaks of a DynamoGraphDeployment; JSON of a pool grid does not."""
+    """Return whether a file has a DynamoGraphDeployment; JSON of a pool grid does not."""
     return re.search(rf'^\s*"?kind"?:\s*"?{KIND}"?\s*,?\s*$', text, re.MULTILINE) is not None
 
 

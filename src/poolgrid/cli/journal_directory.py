@@ -1,4 +1,4 @@
-"""A journal's directory as commands read it: opened, its faults said in a line, the reading shown as it goes."""
+"""A journal's directory as commands read it: opened, its faults printed in a line, the reading shown as it goes."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def run_fleet(settings: UpSettings, path: Path, model: PromptModel) -> int:
 
 
 class Local(Protocol):
-    """What runs on this machine until it is told to stop."""
+    """The processes on this machine, until they are stopped."""
 
     async def start(self) -> str:
         """Start every part; return the URL of the OpenAI API once it can serve."""

@@ -265,7 +265,7 @@ class RetainedRow(AnswerRow, frozen=True, kw_only=True):
     """The token behind its last one; ``null`` = all that follow."""
     priority: int
     duration_ms: int | None
-    """How long the priority holds; ``null`` = until something else is said."""
+    """How long the priority holds; ``null`` = until another request changes it."""
 
 
 class RetentionRow(AnswerRow, frozen=True, kw_only=True):
@@ -520,7 +520,7 @@ class PlacementRow(AnswerRow, frozen=True, kw_only=True):
 
 
 class ExpectedOutputRow(AnswerRow, frozen=True, kw_only=True):
-    """How many tokens an output was expected to have, and who said so."""
+    """How many tokens an output was expected to have, and the source of the number."""
 
     tokens: int
     source: str

@@ -31,7 +31,7 @@ EVENTS_PER_BATCH_MAX = 65_536
 """Events in one batch: one engine step of the largest batch sizes in use stays two orders below."""
 
 TOKENS_TOGETHER_MAX = 4096
-"""Tokens of one request that a worker may be told to send together; a kept token takes 4 bytes."""
+"""Tokens of one request that a worker may be configured to send together; a kept token takes 4 bytes."""
 
 TOKEN_DELTAS_PER_BATCH_MAX = 65_536
 """Requests that one engine step can report to one peer."""
@@ -52,7 +52,7 @@ RETAINED_RANGES_MAX = 64
 """Ranges of one prompt whose blocks are to stay longer or shorter than others: a system prompt, tools, documents."""
 
 OPAQUE_BYTES_MAX = 16 * 1024 * 1024
-"""Disaggregation parameters, opaque to everyone but the two engines."""
+"""Disaggregation parameters, opaque to all but the two engines."""
 
 MULTIMODAL_BYTES_MAX = 56 * 1024 * 1024
 """All media of one request, encoded (``Generate.multimodal``): one file of 50 MiB and its prompt text, with room in the
@@ -96,7 +96,7 @@ TENSORS_PER_REQUEST_MAX = 1024
 """Tensors of one request: some per medium."""
 
 NIXL_METADATA_BYTES_MAX = 65_536
-"""What one NIXL agent says of itself to another; about a kilobyte with UCX."""
+"""Description of one NIXL agent for another; about a kilobyte with UCX."""
 
 REPLAY_RECORDS_MAX = 4096
 """Journal records in one answer to a replay request; the asker comes back for the rest."""
@@ -106,7 +106,7 @@ FEED_RECORDS_PER_MESSAGE_MAX = 64
 cheaper."""
 
 SOURCES_PER_WORKER_MAX = 64
-"""Event sources of one worker rank that a snapshot may list; far more than anyone configures."""
+"""Event sources of one worker rank that a snapshot may list; far more than a pool has."""
 
 SNAPSHOT_CHAINS_PER_PART_MAX = 4096
 """Block chains in one part of a snapshot: a part stays below ``FRAME_BYTES_MAX`` with 2,048-block chains."""
@@ -145,7 +145,7 @@ RENEWALS_MAX = 65_536
 """Reservations in one ``Renew``; the sender splits."""
 
 DRAIN_TIMEOUT_MS_MAX = 86_400_000
-"""Longest that a worker may be told to drain: a day, in which the longest answer ends."""
+"""Longest drain time of a worker: a day, in which the longest answer ends."""
 
 GROUPS_PER_WORKER_MAX = 15
 """KV groups of a worker besides full attention that differ in what they need; models have one to three."""

@@ -1,4 +1,4 @@
-"""What a worker that still loads says of itself: it is no member of its pool yet, and nothing of it is in the journal.
+"""Reports of a worker that still loads: it is no member of its pool yet, and nothing of it is in the journal.
 
 1. A worker that loads sends ``LoadingWorker`` behind the tag frame ``LOADING_FRAME`` to the consolidator, again and
    again (``TELL_EVERY_S``). There is no answer. With ``Hello`` it becomes a member, and stops sending.
@@ -36,7 +36,7 @@ class LoadingWorker(msgspec.Struct, array_like=True, frozen=True):
 
     worker_id: Identifier
     model: Identifier
-    """As far as its settings say."""
+    """As far as its settings have it."""
     role: Identifier
     phase: Identifier
     """``wait``, ``fetch``, ``verify``, ``load``, ``warm_up``."""

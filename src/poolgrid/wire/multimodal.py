@@ -29,7 +29,7 @@ class MediaKind(StrEnum):
     """What the bytes of an item are."""
 
     IMAGE = "image"
-    """An encoded image, as ``media_type`` says (PNG, JPEG, …)."""
+    """An encoded image of the type ``media_type`` (PNG, JPEG, …)."""
     EMBEDDINGS = "embeddings"
     """A file of precomputed embeddings: ``.safetensors``."""
 
@@ -49,7 +49,7 @@ class MediaItem(msgspec.Struct, array_like=True, frozen=True, gc=False):
     token_count: U32 = 0
     """How many tokens stand for it; 0 = not known before the engine has looked at it."""
     width: U32 = 0
-    """Pixels of an image, as its header says; 0 = no image, or not known."""
+    """Pixels of an image, by its header; 0 = no image, or not known."""
     height: U32 = 0
 
 

@@ -35,7 +35,7 @@ Left = Callable[[], Awaitable[dict[str, str]]]
 
 
 class Named(msgspec.Struct, frozen=True):
-    """Who was told, of the answer to an order."""
+    """Workers that got the order, from the answer to it."""
 
     worker_id: str
 
@@ -54,7 +54,7 @@ class DrainFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What workers are told, and how long they are waited for."""
+    """The order to workers, and how long to wait for them."""
 
     timeout_ms: int | None
     wait_s: float
@@ -99,7 +99,7 @@ def drain_here(url: str, told: Told, as_json: bool) -> int:
 
 
 async def _at(url: str, headers: dict[str, str], work: Callable[[httpx.AsyncClient], Awaitable[int]]) -> int:
-    """Work with a client of ``url``; what goes wrong is said, and is status 1."""
+    """Work with a client of ``url``; a failure is printed, and is status 1."""
     try:
         base = httpx.URL(url.rstrip("/"))
         # No certificate names this machine to itself; where no key is shown, nothing is lost to another process that

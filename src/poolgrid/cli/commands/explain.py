@@ -113,7 +113,7 @@ def _legs_line(legs: LegsRow) -> str:
 
 
 def _retention_line(retention: RetentionRow) -> str:
-    """Return how long the engine was told to keep what, highest priority first, as ranges are in a prompt."""
+    """Return how long the engine was asked to keep each range, highest priority first, as ranges are in a prompt."""
     parts = []
     for each in retention.ranges:
         end = "the end" if each.end is None else f"{each.end:,}"

@@ -122,7 +122,7 @@ def usage_bar(used: int, total: int) -> Text:
 def stream_cell(stream: StreamRow) -> Text:
     """Return the state of a stream, whether it is trusted, and the further sources that are not live.
 
-    A worker that has joined says nothing of its own until it has something to do.
+    A worker that has joined reports nothing until it has requests.
     """
     if stream.state == "syncing" and stream.trusted:
         return Text("no events yet", style="dim")
@@ -364,7 +364,7 @@ def view(frame: Frame) -> RenderableType:
 
 
 class FetchError(Exception):
-    """The router could not be read; the message says what was asked and what came."""
+    """The router could not be read; the message has the question and the answer."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         self.status = status
