@@ -67,8 +67,7 @@ class FreedRoom:
     """Room in a pool that its last status does not know of, because it is older."""
 
     places: int = 0
-    """Dispatches of ours that ended since the pool last reported that it is full, and that we have not asked for
-    again."""
+    """Dispatches of ours that ended since the pool last reported full, and that we have not asked for again."""
     ever: int = 0
     """Dispatches of ours that ever ended there."""
 

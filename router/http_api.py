@@ -200,8 +200,7 @@ def loading_row(worker: LoadingWorker) -> LoadingRow:
 
 
 def worker_row(projection: Projection, worker: Worker, unreachable: str, now_ms: int) -> WorkerRow:
-    """Return the row of one worker in ``/v1/workers``; ``unreachable`` is the reason why it cannot be reached, if
-    so."""
+    """Return the row of one worker in ``/v1/workers``; ``unreachable`` is the reason, if it cannot be reached."""
     load = worker.load
     slot = projection.index.slot(worker.key)
     ledger = projection.ledger

@@ -96,8 +96,7 @@ class BlockLocator:
     def __init__(self, shard_entries: int, depth: int) -> None:
         self.shard_entries = shard_entries
         self.fresh_entries = max(1, min(FRESH_ENTRIES, shard_entries))
-        """Number of fresh entries that are handed out at once. A caller that writes a single block does it here,
-        without a call."""
+        """Number of fresh entries that are handed out at once. A single block is written here, without a call."""
         self.fresh_blocks = array("Q")
         self.fresh_numbers = array("I")
         self._shards = [_Shard(depth) for _ in range(1 << depth)]

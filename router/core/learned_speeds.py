@@ -254,8 +254,7 @@ class LearnedSpeeds(Observer):
             self._awaited -= len(known.awaited)
 
     def on_snapshot(self, workers: Collection[WorkerKey], is_open: IsOpen) -> None:
-        """Continue after a snapshot, which lists workers but no first tokens: await none, keep the workers that are
-        present."""
+        """Continue after a snapshot, which has no first tokens: await none, keep the workers that are present."""
         for worker in [each for each in self._workers if each not in workers]:
             self.on_left(worker)
         self.on_expired(lambda worker, dispatch_id: False)

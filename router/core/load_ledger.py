@@ -102,8 +102,7 @@ class LoadLedger:
         self._leased = 0
         """Leases so far."""
         self._crowding: deque[float] = deque()
-        """When load that workers reported of other routers expires, in order (all of it lasts the same); ``expire``
-        drops it."""
+        """When load that workers reported of other routers expires, in order; ``expire`` drops it."""
         self.late_starts: dict[tuple[WorkerKey, str], None] = {}
         """Requests released before their workers reported their start, oldest first."""
         self.late_starts_max = LATE_STARTS_MAX

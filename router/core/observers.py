@@ -1,5 +1,4 @@
-"""Observers of a projection: state that follows events, choices and releases next to it, such as what a policy
-learns."""
+"""Observers of a projection: state that follows events, choices and releases, such as what a policy learns."""
 
 from __future__ import annotations
 

@@ -59,8 +59,7 @@ def overlap_columns(
 def _resumed(
     projection: Projection, group: WorkerGroup, path: Sequence[int], deepest: int
 ) -> tuple[list[tuple[int, int]], list[tuple[WorkerKey, int]]]:
-    """Return the overlap by the index and by prompts that were just computed, where some workers have several KV
-    groups.
+    """Return the overlap by the index and just computed prompts, where some workers have several KV groups.
 
     These can resume at the end of such a prompt, where the window and the state are those that it left.
     """

@@ -24,8 +24,8 @@ Rules
        holds blocks behind (engines evict leaves first, so this is rare) or comes back, those blocks and the runs right
        below.
     7. ``_places`` has every block, also those inside of runs, and is used where no edge has the place of a block: where
-       a path branches inside a run, where a block goes from its middle, and of blocks without a holder. That takes a
-       few microseconds a block.
+       a path branches inside a run, where a block goes from its middle, and of blocks without a holder, in a few
+       microseconds a block.
     8. A chain that has a block twice, or begins or ends with an edge of a run that it does not continue, is refused.
        No check is made whether another block of a new chain is inside of some run: there it would contradict the path
        that its hash names, and counts for the reporting worker alone. Where such a block becomes an edge of two runs
@@ -639,8 +639,7 @@ class PrefixIndex:
     def holdings_from(
         self, worker: WorkerKey, first: int, entries: int = LOOK_SLICE_ENTRIES
     ) -> tuple[list[tuple[int, Tier]], int]:
-        """Return what a worker holds of the blocks from hash ``first`` on, and where to continue, at most
-        ``HASHES_END``.
+        """Return what a worker holds from block hash ``first`` on, and where to continue, at most ``HASHES_END``.
 
         Looks at about that many entries, and at a shard at least. A walk meets every block that is held all the while,
         once, however the index changes between two calls. Hashes are in order, and for each its tiers by name.

@@ -55,8 +55,7 @@ class RunMap:
     def find(self, path: Sequence[int], live: int) -> list[tuple[int, int]]:
         """Return groups ``(depth, mask)`` of the workers in ``live``, deepest first: those of ``mask`` hold ``depth``.
 
-        ``depth`` counts leading blocks of the path. Masks are disjoint; a worker that holds nothing of the path is in
-        none.
+        ``depth`` counts leading blocks of the path. Masks are disjoint; holders of nothing are in none.
         """
         shards, shift, key_mask = self.edges.view
         try:

@@ -223,8 +223,7 @@ TRUSTED_BELOW: Final = 0.25
 
 
 class OverlapCheck:
-    """A live cross-check of one worker's event stream: the blocks in the index against the tokens that it really
-    reuses.
+    """A live cross-check of one worker's event stream: blocks in the index against tokens really reused.
 
     Rules
         1. When the worker starts a request, the prompt tokens that it reports as reused are compared with what the

@@ -53,8 +53,7 @@ class AnswerReader:
         return is_first
 
     def prompt_tokens(self) -> tuple[int | None, int | None]:
-        """Return the prompt tokens that the answer reports as cached, and all; ``None`` where it does not report
-        them."""
+        """Return the prompt tokens that the answer reports as cached, and all; ``None`` = not reported."""
         text = self._tail.decode("utf-8", "replace")
         at = text.rfind(_USAGE)
         while at >= 0:

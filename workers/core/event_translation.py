@@ -239,8 +239,7 @@ class EventTranslator:
             self._capacity = blocks
 
     def lose(self) -> CacheCleared:
-        """Give up every claim, because it cannot be known what happened; return what to report. Names are
-        remembered."""
+        """Give up every claim, as its state is unknown; return what to report. Names are remembered."""
         self._lose()
         return CacheCleared()
 
@@ -282,8 +281,7 @@ class EventTranslator:
         self._facts = CacheFacts()
 
     def _store_one(self, event: Stored) -> bool:
-        """Do what ``_store`` does for the usual event, a new whole block on a known parent; return whether it was
-        one."""
+        """Do what ``_store`` does for the usual event, a new whole block on a known parent, if it is one."""
         block = event.blocks[0]
         above = event.parent_hash
         engine_hash = block.block_hash

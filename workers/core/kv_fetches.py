@@ -1,5 +1,4 @@
-"""Requests of the decode stage and the prefill workers they are asked for: the worker to ask, when again, when to give
-up.
+"""Requests of the decode stage and their prefill workers: which to ask, when again, when to give up.
 
 Rules:
 

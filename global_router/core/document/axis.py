@@ -24,8 +24,7 @@ STAGES_OF_MODE: Mapping[str, tuple[StageName, ...]] = {
 }
 
 STEP_MIN = 1e-6
-"""Narrowest cell, in the axis's unit: below it, the formula divides by a number that a float cannot distinguish from
-zero."""
+"""Narrowest cell, in the axis's unit: below it, the formula divides by a number that rounds to zero."""
 
 
 @dataclass(frozen=True, slots=True)

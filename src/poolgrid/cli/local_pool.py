@@ -58,8 +58,7 @@ WARM_UP_TIMEOUT_S = 600.0
 WARM_UP_TOKENS = 4
 
 TYPED_PORTS = (5701, 5702, 5703)
-"""Ports of the consolidator in the commands of a plan, for people who type them; ``up`` itself takes any that are
-free."""
+"""Ports of the consolidator in the commands of a plan, to be typed; ``up`` itself takes any that are free."""
 
 WARM_UP_PROMPT = "poolgrid warms up " * 64
 """Longer than what is prefilled where it is decoded, whatever the tokenizer makes of it."""

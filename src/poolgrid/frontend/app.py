@@ -122,8 +122,7 @@ class Application(FastAPI):
         self._request_ids = request_ids
         self._clock = clock
         self.close = close
-        """Ends the threads and the process that endpoints use, and media fetches in progress; a second time does
-        nothing."""
+        """Ends the threads, the process and the media fetches of endpoints; a second time does nothing."""
         self.traffic = traffic
         self.direct: dict[str, InferenceEndpoint | AccessGate] = {}
         """Inference endpoints by path, each behind the gate when there is one."""

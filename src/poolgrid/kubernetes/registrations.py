@@ -245,8 +245,7 @@ class KubernetesRegistrations:
         self._alone_until_ms = self._clock.monotonic_ms() + 1000 * alone_s
 
     async def _read_account_again(self) -> bool:
-        """Read the account's files, and return whether they have changed; a file that cannot be read keeps its
-        value."""
+        """Read the account's files, and return whether they have changed; an unreadable file keeps its value."""
         try:
             return await self._read_account()
         except (OSError, ValueError) as error:

@@ -271,8 +271,7 @@ class FairQueue(Generic[T]):
         return evicted
 
     def take(self, lane: str) -> QueuedRequest[T] | None:
-        """Take the request of a lane whose turn it is, to see whether there is room; ``None``: no request has a turn
-        there.
+        """Take the request of a lane whose turn it is, to see whether there is room; ``None``: no turn there.
 
         ``leave`` or ``put_back`` must follow.
         """

@@ -110,8 +110,7 @@ class WorkerLink:
             self._dealer.send(codec.to_worker.encode(Cancel(dispatch_id, answer)))
 
     def drain(self, timeout_ms: int | None) -> bool:
-        """Tell the worker to drain, within ``timeout_ms`` or its own time; return False when it cannot be reached
-        now."""
+        """Order the worker to drain, within ``timeout_ms`` or its own time; return False when it is unreachable."""
         return self.is_up and self._dealer.send(codec.to_worker.encode(Drain(timeout_ms)))
 
     def ping(self) -> bool:

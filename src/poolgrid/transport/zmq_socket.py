@@ -91,8 +91,7 @@ def message_sender(socket: zmq.Socket[bytes]) -> Callable[[Sequence[bytes]], obj
 
 
 class _LoopSocket:
-    """A socket on an event loop: watched, read a turn at a time, and a failure with a message costs that message
-    alone."""
+    """A socket on an event loop: watched, read a turn at a time; a failed message costs that message alone."""
 
     def __init__(self, socket: zmq.Socket[bytes], handle: Callable[[Any], None]) -> None:
         self.socket = socket

@@ -88,8 +88,7 @@ class Resend(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class Unknown(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """The consolidator does not know this epoch of the worker (it restarted, or the lease ran out): send ``Hello``
-    again."""
+    """The consolidator does not know this epoch (it restarted, or the lease ran out): send ``Hello`` again."""
 
     worker_id: Identifier
     dp_rank: U32

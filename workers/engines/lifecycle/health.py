@@ -110,8 +110,7 @@ class EngineHealth:
             self._set("", silent=False)
 
     def seen(self, alive: bool, error: BaseException | None = None) -> bool:
-        """Take the engine's report whether it lives; ``broken`` ends with ``error`` if it is dead. Return whether it
-        is."""
+        """Take the engine's report of its life; a dead one ends ``broken`` with ``error``. Return whether it is."""
         if self.broken.done():
             return True
         if alive:
@@ -121,8 +120,7 @@ class EngineHealth:
         return True
 
     def lose(self, reason: str) -> None:
-        """Take a report that the engine is broken from the watcher of its processes; the engine may never report it
-        itself."""
+        """Take a broken engine from the watcher of its processes; the engine may never report it itself."""
         if not self.broken.done():
             self._set(reason, silent=False)
             self.broken.set_exception(EngineBrokenError(reason))

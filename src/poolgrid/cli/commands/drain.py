@@ -102,8 +102,7 @@ async def _at(url: str, headers: dict[str, str], work: Callable[[httpx.AsyncClie
     """Work with a client of ``url``; a failure is printed, and is status 1."""
     try:
         base = httpx.URL(url.rstrip("/"))
-        # No certificate names this machine to itself; where no key is shown, nothing is lost to another process that
-        # answers there.
+        # No certificate names this machine to itself; without a key, another process there gains nothing.
         checked = bool(headers) or not is_loopback(base.host)
         async with httpx.AsyncClient(base_url=base, timeout=TIMEOUT_S, headers=headers, verify=checked) as client:
             return await work(client)

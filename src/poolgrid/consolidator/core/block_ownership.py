@@ -176,8 +176,7 @@ class BlockOwnership:
         self._take_all(source, out)
 
     def restate(self, source: str, event: SnapshotBegan, out: list[AnyEvent]) -> bool:
-        """Take everything from a source that starts over; return whether readers see a restatement of the whole
-        cache."""
+        """Take everything from a source that starts over; return whether readers see a full resync."""
         if all(name == source for tier in self._places for name in tier):
             self.forget_all()
             out.append(event)

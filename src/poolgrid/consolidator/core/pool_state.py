@@ -282,8 +282,7 @@ class FrozenPool:
         return [worker.entry.state for worker in self.workers]
 
     def visible_chains(self) -> Iterator[tuple[int, BlockChain]]:
-        """Yield (position of the worker, chain) for what readers see, sources merged, in the form of
-        ``presence.dump``."""
+        """Yield (position of the worker, chain) for readers, sources merged, in the form of ``presence.dump``."""
         for position, worker in enumerate(self.workers):
             places = dict.fromkeys((tier, group) for tier, group, _, _ in worker.held)
             for tier, group in places:

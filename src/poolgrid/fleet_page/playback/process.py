@@ -1,5 +1,4 @@
-"""``python -m poolgrid.fleet_page.playback.process``: reads a journal, folds it, answers with the page's state, and
-ends.
+"""``python -m poolgrid.fleet_page.playback.process``: reads a journal, folds it, answers, and ends.
 
 One question comes on standard input and one answer goes to standard output, both as a frame of MessagePack. Without a
 directory the records follow the question, a frame each. It reads only, takes no lock, and runs with what other work

@@ -87,8 +87,7 @@ def _port(endpoint: str) -> int | None:
 
 
 def _endpoint_of(environment: Mapping[str, str]) -> tuple[str, bool] | None:
-    """Return the receiver in the variables, and whether it is the base of all signals, below which traces have a
-    path."""
+    """Return the receiver in the variables, and whether it is the base of all signals, with a path for traces."""
 
     def word(name: str) -> str:
         return environment.get(name, "").strip()

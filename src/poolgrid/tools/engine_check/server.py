@@ -46,8 +46,7 @@ class EngineServer:
     # What it says of itself
 
     async def learn(self, kind: str, model: str) -> ServerFacts:
-        """Return the server's facts; raises ``ServerError`` without an answer, ``ValueError`` when it has no such
-        model."""
+        """Return the server's facts; raises ``ServerError`` without an answer, ``ValueError`` without such a model."""
         kinds = server_kinds()
         try:
             return await learn(self._asked, kinds, kind if kind in kinds else "", model)

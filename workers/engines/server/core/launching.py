@@ -105,8 +105,7 @@ class Launch:
     as_it_publishes: Callable[[Publishing], Publishing] = lambda publishing: publishing
     """What servers of this kind make of addresses."""
     shares_ports: bool = True
-    """Whether it binds its port while the worker holds it, so that no other process gets it while the server is
-    down."""
+    """Whether it binds its port while the worker holds it, so that no other process gets it meanwhile."""
 
     def ranks(self, options: Mapping[str, str]) -> int:
         """Return how many ranks arguments ask for; raises ``ValueError`` for what is no number."""
