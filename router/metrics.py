@@ -5,7 +5,6 @@ Counters move where things happen; gauges that mirror state are read at scrape t
 
 from __future__ import annotations
 
-from msgspec.structs import astuple
 from prometheus_client import CollectorRegistry
 
 from poolgrid.diagnosis.evidence import UncachedSplit
@@ -127,8 +126,11 @@ class RouterMetrics(ServingMetrics):
 
     def count_uncached(self, split: UncachedSplit) -> None:
         """Count why the tokens of a prompt were computed."""
-        for counter, tokens in zip(self._uncached, astuple(split), strict=True):
-            counter.value += tokens
+        cold, routing, eviction, mismatch = self._uncached
+        cold.value += split.cold
+        routing.value += split.routing
+        eviction.value += split.eviction
+        mismatch.value += split.mismatch
 
     def uncached(self) -> dict[str, int]:
         """Return the tokens computed so far by cause."""

@@ -265,19 +265,20 @@ class RouterService:
         if trace is not None:
             trace.close(queue_span(machine.request.request_id))
             tell_decision(trace.add("choose", began_ms), decision)
+        overlap_tokens = chosen.overlap_tokens()
         dispatch = self.tracker.send(
             routed,
             self.links.to_worker(decision.worker),
             decision.worker,
             leg.stage,
-            chosen.overlap_tokens(),
+            overlap_tokens,
             expected_prefill_tokens,
         )
         if dispatch is None:
             return False
         machine.delivery.decision_reason = chosen.reason()
         if leg.stage in PROMPT_STAGES:
-            machine.delivery.promised_tokens = chosen.overlap_tokens()
+            machine.delivery.promised_tokens = overlap_tokens
         self.tracker.enter(routed, chosen, dispatch.id)
         return True
 

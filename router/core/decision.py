@@ -28,7 +28,7 @@ from poolgrid.wire.answers import (
     RetentionRow,
 )
 from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerId, WorkerKey
-from poolgrid.wire.request_ids import dispatch_of, kept_under, name_of
+from poolgrid.wire.request_ids import SEPARATOR, dispatch_of, kept_under, name_of
 from poolgrid.wire.requests import KvRetention
 from poolgrid.wire.second_counts import SecondCounts
 
@@ -262,13 +262,11 @@ class DecisionLog:
         decisions = self._decisions
         request_id = decision.request.request_id
         key = (request_id, decision.attempt)
-        replaced = decisions.pop(key, None)
-        if replaced is not None:
-            self.size_bytes -= replaced.kept_bytes
+        if key in decisions:
+            self.size_bytes -= decisions.pop(key).kept_bytes
         decisions[key] = decision
-        name = name_of(request_id)
-        if name != request_id:
-            self._latest[name] = request_id
+        if SEPARATOR in request_id:
+            self._latest[name_of(request_id)] = request_id
         decision.kept_bytes = kept_bytes = decision.size_bytes()
         self.size_bytes += kept_bytes
         while len(decisions) > self._capacity or (self.size_bytes > self._budget_bytes and len(decisions) > 1):
@@ -277,13 +275,11 @@ class DecisionLog:
     def _forget_oldest(self) -> None:
         (request_id, attempt), forgotten = self._decisions.popitem(last=False)
         self.size_bytes -= forgotten.kept_bytes
+        if SEPARATOR not in request_id:
+            return  # it was found by no other name
         name = name_of(request_id)
         # What comes later of the same request is younger, and still there.
-        if (
-            name != request_id
-            and self._latest.get(name) == request_id
-            and (request_id, attempt + 1) not in self._decisions
-        ):
+        if self._latest.get(name) == request_id and (request_id, attempt + 1) not in self._decisions:
             del self._latest[name]
 
     def of_request(self, request_id: str) -> list[Decision]:

@@ -236,7 +236,7 @@ class _Exchange:
 
     async def run(self) -> None:
         """Answer; raises only what is a bug or the end of the process."""
-        task = asyncio.current_task()
+        task = asyncio.current_task() if self._direct is None else self._direct.task
         assert task is not None, "servers call applications in a task"
         self._endpoint.begin(self)
         try:
@@ -751,6 +751,8 @@ def receipt(output: SequenceOutput) -> dict[str, Any]:
 
 def account_of(exchange: _Exchange) -> TokenTotals:
     """Return what a request has sent to workers and got so far."""
+    if not exchange._outputs:
+        return NOTHING_YET
     prompt_tokens = cached_tokens = output_tokens = 0
     for output in exchange._outputs:
         if output.stream is not None:

@@ -160,23 +160,32 @@ def encoder_of(
 ) -> AnswerEncoder:
     """Return what turns the output of a request into the bytes of its answer."""
     request_id = base_name(request_ids)
+    options = job.body.stream_options
+    include_usage = options is not None and options.include_usage
+    if job.output_format is None and job.form is None:
+        return AnswerEncoder(
+            chat=job.chat,
+            request_id=request_id,
+            model_name=job.body.model,
+            created_s=created_s,
+            model=job.output_model,
+            include_usage=include_usage,
+        )
     call_ids = CallIds(request_id, "" if job.output_format is None else job.output_format.tools, job.earlier_calls)
     if job.form is not None:
         parser = None if job.output_format is None else _parser(job, prompts[0])
         isl = prompts[0].isl
         return job.form.encoder(AnswerStart(request_ids, created_s, isl, job.output_model, parser, call_ids, job.tools))
-    options = job.body.stream_options
-    common: dict[str, Any] = {
-        "request_id": request_id,
-        "model_name": job.body.model,
-        "created_s": created_s,
-        "model": job.output_model,
-        "include_usage": options is not None and options.include_usage,
-    }
-    if job.output_format is None:
-        return AnswerEncoder(chat=job.chat, **common)
-    new_parser = partial(_parser, job, prompts[0])
-    return ParsedChatEncoder(new_parser=new_parser, call_ids=call_ids, custom=job.tools.custom, **common)
+    return ParsedChatEncoder(
+        new_parser=partial(_parser, job, prompts[0]),
+        call_ids=call_ids,
+        custom=job.tools.custom,
+        request_id=request_id,
+        model_name=job.body.model,
+        created_s=created_s,
+        model=job.output_model,
+        include_usage=include_usage,
+    )
 
 
 def _parser(job: PreparedRequest, prompt: Prompt) -> OutputParser:

@@ -43,6 +43,8 @@ class RequestIds:
 
     def of_sequences(self, wanted: str, sequences: int) -> list[str]:
         """Return ids for the sequences of a request: of ``<name>`` for one, of ``<name>-<i>`` for several."""
+        if sequences == 1 and isinstance(wanted, FreshName):
+            return [str(wanted)]
         names = [str(wanted)] if sequences == 1 else [f"{wanted}-{index}" for index in range(sequences)]
         if isinstance(wanted, FreshName):
             return names
@@ -54,7 +56,7 @@ class RequestIds:
         return self._unique_part()
 
     def _unique_part(self) -> str:
-        return self._prefix + hex(self._count)[2:]
+        return f"{self._prefix}{self._count:x}"
 
 
 def base_name(request_ids: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ from poolgrid.frontend.prompts import overflow, too_long
 from poolgrid.frontend.schema import (
     COPIED_TO_SAMPLING,
     JSON_NUMBER_MAX,
+    AgentHints,
     ChatBody,
     CompletionBody,
     InferenceBody,
@@ -79,9 +80,14 @@ def sequences_of(
     per_prompt = job.choices_per_prompt
     salt = job.own_salt or job.client_salt
     stop_token_ids = _stop_token_ids(job)
-    nvext = None if job.is_plain else body.nvext
-    agent = nvext.agent_hints if nvext is not None else None
-    hints = _hints(nvext, None if job.is_plain else body.extra_args, headers)
+    agent: AgentHints | None = None
+    hints = NO_HINTS
+    if not job.is_plain:
+        nvext = body.nvext
+        agent = nvext.agent_hints if nvext is not None else None
+        hints = _hints(nvext, body.extra_args, headers)
+    elif headers:
+        hints = {"headers": headers}
     seed = body.seed
     unable = job.served.inabilities
     if seed is None and len(request_ids) > 1 and all(name != "seed" for name, _ in unable):
@@ -124,6 +130,8 @@ def _stop_token_ids(job: PreparedRequest) -> tuple[int, ...]:
     own = tuple(dict.fromkeys(listed)) if listed else ()
     if job.body.ignore_eos:
         return own
+    if not own:
+        return job.model.eos_token_ids
     return own + tuple(token_id for token_id in job.model.eos_token_ids if token_id not in own)
 
 

@@ -88,6 +88,8 @@ class HttpExchange:
     """The application has begun its answer."""
     is_complete = False
     is_disconnected = False
+    task: asyncio.Task[None] | None = None
+    """That of its connection, in which the application is called: until Python 3.12 asking for it is a system call."""
 
     def __init__(
         self,
@@ -331,6 +333,7 @@ class ExchangeTask:
         task = self._task
         assert task is not None, "set where it is started"
         while True:
+            exchange.task = task
             try:
                 await exchange.run(self._app, scope)
             finally:

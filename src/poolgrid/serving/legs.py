@@ -7,7 +7,6 @@ loses a worker begins again with its prompt and the output so far, which are one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
@@ -103,8 +102,7 @@ class Dispatch(msgspec.Struct, eq=False):
 # -- effects: what a router does after an event -----------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class WorkerReported:
+class WorkerReported(msgspec.Struct):
     """A leg's worker reported more than further tokens, and it was in its place."""
 
     dispatch: Dispatch
@@ -113,22 +111,19 @@ class WorkerReported:
     """Whether the client had no token before."""
 
 
-@dataclass(slots=True)
-class CancelLeg:
+class CancelLeg(msgspec.Struct):
     """Tell a leg's worker to stop and to release what it keeps."""
 
     dispatch: Dispatch
 
 
-@dataclass(slots=True)
-class ReleaseLeg:
+class ReleaseLeg(msgspec.Struct):
     """Take a leg out of the load of its worker."""
 
     dispatch: Dispatch
 
 
-@dataclass(slots=True)
-class AvoidWorker:
+class AvoidWorker(msgspec.Struct):
     """A leg's worker comes last from now on; ``for_good``: it refused what the request asks for, and is not asked
     again."""
 
@@ -137,8 +132,7 @@ class AvoidWorker:
     for_good: bool = False
 
 
-@dataclass(slots=True)
-class WorkerFull:
+class WorkerFull(msgspec.Struct):
     """A leg's worker has no room for anything, for ``retry_after_ms``."""
 
     dispatch: Dispatch
@@ -146,8 +140,7 @@ class WorkerFull:
     """``None`` = the worker did not report a time."""
 
 
-@dataclass(slots=True)
-class RecordFailure:
+class RecordFailure(msgspec.Struct):
     """A leg's worker has failed it."""
 
     dispatch: Dispatch
@@ -155,16 +148,14 @@ class RecordFailure:
     why: str
 
 
-@dataclass(slots=True)
-class WorkerOvercommitted:
+class WorkerOvercommitted(msgspec.Struct):
     """A leg's worker has promised ``booked_tokens``; the leg is released."""
 
     dispatch: Dispatch
     booked_tokens: int
 
 
-@dataclass(slots=True)
-class PlaceNext:
+class PlaceNext(msgspec.Struct):
     """Place the next leg by ``RequestMachine.plan``."""
 
     why: str
@@ -176,8 +167,7 @@ class PlaceNext:
     """Whether it moves because its worker had no room: nothing has failed."""
 
 
-@dataclass(slots=True)
-class EndRequest:
+class EndRequest(msgspec.Struct):
     """The request is over, and the client has ``last``."""
 
     last: StreamDelta
