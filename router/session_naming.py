@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.router.core.lineage import NOTHING, anchor_of, digest_of
+from poolgrid.router.core.lineage import anchor_of, digest_of
 from poolgrid.router.core.projection import Projection
 from poolgrid.wire.hashing import TOKEN_BYTES, stable_u64
 from poolgrid.wire.limits import U32_MAX
 from poolgrid.wire.requests import FinishReason
-from poolgrid.wire.sessions import SessionTurn, Tail, TurnAnswer, tenant_key
+from poolgrid.wire.sessions import SessionTurn, TurnAnswer, tenant_key
 
 COMPLETE: Final = (FinishReason.STOP, FinishReason.LENGTH)
 """How an answer ends that a later prompt repeats."""
@@ -26,28 +26,27 @@ class SessionNaming:
 
     def turn_of(self, request: InferenceRequest, path: Sequence[int], block_size: int) -> SessionTurn:
         """Return the turn that a request would be, dispatched now."""
-        hint, tenant = request.session, tenant_key(request.tenant)
-        token_ids = request.token_ids
-        name, parent, anchor, residual = hint.name, hint.parent, 0, 0
-        if not name:
-            found = self._lineage.find(tenant, path, token_ids, block_size, hint.answer) if path else NOTHING
+        hint, tenant = request.session, tenant_key(request.tenant) if request.tenant else 0
+        name, parent, anchor, residual, return_ms = hint.name, hint.parent, 0, 0, 0
+        if not name and path:
+            token_ids = request.token_ids
+            name, parent = self._lineage.find(tenant, path, token_ids, block_size, hint.answer)
+            anchor = anchor_of(path)
+            residual = digest_of(token_ids, len(path) * block_size, len(token_ids) // TOKEN_BYTES)
+        if name:
+            session = self._sessions.get(tenant, name)
+            if session is not None:
+                return_ms = min(U32_MAX, self._sessions.expected_gap(session).mean_ms)
+        else:
             # As no client can choose one, of which it would have to know the hash's seed.
-            name, parent = found.session or f"l{stable_u64(request.request_id, 1):016x}", found.parent
-            if path:
-                anchor = anchor_of(path)
-                residual = digest_of(token_ids, len(path) * block_size, len(token_ids) // TOKEN_BYTES)
-        session = self._sessions.get(tenant, name)
-        return_ms = 0 if session is None else min(U32_MAX, self._sessions.expected_gap(session).mean_ms)
+            name = f"l{stable_u64(request.request_id, 1):016x}"
         tail = path[-1] if path else 0
         return SessionTurn(name, tenant, parent, hint.after_tool, tail, anchor, residual, return_ms)
 
     def dispatched(self, request: InferenceRequest) -> None:
         """Note that a turn is on a worker: what its session's next prompts continue from now on."""
-        turn = request.turn
-        if turn is not None and turn.anchor:
-            isl = len(request.token_ids) // TOKEN_BYTES
-            tail = Tail(request.request_id, turn.tail, turn.anchor, isl, turn.residual)
-            self._lineage.begin(turn.tenant, turn.session, tail)
+        if request.turn is not None:
+            self._lineage.begin(request.request_id, request.turn, len(request.token_ids) // TOKEN_BYTES)
 
     def ended(
         self, request: InferenceRequest, path: Sequence[int], block_size: int, output: bytes | bytearray, reason: str

@@ -194,7 +194,7 @@ class RouterTracker(RequestTracker[LocalRequest]):
             machine.request, routed.path, routed.block_size, machine.delivery.output, end.last.finish_reason or ""
         )
         if turn is not None and latest is not None and (link := self._links.get(latest.endpoint)) is not None:
-            link.answered(latest.id, turn)
+            link.answered(turn)
         if self.recorder is not None:
             self.recorder.ended(routed.machine.request.request_id, routed.machine.delivery.tokens)
 

@@ -295,8 +295,8 @@ class WorkerService:
                 pong = Pong(message.nonce, self._membership.epoch, self._drain.is_on)
                 self._peers.send(peer_id, codec.from_worker.encode(pong))
             case Cancel():
-                if message.answered is not None:
-                    self._membership.publishers[0].publish([TurnEnded(message.answered)])
+                if message.answered:
+                    self._membership.publishers[0].publish([TurnEnded(answer) for answer in message.answered])
                 elif self._peers.owners.get(message.request_id) == peer_id:
                     self._end_here(message.request_id)
             case FetchKv():

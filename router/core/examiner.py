@@ -83,47 +83,67 @@ class Examiner:
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
-    def started(self, worker: WorkerKey, dispatch_id: str, isl: int) -> None:
-        """A worker began a request, perhaps of another router."""
-        decision = self._decision_of(dispatch_id)
-        history = self._history(worker)
-        if history is None:
+    def started(
+        self,
+        key: WorkerKey,
+        dispatch_id: str,
+        isl: int,
+        promised: tuple[Sequence[int], int] | None,
+        reported_tokens: int,
+    ) -> None:
+        """A worker began a request, perhaps of another router; ``promised`` as in ``compared``, if it says so now."""
+        worker = self._projection.fleet.workers.get(key)
+        if worker is None:
             return
+        history = self._history(worker)
+        decision = self._decision_of(dispatch_id)
         if decision is None:
             history.foreign += 1
             return
         history.own += 1
         if decision.request.stage in PROMPT_STAGES:
             decision.reported_isl = isl
+            if promised is not None:
+                self._compare(worker, history, decision, dispatch_id, *promised, reported_tokens)
 
-    def compared(
-        self, worker: WorkerKey, dispatch_id: str, path: Sequence[int], promised_tokens: int, reported_tokens: int
+    def compared(self, key: WorkerKey, dispatch_id: str, path: Sequence[int], promised: int, reported: int) -> None:
+        """A worker reported how much of a prompt of ours it reused; ``promised`` is what the index held, in tokens."""
+        worker, decision = self._projection.fleet.workers.get(key), self._decision_of(dispatch_id)
+        if worker is not None and decision is not None and decision.request.stage in PROMPT_STAGES:
+            self._compare(worker, self._history(worker), decision, dispatch_id, path, promised, reported)
+
+    def _compare(
+        self,
+        worker: Worker,
+        history: _History,
+        decision: Decision,
+        dispatch_id: str,
+        path: Sequence[int],
+        promised_tokens: int,
+        reported_tokens: int,
     ) -> None:
-        """A worker reported how much of a prompt of ours it reused; ``promised_tokens`` is what the index held."""
-        decision = self._decision_of(dispatch_id)
-        history = self._history(worker)
-        if decision is None or history is None or decision.request.stage not in PROMPT_STAGES:
-            return
         request, now_ms = decision.request, decision.time_ms
-        block_size = request.block_size
-        promised_tokens = min(promised_tokens, request.isl)
+        isl, block_size = request.isl, request.block_size
+        if promised_tokens > isl:
+            promised_tokens = isl
+        promised_blocks = min(len(path), promised_tokens // block_size) if promised_tokens else 0
         observation = Observation(
             dispatch_id,
             now_ms,
-            request.isl,
+            isl,
             decision.reported_isl,
             promised_tokens,
             reported_tokens,
             decision.seen_tokens,
             "media" if request.media else request.domain,
-            path[min(len(path), promised_tokens // block_size) - 1] if path and promised_tokens >= block_size else 0,
+            path[promised_blocks - 1] if promised_blocks else 0,
         )
-        if abs(promised_tokens - reported_tokens) > block_size:
-            observation.announced = self._announced(worker, history, now_ms)
+        if promised_tokens != reported_tokens and abs(promised_tokens - reported_tokens) > block_size:
+            observation.announced = self._announced(worker.key, history, now_ms)
         elif promised_tokens and reported_tokens:
             history.agreed += 1
         history.observations.append(observation)
-        history.heads.append((now_ms, path[:HEAD_BLOCKS]))
+        history.heads.append((now_ms, path if len(path) <= HEAD_BLOCKS else path[:HEAD_BLOCKS]))
 
     def left(self, worker: WorkerKey) -> None:
         """A worker is about to leave; what the index holds of it is still known."""
@@ -139,12 +159,9 @@ class Examiner:
         if worker is None or worker.requests_total:
             return  # workers that report requests are compared at their starts
         decision.reported_isl = reported_isl
+        self._history(worker).own += 1
         promised_tokens = decision.overlap_blocks * decision.request.block_size
-        dispatch_id = decision.request.request_id
-        history = self._history(decision.worker)
-        if history is not None:
-            history.own += 1
-        self.compared(decision.worker, dispatch_id, path, promised_tokens, reported_tokens)
+        self.compared(worker.key, decision.request.request_id, path, promised_tokens, reported_tokens)
 
     def _announced(self, worker: WorkerKey, history: _History, now_ms: int) -> float | None:
         """Return how much of the last prompt that is old enough the index holds of the worker."""
@@ -158,30 +175,17 @@ class Examiner:
         head = history.heads[0][1]  # in a burst the oldest will do
         return self._projection.index.overlap(head, worker).blocks / len(head)
 
-    def _history(self, key: WorkerKey) -> _History | None:
-        worker = self._projection.fleet.workers.get(key)
-        if worker is None:
-            return None
+    def _history(self, worker: Worker) -> _History:
+        key = worker.key
         history = self._histories.get(key)
         if history is None:
             if len(self._histories) >= HISTORIES_MAX:
                 for gone in self._histories.keys() - self._projection.fleet.workers.keys():
                     del self._histories[gone]
             history = self._histories[key] = _History(worker.epoch)
-        self._note(history, worker)
+        if worker.load is not history.load or worker.epoch != history.epoch:
+            _note(history, worker)
         return history
-
-    @staticmethod
-    def _note(history: _History, worker: Worker) -> None:
-        if worker.epoch != history.epoch:
-            history.epoch = worker.epoch
-            history.epochs += 1
-            history.load = None
-        load = worker.load
-        if load is not history.load:
-            if load is not None and history.load is not None and load.steps < history.load.steps:
-                history.steps_fell = True
-            history.load = load
 
     def _has_windows(self, worker: WorkerKey) -> bool:
         index = self._projection.index
@@ -232,6 +236,18 @@ class Examiner:
         evidence = {key: each.final for key, each in self._histories.items() if each.final and key not in workers}
         evidence |= {key: self.evidence(key) for key in workers}
         return [diagnose(each) for _, each in sorted(evidence.items()) if each is not None]
+
+
+def _note(history: _History, worker: Worker) -> None:
+    """Note another life of a worker, or other figures of its engine."""
+    if worker.epoch != history.epoch:
+        history.epoch = worker.epoch
+        history.epochs += 1
+        history.load = None
+    load = worker.load
+    if load is not None and history.load is not None and load.steps < history.load.steps:
+        history.steps_fell = True
+    history.load = load
 
 
 def uncached_of(decision: Decision, reported_tokens: int) -> UncachedSplit:

@@ -16,16 +16,16 @@ Rules
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from poolgrid.wire.events import TurnBegan
 from poolgrid.wire.hashing import TOKEN_BYTES, stable_u64
-from poolgrid.wire.request_ids import name_of, request_of
-from poolgrid.wire.sessions import SessionsSnapshot, Tail
+from poolgrid.wire.request_ids import name_of
+from poolgrid.wire.sessions import SessionsSnapshot, SessionTurn
 
 CAPACITY: Final = 32_768
 """Four turns of each session that ``SessionTable`` knows; some 10 MB."""
@@ -35,6 +35,9 @@ SAME_TAIL_MAX: Final = 32
 
 STRIDE: Final = 16
 """Blocks between two anchors."""
+
+SHORT_PLACES: Final = (7, 3, 1, 0)
+"""Anchors before the first of these."""
 
 
 class Found(NamedTuple):
@@ -54,11 +57,17 @@ class Known(msgspec.Struct, eq=False):
 
     tenant: int
     session: str
-    at: Tail
+    request_id: str
+    tail: int
+    anchor: int
+    isl: int
+    residual: int
+    before: Known | None
+    """The turn that it continued, while it is the latest."""
+    total: int = 0
+    digest: int = 0
     is_latest: bool = True
     """Whether its session has not continued from here."""
-    before: Known | None = None
-    """The turn that it continued, while it is the latest."""
 
 
 class Lineage:
@@ -66,13 +75,12 @@ class Lineage:
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
-        self._by_request: dict[str, Known] = {}
-        """Oldest first."""
+        self._by_request: OrderedDict[str, Known] = OrderedDict()
+        """Oldest first. In a dict that loses its first entries, finding the next first one takes ever longer."""
         self._by_tail: dict[int, list[Known]] = {}
         self._anchors: dict[int, int] = {}
         """How many tails an anchor stands for."""
         self._latest: dict[tuple[int, str], Known] = {}
-        self._by_answer: dict[int, Known] = {}
 
     def __len__(self) -> int:
         return len(self._by_request)
@@ -83,103 +91,102 @@ class Lineage:
         ``answer`` is the key of an answer that the prompt names by an id in it, as results of tool calls do: its words
         in the prompt need not be those that were generated, as templates leave out reasoning and write calls their way.
         """
-        named = self._by_answer.get(answer) if answer else None
-        if named is not None and named.tenant == tenant:
-            place = named.at.isl // block_size - 1
-            if place < len(path) and path[place] == named.at.tail:
-                return Found(named.session) if named.is_latest else Found(parent=named.session)
-        anchors, by_tail = self._anchors, self._by_tail
-        if not anchors:
+        if not self._anchors:
             return NOTHING
-        end = len(path)
-        for first in anchor_places(end):
-            if path[first] not in anchors:
-                continue
-            for place in range(min(end, next_anchor(first)) - 1, first - 1, -1):
-                behind = by_tail.get(path[place])
-                if behind is not None:
-                    found = _match(behind, tenant, token_ids, (place + 1) * block_size)
-                    if found is not NOTHING:
-                        return found
-            end = first
+        if answer:
+            for _, behind in self._turns_in(path):
+                for known in reversed(behind):
+                    if known.tenant == tenant and answer_key(known.request_id) == answer:
+                        return Found(known.session) if known.is_latest else Found(parent=known.session)
+        for place, behind in self._turns_in(path):
+            found = _match(behind, tenant, token_ids, (place + 1) * block_size)
+            if found is not NOTHING:
+                return found
         return NOTHING
 
-    def begin(self, tenant: int, session: str, at: Tail) -> None:
+    def _turns_in(self, path: Sequence[int]) -> Iterator[tuple[int, list[Known]]]:
+        """Yield the turns whose prompts' last whole block is in a path, by its place, from the end on."""
+        anchors, by_tail = self._anchors, self._by_tail
+        end = len(path)
+        for first in anchor_places(end):
+            if path[first] in anchors:
+                for place in range(min(end, next_anchor(first)) - 1, first - 1, -1):
+                    behind = by_tail.get(path[place])
+                    if behind is not None:
+                        yield place, behind
+                end = first
+
+    def begin(self, request_id: str, turn: SessionTurn, isl: int) -> None:
         """Note a turn that was dispatched; one that is known already is not noted again."""
-        if at.request_id in self._by_request:
-            return
-        before = self._latest.get((tenant, session))
-        known = Known(tenant, session, at, before=before)
+        if turn.anchor and request_id not in self._by_request:
+            self._add(turn.tenant, turn.session, request_id, turn.tail, turn.anchor, isl, turn.residual)
+
+    def _add(
+        self, tenant: int, session: str, request_id: str, tail: int, anchor: int, isl: int, residual: int
+    ) -> Known:
+        key = (tenant, session)
+        before = self._latest.get(key)
+        known = Known(tenant, session, request_id, tail, anchor, isl, residual, before)
         if before is not None:
             before.is_latest, before.before = False, None
-        self._by_answer[answer_key(at.request_id)] = known
-        self._latest[tenant, session] = self._by_request[at.request_id] = known
-        behind = self._by_tail.get(at.tail)
+        self._latest[key] = self._by_request[request_id] = known
+        behind = self._by_tail.get(tail)
         if behind is None:
-            behind = self._by_tail[at.tail] = []
-        behind.append(known)
-        self._anchors[at.anchor] = self._anchors.get(at.anchor, 0) + 1
-        if len(behind) > SAME_TAIL_MAX:
-            self._forget(behind[0])
+            self._by_tail[tail] = [known]
+        else:
+            behind.append(known)
+            if len(behind) > SAME_TAIL_MAX:
+                self._forget(behind[0])
+        self._anchors[anchor] = self._anchors.get(anchor, 0) + 1
         if len(self._by_request) > self._capacity:
             self._forget(next(iter(self._by_request.values())))
-
-    def begin_turn(self, event: TurnBegan) -> None:
-        """Note a turn of the pool's journal, of any router."""
-        turn = event.turn
-        if turn.anchor:
-            at = Tail(request_of(event.request_id), turn.tail, turn.anchor, event.isl, turn.residual)
-            self.begin(turn.tenant, turn.session, at)
+        return known
 
     def end(self, request_id: str, total: int, digest: int) -> None:
         """Note the complete answer of a turn."""
         known = self._by_request.get(request_id)
-        if known is not None and not known.at.total:
-            known.at = msgspec.structs.replace(known.at, total=total, digest=digest)
+        if known is not None and not known.total:
+            known.total, known.digest = total, digest
 
     def withdraw(self, request_id: str) -> None:
         """Forget a turn that has no complete answer: its client asks again from the turn before."""
         known = self._by_request.get(request_id)
-        if known is None or known.at.total:
+        if known is None or known.total:
             return
         before = known.before
         if before is not None and self._latest.get((known.tenant, known.session)) is known:
             self._latest[known.tenant, known.session] = before
-            before.is_latest = before.at.request_id in self._by_request
+            before.is_latest = before.request_id in self._by_request
         self._forget(known)
-
-    def is_latest(self, tenant: int, session: str, request_id: str) -> bool:
-        """Return whether a turn is the latest of its session, or the session has none that is known."""
-        known = self._latest.get((tenant, session))
-        return known is None or known.at.request_id == request_id
 
     def load(self, snapshot: SessionsSnapshot) -> None:
         """Note the turns of a snapshot that are not known."""
         for session in snapshot.sessions:
             for tail in session.tails:
-                self.begin(session.tenant, session.name, tail)
-                self.end(tail.request_id, tail.total, tail.digest)
+                known = self._by_request.get(tail.request_id)
+                if known is None:
+                    of, at = (session.tenant, session.name), (tail.tail, tail.anchor, tail.isl, tail.residual)
+                    known = self._add(*of, tail.request_id, *at)
+                if not known.total:
+                    known.total, known.digest = tail.total, tail.digest
 
     def _forget(self, known: Known) -> None:
-        at = known.at
-        del self._by_request[at.request_id]
-        key = answer_key(at.request_id)
-        if self._by_answer.get(key) is known:
-            del self._by_answer[key]
-        behind = self._by_tail[at.tail]
+        del self._by_request[known.request_id]
+        behind = self._by_tail[known.tail]
         behind.remove(known)
         if not behind:
-            del self._by_tail[at.tail]
-        count = self._anchors[at.anchor] - 1
+            del self._by_tail[known.tail]
+        count = self._anchors[known.anchor] - 1
         if count:
-            self._anchors[at.anchor] = count
+            self._anchors[known.anchor] = count
         else:
-            del self._anchors[at.anchor]
-        if self._latest.get((known.tenant, known.session)) is known:
-            del self._latest[known.tenant, known.session]
+            del self._anchors[known.anchor]
+        key = (known.tenant, known.session)
+        if self._latest.get(key) is known:
+            del self._latest[key]
             # Its next turn would be taken for that of another session with the same prompt.
             for other in behind:
-                if other.tenant == known.tenant and (other.at.isl, other.at.residual) == (at.isl, at.residual):
+                if other.tenant == known.tenant and (other.isl, other.residual) == (known.isl, known.residual):
                     other.is_latest = False
 
 
@@ -187,33 +194,32 @@ def _match(behind: Sequence[Known], tenant: int, token_ids: bytes, begin: int) -
     """Return what a prompt is to turns whose prompts' last whole block ends before token ``begin``."""
     tokens = len(token_ids) // TOKEN_BYTES
     digests: dict[int, int] = {}
-
-    def repeats(end: int, digest: int) -> bool:
-        if end > tokens:
-            return False
-        of_prompt = digests.get(end)
-        if of_prompt is None:
-            of_prompt = digests[end] = digest_of(token_ids, begin, end)
-        return of_prompt == digest
-
-    continued: list[Known] = []
+    longest = 0
+    continued: Known | None = None
     forked: Known | None = None
     for known in behind:
         if known.tenant != tenant:
             continue
-        at = known.at
-        if at.isl < at.total < tokens and repeats(at.total, at.digest):
-            if known.is_latest:
-                continued.append(known)
-            else:
+        isl, total = known.isl, known.total
+        if isl < total < tokens and _repeats(token_ids, begin, total, known.digest, digests):
+            if not known.is_latest:
                 forked = known
-        elif repeats(at.isl, at.residual):
+            elif total >= longest:
+                # Of several that end there, nobody knows whose turn it is.
+                continued, longest = known if total > longest else None, total
+        elif isl <= tokens and _repeats(token_ids, begin, isl, known.residual, digests):
             forked = known
-    if continued:
-        longest = max(known.at.total for known in continued)
-        ends = [known for known in continued if known.at.total == longest]
-        return Found(ends[0].session) if len(ends) == 1 else NOTHING
+    if longest:
+        return NOTHING if continued is None else Found(continued.session)
     return NOTHING if forked is None else Found(parent=forked.session)
+
+
+def _repeats(token_ids: bytes, begin: int, end: int, digest: int, digests: dict[int, int]) -> bool:
+    """Tell whether tokens have a digest; ``digests`` are those of ends that were asked for before."""
+    found = digests.get(end)
+    if found is None:
+        found = digests[end] = digest_of(token_ids, begin, end)
+    return found == digest
 
 
 def answer_key(request_id: str) -> int:
@@ -223,25 +229,19 @@ def answer_key(request_id: str) -> int:
 
 def digest_of(token_ids: bytes | bytearray | memoryview, begin: int, end: int) -> int:
     """Return XXH3-64 of the tokens from ``begin`` to ``end``."""
-    return xxh3_64_intdigest(memoryview(token_ids)[TOKEN_BYTES * begin : TOKEN_BYTES * end])
+    return xxh3_64_intdigest(token_ids[TOKEN_BYTES * begin : TOKEN_BYTES * end])
 
 
 def anchor_of(path: Sequence[int]) -> int:
     """Return the anchor of a prompt with at least one whole block."""
-    return path[next(anchor_places(len(path)))]
+    return path[anchor_places(len(path))[0]]
 
 
-def anchor_places(blocks: int) -> Iterator[int]:
-    """Yield the places of anchors in a path of so many blocks, from its end: each ``STRIDE``-th, then 7, 3, 1, 0."""
-    place = blocks // STRIDE * STRIDE
-    while place:
-        yield place - 1
-        place -= STRIDE
-    step = STRIDE // 2
-    while step:
-        if step <= blocks:
-            yield step - 1
-        step //= 2
+def anchor_places(blocks: int) -> Sequence[int]:
+    """Return the places of anchors in a path of so many blocks, from its end: each ``STRIDE``-th, then 7, 3, 1, 0."""
+    if blocks < STRIDE:
+        return SHORT_PLACES[-blocks.bit_length() :] if blocks else ()
+    return (*range(blocks // STRIDE * STRIDE - 1, 0, -STRIDE), *SHORT_PLACES)
 
 
 def next_anchor(place: int) -> int:

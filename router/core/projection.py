@@ -49,6 +49,7 @@ from poolgrid.wire.events import (
 from poolgrid.wire.feed import BlockChain, WorkerState
 from poolgrid.wire.hashing import hash_array
 from poolgrid.wire.identifiers import Role, StreamState, WorkerId, WorkerKey
+from poolgrid.wire.request_ids import request_of
 from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 from poolgrid.wire.streams import fold
 
@@ -114,11 +115,16 @@ class Hole(RuntimeError):
 class ReuseExaminer(Protocol):
     """Looks on while requests start (``poolgrid.router.core.examiner``)."""
 
-    def started(self, worker: WorkerKey, dispatch_id: str, isl: int) -> None: ...
-
-    def compared(
-        self, worker: WorkerKey, dispatch_id: str, path: Sequence[int], promised_tokens: int, reported_tokens: int
+    def started(
+        self,
+        key: WorkerKey,
+        dispatch_id: str,
+        isl: int,
+        promised: tuple[Sequence[int], int] | None,
+        reported_tokens: int,
     ) -> None: ...
+
+    def compared(self, key: WorkerKey, dispatch_id: str, path: Sequence[int], promised: int, reported: int) -> None: ...
 
     def left(self, worker: WorkerKey) -> None: ...
 
@@ -233,10 +239,11 @@ class Projection:
         worker = self.fleet.workers.get(key)
         if worker is not None:
             worker.requests_total += 1
+        # Compare what it reused with what the index held.
+        cached_tokens = event.cached_tokens
+        promised = None if event.cached_later else self.trust.started(key, event.request_id, cached_tokens)
         if self.examiner is not None:
-            self.examiner.started(key, event.request_id, event.isl)
-        if not event.cached_later:
-            self._compare(key, event.request_id, event.cached_tokens)
+            self.examiner.started(key, event.request_id, event.isl, promised, cached_tokens)
         for observer in self.observers:
             observer.on_started(key, event.request_id, event.cached_tokens)
 
@@ -254,14 +261,10 @@ class Projection:
             observer.on_finished(key, request_id, self.ledger.blocks_of(key, request_id), now_ms)
         self.ledger.finished(key, request_id)
         if event.cached_tokens is not None:
-            self._compare(key, request_id, event.cached_tokens)
+            promised = self.trust.started(key, request_id, event.cached_tokens)
+            if promised is not None and self.examiner is not None:
+                self.examiner.compared(key, request_id, *promised, event.cached_tokens)
         self.trust.not_started(key, request_id)
-
-    def _compare(self, key: WorkerKey, request_id: str, cached_tokens: int) -> None:
-        """Compare what a worker reused with what the index held."""
-        promised = self.trust.started(key, request_id, cached_tokens)
-        if promised is not None and self.examiner is not None:
-            self.examiner.compared(key, request_id, *promised, cached_tokens)
 
     def _loaded(self, key: WorkerKey, record: JournalRecord, event: LoadReported, now_ms: float) -> None:
         worker = self.fleet.workers.get(key)
@@ -285,7 +288,7 @@ class Projection:
         self.fleet.leave(key)
 
     def _turn_began(self, key: WorkerKey, record: JournalRecord, event: TurnBegan, now_ms: float) -> None:
-        self.lineage.begin_turn(event)
+        self.lineage.begin(request_of(event.request_id), event.turn, event.isl)
 
     def _turn_ended(self, key: WorkerKey, record: JournalRecord, event: TurnEnded, now_ms: float) -> None:
         self.lineage.end(event.answer.request_id, event.answer.total, event.answer.digest)

@@ -7,8 +7,9 @@ compute no prompt take no place: their KV comes from a worker that has one for t
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Final
+
+import msgspec
 
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
@@ -20,8 +21,7 @@ from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 NOTHING_KNOWN: Final = WorkingSet().checkpoint()
 
 
-@dataclass(slots=True)
-class RunningTurn:
+class RunningTurn(msgspec.Struct, eq=False):
     """A turn on a worker."""
 
     session: SessionKey
@@ -60,10 +60,12 @@ class SessionPlaces(Observer):
         if not request.session or request.stage not in (Stage.WHOLE, Stage.PREFILL):
             return
         self._now_ms = now_ms
-        self.working_set.know(worker, card.limits.total_kv_blocks)
-        self._turns[worker, dispatch_id] = RunningTurn((request.tenant, request.session))
+        offered = turn_of(request)
+        self._turns[worker, dispatch_id] = RunningTurn(offered.session)
+        working_set = self.working_set
+        working_set.know(worker, card.limits.total_kv_blocks)
         overlap = min(decision.overlap_blocks, len(path))
-        self.working_set.begin(turn_of(request), worker, path, overlap, now_ms, decision.queued_ms)
+        working_set.begin(offered, worker, path, overlap, now_ms, decision.queued_ms)
 
     def on_started(self, worker: WorkerKey, request_id: str, cached_tokens: int) -> None:
         turn = self._turns.get((worker, request_id))

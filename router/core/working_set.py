@@ -31,6 +31,8 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 
 TIGHT_SHARE: Final = 0.7
@@ -60,7 +62,7 @@ SessionKey = tuple[int, str]
 """Tenant and name."""
 
 
-class OfferedTurn(NamedTuple):
+class OfferedTurn(msgspec.Struct, frozen=True):
     """A call of a session that asks for a worker."""
 
     session: SessionKey
@@ -84,44 +86,39 @@ class Admission(NamedTuple):
 ADMITTED: Final = Admission(True)
 
 
-class Member:
+class CacheRoom(msgspec.Struct, eq=False):
+    """The blocks of one worker."""
+
+    capacity: int
+    used: int = 0
+    """By residents."""
+    is_tight: bool = False
+    shared: dict[int, list[int]] = {}
+    """By last block, blocks that residents share and how many do."""
+
+
+class Member(msgspec.Struct, eq=False):
     """One session."""
 
-    __slots__ = (
-        "blocks",
-        "common",
-        "has_returned",
-        "is_resident",
-        "is_slow",
-        "parent",
-        "prefix",
-        "priority",
-        "running",
-        "since_ms",
-        "used_ms",
-        "worker",
-    )
-
-    def __init__(
-        self, worker: WorkerKey, priority: int, parent: SessionKey | None, is_slow: bool, now_ms: float
-    ) -> None:
-        self.worker = worker
-        self.has_returned = False
-        self.is_slow = is_slow
-        """Whether its last pause was longer than any lease."""
-        self.priority = priority
-        self.parent = parent
-        self.blocks = 0
-        """Its own on ``worker``."""
-        self.common = 0
-        """Blocks that the worker held before the session's first turn there."""
-        self.prefix = 0
-        """Sequence hash of the last of them; 0 where its parent counts them, or there are none."""
-        self.running = 0
-        self.is_resident = False
-        self.since_ms = now_ms
-        """Since when it is resident."""
-        self.used_ms = now_ms
+    worker: WorkerKey
+    room: CacheRoom | None
+    """That of the worker."""
+    priority: int
+    parent: SessionKey | None
+    is_slow: bool
+    """Whether its last pause was longer than any lease."""
+    since_ms: float
+    """Since when it is resident."""
+    used_ms: float
+    has_returned: bool = False
+    blocks: int = 0
+    """Its own on ``worker``."""
+    common: int = 0
+    """Blocks that the worker held before the session's first turn there."""
+    prefix: int = 0
+    """Sequence hash of the last of them; 0 where its parent counts them, or there are none."""
+    running: int = 0
+    is_resident: bool = False
 
 
 class WorkingSet:
@@ -135,14 +132,11 @@ class WorkingSet:
         """How many new sessions had a second turn: each first end lowers it, each first return counts twice."""
         self._age_ms = age_ms
         self._members_max = members_max
-        self._capacity: dict[WorkerKey, int] = {}
+        self._rooms: dict[WorkerKey, CacheRoom] = {}
         self._least = 0
         """Capacity of the smallest worker."""
-        self._used: dict[WorkerKey, int] = {}
-        """Blocks of residents."""
-        self._tight: set[WorkerKey] = set()
-        self._shared: dict[tuple[WorkerKey, int], list[int]] = {}
-        """By worker and last block, blocks that residents share and how many do."""
+        self._tight = 0
+        """Workers that are filled above ``TIGHT_SHARE``."""
         self.changes = 0
         """Grows when room may have come: a turn that waits is offered again then, or at ``next_ms``."""
         self._running: dict[SessionKey, Member] = {}
@@ -155,10 +149,14 @@ class WorkingSet:
 
     def know(self, worker: WorkerKey, blocks: int) -> None:
         """Take note that a worker has room for so many blocks."""
-        if self._capacity.get(worker) != blocks:
-            self._capacity[worker] = blocks
-            self._used.setdefault(worker, 0)
-            self._least = min(self._capacity.values())
+        room = self._rooms.get(worker)
+        if room is None:
+            self._rooms[worker] = CacheRoom(blocks)
+        elif room.capacity == blocks:
+            return
+        else:
+            room.capacity = blocks
+        self._least = min(room.capacity for room in self._rooms.values())
 
     def clear(self, worker: WorkerKey) -> None:
         """Forget what a worker held for sessions that do not run: its cache was emptied."""
@@ -167,19 +165,18 @@ class WorkingSet:
 
     def leave(self, worker: WorkerKey) -> None:
         """Forget a worker and whose KV it held."""
-        if self._capacity.pop(worker, None) is None:
+        left = self._rooms.pop(worker, None)
+        if left is None:
             return
-        del self._used[worker]
-        self._least = min(self._capacity.values(), default=0)
-        self._tight.discard(worker)
-        self._shared = {key: shared for key, shared in self._shared.items() if key[0] != worker}
+        self._least = min((room.capacity for room in self._rooms.values()), default=0)
+        self._tight -= left.is_tight
         self.changes += 1
         for members in (self._running, self._idle, self._away):
             for session in [session for session, member in members.items() if member.worker == worker]:
                 del members[session]
 
     def workers(self) -> set[WorkerKey]:
-        return set(self._capacity)
+        return set(self._rooms)
 
     # -- turns -----------------------------------------------------------------------------------------------------
 
@@ -213,10 +210,8 @@ class WorkingSet:
         belongs = turn.parent is not None and self.is_resident(turn.parent)
         crowded: list[WorkerKey] = []
         for worker in workers:
-            capacity = self._capacity.get(worker, 0)
-            most = int(FILL_MAX * capacity)
-            missing = min(own, most) - (most - self._used.get(worker, 0))
-            if capacity and missing > 0:
+            room = self._rooms.get(worker)
+            if room is not None and room.capacity and _missing(room, own) > 0:
                 crowded.append(worker)
         if len(crowded) < len(workers):
             return Admission(True, tuple(crowded)) if crowded else ADMITTED
@@ -225,8 +220,7 @@ class WorkingSet:
         chosen: WorkerKey | None = None
         displaced: list[SessionKey] = []
         for worker in workers:
-            most = int(FILL_MAX * self._capacity[worker])
-            givers = self._givers(worker, min(own, most) - (most - self._used[worker]), turn, now_ms, waited_ms)
+            givers = self._givers(worker, _missing(self._rooms[worker], own), turn, now_ms, waited_ms)
             if givers and (chosen is None or len(givers) < len(displaced)):
                 chosen, displaced = worker, givers
         for session in displaced:
@@ -253,20 +247,20 @@ class WorkingSet:
         member = self._running.get(session)
         if member is None:
             member = self._idle.pop(session, None) or self._away.pop(session, None)
-            is_known = member is not None
-            if member is not None:
-                self._learn(member, now_ms - waited_ms - member.used_ms)
             if member is None:
-                member = Member(worker, turn.priority, turn.parent, self.slow_share > 0.5, now_ms)
-            if not member.is_resident:
-                member.since_ms = now_ms
-            self._running[session] = member
-            if not is_known:
+                is_slow, room = self.slow_share > 0.5, self._rooms.get(worker)
+                member = Member(worker, room, turn.priority, turn.parent, is_slow, now_ms, now_ms)
+                self._running[session] = member
                 self._found(member, path, overlap)
+            else:
+                self._running[session] = member
+                self._learn(member, now_ms - waited_ms - member.used_ms)
+                if not member.is_resident:
+                    member.since_ms = now_ms
         if member.is_resident:
             self._count(member, -1)
         if member.worker != worker:
-            member.worker = worker
+            member.worker, member.room = worker, self._rooms.get(worker)
             self._found(member, path, overlap)
         member.running += 1
         member.priority = turn.priority
@@ -283,9 +277,10 @@ class WorkingSet:
             return
         member.used_ms = now_ms
         if blocks is not None:
-            self._count(member, -1)
-            member.blocks = max(0, blocks - member.common)
-            self._count(member, 1)
+            blocks, before = max(0, blocks - member.common), member.blocks
+            member.blocks = blocks
+            if member.room is not None and blocks != before:
+                self._use(member.room, blocks - before)
         self.changes += 1  # an idle session may give way
         member.running -= 1
         if member.running:
@@ -313,7 +308,7 @@ class WorkingSet:
             for members in (self._running, self._idle, self._away)
             for session, member in members.items()
         ]  # fmt: skip
-        capacity = [(worker.worker_id, worker.dp_rank, blocks) for worker, blocks in self._capacity.items()]
+        capacity = [(worker.worker_id, worker.dp_rank, room.capacity) for worker, room in self._rooms.items()]
         return {
             "members": members,
             "capacity": capacity,
@@ -328,9 +323,9 @@ class WorkingSet:
             self.know(WorkerKey(WorkerId(worker_id), rank), blocks)
         for tenant, name, worker_id, rank, priority, parent, is_slow, *counts in state["members"]:
             key = WorkerKey(WorkerId(worker_id), rank)
-            member = Member(key, priority, None if parent is None else (parent[0], parent[1]), is_slow, 0.0)
-            member.has_returned, member.blocks, member.common, member.prefix, member.running = counts[:5]
-            member.is_resident, member.since_ms, member.used_ms = counts[5:]
+            of = None if parent is None else (parent[0], parent[1])
+            *known, since_ms, used_ms = counts
+            member = Member(key, self._rooms.get(key), priority, of, is_slow, since_ms, used_ms, *known)
             members = self._running if member.running else self._idle if member.is_resident else self._away
             members[tenant, name] = member
             if member.is_resident:
@@ -349,21 +344,23 @@ class WorkingSet:
 
     def _count(self, member: Member, sign: int) -> None:
         """Count a resident on its worker (1), or no longer (-1)."""
-        worker = member.worker
-        if worker not in self._used:
+        room, blocks = member.room, member.blocks
+        if room is None:
             return
-        blocks = member.blocks
         if member.prefix:
-            shared = self._shared.setdefault((worker, member.prefix), [member.common, 0])
+            shared = room.shared.setdefault(member.prefix, [member.common, 0])
             blocks += shared[0] * (shared[1] == (sign < 0))
             shared[1] += sign
             if not shared[1]:
-                del self._shared[worker, member.prefix]
-        self._used[worker] = used = self._used[worker] + sign * blocks
-        if used > TIGHT_SHARE * self._capacity[worker]:
-            self._tight.add(worker)
-        else:
-            self._tight.discard(worker)
+                del room.shared[member.prefix]
+        self._use(room, sign * blocks)
+
+    def _use(self, room: CacheRoom, blocks: int) -> None:
+        room.used += blocks
+        is_tight = room.used > TIGHT_SHARE * room.capacity
+        if is_tight is not room.is_tight:
+            room.is_tight = is_tight
+            self._tight += 1 if is_tight else -1
 
     def _learn(self, member: Member, pause_ms: float) -> None:
         if not member.has_returned:
@@ -403,8 +400,8 @@ class WorkingSet:
 
     def _shed(self, member: Member, own: int) -> tuple[SessionKey, ...]:
         """Make room for a resident that has grown, at the cost of idle ones."""
-        worker = member.worker
-        missing = self._used.get(worker, 0) - member.blocks + own - self._capacity.get(worker, 0)
+        worker, room = member.worker, member.room
+        missing = 0 if room is None else room.used - member.blocks + own - room.capacity
         shed: list[SessionKey] = []
         if missing > 0:
             for session, each in self._idle.items():
@@ -438,3 +435,9 @@ class WorkingSet:
             if missing <= 0:
                 return givers
         return []
+
+
+def _missing(room: CacheRoom, own: int) -> int:
+    """Return the blocks that a newcomer with so many lacks on a worker; one above its size counts as that size."""
+    most = int(FILL_MAX * room.capacity)
+    return min(own, most) - (most - room.used)

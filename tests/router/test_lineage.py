@@ -18,7 +18,7 @@ from poolgrid.router.core.lineage import (
     digest_of,
 )
 from poolgrid.wire.hashing import pack_tokens, path_of
-from poolgrid.wire.sessions import Tail
+from poolgrid.wire.sessions import SessionTurn
 
 BLOCK = 4
 
@@ -39,8 +39,8 @@ class Pool:
         session = found.session or f"s{self.requests}"
         if path:
             residual = digest_of(token_ids, len(path) * BLOCK, len(prompt))
-            tail = Tail(f"r{self.requests}", path[-1], anchor_of(path), len(prompt), residual)
-            self.lineage.begin(tenant, session, tail)
+            turn = SessionTurn(session, tenant, tail=path[-1], anchor=anchor_of(path), residual=residual)
+            self.lineage.begin(f"r{self.requests}", turn, len(prompt))
         return session, found, prompt
 
     def answer(self, prompt: Sequence[int], answer: Sequence[int], request: int | None = None) -> list[int]:

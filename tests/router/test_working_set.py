@@ -234,14 +234,14 @@ def test_places_add_up_to_what_members_hold_and_newcomers_never_overfill(deeds: 
         assert set(found.crowded) == {A, B} or found.admitted
         if found.admitted:
             worker = next(each for each in (A, B) if each not in found.crowded)
-            others = places._used[worker]
+            others = places._rooms[worker].used
             assert was_resident or others + min(blocks, FILL_MAX * BLOCKS) <= FILL_MAX * BLOCKS + 1
             places.begin(given, worker, [], 0, now_ms)
             running.append(given.session)
     for worker in (A, B):
         members = [*places._running.values(), *places._idle.values()]
-        assert places._used[worker] == sum(each.blocks for each in members if each.worker == worker)
-        assert (worker in places._tight) == (places._used[worker] > working_set.TIGHT_SHARE * BLOCKS)
+        assert places._rooms[worker].used == sum(each.blocks for each in members if each.worker == worker)
+        assert places._rooms[worker].is_tight == (places._rooms[worker].used > working_set.TIGHT_SHARE * BLOCKS)
 
     again = WorkingSet()
     again.restore(places.checkpoint())

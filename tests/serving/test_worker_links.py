@@ -18,7 +18,9 @@ from poolgrid.serving.links import LinksOnDemand, WorkerLink, link_opener
 from poolgrid.transport.planes import PlaneContext, PlaneMetrics
 from poolgrid.transport.zmq_socket import CallbackSocket
 from poolgrid.wire import codec
-from poolgrid.wire.requests import FinishReason, Generate, Ping, Pong, Sampling, TokenBatch, TokenDelta
+from poolgrid.wire.limits import ANSWERS_TOGETHER_MAX
+from poolgrid.wire.requests import Cancel, FinishReason, Generate, Ping, Pong, Sampling, TokenBatch, TokenDelta
+from poolgrid.wire.sessions import TurnAnswer
 
 
 class Clock:
@@ -44,6 +46,8 @@ class Worker:
         socket.bind("tcp://127.0.0.1:*")
         self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.peers: set[bytes] = set()
+        self.told: asyncio.Queue[tuple[TurnAnswer, ...] | None] = asyncio.Queue()
+        """Answers of turns, by message."""
         self._socket = CallbackSocket(socket, self._on_frames)
 
     def _on_frames(self, frames: list[bytes]) -> None:
@@ -51,6 +55,8 @@ class Worker:
         self.peers.add(frames[0])
         if isinstance(message, Ping):
             self._socket.send([frames[0], codec.from_worker.encode(Pong(message.nonce, 1))])
+        elif isinstance(message, Cancel):
+            self.told.put_nowait(message.answered)
         elif isinstance(message, Generate):
             end = TokenDelta(message.request_id, 0, bytes(4), FinishReason.LENGTH)
             batch = TokenBatch(0, [end] * message.sampling.max_tokens)
@@ -128,6 +134,22 @@ def test_a_worker_that_is_met_for_the_first_time_is_connected_and_serves() -> No
         assert link is not None
         assert link.generate(Generate("r", bytes(4), Sampling(1)))
         assert (await made.owner.batches.get())[0].request_id == "r"
+
+    run(scenario)
+
+
+def test_a_worker_is_told_of_many_answers_together() -> None:
+    async def scenario(made: Scene) -> None:
+        link = await made.links.up(made.worker.endpoint, 10)
+        assert link is not None
+        answers = [TurnAnswer(f"r{number}", 0, "s", 2, number) for number in range(ANSWERS_TOGETHER_MAX + 3)]
+        for answer in answers:
+            link.answered(answer)
+
+        assert await made.worker.told.get() == tuple(answers[:ANSWERS_TOGETHER_MAX])
+        assert await made.worker.told.get() == tuple(answers[ANSWERS_TOGETHER_MAX:])
+        link.answered(answers[0])
+        assert await made.worker.told.get() == (answers[0],)
 
     run(scenario)
 

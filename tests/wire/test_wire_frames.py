@@ -260,7 +260,7 @@ GOLDEN: dict[tuple[str, str], Any] = {
         "r-3", pack_tokens([1]), Sampling(1), multimodal=b"\x00" * 8, stage=Stage.ENCODE
     ),
     ("to_worker", "cancel"): Cancel("r-1"),
-    ("to_worker", "answer of a turn"): Cancel("r-1", TurnAnswer("r-1", 0, "s-1", 120, 7)),
+    ("to_worker", "answer of a turn"): Cancel("r-1", (TurnAnswer("r-1", 0, "s-1", 120, 7),)),
     ("to_worker", "ping"): Ping(5),
     ("to_worker", "fetch kv"): FetchKv("7-12"),
     ("to_worker", "release kv"): ReleaseKv("7-12"),

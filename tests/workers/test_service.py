@@ -173,7 +173,7 @@ async def test_the_turn_of_a_session_is_told_before_its_start_and_its_answer_whe
         request = make_request("r", range(40), max_tokens=8)
         await worker.router.send(msgspec.structs.replace(request, turn=turn))
         await worker.router.until_finished("r")
-        await worker.router.send(Cancel("r", answer))
+        await worker.router.send(Cancel("r", (answer,)))
         await worker.consolidator.until(lambda journal: TurnEnded(answer) in journal.events)
 
         events = worker.journal.events

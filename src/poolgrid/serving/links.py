@@ -31,6 +31,7 @@ from poolgrid.serving.legs import LegEvent
 from poolgrid.transport.dealer import connect_dealer
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.limits import ANSWERS_TOGETHER_MAX
 from poolgrid.wire.requests import Cancel, Drain, FromWorker, Generate, Ping, Pong, TokenBatch, TokenDelta
 from poolgrid.wire.sessions import TurnAnswer
 
@@ -41,6 +42,10 @@ LINKS_MAX = 8192
 
 FILES_PER_LINK = 4
 """A link's connection, and the descriptors by which its socket and both ends of its monitor are woken."""
+
+ANSWERS_TOGETHER_S: Final = 0.01
+"""Ends of turns wait so long for others: a message and a record for each would cost more than the rest of sessions.
+No other router is asked for the next turn sooner, unless its client has nothing to do."""
 
 FIRST_PING_RETRY_S: Final = 0.005
 """libzmq may tell of a connection a moment before it takes messages for it; the first ping is then tried again."""
@@ -73,6 +78,8 @@ class WorkerLink:
         self._on_down = on_down
         self._on_undecodable = on_undecodable
         self._complaints = Complaints(log, clock)
+        self._answers: list[TurnAnswer] = []
+        """That the worker is to be told of together."""
         self._waiting: deque[Iterator[TokenDelta]] = deque()
         """What is left of a frame, and the frames after it: bounded by the tokens of the requests there."""
         self._nonce = 0
@@ -104,10 +111,19 @@ class WorkerLink:
         """Tell the worker to stop a request; a link that is down forgets its requests anyway."""
         self._dealer.send(codec.to_worker.encode(Cancel(request_id)))
 
-    def answered(self, dispatch_id: str, answer: TurnAnswer) -> None:
-        """Have the worker put the end of a session's turn into the pool's journal; a link that is down loses it."""
-        if self.is_up:
-            self._dealer.send(codec.to_worker.encode(Cancel(dispatch_id, answer)))
+    def answered(self, answer: TurnAnswer) -> None:
+        """Have the worker soon put the end of a turn into the pool's journal; a link that is down loses it."""
+        answers = self._answers
+        answers.append(answer)
+        if len(answers) == 1:
+            asyncio.get_running_loop().call_later(ANSWERS_TOGETHER_S, self._tell_answers)
+        elif len(answers) >= ANSWERS_TOGETHER_MAX:
+            self._tell_answers()
+
+    def _tell_answers(self) -> None:
+        answers, self._answers = self._answers, []
+        if answers and self.is_up:
+            self._dealer.send(codec.to_worker.encode(Cancel(answers[0].request_id, tuple(answers))))
 
     def drain(self, timeout_ms: int | None) -> bool:
         """Order the worker to drain, within ``timeout_ms`` or its own time; return False when it is unreachable."""

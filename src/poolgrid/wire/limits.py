@@ -159,6 +159,9 @@ SESSION_FOOTPRINTS_MAX = 8
 SESSION_TAILS_MAX = 4
 """Turns of a session from which forks are recognised, the latest."""
 
+ANSWERS_TOGETHER_MAX = 256
+"""Answers of turns that one message tells a worker."""
+
 U64_MAX = 2**64 - 1
 """Hashes, epochs, sequence numbers and offsets are unsigned 64-bit."""
 

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from poolgrid.wire.identifiers import U32, U64, Identifier, Media, Opaque, PackedHashes, PackedTokens, Stage, Text
 from poolgrid.wire.limits import (
+    ANSWERS_TOGETHER_MAX,
     BAD_TOKENS_MAX,
     DRAIN_TIMEOUT_MS_MAX,
     GUIDE_BYTES_MAX,
@@ -191,8 +192,8 @@ class Cancel(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
     """Stop a request and free its blocks; answered by a final delta with finish reason ``cancelled``."""
 
     request_id: Identifier
-    answered: TurnAnswer | None = None
-    """What the router saw of the whole answer, for the pool's journal; the request is over then, and nothing stops."""
+    answered: Annotated[tuple[TurnAnswer, ...], Meta(max_length=ANSWERS_TOGETHER_MAX)] | None = None
+    """Whole answers that the router saw, for the pool's journal; these requests are over, and nothing stops."""
 
 
 class Ping(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):

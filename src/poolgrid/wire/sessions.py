@@ -115,8 +115,8 @@ NO_GAPS = (NO_GAP, NO_GAP, NO_GAP)
 """One for each ``TurnEnding``, in its order."""
 
 
-class SessionRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One session, as the pool's journal knows it."""
+class SessionRecord(msgspec.Struct, array_like=True, gc=False):
+    """One session, as the pool's journal knows it. Its table alone changes it, and none that a snapshot has."""
 
     name: Identifier
     tenant: U64

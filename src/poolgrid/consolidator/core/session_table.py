@@ -16,7 +16,10 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import islice
 from typing import Any, Final
 
 import msgspec
@@ -54,9 +57,25 @@ _GOES_ON: Final = frozenset(("prefilled", "encoded", "migrated"))
 SessionKey = tuple[int, str]
 """Tenant and name."""
 
-_NO_TURNS: Final[Mapping[str, Turn]] = {}
+SHARES_SPARE: Final = 64
+"""Entries of the heap of tenants beyond two for each, after which it is made anew."""
 
-_replace = msgspec.structs.replace
+_copy = msgspec.structs.replace
+
+
+class _Entry(msgspec.Struct, eq=False):
+    """A session of the table."""
+
+    record: SessionRecord
+    running: list[Turn]
+    is_shared: bool = False
+    """Whether a snapshot has the record, too."""
+
+    def own(self) -> SessionRecord:
+        """Return the record to be changed."""
+        if self.is_shared:
+            self.record, self.is_shared = _copy(self.record), False
+        return self.record
 
 
 class SessionTable:
@@ -64,14 +83,14 @@ class SessionTable:
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
-        self._sessions: dict[SessionKey, SessionRecord] = {}
+        self._sessions: OrderedDict[SessionKey, _Entry] = OrderedDict()
         """In the order in which they were last used."""
-        self._of_tenant: dict[int, dict[str, None]] = {}
+        self._of_tenant: dict[int, OrderedDict[str, None]] = {}
         """The same order for each tenant."""
+        self._shares: list[tuple[int, int]] = []
+        """A heap of how many sessions tenants have, at most; both numbers negated."""
         self._turns: dict[str, Turn] = {}
         """Running turns, by dispatch."""
-        self._running: dict[SessionKey, dict[str, Turn]] = {}
-        """The same by session."""
         self.gaps: tuple[Gap, Gap, Gap] = NO_GAPS
         """Of all sessions together, for those that have none of their own yet."""
 
@@ -81,20 +100,16 @@ class SessionTable:
         return len(self._sessions)
 
     def __iter__(self) -> Iterator[SessionRecord]:
-        """Return the sessions, the one used longest ago first."""
-        return iter(self._sessions.values())
+        """Return the sessions, the one used longest ago first; like all records here, to be read at once."""
+        return (entry.record for entry in self._sessions.values())
 
     def get(self, tenant: int, name: str) -> SessionRecord | None:
-        return self._sessions.get((tenant, name))
+        entry = self._sessions.get((tenant, name))
+        return None if entry is None else entry.record
 
     def latest(self, limit: int) -> list[SessionRecord]:
         """Return the sessions that were used last, the latest first."""
-        found: list[SessionRecord] = []
-        for session in reversed(self._sessions.values()):
-            if len(found) >= limit:
-                break
-            found.append(session)
-        return found
+        return [entry.record for entry in islice(reversed(self._sessions.values()), limit)]
 
     @property
     def turns(self) -> Mapping[str, Turn]:
@@ -103,7 +118,8 @@ class SessionTable:
 
     def running_of(self, session: SessionRecord) -> list[Turn]:
         """Return the running turns of a session."""
-        return list(self._running.get((session.tenant, session.name), _NO_TURNS).values())
+        entry = self._sessions.get((session.tenant, session.name))
+        return [] if entry is None else list(entry.running)
 
     def state(self, session: SessionRecord) -> str:
         """Return ``running``, ``waiting`` (all its running turns wait in their engines) or ``idle``."""
@@ -140,7 +156,8 @@ class SessionTable:
         before it was.
         """
         place = _PLACE[TurnEnding.LENGTH if session.ending == TurnEnding.LENGTH else session.habit]
-        return session.gaps[place] if session.gaps[place].count else self.gaps[place]
+        own = session.gaps[place]
+        return own if own.count else self.gaps[place]
 
     def return_ms(self, session: SessionRecord, now_ms: int) -> int | None:
         """Return the expected time until the next turn, 0 for one that runs or is overdue; ``None`` = unknown.
@@ -167,68 +184,60 @@ class SessionTable:
         given, now_ms = event.turn, record.recorded_ms
         key = (given.tenant, given.session)
         request_id = request_of(event.request_id)
-        session = self._sessions.get(key)
-        is_same = session is not None and session.request_id == request_id
-        self._withdraw([event.request_id])
-        if is_same:
-            self._withdraw([each for each in self._running.get(key, _NO_TURNS) if request_of(each) == request_id])
-        session = self._sessions.get(key)
-        if session is None:
-            self._make_room(now_ms)
-            session = SessionRecord(given.session, given.tenant, given.parent, now_ms, now_ms)
-        if not is_same and not session.running and session.ending:
-            session = self._after_gap(
-                session, TurnEnding.TOOL if given.after_tool else TurnEnding(session.ending), now_ms
-            )
-        tails = session.tails
-        if given.anchor and not (is_same and tails):
-            tail = Tail(request_id, given.tail, given.anchor, event.isl, given.residual)
-            tails = (*tails, tail)[-SESSION_TAILS_MAX:]
+        if event.request_id in self._turns:
+            self._withdraw(event.request_id)
         turn = Turn(event.request_id, given.tenant, given.session, record.worker_id, record.dp_rank, given.tail)
-        self._add(turn)
-        self._keep(
-            _replace(
-                session,
-                last_ms=now_ms,
-                turns=session.turns + (not is_same),
-                running=session.running + 1,
-                request_id=request_id,
-                isl=event.isl,
-                cached_tokens=session.cached_tokens if is_same else 0,
-                tails=tails,
+        self._turns[event.request_id] = turn
+        entry = self._sessions.get(key)
+        if entry is None:
+            self._make_room(now_ms)
+            tails = (Tail(request_id, given.tail, given.anchor, event.isl, given.residual),) if given.anchor else ()
+            session = SessionRecord(
+                given.session, given.tenant, given.parent, now_ms, now_ms, 1, 1, request_id, event.isl, tails=tails
             )
-        )
+            self._add(key, _Entry(session, [turn]))
+            return
+        self._keep(key)
+        session = entry.own()
+        is_same = session.request_id == request_id
+        if is_same:
+            for before in [each for each in entry.running if request_of(each.request_id) == request_id]:
+                self._withdraw(before.request_id)
+        else:
+            if session.ending and not session.running:
+                kind = TurnEnding.TOOL if given.after_tool else TurnEnding(session.ending)
+                self._learn_gap(session, kind, now_ms)
+            session.request_id = request_id
+            session.turns += 1
+            session.cached_tokens = 0
+        if given.anchor and not (is_same and session.tails):
+            tail = Tail(request_id, given.tail, given.anchor, event.isl, given.residual)
+            session.tails = (*session.tails, tail)[-SESSION_TAILS_MAX:]
+        entry.running.append(turn)
+        session.last_ms, session.isl = now_ms, event.isl
+        session.running += 1
 
-    def _withdraw(self, dispatch_ids: Iterable[str]) -> None:
-        """Forget turns that another dispatch replaces."""
-        for dispatch_id in dispatch_ids:
-            turn = self._take(dispatch_id)
-            if turn is not None and (session := self._sessions.get((turn.tenant, turn.session))) is not None:
-                self._sessions[turn.tenant, turn.session] = _replace(session, running=max(0, session.running - 1))
+    def _withdraw(self, dispatch_id: str) -> None:
+        """Forget a turn that another dispatch replaces."""
+        session = self._take(self._turns[dispatch_id]).own()
+        session.running = max(0, session.running - 1)
 
-    def _add(self, turn: Turn) -> None:
-        self._turns[turn.request_id] = turn
-        self._running.setdefault((turn.tenant, turn.session), {})[turn.request_id] = turn
+    def _take(self, turn: Turn) -> _Entry:
+        """Remove a running turn and return its session, which is known as long as it has one."""
+        del self._turns[turn.request_id]
+        entry = self._sessions[turn.tenant, turn.session]
+        entry.running.remove(turn)
+        return entry
 
-    def _take(self, dispatch_id: str) -> Turn | None:
-        """Remove a turn and return it, if it is known."""
-        turn = self._turns.pop(dispatch_id, None)
-        if turn is not None:
-            key = (turn.tenant, turn.session)
-            of_session = self._running[key]
-            del of_session[dispatch_id]
-            if not of_session:
-                del self._running[key]
-        return turn
-
-    def _after_gap(self, session: SessionRecord, kind: TurnEnding, now_ms: int) -> SessionRecord:
+    def _learn_gap(self, session: SessionRecord, kind: TurnEnding, now_ms: int) -> None:
         gap_ms = min(GAP_MAX_MS, max(0, now_ms - session.ended_ms))
         place = _PLACE[kind]
         own, of_all = list(session.gaps), list(self.gaps)
         own[place], of_all[place] = own[place].after(gap_ms), of_all[place].after(gap_ms)
         self.gaps = (of_all[0], of_all[1], of_all[2])
-        habit = session.habit if kind is TurnEnding.LENGTH else kind
-        return _replace(session, gaps=(own[0], own[1], own[2]), habit=habit)
+        session.gaps = (own[0], own[1], own[2])
+        if kind is not TurnEnding.LENGTH:
+            session.habit = kind
 
     def _started(self, record: JournalRecord, event: RequestStarted) -> None:
         turn = self._turns.get(event.request_id)
@@ -249,42 +258,35 @@ class SessionTable:
             self._end(turn, event.reason, record.recorded_ms)
 
     def _end(self, turn: Turn, reason: str, now_ms: int) -> None:
-        self._take(turn.request_id)
-        session = self._sessions.get((turn.tenant, turn.session))
-        if session is None:
-            return
-        left = session.footprints
+        session = self._take(turn).own()
+        self._keep((turn.tenant, turn.session))
         if turn.blocks:
-            left = tuple(each for each in left if (each.worker_id, each.dp_rank) != (turn.worker_id, turn.dp_rank))[
-                : SESSION_FOOTPRINTS_MAX - 1
-            ]
-            left = (Footprint(turn.worker_id, turn.dp_rank, turn.blocks, turn.tail), *left)
-        running = max(0, session.running - 1)
-        is_latest = request_of(turn.request_id) == session.request_id
-        self._keep(
-            _replace(
-                session,
-                last_ms=now_ms,
-                running=running,
-                cached_tokens=turn.cached_tokens if is_latest else session.cached_tokens,
-                ended_ms=session.ended_ms if running else now_ms,
-                ending=session.ending if running else reason if reason in ENDINGS else "",
-                footprints=left,
-            )
-        )
+            left = session.footprints
+            if left:
+                worker = (turn.worker_id, turn.dp_rank)
+                left = tuple(each for each in left if (each.worker_id, each.dp_rank) != worker)
+                left = left[: SESSION_FOOTPRINTS_MAX - 1]
+            session.footprints = (Footprint(turn.worker_id, turn.dp_rank, turn.blocks, turn.tail), *left)
+        session.last_ms = now_ms
+        session.running = running = max(0, session.running - 1)
+        if request_of(turn.request_id) == session.request_id:
+            session.cached_tokens = turn.cached_tokens
+        if not running:
+            session.ended_ms = now_ms
+            session.ending = reason if reason in ENDINGS else ""
 
     def _answered(self, record: JournalRecord, event: TurnEnded) -> None:
         answer = event.answer
-        key = (answer.tenant, answer.session)
-        session = self._sessions.get(key)
-        if session is not None:
+        entry = self._sessions.get((answer.tenant, answer.session))
+        if entry is not None:
+            request_id, total, digest = answer.request_id, answer.total, answer.digest
             tails = [
-                _replace(each, total=answer.total, digest=answer.digest)
-                if each.request_id == answer.request_id
+                Tail(request_id, each.tail, each.anchor, each.isl, each.residual, total, digest)
+                if each.request_id == request_id
                 else each
-                for each in session.tails
+                for each in entry.record.tails
             ]
-            self._sessions[key] = _replace(session, tails=tuple(tails))
+            entry.own().tails = tuple(tails)
 
     def _lost(self, record: JournalRecord, event: object) -> None:
         """Forget what was on a worker that left, or begins again."""
@@ -295,40 +297,63 @@ class SessionTable:
 
     def _cleared(self, record: JournalRecord, event: object) -> None:
         worker = (record.worker_id, record.dp_rank)
-        for key, session in self._sessions.items():
-            if any((each.worker_id, each.dp_rank) == worker for each in session.footprints):
-                left = tuple(each for each in session.footprints if (each.worker_id, each.dp_rank) != worker)
-                self._sessions[key] = _replace(session, footprints=left)
+        for entry in self._sessions.values():
+            footprints = entry.record.footprints
+            if any((each.worker_id, each.dp_rank) == worker for each in footprints):
+                left = tuple(each for each in footprints if (each.worker_id, each.dp_rank) != worker)
+                entry.own().footprints = left
 
     # -- bounds ----------------------------------------------------------------------------------------------------
 
-    def _keep(self, session: SessionRecord) -> None:
+    def _add(self, key: SessionKey, entry: _Entry) -> None:
         """Enter a session as the one used last."""
-        key = (session.tenant, session.name)
-        self._sessions.pop(key, None)
-        self._sessions[key] = session
-        names = self._of_tenant.get(session.tenant)
+        tenant, name = key
+        self._sessions[key] = entry
+        names = self._of_tenant.get(tenant)
         if names is None:
-            names = self._of_tenant[session.tenant] = {}
-        names.pop(session.name, None)
-        names[session.name] = None
+            names = self._of_tenant[tenant] = OrderedDict()
+        names[name] = None
+        shares, share = self._shares, (-len(names), -tenant)
+        if shares and shares[0] == share:
+            return
+        heappush(shares, share)
+        if len(shares) > 2 * len(self._of_tenant) + SHARES_SPARE:
+            shares[:] = [(-len(names), -tenant) for tenant, names in self._of_tenant.items()]
+            heapify(shares)
+
+    def _keep(self, key: SessionKey) -> None:
+        """Let a session be the one used last."""
+        self._sessions.move_to_end(key)
+        self._of_tenant[key[0]].move_to_end(key[1])
 
     def _make_room(self, now_ms: int) -> None:
         sessions = self._sessions
         while sessions:
-            tenant, name = next(iter(sessions))
-            if sessions[tenant, name].last_ms + IDLE_MAX_MS > now_ms:
+            oldest = next(iter(sessions.values())).record
+            if oldest.last_ms + IDLE_MAX_MS > now_ms:
                 break
-            self._forget(tenant, name)
+            self._forget(oldest.tenant, oldest.name)
         if len(sessions) >= self._capacity:
-            tenant = max(self._of_tenant, key=lambda each: (len(self._of_tenant[each]), each))
+            tenant = self._largest_tenant()
             self._forget(tenant, next(iter(self._of_tenant[tenant])))
+
+    def _largest_tenant(self) -> int:
+        """Return the tenant with the most sessions, the highest number of several; there are sessions."""
+        shares = self._shares
+        while True:
+            negated, tenant = shares[0]
+            names = self._of_tenant.get(-tenant)
+            if names is None:
+                heappop(shares)
+            elif len(names) < -negated:
+                heapreplace(shares, (-len(names), tenant))
+            else:
+                return -tenant
 
     def _forget(self, tenant: int, name: str) -> None:
         """Forget a session with its running turns, of which some may have lost their end with their worker's events."""
-        del self._sessions[tenant, name]
-        for dispatch_id in self._running.pop((tenant, name), _NO_TURNS):
-            del self._turns[dispatch_id]
+        for turn in self._sessions.pop((tenant, name)).running:
+            del self._turns[turn.request_id]
         names = self._of_tenant[tenant]
         del names[name]
         if not names:
@@ -338,20 +363,23 @@ class SessionTable:
 
     def freeze(self) -> SessionsSnapshot:
         """Return the table as it stays whatever is applied later."""
-        return SessionsSnapshot(
-            list(self._sessions.values()), [_replace(each) for each in self._turns.values()], self.gaps
-        )
+        for entry in self._sessions.values():
+            entry.is_shared = True
+        return SessionsSnapshot(list(self), [_copy(each) for each in self._turns.values()], self.gaps)
 
     def load(self, snapshot: SessionsSnapshot) -> None:
         """Replace all by a snapshot; a larger one than fits keeps its latest sessions."""
         self._sessions.clear()
         self._of_tenant.clear()
+        self._shares.clear()
         for session in snapshot.sessions[-self._capacity :]:
-            self._keep(session)
+            self._add((session.tenant, session.name), _Entry(session, [], is_shared=True))
         self._turns.clear()
-        self._running.clear()
         for turn in snapshot.turns:
-            self._add(_replace(turn))
+            entry = self._sessions.get((turn.tenant, turn.session))
+            if entry is not None:
+                self._turns[turn.request_id] = running = _copy(turn)
+                entry.running.append(running)
         self.gaps = snapshot.gaps
 
 
