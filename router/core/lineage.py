@@ -205,7 +205,7 @@ def _match(behind: Sequence[Known], tenant: int, token_ids: bytes, begin: int) -
             if not known.is_latest:
                 forked = known
             elif total >= longest:
-                # Of several that end there, nobody knows whose turn it is.
+                # Of several that end there, it is unknown whose turn it is.
                 continued, longest = known if total > longest else None, total
         elif isl <= tokens and _repeats(token_ids, begin, isl, known.residual, digests):
             forked = known
