@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test lowest format docs boards proof site plots soak fuzz long attack clients nixl schemathesis ui vllm kubernetes nats hosts slurm trtllm-upstream comparison
+.PHONY: check lint types test lowest format docs boards proof site plots soak fuzz long attack clients nixl schemathesis ui vllm kubernetes image nats hosts slurm trtllm-upstream comparison
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -102,6 +102,9 @@ WRITE ?=
 
 kubernetes:  ## the Helm chart against the schemas of three versions of Kubernetes; WRITE=--write writes deploy/kubernetes/manifests
 	$(PYTHON) -m tests.kubernetes $(WRITE)
+
+image:  ## both container images built by buildah, without a daemon, and used; needs root, buildah, debootstrap
+	$(PYTHON) -m tests.image
 
 nats:  ## a pool on three NATS servers on loopback: servers, consolidators and workers killed under load; what appends cost
 	$(PYTHON) -m tests.nats

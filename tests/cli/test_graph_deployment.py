@@ -85,6 +85,7 @@ def test_roles_models_gpus_and_replicas_are_carried_over() -> None:
     made = convert_graph(FIRST_FORM, TRTLLM, ())
 
     assert checked(made.values) == {
+        "security": {"sshSecret": "ranks"},
         "router": {"replicas": 3, "options": {"policy": "round-robin"}},
         "model": {
             "name": "m",
@@ -107,13 +108,23 @@ def test_roles_models_gpus_and_replicas_are_carried_over() -> None:
                 "role": "decode",
                 "engine": "trtllm",
                 "replicas": 1,
+                "nodes": 2,
                 "sharedMemory": "8Gi",
                 "autoscaling": {"kind": "keda", "minReplicas": 1, "maxReplicas": 4},
             },
         ],
     }
     assert yaml.safe_load(made.text()) == made.values
-    for named in ("OTHER", "--their-own", "'stray'", "out of a secret", "volumes", "2 nodes", "planner"):
+    for named in (
+        "OTHER",
+        "--their-own",
+        "'stray'",
+        "out of a secret",
+        "volumes",
+        "its 2 nodes",
+        "its GPUs are not",
+        "planner",
+    ):
         assert sum(named in remark for remark in made.remarks) == 1, named
 
 
@@ -155,9 +166,9 @@ def test_an_engine_file_is_carried_over_with_its_content(place: str, override: d
 
     made = convert_graph(text, {*TRTLLM, "override-engine-args"}, (), beside.get)
 
-    options = checked(made.values)["workers"][0]["options"]
-    assert list(options) == ["override-engine-args"]
-    assert json.loads(options["override-engine-args"]) == {**ENGINE_FILE, **(override or {})}
+    (group,) = checked(made.values)["workers"]
+    assert group["engineArgs"] == ENGINE_FILE
+    assert group.get("options", {}) == ({} if override is None else {"override-engine-args": json.dumps(override)})
     assert not [remark for remark in made.remarks if "engine file" in remark]
 
 

@@ -224,6 +224,29 @@ def test_a_dry_run_prints_its_plan_as_json_and_a_pool_that_runs_has_none() -> No
     assert "--json needs --dry-run" in running.stderr
 
 
+@pytest.mark.parametrize("engine", ["simulated", "trtllm"])
+@pytest.mark.parametrize("plane", [(), ("--event-plane", "nats", "--nats-url", "nats://127.0.0.1:4222")])
+def test_a_dry_run_of_a_fleet_prints_commands_of_every_pool(engine: str, plane: tuple[str, ...]) -> None:
+    words = ["up", "--pools", str(ROOT / "pool_configs" / "disagg_two_by_two.json"), "--dry-run", "--json", *plane]
+    real = ["--engine", engine, "--model-path", str(MODEL), "--gpus", ",".join("01234567")]
+    done = CliRunner().invoke(app, words + (real if engine == "trtllm" else []))
+    assert done.exit_code == 0, done.output
+    parts = json.loads(done.stdout)["parts"]
+    workers = [part for part in parts if part["command"][1] == "worker"]
+    assert len(workers) == 8
+    assert [part["gpus"] for part in workers] == [[str(at)] if engine == "trtllm" else None for at in range(8)]
+    for part in parts:
+        name, *given = part["command"][1:]
+        app.commands[name].make_context(name, list(given))  # raises when an option or a value is wrong
+    (front,) = [part for part in parts if part["command"][1] == "global-router"]
+    urls = {each for each in front["command"] if each.startswith("--pool-url=")}
+    ports = {part["command"][2].partition("=")[2] for part in parts if part["command"][1] == "router"}
+    assert {each.rpartition(":")[2] for each in urls} == ports
+    assert len(ports) == 4
+    consolidators = [part for part in parts if part["command"][1] == "consolidator"]
+    assert len(consolidators) == (4 if plane else 0)
+
+
 def test_the_command_of_a_plan_is_one_that_workers_take() -> None:
     for worker in made(8, **files("gpt-oss-120b", **PAIR), part_option=("worker.trust-remote-code=false",)):
         command = [each.replace(INGEST, "tcp://127.0.0.1:1") for each in worker.arguments]
@@ -284,7 +307,6 @@ def test_options_become_arguments_and_settings() -> None:
         ({"engine": "trtllm"}, "model_path is not given"),
         ({"engine": "trtllm", "model_path": MODEL, "speedup": 2.0}, "speedup is 2.0 with engine trtllm"),
         ({"gpus": ("0",)}, "gpus is .* with engine simulated"),
-        ({"dry_run": True, "pools": Path("p.json")}, "dry_run is on with pools"),
     ],
 )
 def test_options_of_the_other_engine_are_refused(given: dict[str, Any], words: str) -> None:

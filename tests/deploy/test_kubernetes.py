@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -24,9 +26,11 @@ from poolgrid.global_router.core.document.reader import load_document
 from poolgrid.kubernetes.slices import decode_slices, seen_in
 from poolgrid.workers.adapters.http_api import HttpApi
 from poolgrid.workers.engines.registry import engine_definition
+from poolgrid.workers.engines.trtllm.arguments.engine_arguments import Layer, resolve
+from poolgrid.workers.engines.trtllm.settings import TrtllmSettings
 from tests.discovery.slices import endpoint, endpoint_slice
 from tests.exported_metrics import exported
-from tests.kubernetes.chart import DIGEST_LINE, EXAMPLES, MANIFESTS, ROOT, digest
+from tests.kubernetes.chart import CHART, DIGEST_LINE, EXAMPLES, MANIFESTS, ROOT, digest
 
 Resource = dict[str, Any]
 EXAMPLE_IDS = [path.stem for path in EXAMPLES]
@@ -45,12 +49,22 @@ def of_kind(name: str, *kinds: str) -> Iterator[Resource]:
     return (each for each in resources(name) if each["kind"] in kinds)
 
 
+SPANNING = "LeaderWorkerSet"
+
+
+def template_of(workload: Resource) -> Resource:
+    """Return the template of a workload's pods; of an engine that spans nodes, that of its first pod."""
+    spec: Resource = workload["spec"]
+    template: Resource = spec.get("leaderWorkerTemplate", {}).get("leaderTemplate") or spec["template"]
+    return template
+
+
 def pods() -> list[tuple[str, Resource]]:
     """Return the template of each kind of pod, with a name for it."""
     return [
-        (f"{path.stem}/{each['metadata']['name']}", each["spec"]["template"])
+        (f"{path.stem}/{each['metadata']['name']}", template_of(each))
         for path in EXAMPLES
-        for each in of_kind(path.stem, "Deployment", "StatefulSet")
+        for each in of_kind(path.stem, "Deployment", "StatefulSet", SPANNING)
     ]
 
 
@@ -70,7 +84,7 @@ def option(container: Resource, name: str) -> str:
 
 
 def serving_endpoints(container: Resource) -> list[str]:
-    return [each for each in container["args"] if each.startswith("--serving-endpoint=")]
+    return [each for each in container.get("args", ()) if each.startswith("--serving-endpoint=")]
 
 
 def role_of(container: Resource) -> str:
@@ -110,7 +124,9 @@ def test_the_values_that_the_quickstart_prints_are_taken_by_the_chart() -> None:
 def test_a_container_starts_a_command_that_takes_its_arguments(pod: Resource) -> None:
     container = container_of(pod)
     name, *arguments = [
-        each.replace("$(POD_IP)", "10.0.0.1").replace("$(POD_NAME)", "pod-0") for each in container["args"]
+        each.replace("$(POD_IP)", "10.0.0.1").replace("$(POD_NAME)", "pod-0")
+        for each in container["args"]
+        if each != "poolgrid"  # of an engine that spans nodes, whose script starts it
     ]
 
     context = app.commands[name].make_context(name, arguments)  # raises when an option or a value is wrong
@@ -193,7 +209,9 @@ def test_a_pod_is_given_the_time_that_its_end_takes(pod: Resource) -> None:
 
 @every_example
 def test_everything_that_selects_pods_finds_some_and_ports_have_names_there(name: str) -> None:
-    templates = [each["spec"]["template"] for each in of_kind(name, "Deployment", "StatefulSet")]
+    templates = [template_of(each) for each in of_kind(name, "Deployment", "StatefulSet", SPANNING)]
+    nodes = [each["spec"]["leaderWorkerTemplate"]["workerTemplate"] for each in of_kind(name, SPANNING)]
+    templates += nodes
 
     def found(wanted: Resource) -> list[Resource]:
         return [each for each in templates if selected(each["metadata"]["labels"], wanted)]
@@ -217,6 +235,84 @@ def test_everything_that_selects_pods_finds_some_and_ports_have_names_there(name
         assert scaled["spec"]["scaleTargetRef"]["name"] in {
             each["metadata"]["name"] for each in of_kind(name, "Deployment")
         }
+
+
+def test_an_engine_over_several_nodes_is_one_worker_with_the_same_files_on_each_node() -> None:
+    sets = list(of_kind("spanning", SPANNING))
+    configs = {each["metadata"]["name"]: each["data"] for each in of_kind("spanning", "ConfigMap")}
+    assert [each["spec"]["leaderWorkerTemplate"]["size"] for each in sets] == [2, 2]
+    for each in sets:
+        group = each["spec"]["leaderWorkerTemplate"]
+        first, other = template_of(each)["spec"], group["workerTemplate"]["spec"]
+        assert group["restartPolicy"] == "RecreateGroupOnPodRestart", "no rank can come back to its engine"
+        worker, node = container_of(template_of(each)), container_of(group["workerTemplate"])
+        assert worker["command"] == node["command"] == ["/bin/bash", "/etc/poolgrid/engine/node.sh", "8", "60"]
+        assert "args" not in node
+        assert first["volumes"] == other["volumes"]
+        assert worker["volumeMounts"] == node["volumeMounts"]
+        assert worker["resources"]["limits"] == node["resources"]["limits"] == {"nvidia.com/gpu": 8}
+        files = configs[f"{each['metadata']['name']}-engine"]
+        for name in ("node.sh", "rank.sh"):
+            assert files[name].strip() == (CHART / "files" / name).read_text().strip()
+        options = [given for given in worker["args"] if " " in given]
+        assert not options, "the launcher divides its words at spaces"
+        settings = TrtllmSettings.model_validate({"model_path": "m", "disaggregation_mode": role_of(worker)})
+        arguments = resolve(settings, Layer("engine.yaml", yaml.safe_load(files["engine.yaml"])))
+        assert arguments.values["tensor_parallel_size"] == group["size"] * 8
+        policies = {
+            each["metadata"]["name"]: each["spec"]["podSelector"]["matchLabels"]
+            for each in of_kind("spanning", "NetworkPolicy")
+        }
+        labels = group["workerTemplate"]["metadata"]["labels"]
+        assert [name for name, wanted in policies.items() if selected(labels, wanted)] == ["spanning-worker-node"]
+
+
+STAND_INS = {
+    "ssh-keygen": "echo ssh-ed25519 KEY",
+    "sshd": 'echo sshd "$@"',
+    "ssh": 'echo "$3" >>"$KEYS/asked"; [ -e "$KEYS/up" ] || { touch "$KEYS/up"; exit 255; }',
+    "mpirun": 'echo mpirun "$@"',
+    "sleep": "exit 0",
+    "hostname": "echo decode-0",
+}
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_nodes_of_an_engine_start_ranks_on_each_other(tmp_path: Path, index: int) -> None:
+    for name, text in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    secret = tmp_path / "secret"
+    secret.write_text("SECRET")
+    keys = tmp_path / "keys"
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "KEYS": str(keys),
+        "SSH_SECRET": str(secret),
+        "LWS_WORKER_INDEX": str(index),
+        "LWS_GROUP_SIZE": "3",
+        "LWS_LEADER_ADDRESS": "decode-0.decode.llm",
+        "A": "b c",
+    }
+    command = [str(CHART / "files" / "node.sh"), "8", "60", "poolgrid", "worker", "--engine=trtllm"]
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=20, check=True)
+
+    program, *words = done.stdout.split()
+    assert (keys / "key").stat().st_mode & 0o777 == 0o600
+    assert (keys / "authorized").read_text() == "ssh-ed25519 KEY\n"
+    if index:
+        assert (program, words[words.index("-p") + 1], words[words.index("-h") + 1]) == ("sshd", "2222", f"{keys}/key")
+        return
+    assert (keys / "known").read_text() == "* ssh-ed25519 KEY\n", "a node is who has the key"
+    assert (keys / "asked").read_text().split() == [f"decode-0-{at}.decode.llm" for at in (1, 1, 2)], "until it serves"
+    assert program == "mpirun"
+    assert words[words.index("-np") + 1] == "24"
+    assert words[words.index("orte_keep_fqdn_hostnames") + 1] == "1", "Open MPI cuts names otherwise"
+    assert words[words.index("--host") + 1] == "decode-0:8,decode-0-1.decode.llm:8,decode-0-2.decode.llm:8"
+    handed_on = {words[at + 1] for at, word in enumerate(words) if word == "-x"}
+    assert {"A", "PATH"} <= handed_on
+    assert not {name for name in handed_on if name.startswith("LWS_") or name == "HOSTNAME"}
+    assert words[-4:] == [str(CHART / "files" / "rank.sh"), "poolgrid", "worker", "--engine=trtllm"]
 
 
 def test_endpoints_in_arguments_are_services_and_ports_of_the_chart() -> None:

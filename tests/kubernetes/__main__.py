@@ -66,6 +66,14 @@ ALL_ON: Values = {
     "monitoring": {"enabled": True, "labels": {"release": "prometheus"}},
 }
 VARIATIONS: dict[str, Values] = {
+    "engine-arguments-and-scaled-spanning": {
+        "model": {"path": "/models/m"},
+        "security": {"sshSecret": "ranks"},
+        "workers": [
+            {"name": "a", "engine": "trtllm", "engineArgs": {"max_batch_size": 8}, "podAnnotations": {"a": "b"}},
+            {"name": "b", "engine": "trtllm", "gpus": 8, "nodes": 4, "autoscaling": {"kind": "hpa"}},
+        ],
+    },
     "model-fetched": {
         "model": {
             "cache": {
@@ -110,6 +118,14 @@ REFUSED: dict[str, tuple[Values, str]] = {
     ),
     "unknown-cache": ({"model": {"cache": {"kind": "nfs"}}}, "kind"),
     "unknown-key": ({"router": {"replica": 2}}, "replica"),
+    "spanning-without-a-key": (
+        {"model": {"path": "/m"}, "workers": [{"name": "a", "engine": "trtllm", "gpus": 8, "nodes": 2}]},
+        "workers a span nodes: that needs the engine trtllm, gpus of each node, and security.sshSecret",
+    ),
+    "spanning-of-another-engine": (
+        {"security": {"sshSecret": "s"}, "workers": [{"name": "a", "gpus": 8, "nodes": 2}]},
+        "workers a span nodes",
+    ),
     "unknown-role": ({"workers": [{"name": "a", "role": "both"}]}, "role"),
     "no-group": ({"workers": []}, "workers"),
     "group-without-name": ({"workers": [{"role": "prefill"}]}, "name"),

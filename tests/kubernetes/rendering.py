@@ -18,6 +18,7 @@ OF_OPERATORS = (
     "keda.sh/v1alpha1",
     "inference.networking.k8s.io/v1",
     "data.fluid.io/v1alpha1",
+    "leaderworkerset.x-k8s.io/v1",
 )
 """Kinds that operators add to a cluster, whose schemas are with them; tests/deploy looks at these by itself."""
 

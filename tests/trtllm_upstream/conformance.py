@@ -22,6 +22,10 @@ from poolgrid.kv_events.cache_events import Cleared
 from poolgrid.kv_events.pub import EngineStored, decode_pub
 from poolgrid.kv_events.root_seeds import root_key, salt_ids
 from poolgrid.kv_events.trtllm import parse_event
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.wire.events import BlocksRemoved, BlocksStored, GroupsReported
+from poolgrid.wire.hashing import block_hashes, hash_array, pack_tokens, sequence_hashes
+from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.workers.core.event_translation import EventTranslator
 from poolgrid.workers.engines.server.dialects.trtllm_serve import FANOUT_EVENTS_MAX
 from poolgrid.workers.engines.trtllm.arguments.contract import KV_CACHE, TOP, Contract, contract, contract_of
@@ -178,26 +182,44 @@ def _events(files: UpstreamFiles) -> Iterator[Fact]:
     manager.flush_iteration_events()
     kept = [event.event_id for event in manager.get_latest_events(0)]
     yield _compare("events.a full buffer drops the oldest", [2, 3, 4], kept)
-    yield _groups(module)
+    yield from _groups(module)
 
 
-def _groups(module: Any) -> Fact:
-    """Of groups with one window, the lowest counts: a block that another group loses is still told."""
-    manager = module.KVCacheEventManager(100, window_size=8, hash_algo="v1_block_key")
-    manager.add_created_event([9, 0], [0, 1])
+def _groups(module: Any) -> Iterator[Fact]:
+    """Of groups of layers with one window each, every one limits where a prompt is promised."""
+    manager = module.KVCacheEventManager(
+        100, window_size=80, window_size_by_layer_group={0: 80, 1: 9, 2: 80}, hash_algo="v1_block_key"
+    )
+    manager.add_created_event([9, 0], [0, 1, 2])
     page = SimpleNamespace(cache_level=0, priority=35)
-    root = SimpleNamespace(reuse_scope=None, ordinal=-1)
-    block = SimpleNamespace(key=b"k" * 32, tokens=[1, 2, 3, 4], prev=root, ordinal=0, storage=[lambda: page] * 2)
-    manager.add_stored_block_event_from_block(block)
-    translator = EventTranslator(BLOCK)
-    counts = []
-    for lost in (None, 1, 0):
-        if lost is not None:
-            manager.add_removed_life_cycle_event(block.key, lost)
+    chain = [SimpleNamespace(reuse_scope=None, ordinal=-1)]
+    for at in range(4):
+        tokens, key = [BLOCK * at + each for each in range(BLOCK)], bytes([at + 1]) * 32
+        storage = [lambda: page] * 3
+        chain.append(SimpleNamespace(key=key, tokens=tokens, prev=chain[-1], ordinal=at, storage=storage))
+        manager.add_stored_block_event_from_block(chain[-1])
+    translator, index, worker = EventTranslator(BLOCK, 2), PrefixIndex(), WorkerKey(WorkerId("w"))
+    path = sequence_hashes(block_hashes(pack_tokens(range(4 * BLOCK)), BLOCK))
+    promised = []
+    # The window of 9 tokens needs two blocks before a place; the third group needs all, as the first does.
+    for removed, group in ((None, 0), (3, 1), (1, 1), (2, 2), (1, 2), (1, 0)):
+        if removed is not None:
+            manager.add_removed_life_cycle_event(chain[removed + 1].key, group)
         manager.flush_iteration_events()
-        translator.translate([parse_event(as_json(event)) for event in manager.get_latest_events(0)])
-        counts.append(translator.resident_blocks)
-    return _compare("events.layer_group_id: the lowest group of the largest window counts", [1, 1, 0], counts)
+        made = [parse_event(as_json(event)) for event in manager.get_latest_events(0)]
+        for event in translator.translate(made).events:
+            if isinstance(event, GroupsReported):
+                index.report_groups(worker, event)
+            elif isinstance(event, BlocksStored | BlocksRemoved) and event.group:
+                index.change_group(worker, event)
+            elif isinstance(event, BlocksStored):
+                index.store(worker, event.parent, hash_array(event.sequence_hashes), event.tier)
+            elif isinstance(event, BlocksRemoved):
+                index.remove(worker, hash_array(event.sequence_hashes), event.tier)
+        promised.append(max((depth for depth, _ in index.find(path)), default=0))
+    yield _compare(
+        "events.layer_group_id: prompts are promised where every group resumes", [4, 3, 1, 1, 1, 1], promised
+    )
 
 
 _ENVELOPE = ("event_id", "data", "window_size", "hash_algo", "attention_dp_rank", "layer_group_id")

@@ -31,6 +31,8 @@ OPTIONS: dict[str, str] = {
     "worker --enable-multimodal": "--modality=multimodal",
     "worker --no-enable-multimodal": "--modality=text",
     "worker --allowed-local-media-path": "give --allowed-local-media-path to poolgrid router, which reads the media.",
+    "worker --disaggregation-strategy": "the router sends a prompt to a prefill worker first; --disaggregation-mode is "
+    "the worker's part.",
     "worker --migration-limit": "give --migration-limit to poolgrid router.",
     "worker --dyn-default-thinking-mode": "clients set chat_template_kwargs; --chat-template changes the default.",
     "worker --conversation-affinity": "the router chooses the rank, by what each has cached.",
@@ -174,12 +176,23 @@ VARIABLES = {
 """Variables of Dynamo's TensorRT-LLM worker; they mean its options, and the command line wins."""
 
 
+REFUSED_VARIABLES = dict.fromkeys(
+    ("DYNAMO_ENABLE_TEST_LOGITS_PROCESSOR", "DYN_ENABLE_TEST_LOGITS_PROCESSOR"),
+    "Use --logits-processors NAME=package.module:factory.",
+)
+"""Variables of that worker that change answers, and what does it here."""
+
+
 def in_our_words(command: str, words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """Return a command line with Dynamo's options replaced; raises ``ValueError`` with the line that refuses one."""
     engine = environment.get("POOLGRID_ENGINE", "simulated")
     for at, word in enumerate(words):
         if word.startswith("--engine=") or words[at - 1 : at] == ["--engine"]:
             engine = word.removeprefix("--engine=")
+    if command == "worker" and engine == "trtllm":
+        for variable in REFUSED_VARIABLES:
+            if environment.get(variable, "") not in ("", "0"):
+                raise ValueError(f"{variable}: {REFUSED_VARIABLES[variable]}")
     given = [*_of_environment(environment), *words] if command == "worker" and engine == "trtllm" else list(words)
     ours: list[str] = []
     at = 0

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
 from poolgrid.cli.greeting import greeting
-from poolgrid.cli.launch_plan import PlannedWorker
-from poolgrid.cli.local_pool import UpSettings, first_given_up, output_arguments, worker_part
+from poolgrid.cli.launch_plan import ANY, PlannedPart, PlannedWorker, described_parts
+from poolgrid.cli.local_pool import UpSettings, first_given_up, output_arguments, pushing, worker_part
 from poolgrid.cli.part import START_TIMEOUT_S, Part, part_environment, stop_parts
 from poolgrid.cli.pool_status import until_workers_are_ready
 from poolgrid.frontend.prompt_model import PromptModel
@@ -31,6 +32,9 @@ from poolgrid.process.figures import counted
 from poolgrid.transport.bound_socket import ReservedPorts
 
 LOOPBACK = "127.0.0.1"
+
+TYPED_PORTS = range(5701, 65_536)
+"""Ports in the commands of a plan, in order; ``up`` itself takes any that are free."""
 
 NATS_NAME_CHARS_MAX = 64
 """In the form of ``nats_pool``."""
@@ -44,19 +48,25 @@ class LocalFleet:
         settings: UpSettings,
         path: Path,
         document: GridDocument,
-        model: PromptModel,
+        model: PromptModel | None,
         engines: Sequence[PlannedWorker] = (),
     ) -> None:
-        """``engines`` are the workers with a real engine, by their names in ``worker_roles``."""
+        """``engines`` are the workers with a real engine, by their names in ``worker_roles``.
+
+        ``model`` is what simulated workers take their vocabulary from.
+        """
         self._settings = settings
         self._engines = {each.name: each for each in engines}
         self._nats_names = nats_names(document) if settings.on_nats else {}
         self._path = path
-        self._document = document
+        self._pools = [(stage, pool) for stage, found in document.stages.items() for pool in found.pools]
         self._model = model
         # Clients come to the global router alone; it needs no key for the pools behind it.
         self._environment = part_environment(without=("POOLGRID_API_KEYS",))
         self._host = settings.host if settings.api_keys is None else LOOPBACK
+        self._common = ["--host", self._host, *settings.log_choice.arguments]
+        self._model_arguments = ["--model-path", str(settings.model_path), "--served-model-name", settings.model_name]
+        self._own_ports = ("port", "select-port") if settings.on_nats else ("port", "select-port", "ingest-port")
         self._consolidators: list[Part] = []
         """Of all pools; without an event plane on NATS there are none."""
         self._routers: dict[str, Part] = {}
@@ -68,51 +78,81 @@ class LocalFleet:
     async def start(self) -> str:
         """Start everything; return the URL of the OpenAI API once every pool can be used."""
         settings = self._settings
-        pools = [(stage, pool) for stage, found in self._document.stages.items() for pool in found.pools]
-        level = settings.log_choice.arguments
-        common = ["--host", self._host, *level]
-        model = ["--model-path", str(settings.model_path), "--served-model-name", settings.model_name]
         if settings.on_nats:
-            for _, pool in pools:
-                self._plan_consolidators(pool, common)
+            for _, pool in self._pools:
+                self._consolidators += [Part(*each, self._environment) for each in self._planned_consolidators(pool)]
             await asyncio.gather(*(self._start_part(each) for each in self._consolidators))
-        own = ("port", "select-port") if settings.on_nats else ("port", "select-port", "ingest-port")
-        for _, pool in pools:
-            ports = [f"--{name}={self._ports.hold()}" for name in own]
-            arguments = ["router", *ports, *model, *common, *settings.router_arguments()]
-            if settings.on_nats:
-                arguments += self._event_plane(pool)
-            if settings.data_dir is not None:
-                arguments += ["--data-dir", str(settings.data_dir / quote(pool.name, safe=""))]
+        for _, pool in self._pools:
+            arguments = self._router_arguments(pool, [self._ports.hold() for _ in self._own_ports])
             self._routers[pool.name] = Part(f"router of {pool.name}", arguments, self._environment)
         await asyncio.gather(*(self._start_part(router) for router in self._routers.values()))
-        for stage, pool in pools:
-            for number in range((pool.simulate or PoolSimulation()).workers):
-                self._workers.append(self._worker(stage, pool, f"{pool.name}-{number}", common))
+        for stage, pool in self._pools:
+            ingest = "" if settings.on_nats else self._routers[pool.name].word("ingest")
+            self._workers += [self._worker(stage, pool, name, ingest) for name in worker_names(pool)]
         await asyncio.gather(*(self._start_part(worker) for worker in self._workers))
         # Complete before the global router looks at them for the first time, so that it begins with all of them.
-        await asyncio.gather(*(self._until_complete(pool) for _, pool in pools))
-        port = str(self._front.hold(settings.port))
-        urls = [f"--pool-url={name}={router.ready_words[0]}" for name, router in self._routers.items()]
-        arguments = ["global-router", "--config", str(self._path), "--host", settings.host, "--port", port, *urls]
-        arguments += [*model, *level, *settings.key_arguments, *settings.options_of("global-router")]
+        await asyncio.gather(*(self._until_complete(pool) for _, pool in self._pools))
+        urls = {name: router.ready_words[0] for name, router in self._routers.items()}
+        arguments = self._global_router_arguments(self._front.hold(settings.port), urls)
         self._global_router = Part("global router", arguments, self._environment)
         await self._start_part(self._global_router)
         return self._global_router.ready_words[0]
 
-    def _plan_consolidators(self, pool: Pool, common: list[str]) -> None:
+    def planned_parts(self) -> list[PlannedPart]:
+        """Return what would be started."""
+        settings, ports = self._settings, iter(TYPED_PORTS)
+        others: dict[str, tuple[str, Sequence[str]]] = {}
+        workers: list[PlannedWorker] = []
+        urls = {}
+        for stage, pool in self._pools:
+            if settings.on_nats:
+                others |= {name: (ANY, words) for name, words in self._planned_consolidators(pool)}
+            own = [next(ports) for _ in self._own_ports]
+            others[f"router of {pool.name}"] = (ANY, self._router_arguments(pool, own))
+            urls[pool.name] = f"http://{self._host}:{own[0]}"
+            ingest = f"tcp://{self._host}:{own[-1]}"
+            for name in worker_names(pool):
+                planned = self._engines.get(name)
+                if planned is None:
+                    workers.append(PlannedWorker(name, tuple(self._worker_arguments(stage, pool, name, ingest))))
+                else:
+                    told = pushing(settings, planned.arguments, ingest, self._nats_names.get(pool.name, ""))
+                    workers.append(replace(planned, arguments=tuple(told)))
+        port = str(settings.port) if settings.port else ANY
+        others["global router"] = (port, self._global_router_arguments(settings.port, urls))
+        return described_parts(workers, others, "")
+
+    def _router_arguments(self, pool: Pool, ports: Sequence[int]) -> list[str]:
         settings = self._settings
-        plane = self._event_plane(pool)
-        further = settings.options_of("consolidator")
-        for number in range(settings.consolidators):
-            name = f"consolidator of {pool.name}" + (f", {number}" if settings.consolidators > 1 else "")
-            self._consolidators.append(Part(name, ["consolidator", *plane, *common, *further], self._environment))
+        held = [f"--{name}={port}" for name, port in zip(self._own_ports, ports, strict=True)]
+        arguments = ["router", *held, *self._model_arguments, *self._common, *settings.router_arguments()]
+        if settings.on_nats:
+            arguments += self._event_plane(pool)
+        if settings.data_dir is not None:
+            arguments += ["--data-dir", str(settings.data_dir / quote(pool.name, safe=""))]
+        return arguments
+
+    def _global_router_arguments(self, port: int, urls: Mapping[str, str]) -> list[str]:
+        settings = self._settings
+        arguments = ["global-router", "--config", str(self._path), "--host", settings.host, "--port", str(port)]
+        arguments += [f"--pool-url={name}={url}" for name, url in urls.items()]
+        further = settings.options_of("global-router")
+        return [*arguments, *self._model_arguments, *settings.log_choice.arguments, *settings.key_arguments, *further]
+
+    def _planned_consolidators(self, pool: Pool) -> list[tuple[str, list[str]]]:
+        settings = self._settings
+        arguments = ["consolidator", *self._event_plane(pool), *self._common, *settings.options_of("consolidator")]
+        several = settings.consolidators > 1
+        return [
+            (f"consolidator of {pool.name}" + (f", {number}" if several else ""), arguments)
+            for number in range(settings.consolidators)
+        ]
 
     def _event_plane(self, pool: Pool) -> list[str]:
         return self._settings.event_plane_arguments(self._nats_names[pool.name])
 
     async def _until_complete(self, pool: Pool) -> None:
-        workers = (pool.simulate or PoolSimulation()).workers
+        workers = len(worker_names(pool))
         await until_workers_are_ready(self._routers[pool.name].word("select"), workers, START_TIMEOUT_S)
 
     def greeting(self, url: str) -> str:
@@ -124,25 +164,20 @@ class LocalFleet:
             what, url, self._settings.model_name, keyed, ": which pool, by which cell of the grid, which worker"
         )
 
-    def _worker(self, stage: StageName, pool: Pool, name: str, common: list[str]) -> Part:
+    def _worker(self, stage: StageName, pool: Pool, name: str, ingest: str) -> Part:
         planned = self._engines.get(name)
         if planned is None:
-            return Part(name, [*self._worker_arguments(stage, pool, name), *common], self._environment)
-        on_nats = self._settings.on_nats
-        ingest = "" if on_nats else self._routers[pool.name].word("ingest")
-        plane = self._nats_names[pool.name] if on_nats else ""
-        return worker_part(self._settings, planned, ingest, self._environment, plane)
+            return Part(name, self._worker_arguments(stage, pool, name, ingest), self._environment)
+        return worker_part(self._settings, planned, ingest, self._environment, self._nats_names.get(pool.name, ""))
 
-    def _worker_arguments(self, stage: StageName, pool: Pool, name: str) -> list[str]:
+    def _worker_arguments(self, stage: StageName, pool: Pool, name: str, ingest: str) -> list[str]:
+        assert self._model is not None, "simulated workers have a model's vocabulary"
         simulate = pool.simulate or PoolSimulation()
         timing = ["--timing", self._settings.timing]
         if simulate.timing_table is not None:
             timing = ["--timing", str(self._path.parent / simulate.timing_table)]
         role = [] if stage == "aggregated" else ["--role", stage]
-        if self._settings.on_nats:
-            pushes = self._event_plane(pool)
-        else:
-            pushes = ["--consolidator", self._routers[pool.name].word("ingest")]
+        pushes = self._event_plane(pool) if self._settings.on_nats else ["--consolidator", ingest]
         return [
             *("worker", "--worker-id", name, "--served-model-name", self._settings.model_name, *timing, *role, *pushes),
             *("--speedup", str(simulate.speedup * self._settings.speedup)),
@@ -152,6 +187,7 @@ class LocalFleet:
             *output_arguments(self._settings, self._model),
             *("--drain-timeout-ms", "2000"),
             *self._settings.options_of("worker", stage),
+            *self._common,
         ]
 
     async def _start_part(self, part: Part) -> None:
@@ -172,13 +208,15 @@ class LocalFleet:
         self._front.close()
 
 
+def worker_names(pool: Pool) -> list[str]:
+    """Return the names of a pool's workers, as many as its ``simulate`` has."""
+    return [f"{pool.name}-{number}" for number in range((pool.simulate or PoolSimulation()).workers)]
+
+
 def worker_roles(document: GridDocument) -> dict[str, str]:
     """Return the role of every worker of a document, by its name."""
     return {
-        f"{pool.name}-{number}": stage
-        for stage, found in document.stages.items()
-        for pool in found.pools
-        for number in range((pool.simulate or PoolSimulation()).workers)
+        name: stage for stage, found in document.stages.items() for pool in found.pools for name in worker_names(pool)
     }
 
 

@@ -8,13 +8,12 @@ What has no place in the chart is named, one remark each, and nothing is left ou
 when poolgrid runs its engine inside the worker (TensorRT-LLM, the mocker). Servers of vLLM and SGLang stay as they
 are, and workers run next to them (docs/stock_engines.md).
 
-An engine file is carried over with its content, as ``override-engine-args``: it comes out of a ConfigMap of the same
-file, or by ``read_file``. A name on a hub becomes the chart's model cache.
+An engine file is carried over with its content, as ``engineArgs``: it comes out of a ConfigMap of the same file, or by
+``read_file``. A name on a hub becomes the chart's model cache, an engine over several nodes a group with ``nodes``.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -37,6 +36,9 @@ ROLES = {"prefill": "prefill", "decode": "decode", "encode": "encode", "prefill_
 
 ENGINES = {"dynamo.trtllm": "trtllm", "dynamo.mocker": "simulated"}
 """The program of a worker, and our engine."""
+
+SSH_SECRET = "ranks"
+"""Secret in the values of an engine over several nodes."""
 
 BESIDE = {"dynamo.vllm": "vLLM", "dynamo.sglang": "SGLang"}
 
@@ -204,7 +206,7 @@ def _worker(
         return None
     given, unread = _options(words[words.index(program) + 1 :])
     options = given if engine != "trtllm" else _in_our_words(name, given, made)
-    _engine_file(name, options, engine_file, made)
+    engine_args = _engine_args(name, options, engine_file, made)
     mode = str(options.get("disaggregation-mode", component.raw.get("subComponentType") or "prefill_and_decode"))
     if mode not in ROLES:
         made.remarks.append(f"{name}: disaggregation mode {mode} is unknown; taken as aggregated")
@@ -218,6 +220,8 @@ def _worker(
     kept = {key: value for key, value in options.items() if key in engine_options[engine] and key not in OWN_OPTIONS}
     if kept:
         group["options"] = kept
+    if engine_args:
+        group["engineArgs"] = engine_args
     for key in sorted(set(options) - set(kept) - OWN_OPTIONS):
         made.remarks.append(f"{name}: --{key} is no option of a worker with the engine {engine}")
     for word in unread:
@@ -264,30 +268,24 @@ def _in_our_words(name: str, given: Mapping[str, Any], made: Conversion) -> dict
     return ours
 
 
-def _engine_file(name: str, options: dict[str, Any], engine_file: ReadFile, made: Conversion) -> None:
-    """Put the content of an engine file in the place of its path, which means nothing in our image."""
+def _engine_args(name: str, options: dict[str, Any], engine_file: ReadFile, made: Conversion) -> dict[str, Any]:
+    """Return the content of an engine file, whose path means nothing in our image."""
     path = str(options.get("extra-engine-args", ""))
-    if not path:
-        return
-    text = engine_file(path)
+    text = engine_file(path) if path else None
     try:
         content = None if text is None else yaml.safe_load(text)
-        override = json.loads(str(options.get("override-engine-args", "{}")))
-    except ValueError as error:
-        made.remarks.append(f"{name}: {path} or --override-engine-args is not readable: {error}")
-        return
     except yaml.YAMLError as error:
         made.remarks.append(f"{name}: {path} is no YAML: {error}")
-        return
-    if isinstance(content, dict) and isinstance(override, dict):
+        return {}
+    if isinstance(content, dict):
         del options["extra-engine-args"]
-        # What both have is the override's; a section of it replaces the file's.
-        options["override-engine-args"] = json.dumps({**content, **override})
-    else:
+        return content
+    if path:
         made.remarks.append(
-            f"{name}: the engine file {path} is neither in the manifest's folder nor in a ConfigMap: set "
-            "options.override-engine-args to its content (JSON), or make an image that has it"
+            f"{name}: the engine file {path} is neither in the manifest's folder nor in a ConfigMap: give its content as "
+            "engineArgs of the group, or make an image that has it"
         )
+    return {}
 
 
 def _model(component: _Component, options: dict[str, Any], made: Conversion) -> None:
@@ -328,11 +326,17 @@ def _resources(component: _Component, group: dict[str, Any]) -> None:
 def _further(component: _Component, group: dict[str, Any], made: Conversion) -> None:
     raw, name = component.raw, component.name
     nodes = _number(_dict(raw.get("multinode")).get("nodeCount", 1), component, "multinode.nodeCount")
-    if nodes > 1:
+    if nodes > 1 and group["engine"] != "trtllm":
+        made.remarks.append(f"{name}: {nodes} nodes are not carried over: engines of TensorRT-LLM alone span nodes")
+    elif nodes > 1:
+        group["nodes"] = nodes
+        made.values["security"] = {"sshSecret": SSH_SECRET}
         made.remarks.append(
-            f"{name}: an engine over {nodes} nodes; a group of the chart has each engine on one node. Its ranks need a "
-            "launcher of MPI: docs/trtllm.md#an-engine-on-several-nodes"
+            f"{name}: its {nodes} nodes start ranks on each other with the key of the secret {SSH_SECRET}, which you "
+            "make: docs/kubernetes.md#engines-over-several-nodes"
         )
+        if not group.get("gpus"):
+            made.remarks.append(f"{name}: its GPUs are not to be seen: give gpus of each node")
     scaling = _dict(raw.get("autoscaling"))
     if scaling.get("enabled"):
         group["autoscaling"] = {

@@ -286,8 +286,6 @@ class UpSettings(EventPlaneSettings):
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r} with engine {self.engine}: it is for {other} workers"
                 )
-        if self.dry_run and self.pools is not None:
-            raise ValueError("dry_run is on with pools: a fleet has no plan to print, only one pool has")
         if self.real and "model_path" not in self.model_fields_set:
             raise ValueError(f"model_path is not given, and engine {self.engine} needs a model with weights")
         if self.prefill and not self.decode:

@@ -10,13 +10,13 @@ import asyncio
 import logging
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from poolgrid.cli.command_line import print_json
 from poolgrid.cli.hub_model import with_directory
-from poolgrid.cli.launch_plan import OptionProblem, show, usable_on_this_machine
+from poolgrid.cli.launch_plan import OptionProblem, PlannedPart, show, usable_on_this_machine
 from poolgrid.cli.local_pool import LocalPool, UpSettings, plan, plan_engines, planned_parts
 from poolgrid.cli.part import PartFailed
 from poolgrid.cli.service_process import log_failure, say_ready, start_status
@@ -43,26 +43,30 @@ def run_up(settings: UpSettings, as_json: bool = False) -> int:
             raise OptionProblem(f"--engine is {settings.engine}, which is not installed; there are {there}")
         # A plan with a real engine needs no model: it may be on another machine.
         model = None if settings.dry_run and settings.real else PromptModel.load(settings.model_path)
-        if settings.pools is not None and model is not None:
-            return run_fleet(settings, settings.pools, model)
+        if settings.pools is not None:
+            return run_fleet(settings, settings.pools, model, as_json)
         workers = plan(settings, model, usable_on_this_machine)
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 2
     if settings.dry_run or model is None:
-        planned = planned_parts(settings, workers)
-        if as_json:
-            print_json({"parts": planned})
-        else:
-            # Not for a pool that runs: what draws takes a while to import.
-            from poolgrid.process.terminal_table import terminal
-
-            show(planned, terminal())
-        return 0
+        return print_plan(planned_parts(settings, workers), as_json)
     for worker in workers:
         for warning in worker.warnings:
             log.warning("%s: %s", worker.name, warning)
     return _run(lambda directory: LocalPool(settings, settings.data_dir or directory, model, workers))
+
+
+def print_plan(planned: Sequence[PlannedPart], as_json: bool) -> int:
+    """Print what would be started; return the exit status."""
+    if as_json:
+        print_json({"parts": planned})
+    else:
+        # Not for a pool that runs: what draws takes a while to import.
+        from poolgrid.process.terminal_table import terminal
+
+        show(planned, terminal())
+    return 0
 
 
 def run_front(settings: UpSettings) -> int:
@@ -78,8 +82,8 @@ def run_front(settings: UpSettings) -> int:
     )
 
 
-def run_fleet(settings: UpSettings, path: Path, model: PromptModel) -> int:
-    """Run the fleet of a pool-grid document; return the exit status."""
+def run_fleet(settings: UpSettings, path: Path, model: PromptModel | None, as_json: bool) -> int:
+    """Run the fleet of a pool-grid document, or print its plan; return the exit status."""
     from poolgrid.cli.fleet import LocalFleet, nats_names, worker_roles
     from poolgrid.global_router.core.document.problems import GridDocumentError
     from poolgrid.global_router.document_file import read_document_file
@@ -97,6 +101,8 @@ def run_fleet(settings: UpSettings, path: Path, model: PromptModel) -> int:
             return 2
     workers = settings.groups(worker_roles(document)) if settings.real else ()
     planned = plan_engines(settings, workers, usable_on_this_machine) if workers else ()
+    if settings.dry_run:
+        return print_plan(LocalFleet(settings, path, document, model, planned).planned_parts(), as_json)
     return _run(lambda _: LocalFleet(settings, path, document, model, planned))
 
 

@@ -95,7 +95,8 @@ def load_library() -> TrtllmLibrary:
                 if missing
                 else f"tensorrt_llm fails: {error}"
             )
-            + "; run it where TensorRT-LLM 1.2 is (NVIDIA's release container has it), or use --engine simulated"
+            + "; run it where TensorRT-LLM 1.2 is (NVIDIA's release container has it), install the extra trtllm with "
+            "NVIDIA's package index, or use --engine simulated"
         ) from error
     version = str(getattr(package, "__version__", "unknown"))
 

@@ -39,6 +39,8 @@ class Behaviour:
     the next request is refused with the error."""
     leak_failed_transfers: bool = False
     """A request that is cancelled while its KV is on its way keeps its blocks for ever."""
+    cancel_breaks_transfer: bool = False
+    """After a generation request was cancelled the next one's KV transfer fails: a known issue of 1.4.0rc1."""
 
     rpc_call_ms: float = 0.0
     """How long a call for events or statistics takes: a synchronous call to the engine's process, made when a reader
@@ -73,6 +75,7 @@ def as_released(profile: Profile = PROFILE) -> Behaviour:
     return Behaviour(
         rpc_call_ms=1.0,
         sampler_ignores=profile.sampler_ignores,
+        cancel_breaks_transfer=profile.second_by_default,
         input_processing_ms=20.0,
         one_thread=True,
         stdout_lines=200,

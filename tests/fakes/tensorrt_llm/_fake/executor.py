@@ -201,6 +201,8 @@ class Executor:
         self.transfers_open.set()
         self._transferring: dict[int, Request] = {}
         self._cancelled_transfers: list[int] = []
+        self._breaks_transfer = False
+        """A request was cancelled, and the next transfer fails for it."""
         self._next_rank = 0
         self._iteration = 0
         self._completed = 0
@@ -504,7 +506,11 @@ class Executor:
             return
         transferring, self._transferring = self._transferring, {}
         for request in transferring.values():
-            self._start(request)
+            if self._breaks_transfer:
+                self._breaks_transfer = False
+                self._close(request, Response(error=f"KV cache transfer of request {request.id} failed"))
+            else:
+                self._start(request)
         cancelled, self._cancelled_transfers = self._cancelled_transfers, []
         for request_id in cancelled:
             self._cancel(request_id)
@@ -568,6 +574,8 @@ class Executor:
             for name, sequence in list(sequences.items()):
                 if sequence.request.id == request_id:
                     self.engines[rank].cancel(name)
+                    is_generation = sequence.request.request_type == "generation_only"
+                    self._breaks_transfer |= self._behaviour.cancel_breaks_transfer and is_generation
 
     def _leak(self, blocks: int, rank: int) -> None:
         pool = self.engines[rank]._pool
