@@ -282,7 +282,7 @@ def _engine_args(name: str, options: dict[str, Any], engine_file: ReadFile, made
         return content
     if path:
         made.remarks.append(
-            f"{name}: the engine file {path} is neither in the manifest's folder nor in a ConfigMap: give its content as "
+            f"{name}: engine file {path} is neither in the manifest's folder nor in a ConfigMap: set its content as "
             "engineArgs of the group, or make an image that has it"
         )
     return {}
