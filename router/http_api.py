@@ -44,8 +44,10 @@ from poolgrid.process.clock import Clock
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.prefix_index import HASHES_END
 from poolgrid.router.core.projection import Projection
+from poolgrid.router.placement import LocalRequest
 from poolgrid.router.select_plane import SelectPlane
 from poolgrid.router.service import RouterService
+from poolgrid.serving.fair_queue import QueuedRequest
 from poolgrid.serving.router_process import decision_not_found
 from poolgrid.wire.answers import (
     DecisionList,
@@ -66,9 +68,11 @@ from poolgrid.wire.answers import (
     SourceRow,
     StreamRow,
     VerdictRow,
+    WaitingTurnRow,
     WorkerList,
     WorkerRow,
 )
+from poolgrid.wire.hashing import TOKEN_BYTES
 from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
 from poolgrid.wire.limits import DRAIN_TIMEOUT_MS_MAX, IDENTIFIER_BYTES_MAX
 from poolgrid.wire.loading import LoadingWorker
@@ -135,10 +139,12 @@ def add_router_endpoints(
     async def list_sessions(
         limit: Annotated[int, Query(ge=1, le=SESSIONS_LISTED_MAX, description="How many, the latest first.")] = 50,
     ) -> dict[str, Any]:
-        """List the pool's sessions: turns, footprint in blocks by worker, state, expected return."""
+        """List the pool's sessions (turns, footprint in blocks by worker, state), and the turns without room."""
         sessions, now_ms = service.projection.sessions, clock.wall_ms()
         rows = [session_row(sessions, each, now_ms) for each in sessions.latest(limit)]
-        return SessionList(offset=service.projection.next_offset, total=len(sessions), data=rows).to_json()
+        waiting = [waiting_row(each, clock.monotonic_ms()) for each in service.queue.turns_without_place()[:limit]]
+        offset, total = service.projection.next_offset, len(sessions)
+        return SessionList(offset=offset, total=total, data=rows, waiting=waiting).to_json()
 
     @app.get("/v1/decisions", tags=["router"])
     async def list_decisions(
@@ -173,6 +179,20 @@ def session_row(sessions: SessionTable, session: SessionRecord, now_ms: int) -> 
         last_ms_ago=max(0, now_ms - session.last_ms),
         expected_return_ms=sessions.return_ms(session, now_ms),
         gaps_ms={kind.value: gap.mean_ms for kind, gap in zip(TurnEnding, session.gaps, strict=True) if gap.count},
+    )
+
+
+def waiting_row(queued: QueuedRequest[LocalRequest], now_ms: float) -> WaitingTurnRow:
+    """Return what ``/v1/sessions`` says of a turn that waits for room."""
+    request = queued.item.machine.request
+    turn = request.turn
+    assert turn is not None, "only turns of sessions wait for that"
+    return WaitingTurnRow(
+        session=turn.session,
+        tenant=f"{turn.tenant:016x}" if turn.tenant else "",
+        request_id=request.request_id,
+        isl=len(request.token_ids) // TOKEN_BYTES,
+        waited_ms=max(0, round(now_ms - queued.entered_ms)),
     )
 
 

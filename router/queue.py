@@ -260,6 +260,11 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
 
     # -- turns of sessions -----------------------------------------------------------------------------------------
 
+    def turns_without_place(self) -> list[QueuedRequest[LocalRequest]]:
+        """Return the turns that wait for room in the working set, the one that asked first at the front."""
+        waiting = [each for each in self._queue if each.lane.endswith(SESSIONS)]
+        return sorted(waiting, key=lambda each: each.entered_ms)
+
     def _await_place(self, queued: QueuedRequest[LocalRequest], now_ms: float) -> None:
         """Have a turn wait for room in the working set, from when its session first asked."""
         turn = queued.item.machine.request.turn

@@ -9,12 +9,16 @@ from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.router.core.lineage import anchor_of, digest_of
 from poolgrid.router.core.projection import Projection
 from poolgrid.wire.hashing import TOKEN_BYTES, stable_u64
-from poolgrid.wire.limits import U32_MAX
 from poolgrid.wire.requests import FinishReason
-from poolgrid.wire.sessions import SessionTurn, TurnAnswer, tenant_key
+from poolgrid.wire.sessions import SessionTurn, TurnAnswer, TurnEnding, tenant_key
 
 COMPLETE: Final = (FinishReason.STOP, FinishReason.LENGTH)
 """How an answer ends that a later prompt repeats."""
+
+AFTER_TOOL: Final = tuple(TurnEnding).index(TurnEnding.TOOL)
+
+RETURN_MAX_MS: Final = 60_000
+"""Blocks are kept no longer than a session keeps its place in the working set."""
 
 
 class SessionNaming:
@@ -33,13 +37,13 @@ class SessionNaming:
             name, parent = self._lineage.find(tenant, path, token_ids, block_size, hint.answer)
             anchor = anchor_of(path)
             residual = digest_of(token_ids, len(path) * block_size, len(token_ids) // TOKEN_BYTES)
-        if name:
-            session = self._sessions.get(tenant, name)
-            if session is not None:
-                return_ms = min(U32_MAX, self._sessions.expected_gap(session).mean_ms)
-        else:
+        if not name:
             # As no client can choose one, of which it would have to know the hash's seed.
             name = f"l{stable_u64(request.request_id, 1):016x}"
+        elif hint.after_tool and (session := self._sessions.get(tenant, name)) is not None:
+            # In a loop of tool calls a turn most likely ends in one.
+            gap = session.gaps[AFTER_TOOL] if session.gaps[AFTER_TOOL].count else self._sessions.gaps[AFTER_TOOL]
+            return_ms = gap.limit_ms if gap.limit_ms <= RETURN_MAX_MS else 0
         tail = path[-1] if path else 0
         return SessionTurn(name, tenant, parent, hint.after_tool, tail, anchor, residual, return_ms)
 

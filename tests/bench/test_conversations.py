@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from itertools import repeat
+from itertools import islice, repeat
 
-from poolgrid.tools.bench.conversations import PAUSE_MAX, ConversationShape, PlannedConversation, plan_conversations
+from poolgrid.tools.bench.agents import PREFIX_TOKENS
+from poolgrid.tools.bench.conversations import (
+    AGENT_TENANTS,
+    PAUSE_MAX,
+    ConversationShape,
+    PlannedConversation,
+    plan_agents,
+    plan_conversations,
+)
 
 
 def planned(count: int, seed: int = 0, **shape: float) -> list[PlannedConversation]:
@@ -41,3 +49,14 @@ def test_users_think_before_each_question_but_the_first() -> None:
     assert 450 < statistics.fmean(pauses) < 550
     assert max(pauses) <= PAUSE_MAX * 500
     assert {pause for each in planned(3) for pause in each.pauses_ms} == {0.0}
+
+
+def test_agents_are_planned_without_end_and_share_the_system_prompt_of_their_tenant() -> None:
+    made = list(islice(plan_agents(1, 0.1), 60))
+
+    assert made == list(islice(plan_agents(1, 0.1), 60))
+    turns = [turn for each in made for turn in each.turns]
+    assert [turn.index for turn in turns] == list(range(len(turns)))
+    assert len({each.turns[0].block_ids[0] for each in made}) == AGENT_TENANTS
+    assert {each.turns[0].block_tokens for each in made} == {PREFIX_TOKENS // 10}
+    assert all(len(each.pauses_ms) == len(each.turns) and each.pauses_ms[0] == 0.0 for each in made)

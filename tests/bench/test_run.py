@@ -184,6 +184,23 @@ class TestConversations:
         assert (measured.succeeded, measured.errors) == (4, 1)
         assert len(endpoint.bodies[2]["messages"]) == 1, "the next conversation began"
 
+    def test_a_number_of_requests_counts_the_turns_of_all_that_are_open(self) -> None:
+        with serving(FakeEndpoint()) as endpoint:
+            planned = iter(conversations(9))
+            measured = drive(endpoint, planned, api="chat", concurrency=3, requests_max=7).measured
+
+        assert measured.requests == 7
+        assert sum(len(body["messages"]) == 1 for body in endpoint.bodies) >= 3
+
+    def test_a_pause_that_is_longer_than_the_run_ends_its_conversation(self) -> None:
+        endless = plan_conversations(repeat(None), ConversationShape(2, 10, 1, think_time_s=3600.0), seed=0)
+
+        with serving(FakeEndpoint(ttft_s=0.005)) as endpoint:
+            result = drive(endpoint, endless, api="chat", concurrency=2, duration_s=0.1)
+
+        assert result.measured.requests >= 2
+        assert all(len(body["messages"]) == 1 for body in endpoint.bodies)
+
     def test_conversations_come_at_their_times_and_their_users_think(self) -> None:
         shape = ConversationShape(turns=2, isl=5, osl=1, think_time_s=0.02)
         planned = list(plan_conversations([0.0, 30.0], shape, seed=0))

@@ -54,6 +54,7 @@ SETTINGS = {
     "NO_PROXY": "127.0.0.1,localhost",
     "no_proxy": "127.0.0.1,localhost",
     "CLIENTS_NPM": str(NPM_ENVIRONMENT),
+    "POOLGRID_PYTHON": sys.executable,
     # These would ask elsewhere, and wait for it.
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "OPENAI_AGENTS_DISABLE_TRACING": "1",

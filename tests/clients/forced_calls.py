@@ -17,7 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 TIMEOUT_S = 120
-PASSED_ON = ("content-type", "authorization", "accept", "x-api-key", "anthropic-version", "anthropic-beta")
+OWN = ("host", "connection", "content-length", "accept-encoding", "transfer-encoding", "expect")
+"""Headers of one connection; all others pass through."""
 
 
 @dataclass
@@ -27,6 +28,8 @@ class Passed:
     url: str = ""
     statuses: list[int] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    """Of each request with a body, by lower-case name."""
 
 
 def _asks(body: dict[str, Any]) -> bool:
@@ -49,12 +52,13 @@ def forced_calls(url: str, choice: Any = None) -> Iterator[Passed]:
             raw = self.rfile.read(int(self.headers.get("content-length") or 0))
             body = json.loads(raw)
             passed.bodies.append(body)
+            passed.headers.append({name.lower(): value for name, value in self.headers.items()})
             if choice is not None and body.get("tools") and _asks(body):
                 raw = json.dumps({**body, "tool_choice": choice}).encode()
             self._pass_on(raw)
 
         def _pass_on(self, raw: bytes | None) -> None:
-            headers = {name: value for name in PASSED_ON if (value := self.headers.get(name)) is not None}
+            headers = {name: value for name, value in self.headers.items() if name.lower() not in OWN}
             request = urllib.request.Request(url + self.path, raw, headers, method=self.command)
             try:
                 answer = urllib.request.urlopen(request, timeout=TIMEOUT_S)

@@ -14,9 +14,11 @@ import pytest
 
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.consolidator.core.session_table import SessionTable
-from poolgrid.consolidator.journal.inspection import next_offset, state_at
+from poolgrid.consolidator.journal.inspection import next_offset, reaches_back_to, state_at
 from poolgrid.consolidator.journal.posix_disk import ReadOnlyDirectory
+from poolgrid.consolidator.journal.stored_records import stored_records
 from poolgrid.router.http_api import session_row
+from poolgrid.wire.events import TurnBegan
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Sampling
 from poolgrid.workers.engines.simulated.core.next_token import expected_output
@@ -146,3 +148,34 @@ def test_a_session_without_an_id_is_found_by_either_router(pool: SharedPool) -> 
     assert row["turns"] == 4
     assert row["footprint_blocks"] > 0
     assert row["gaps_ms"].keys() == {"length"}
+
+
+def test_turns_in_a_loop_of_tool_calls_ask_for_their_blocks_until_they_are_back(pool: SharedPool) -> None:
+    call = {"type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [user("Where is the next station?")]
+    for turn in range(4):
+        ask(pool.routers[0].url, messages, **{"x-session-id": "agent"})
+        eventually("the turn is over", lambda turns=turn + 1: known_turns(pool) == turns)  # type: ignore[misc]
+        calls = [{"id": f"call_{turn}", **call}]
+        messages += [
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": f"call_{turn}", "content": "two streets from here"},
+        ]
+
+    disk = ReadOnlyDirectory(pool.directory)
+    begun = [
+        event.turn
+        for stored in stored_records(disk, reaches_back_to(disk))
+        for event in stored.record.events
+        if isinstance(event, TurnBegan)
+    ]
+    assert [turn.after_tool for turn in begun] == [False, True, True, True]
+    assert not begun[0].return_ms
+    assert begun[2].return_ms > 0
+    assert begun[3].return_ms > 0
+
+
+def known_turns(pool: SharedPool) -> int:
+    """Return how many turns of one session are over, as both routers know."""
+    found = [sessions(router.url) for router in pool.routers]
+    return min((row["turns"] for (row,) in found if row["state"] == "idle"), default=0) if all(found) else 0

@@ -14,6 +14,7 @@ from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import Refused
 from poolgrid.inference.session_hint import SessionHint
 from poolgrid.router.choosing import CROWDED
+from poolgrid.router.http_api import waiting_row
 from poolgrid.wire.card import WorkerLimits
 from poolgrid.wire.events import RequestFinished, RequestStarted, WorkerJoined, WorkerLeft
 from poolgrid.wire.hashing import pack_tokens
@@ -89,7 +90,10 @@ async def test_a_third_session_waits_and_turns_of_the_two_pass_it() -> None:
         assert again.done()
         assert not third.done()
         assert on_workers(router) == ["one-1"]
+        [row] = [waiting_row(each, each.entered_ms + 250) for each in router.service.queue.turns_without_place()]
+        assert (row.session, row.request_id, row.isl, row.waited_ms) == ("three", "three-0", 640, 250)
         await end(third)
+        assert not router.service.queue.turns_without_place()
         assert causes(router)["working_set"] == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from typing import Any
 
@@ -23,18 +24,21 @@ from tests.simulation.builders import limits
 BLOCK = 16
 SCALE = 1 / 16
 """Lengths and step times are divided by this: the blocks of one full-size block of 256 tokens."""
-AGENTS, WORKERS = 24, 2
-"""With 64 agents the prompts that are computed again keep engines busier: turns a minute differ by 1.6 times."""
+AGENTS, WORKERS = int(os.environ.get("POOLGRID_SIMULATED_AGENTS", "24")), 2
+SEEDS = range(1, 1 + int(os.environ.get("POOLGRID_AGENT_SEEDS", "1")))
+"""`make long` plays 64 agents with five seeds, in half an hour."""
+IS_LARGE = AGENTS >= 64
+"""Six sessions on a worker keep its engine in decoding alone: no order of turns makes it much faster."""
 
 
 @cache
-def workload() -> AgentWorkload:
-    return agent_workload(AgentDraws(1, 4, SCALE).plan(3 * AGENTS, AGENTS), BLOCK)
+def workload(seed: int = 1) -> AgentWorkload:
+    return agent_workload(AgentDraws(seed, 4, SCALE).plan(3 * AGENTS, AGENTS), BLOCK)
 
 
 @cache
-def played(policy: str, admission: str, pressure: float) -> dict[str, Any]:
-    load = workload()
+def played(policy: str, admission: str, pressure: float, seed: int = 1) -> dict[str, Any]:
+    load = workload(seed)
     needed = AGENTS * load.plan.own_tokens_mean() + 4 * PREFIX_TOKENS * SCALE * WORKERS
     blocks = int(needed / pressure / WORKERS / BLOCK)
     limit = SimulatedLimits(BLOCK, blocks, 0, 256, 8192, load.longest + 1, 10**6)
@@ -58,9 +62,9 @@ class SlowPrefill:
         return self._model.decode_ms(used_share) / SCALE
 
 
-def reuse(report: dict[str, Any]) -> float:
+def reuse(report: dict[str, Any], seed: int) -> float:
     """Return the share of what one infinite cache would reuse."""
-    return float(report["cached_token_ratio"]) / workload().ideal_cached_token_ratio
+    return float(report["cached_token_ratio"]) / workload(seed).ideal_cached_token_ratio
 
 
 def test_sessions_have_the_published_distributions() -> None:
@@ -106,14 +110,19 @@ def test_a_call_comes_a_pause_after_the_one_before_and_after_its_subagents() -> 
     assert arrivals.pop().arrival_ms == now_ms + forking.calls[at].pause_ms
 
 
-def test_sessions_that_do_not_fit_evict_each_other_without_admission_and_do_not_with_it() -> None:
-    kv, sticky, ours = played("kv", "", 2.0), played("sticky", "", 2.0), played("kv", "sessions", 2.0)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sessions_that_do_not_fit_evict_each_other_without_admission_and_do_not_with_it(seed: int) -> None:
+    kv, sticky, ours = (
+        played(policy, admission, 2.0, seed) for policy, admission in (("kv", ""), ("sticky", ""), ("kv", "sessions"))
+    )
 
-    assert reuse(kv) < 0.6
-    assert reuse(sticky) < 0.6
-    assert reuse(ours) >= 0.9
-    assert ours["turns_per_minute"] >= 1.05 * kv["turns_per_minute"]
+    assert reuse(kv, seed) < 0.6
+    assert reuse(sticky, seed) < 0.6
+    assert reuse(ours, seed) >= 0.9
+    assert ours["turns_per_minute"] >= (1.45 if IS_LARGE else 1.1) * kv["turns_per_minute"]
     assert ours["waited_turns"] > 0
+    if IS_LARGE:
+        assert ours["first_turn_ms"]["max"] <= 3 * ours["first_turn_ms"]["p50"]
 
 
 def test_no_session_waits_as_long_as_with_the_smallest_first() -> None:

@@ -22,6 +22,7 @@ from poolgrid.wire.sessions import SessionTurn
 from poolgrid.wire.trace_context import TraceContext
 from poolgrid.workers import bootstrap
 from poolgrid.workers.core.refusal import RefusedError
+from poolgrid.workers.core.turn_retention import RETURN_PRIORITY
 from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread, end_engine, start_engine
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
 from poolgrid.workers.engines.trtllm import generations
@@ -435,6 +436,22 @@ def test_what_is_to_stay_stays_when_others_need_the_room(monkeypatch: pytest.Mon
 
     assert asyncio.run(reused(None)) == 0
     assert asyncio.run(reused(KvRetention((RetainedTokens(0, 8, 90, 60_000),)))) == 8
+
+
+async def test_blocks_of_a_turn_are_kept_until_its_session_is_back() -> None:
+    turn = SessionTurn("agent-1", return_ms=900)
+
+    async with running_engine() as told:
+        calls = hold(told)
+        await told.finish(msgspec.structs.replace(make_request("r"), turn=turn))
+        kept = calls[0]["kv_cache_retention_config"]
+        assert [_range(each) for each in kept.token_range_retention_configs] == [
+            (0, 10, RETURN_PRIORITY, timedelta(milliseconds=900))
+        ]
+        assert kept.decode_duration_ms == timedelta(milliseconds=900)
+        told.engine._calls._accepted -= {"kv_cache_retention_config"}
+        await told.finish(msgspec.structs.replace(make_request("s"), turn=turn))
+        assert "kv_cache_retention_config" not in calls[1], "nothing is refused for it"
 
 
 async def test_the_span_of_a_leg_goes_to_the_engine() -> None:

@@ -65,6 +65,9 @@ class StillQueue:
     def view(self) -> QueueView:
         return QueueView(0, 1024, 0, 4_194_304, None, {})
 
+    def turns_without_place(self) -> list[object]:
+        return []
+
 
 class LargePool:
     """A pool of workers that exist in the journal alone; stands for a ``RouterService`` on the fleet page."""

@@ -25,6 +25,7 @@ from poolgrid.wire.requests import (
     Sampling,
     TokenDelta,
 )
+from poolgrid.wire.sessions import SessionTurn
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
 from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits, StepOutcome
@@ -415,9 +416,11 @@ def test_log_probabilities_of_the_prompt_come_once_with_the_first_token() -> Non
 
 
 def test_blocks_stay_as_long_as_their_request_says() -> None:
-    def reused(retention: KvRetention | None, flood: KvRetention | None = None) -> int:
+    def reused(retention: KvRetention | None, flood: KvRetention | None = None, return_ms: int = 0) -> int:
         engine = make_engine(total_kv_blocks=8)
-        engine.submit(msgspec.structs.replace(make_request("kept", range(16), 1), retention=retention), 0.0)
+        turn = SessionTurn("agent", return_ms=return_ms)
+        kept = msgspec.structs.replace(make_request("kept", range(16), 1), retention=retention, turn=turn)
+        engine.submit(kept, 0.0)
         run_to_end(engine)
         for number in range(3):
             other = make_request(f"other {number}", range(100 * number + 100, 100 * number + 120), 1)
@@ -434,6 +437,9 @@ def test_blocks_stay_as_long_as_their_request_says() -> None:
     assert reused(high) == 8
     assert reused(KvRetention((RetainedTokens(0, 8, 90, 5),))) == 0, "the priority lapsed after 5 ms"
     assert reused(None, KvRetention((RetainedTokens(0, None, 0),), 0)) == 12
+    assert reused(None, return_ms=60_000) == 12, "all of it, as its session will be back from its tool"
+    assert reused(None, return_ms=5) == 0
+    assert reused(high, return_ms=5) == 8, "what the client asks counts"
 
 
 def test_an_output_that_moved_here_stays_as_long_as_output() -> None:

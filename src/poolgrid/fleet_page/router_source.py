@@ -146,6 +146,7 @@ class RouterFleetSource:
                 "ready": service.ready,
                 "active": active,
                 "waiting": waiting,
+                "for_room": len(service.queue.turns_without_place()),
                 "decisions": service.decisions.added,
                 "since_ms": self._served.since_ms,
                 "offset": projection.next_offset,

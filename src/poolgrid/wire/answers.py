@@ -206,6 +206,16 @@ class SessionRow(AnswerRow, frozen=True, kw_only=True):
     """Smoothed time to the next turn, by how the turn before ended; only kinds that occurred."""
 
 
+class WaitingTurnRow(AnswerRow, frozen=True, kw_only=True):
+    """A turn that waits at the router: its session would evict others that are in use."""
+
+    session: str
+    tenant: str
+    request_id: str
+    isl: int
+    waited_ms: int
+
+
 class SessionList(AnswerRow, frozen=True, kw_only=True):
     """Answer of ``GET /v1/sessions``, the latest first."""
 
@@ -214,6 +224,8 @@ class SessionList(AnswerRow, frozen=True, kw_only=True):
     total: int
     """Sessions that are known."""
     data: list[SessionRow]
+    waiting: list[WaitingTurnRow] = []
+    """Turns at this router that wait for room for their session, the one that asked first at the front."""
 
 
 class DecisionList(AnswerRow, frozen=True, kw_only=True):

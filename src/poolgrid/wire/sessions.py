@@ -55,7 +55,8 @@ class SessionTurn(msgspec.Struct, array_like=True, frozen=True, gc=False):
     residual: U64 = 0
     """XXH3-64 of the prompt's tokens behind the last whole block."""
     return_ms: U32 = 0
-    """When the next turn is expected after this one; 0 = nothing is known. For engines that keep blocks by it."""
+    """For engines that keep blocks by it: how long after this turn to keep its blocks for the next one, at a priority
+    above others; 0 = nothing is asked."""
 
 
 class TurnAnswer(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -108,6 +109,11 @@ class Gap(msgspec.Struct, array_like=True, frozen=True, gc=False):
         off = gap_ms - self.mean_ms
         deviation = self.deviation_ms + (abs(off) - self.deviation_ms) // 4
         return Gap(self.count + 1, self.mean_ms + off // 8, deviation)
+
+    @property
+    def limit_ms(self) -> int:
+        """Within this time nearly all next turns come: RFC 6298's timeout; 0 = no gap is known."""
+        return self.mean_ms + 4 * self.deviation_ms
 
 
 NO_GAP = Gap()

@@ -13,6 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))
 from forced_calls import forced_calls  # noqa: E402 - the environment has the clients and nothing of ours
+from shown_sessions import shown_session  # noqa: E402
 
 NPM_PACKAGE = "@anthropic-ai/claude-code"
 TIMEOUT_S = 180
@@ -75,6 +76,7 @@ def check_turns_of_a_session(url):
         lines = [body["system"][0]["text"] for body in passed.bodies if body.get("system")]
         assert lines[0].startswith("x-anthropic-billing-header:"), lines[0][:60]
         assert _usage(events)["cache_read_input_tokens"] > 10_000, _usage(events)
+        shown_session(url, events[-1]["session_id"], len(passed.bodies))
 
 
 MCP = ("--mcp-config", "mcp.json", "--allowedTools", "mcp__demo__add", "--")
@@ -91,9 +93,11 @@ def check_a_search_for_tools(url):
 def check_a_tool_of_an_mcp_server(url):
     choice = {"type": "tool", "name": "mcp__demo__add"}
     with forced_calls(url, choice) as passed, _home() as home:
-        _claude(home, passed.url, *MCP, "What is the sum?", ENABLE_TOOL_SEARCH="false")
+        events = _claude(home, passed.url, *MCP, "What is the sum?", ENABLE_TOOL_SEARCH="false")
         assert set(passed.statuses) == {200}, passed.statuses
         assert "the sum is" in json.dumps(passed.bodies[1]["messages"]), passed.bodies[1]["messages"][-1]
+        row = shown_session(url, events[-1]["session_id"], len(passed.bodies))
+        assert "tool" in row["gaps_ms"], row
 
 
 def check_a_command(url):

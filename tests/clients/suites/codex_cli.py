@@ -13,6 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))
 from forced_calls import forced_calls  # noqa: E402 - the environment has the clients and nothing of ours
+from shown_sessions import shown_session  # noqa: E402
 
 NPM_PACKAGE = "@openai/codex"
 TIMEOUT_S = 180
@@ -75,15 +76,20 @@ def check_turns_of_a_session(url):
         kinds = {tool["type"] for tool in passed.bodies[0]["tools"]}
         assert {"function", "namespace", "web_search"} <= kinds, kinds
         assert second[-1]["usage"]["cached_input_tokens"] > 10_000, second[-1]["usage"]
+        assert first[0]["thread_id"] == second[0]["thread_id"]
+        shown_session(url, first[0]["thread_id"], 2)
 
 
 def check_a_tool_of_an_mcp_server(url):
     choice = {"type": "function", "namespace": "mcp__demo", "name": "add"}
     with forced_calls(url, choice) as passed, _home(passed.url) as home:
-        (call,) = _items(_codex(home, "What is the sum?"), "mcp_tool_call")
+        events = _codex(home, "What is the sum?")
+        (call,) = _items(events, "mcp_tool_call")
         assert (call["server"], call["tool"], call["status"]) == ("demo", "add", "completed"), call
         assert "the sum is" in json.dumps(passed.bodies[-1]["input"][-1])
         assert passed.statuses == [200, 200]
+        row = shown_session(url, events[0]["thread_id"], 2)
+        assert "tool" in row["gaps_ms"], row
 
 
 def check_a_command(url):

@@ -13,6 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))
 from forced_calls import forced_calls  # noqa: E402 - the environment has the clients and nothing of ours
+from shown_sessions import shown_session  # noqa: E402
 
 NPM_PACKAGE = "opencode-ai"
 TIMEOUT_S = 120
@@ -67,11 +68,13 @@ def _opencode(project, *arguments):
 def _turns(url, package, choice):
     """Try a turn in which a tool of the MCP server is called, and one more."""
     with forced_calls(url, choice) as passed, _project(passed.url, package) as project:
-        assert _opencode(project, "What is the sum?").strip()
+        session = json.loads(_opencode(project, "--format", "json", "What is the sum?").splitlines()[0])["sessionID"]
         assert "the sum is" in json.dumps(passed.bodies[-1]), "the tool's result goes back to the model"
         assert _opencode(project, "--continue", "And once more?").strip()
         assert len(passed.statuses) >= 4
         assert set(passed.statuses) == {200}, passed.statuses
+        row = shown_session(url, session, len(passed.bodies))
+        assert "tool" in row["gaps_ms"], row
 
 
 def check_turns_on_chat(url):

@@ -30,6 +30,7 @@ from poolgrid.wire.hashing import hash_seed, unpack_tokens
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, KvRetention
 from poolgrid.workers.core.refusal import RefusedError, UnableError, UnsupportedError
+from poolgrid.workers.core.turn_retention import retention_of
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArguments
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import BY_TOKENS, uses_kvbm
 from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec
@@ -192,8 +193,8 @@ class TrtllmCalls:
             # choose the same names.
             name = f"{request.turn.tenant:016x}-{request.turn.session}"
             given["conversation_params"] = self._conversations(conversation_id=name)
-        if request.retention is not None:
-            given["kv_cache_retention_config"] = self._retention(request.retention, request)
+        if self.takes_retention and (retention := retention_of(request)) is not None:
+            given["kv_cache_retention_config"] = self._retention(retention, request)
         if request.trace is not None and "trace_headers" in self._accepted:
             given["trace_headers"] = request.trace.headers
         return self.llm.generate_async(inputs, **given)

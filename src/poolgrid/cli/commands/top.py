@@ -45,6 +45,7 @@ from poolgrid.wire.answers import (
     SessionList,
     SessionRow,
     StreamRow,
+    WaitingTurnRow,
     WorkerList,
     WorkerRow,
 )
@@ -209,6 +210,13 @@ SESSION_COLUMNS: tuple[Column[SessionRow], ...] = (
 )
 
 
+WAITING_COLUMNS: tuple[Column[WaitingTurnRow], ...] = (
+    Column("session", lambda row: Text(row.session), False),
+    Column("request", lambda row: Text(row.request_id), False),
+    Column("ISL", lambda row: f"{row.isl:,}"),
+    Column("waited", lambda row: milliseconds(row.waited_ms)),
+)
+
 POOL_COLUMNS: tuple[Column[PoolRow], ...] = (
     Column("pool", lambda row: Text(row.name), False),
     Column("stage", lambda row: Text(row.stage), False, optional=True),
@@ -358,6 +366,8 @@ def view(frame: Frame) -> RenderableType:
         if frame.sessions.total > len(frame.sessions.data):
             table.note = f"not shown: {counted(frame.sessions.total - len(frame.sessions.data), 'session')}"
         parts.append(table)
+        if turns := frame.sessions.waiting:
+            parts.append(_table("turns that wait: their sessions would evict others in use", WAITING_COLUMNS, turns))
     if frame.decisions is not None:
         parts.append(decision_table(frame.decisions.data))
     return Group(*parts)

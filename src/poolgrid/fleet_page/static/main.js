@@ -376,7 +376,7 @@ class Page {
       ["requests", rate(lately.perSecond), " /s", `last ${LATELY_S} s`, ""],
       ["cache hit rate", percent(lately.share), "", "of the prompt tokens", ""],
       ["caches", percent(total ? held / total : NaN), " full", flow ? `+${rate(flow.stored)}${flow.removed < 0.05 ? "" : ` −${rate(flow.removed)}`} blocks/s` : `${short(held)} blocks`, ""],
-      this.past ? ["journal", short(this.past.frame.offset), "", "records applied", ""] : queueTile(queue),
+      this.past ? ["journal", short(this.past.frame.offset), "", "records applied", ""] : queueTile(queue, totals),
     ]);
   }
 
@@ -522,10 +522,10 @@ class Page {
   }
 }
 
-function queueTile(queue) {
+function queueTile(queue, totals) {
   const full = queue.requests_max > 0 && queue.requests >= queue.requests_max;
   const refused = Object.values(queue.refused).reduce((sum, each) => sum + each, 0);
-  const under = refused ? `${count(refused)} refused so far` : queue.requests ? "waiting for a worker" : "none waiting or refused";
+  const under = refused ? `${count(refused)} refused so far` : totals?.for_room ? `${count(totals.for_room)} wait for room for their session` : queue.requests ? "waiting for a worker" : "none waiting or refused";
   return ["queue", count(queue.requests), ` of ${short(queue.requests_max)}`, under, full ? "bad" : refused ? "warn" : ""];
 }
 

@@ -49,7 +49,8 @@ REQUESTS_DEFAULT = 100
 """Requests of a closed or open loop with neither a number nor a duration."""
 
 AGENT_CALLS_DEFAULT = 100
-"""Calls of a bench with agents, for each that is open: two to three sessions."""
+"""Calls of a bench with agents that was told neither a number nor a duration, for each that is open: two to three
+sessions."""
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -149,8 +150,9 @@ def plan(settings: BenchSettings, seed: int | None = None) -> tuple[Iterable[Pla
         arrivals = poisson(settings.rate, seed)
         times = arrivals if settings.duration_s is None else until(arrivals, settings.duration_s * 1000.0)
     if settings.agents is not None:
-        count = AGENT_CALLS_DEFAULT * settings.agents if count is None else count
-        return plan_agents(count, seed, settings.length_scale), count
+        if settings.requests is None and settings.duration_s is None:
+            count = AGENT_CALLS_DEFAULT * settings.agents
+        return plan_agents(seed, settings.length_scale), count
     if settings.converses:
         conversations = plan_conversations(times, _conversation_shape(settings), seed)
         if count is None:
@@ -299,15 +301,15 @@ class _Bench:
         if settings.warmup and not number:
             self._bar.update(task, description=f"{name}warm-up{at}")
             warm = settings.model_copy(update={"requests": settings.warmup, "duration_s": None})
-            planned, _ = plan(warm, stable_u64(f"{seed}/warmup") >> 1)
-            await self._run(endpoint, planned, level, stop)
+            planned, count = plan(warm, stable_u64(f"{seed}/warmup") >> 1)
+            await self._run(endpoint, planned, count, level, stop)
             if stop.is_set():
                 return
         self._bar.update(task, description=f"{name}{what}{at}{again}")
         if self._logs is not None:
             self._logs.begin(endpoint.name, level, number + 1)
-        planned, _ = plan(settings, seed)
-        result = await self._run(endpoint, planned, level, stop, task)
+        planned, count = plan(settings, seed)
+        result = await self._run(endpoint, planned, count, level, stop, task)
         self._done += result.measured.requests
         ideal = _ideal(result) if settings.mode == "replay" or settings.converses else None
         rounds.reports.append(self._report(rounds, result.measured, result.duration_s, ideal, result.interrupted))
@@ -320,6 +322,7 @@ class _Bench:
         self,
         endpoint: _Endpoint,
         planned: Iterable[Planned],
+        count: int | None,
         level: int | None,
         stop: asyncio.Event,
         task: TaskID | None = None,
@@ -334,6 +337,7 @@ class _Bench:
             self._clock,
             concurrency=level,
             in_flight_max=IN_FLIGHT_MAX,
+            requests_max=count,
             duration_s=settings.duration_s if task is not None else None,
             stop=stop,
             verify=self._verify,

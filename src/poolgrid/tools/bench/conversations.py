@@ -67,34 +67,30 @@ AGENT_TENANTS = 4
 """Tenants whose agents share a system prompt and tools."""
 
 
-def plan_agents(calls: int, seed: int, length_scale: float) -> Iterator[PlannedConversation]:
-    """Yield agent sessions with at least so many calls together; a subagent is a session of its own at the same time.
+def plan_agents(seed: int, length_scale: float) -> Iterator[PlannedConversation]:
+    """Yield agent sessions without end; a subagent is a session of its own at the same time.
 
     Its prompt begins with its tenant's system prompt: no endpoint lets a client continue another's answer.
     """
     draws = AgentDraws(seed, AGENT_TENANTS, length_scale)
+    prefix = draws.prefix_tokens
     index = 0
     for number in itertools.count():
-        if index >= calls:
-            return
         for session in draws.session(number).family():
-            system = (stable_u64(f"{seed}/system/{session.tenant}"),)
-            prefix = draws.prefix_tokens
+            system = stable_u64(f"{seed}/system/{session.tenant}")
             turns: list[PlannedRequest] = []
-            for place, call in enumerate(session.calls[: calls - index]):
-                own = (stable_u64(f"{seed}/{index}"),)
-                tokens = call.new_tokens
+            for place, call in enumerate(session.calls):
+                own, tokens = stable_u64(f"{seed}/{index}"), call.new_tokens
                 if place:
-                    turns.append(PlannedRequest(index, None, own, tokens, tokens, call.output_tokens))
+                    turns.append(PlannedRequest(index, None, (own,), tokens, tokens, call.output_tokens))
                 else:
                     tokens = min(tokens, prefix)  # blocks of one request have one length
                     turns.append(
-                        PlannedRequest(index, None, (*system, own[0]), prefix, prefix + tokens, call.output_tokens, 1)
+                        PlannedRequest(index, None, (system, own), prefix, prefix + tokens, call.output_tokens, 1)
                     )
                 index += 1
-            if turns:
-                pauses = (0.0, *(call.pause_ms for call in session.calls))[: len(turns)]
-                yield PlannedConversation(None, tuple(turns), pauses)
+            pauses = (0.0, *(call.pause_ms for call in session.calls[:-1]))
+            yield PlannedConversation(None, tuple(turns), pauses)
 
 
 def _turn(

@@ -6,8 +6,8 @@
   due while all slots are taken waits for one, is counted as ``delayed``, and its wait is part of its measured times.
 
 A conversation is sent turn by turn, each with all that was said before, whatever the endpoint said; its turns are one
-place of the concurrency, or of ``in_flight_max``, also while its user thinks. A turn that fails ends it. Times of later
-turns count from when they are sent.
+place of the concurrency, or of ``in_flight_max``, also while its user thinks. A turn that fails ends it, and so does a
+pause that is longer than the run. Times of later turns count from when they are sent.
 
 A failed request is counted by kind and never ends the run. When ``stop`` is set nothing new is sent, what is in flight
 is cancelled, and what was measured so far is returned.
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -128,8 +127,10 @@ class Runner:
         progress: Callable[[Measurements], None] | None = None,
         remember_sent: bool = False,
         on_line: Callable[[RequestLine], None] | None = None,
+        requests_max: int | None = None,
     ) -> None:
         self._on_line = on_line
+        self._left = float("inf") if requests_max is None else requests_max
         self._started_ms = 0.0
         self._prefixes: set[tuple[int, ...]] = set()
         """System prompts that were sent."""
@@ -152,7 +153,7 @@ class Runner:
 
         async def sender() -> None:
             for planned in requests:
-                if stop.is_set() or self._clock.monotonic_ms() >= ends_ms:
+                if stop.is_set() or not self._left or self._clock.monotonic_ms() >= ends_ms:
                     return
                 await self._converse(planned, self._first_body(planned), None, ends_ms)
 
@@ -228,8 +229,11 @@ class Runner:
         reusable = 0
         for turn, request in enumerate(planned.turns):
             if turn:
-                await asyncio.sleep(planned.pauses_ms[turn] / 1000.0)
-                if self._clock.monotonic_ms() >= ends_ms:
+                pause_ms = planned.pauses_ms[turn]
+                if not self._left or self._clock.monotonic_ms() + pause_ms >= ends_ms:
+                    return
+                await asyncio.sleep(pause_ms / 1000.0)
+                if not self._left:
                     return
                 body = self._shape.body(request, self._prompts, said)
             else:
@@ -260,6 +264,7 @@ class Runner:
         reusable_tokens: int | None = None,
     ) -> BenchExchange | None:
         """Send one request and count what came of it; ``None`` when it failed."""
+        self._left -= 1
         self._note_sent(request)
         started_ms = due_ms if due_ms is not None else self._clock.monotonic_ms()
         exchange = None
@@ -343,6 +348,7 @@ async def run(
 ) -> Result:
     """Run a plan: a closed loop when ``concurrency`` is given, else each request at its ``at_ms``.
 
+    A closed loop sends at most ``requests_max``, the turns of conversations counted one by one.
     ``verify`` is asked about every successful answer; its refusals are counted as ``wrong_texts``. ``on_line`` is told
     of every request that came to an end.
     """
@@ -355,13 +361,13 @@ async def run(
         progress=progress,
         remember_sent=remember_sent,
         on_line=on_line,
+        requests_max=requests_max,
     )
     stop = stop or asyncio.Event()
-    planned = islice(requests, requests_max) if requests_max is not None else iter(requests)
     try:
         if concurrency is not None:
-            return await runner.closed_loop(planned, concurrency=concurrency, duration_s=duration_s, stop=stop)
-        return await runner.scheduled(planned, in_flight_max=in_flight_max, stop=stop)
+            return await runner.closed_loop(iter(requests), concurrency=concurrency, duration_s=duration_s, stop=stop)
+        return await runner.scheduled(requests, in_flight_max=in_flight_max, stop=stop)
     finally:
         client.close()
 

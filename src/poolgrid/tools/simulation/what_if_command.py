@@ -22,6 +22,7 @@ from poolgrid.tools.simulation.pool import RouterFleet
 from poolgrid.tools.simulation.recording import RecordingStage, load_recording, show_report
 from poolgrid.tools.simulation.session_line import split_admission
 from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, WhatIfSettings
+from poolgrid.tools.simulation.workload import Workload
 
 FIGURES: tuple[tuple[float, tuple[str, ...]], ...] = (
     (100.0, ("cached_token_ratio",)),
@@ -32,6 +33,10 @@ FIGURES: tuple[tuple[float, tuple[str, ...]], ...] = (
     (1.0, ("worker_tokens_max_over_mean",)),
 )
 """Factor of each column of the table, and the place of its figure in a report."""
+
+RECORDED = "recorded"
+ADMITTED = "sessions"
+"""A router admits sessions by itself; where none are recorded that changes nothing."""
 
 BASICS = (
     "policy",
@@ -62,7 +67,7 @@ def run_what_if(directory: str, settings: WhatIfSettings) -> int:
         stage = load_recording(directory, settings.decisions, settings)
         reports: dict[str, dict[str, Any]] = {}
         for name, policy in variants_of(settings, stage).items():
-            played = stage.play(name, policy, admission=split_admission(name)[1])
+            played = stage.play(name, policy, admission=ADMITTED if name == RECORDED else split_admission(name)[1])
             reports[name] = {**played, "settings": {"policy": policy.name}}
         for remark in stage.remarks:
             click.echo(remark, err=True)
@@ -77,15 +82,17 @@ def variants_of(settings: WhatIfSettings, stage: RecordingStage) -> dict[str, Po
     recorded = KvAware.name if noted is None else str(noted.settings.get("policy", KvAware.name))
     if noted is None or recorded not in {*SIMULATED_POLICIES, *FORMER_POLICIES}:
         stage.remarks.append(f"the recorded policy {recorded} cannot be simulated; kv stands in for it")
-        variants = {"recorded": make_policy(KvAware.name)}
+        variants = {RECORDED: make_policy(KvAware.name)}
     else:
-        variants = {"recorded": policy_of(noted)}
+        variants = {RECORDED: policy_of(noted)}
     is_former = noted is not None and noted.inputs_version < MILLISECONDS_VERSION
+    workload = stage.workload
+    has_sessions = isinstance(workload, Workload) and any(each.session is not None for each in workload.requests)
     names = [word.strip() for word in (settings.policy or "").split(",") if word.strip()]
     for name in names:
         if split_admission(name)[0] not in SIMULATED_POLICIES:
             raise UsageError(f"--policy: {name!r} is unknown, allowed are {', '.join(SIMULATED_POLICIES)}")
-        if name != recorded or is_former:
+        if name != recorded or is_former or has_sessions:
             variants[name] = make_policy(split_admission(name)[0])
     if len(variants) == 1:
         stage.remarks.append("no other policy was given: try --policy kv,round-robin")
@@ -94,22 +101,23 @@ def variants_of(settings: WhatIfSettings, stage: RecordingStage) -> dict[str, Po
 
 def difference_table(stage: RecordingStage, reports: Mapping[str, Mapping[str, Any]]) -> TerminalTable:
     """Return every variant's figures, and how they differ from those under the recorded settings."""
-    headings = ("reused %", "TTFT mean", "TTFT p99", "ITL mean", "ITL p99", "spread")
+    headings = ("reused %", "TTFT mean", "TTFT p99", "ITL mean", "ITL p99", "spread", "waited")
     table = TerminalTable(
         [Heading("settings", numeric=False), *map(Heading, headings)],
         f"{counted(len(stage.workload.requests), 'request')} on {counted(stage.workers, 'simulated worker')}; an "
         f"infinite shared cache would reuse {percent(stage.workload.ideal_cached_token_ratio)}",
-        "milliseconds; spread: prompt tokens of the busiest worker over the mean",
+        "milliseconds; spread: prompt tokens of the busiest worker over the mean; waited: turns without room for their "
+        "session",
     )
     if stage.measured is not None:
         then = map(number, _figures(stage.measured))
-        table.add("measured then", *then, style="dim")
+        table.add("measured then", *then, "", style="dim")
     base: list[float] = []
     for name, report in reports.items():
         values = _figures(report)
-        table.add(name, *map(number, values))
+        table.add(name, *map(number, values), number(report["waited_turns"], 0))
         if base:
-            table.add("  compared", *(_change(value, before) for value, before in zip(values, base, strict=True)))
+            table.add("  compared", *(_change(value, before) for value, before in zip(values, base, strict=True)), "")
         base = base or values
     return table
 

@@ -16,6 +16,7 @@ from enum import Enum
 from poolgrid.wire.hashing import TOKEN_BYTES, block_hashes, hash_seed, sequence_hashes
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, TokenDelta, TokenLogprobs
+from poolgrid.workers.core.turn_retention import retention_of
 from poolgrid.workers.engines.simulated.core.guided_tokens import GuidedTokens, Guides
 from poolgrid.workers.engines.simulated.core.media import MediaMark, key_of, touched_blocks
 from poolgrid.workers.engines.simulated.core.next_token import GeneratedTokens, TokenGuide, Vocabulary, prompt_logprobs
@@ -60,7 +61,7 @@ class Sequence:
         """Scheduling order: higher priority first, then first come."""
         self.arrival_ms = arrival_ms
         self.block_size = block_size
-        self.retention = request.retention
+        self.retention = retention_of(request)
         self.seed = hash_seed(request.routing.lora_name, request.routing.cache_salt)
         self.marks = marks
         """Its media; what is generated depends on them as on the prompt."""
