@@ -96,7 +96,7 @@ def _pool_headers(path: Path | None) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-FLEET_PAGE = "poolgrid.fleet_page.opening"
+FLEET_PAGE = "poolgrid.fleet_page.global_source"
 """A module that an installation may lack."""
 
 

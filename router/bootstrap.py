@@ -70,7 +70,7 @@ class Endpoints(NamedTuple):
     """Where this process alone answers, when several share the port."""
 
 
-FLEET_PAGE = "poolgrid.fleet_page.opening"
+FLEET_PAGE = "poolgrid.fleet_page.router_source"
 ENDPOINT_PICKER = "poolgrid.router.endpoint_picker.opening"
 """Modules that an installation may lack."""
 

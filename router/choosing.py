@@ -162,7 +162,9 @@ class Chooser:
         if found.busy or not coming.isdisjoint(found.reasons.keys() - routed.tried.keys() - routed.unable.keys()):
             # Full or out of reach, only for the moment.
             return PlacementFailure(found, busy=True, full=bool(full))
-        return PlacementFailure(found)
+        # The last worker left. A restart may take longer than its lease, so what the pool has taken waits for the next.
+        was_taken = machine.plan.dispatches > 0 or routed.queued is not None
+        return PlacementFailure(found, busy=was_taken and found.reasons.keys() <= found.draining)
 
     def _wanted(
         self,

@@ -17,6 +17,8 @@ import trustme
 import zmq.asyncio
 from hypothesis import HealthCheck, settings
 
+from tests.examples import examples
+
 
 def _leave(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     """Leave a context that nobody ended to the end of the process.
@@ -50,7 +52,9 @@ gc.set_threshold(10_000, 20, 10)
 """Tests that look for what is left behind collect by themselves; for all others it is some percent of the CPU."""
 
 # How long an example takes says nothing on a machine that others use too.
-settings.register_profile("poolgrid", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "poolgrid", deadline=None, max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("poolgrid")
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,16 +54,41 @@ PLUGINS = (
 )
 
 
-def package_without(folder: str, place: Path) -> Path:
-    """Make a package of links that lacks a folder; return the directory to import it from."""
-    made, source = place / "poolgrid", PACKAGE
-    parts = folder.split("/")
-    for part in parts:
-        made.mkdir(parents=True)
-        for child in source.iterdir():
-            if child.name not in (part, "__pycache__"):
-                (made / child.name).symlink_to(child.resolve())
-        made, source = made / part, source / part
+GROUPS = (
+    tuple(each for each in PLUGINS if "tools/" not in each.folder and not each.folder.endswith("trtllm")),
+    tuple(each for each in PLUGINS if "tools/" in each.folder or each.folder.endswith("trtllm")),
+)
+"""Those of a group are absent together, which costs one start: none is below another."""
+
+PROGRAM = """
+import contextlib, importlib, io, json, os, sys
+import poolgrid
+assert poolgrid.__file__.startswith(sys.argv[1]), poolgrid.__file__
+for module in json.loads(sys.argv[2]):
+    importlib.import_module(module)
+from poolgrid.cli.main import app
+with contextlib.redirect_stdout(io.StringIO()) as help:
+    app(["--help"], standalone_mode=False)
+assert "Operate:" in help.getvalue()
+for number, command in enumerate(json.loads(sys.argv[3])):
+    if not os.fork():
+        sys.stderr = open(f"{number}.stderr", "w", buffering=1)
+        app(command, prog_name="poolgrid")
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+"""Import what starts each process, ask for help, and run commands, which are to be refused."""
+
+
+def package_without(folders: Iterable[str], place: Path, source: Path = PACKAGE) -> Path:
+    """Make a package of links that lacks folders; return the directory to import it from."""
+    made = place / source.name
+    made.mkdir(parents=True)
+    for child in source.iterdir():
+        below = [rest for folder, _, rest in (each.partition("/") for each in folders) if folder == child.name]
+        if all(below) and below:
+            package_without(below, made, child)
+        elif not below and child.name != "__pycache__":
+            (made / child.name).symlink_to(child.resolve())
     return place
 
 
@@ -78,29 +105,25 @@ def python(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: "-".join((plugin.folder, *plugin.command[:1])))
-def test_everything_else_starts_without_a_plugin_that_is_refused_by_name(plugin: Plugin, tmp_path: Path) -> None:
-    place = package_without(plugin.folder, tmp_path)
-    program = f"""
-import sys, importlib, poolgrid
-assert poolgrid.__file__.startswith({str(place)!r}), poolgrid.__file__
-for module in {PROCESSES!r}:
-    importlib.import_module(module)
-from poolgrid.cli.main import app
-app(["--help"], standalone_mode=False)
-"""
-    done = python(place, "-c", program)
-    assert done.returncode == 0, done.stderr
-    assert "Operate:" in done.stdout
+@pytest.mark.parametrize("plugins", GROUPS, ids=["whole", "parts"])
+def test_everything_else_starts_without_plugins_that_are_refused_by_name(
+    plugins: tuple[Plugin, ...], tmp_path: Path
+) -> None:
+    place = package_without({each.folder for each in plugins}, tmp_path)
+    refused = [each for each in plugins if each.command]
+    commands = json.dumps([each.command for each in refused])
 
-    if plugin.command:
-        refused = python(place, "-m", "poolgrid", *plugin.command)
-        assert refused.returncode in (1, 2), refused
-        assert plugin.words in " ".join(refused.stderr.split())
+    done = python(place, "-c", PROGRAM, str(place), json.dumps(PROCESSES), commands)
+
+    assert done.returncode == 0, done.stderr
+    for number, (plugin, status) in enumerate(zip(refused, done.stdout.split(), strict=True)):
+        told = (place / f"{number}.stderr").read_text()
+        assert status in ("1", "2"), (plugin, told)
+        assert plugin.words in " ".join(told.split()), plugin
 
 
 def test_a_pool_serves_and_every_other_module_imports_without_the_engine_trtllm(tmp_path: Path) -> None:
-    place = package_without("workers/engines/trtllm", tmp_path)
+    place = package_without(["workers/engines/trtllm"], tmp_path)
     program = """
 import importlib, pkgutil, poolgrid
 for found in pkgutil.walk_packages(poolgrid.__path__, "poolgrid."):

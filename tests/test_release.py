@@ -19,9 +19,9 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 ENTRY_WORDS_MAX = 25
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_a_forge_accepts_the_workflow(path: Path) -> None:
-    assert _schema_faults("vendor.github-workflows", path) == ""
+def test_a_forge_accepts_the_workflows() -> None:
+    assert WORKFLOWS
+    assert _schema_faults("vendor.github-workflows", *WORKFLOWS) == ""
 
 
 def test_a_forge_accepts_the_dependency_updates() -> None:
@@ -66,7 +66,7 @@ def test_changelog_sections_and_entries_are_short() -> None:
     assert not [entry for entry in entries if len(entry.split()) > ENTRY_WORDS_MAX]
 
 
-def _schema_faults(schema: str, path: Path) -> str:
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, str(path)]
+def _schema_faults(schema: str, *paths: Path) -> str:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, *map(str, paths)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else done.stdout + done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from poolgrid.cli import main
 from poolgrid.cli.dynamo_options import OPTIONS, in_our_words
 from poolgrid.process.settings import Settings
 from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings
+from tests.cases import for_each
 
 TRTLLM = ("--engine", "trtllm", "--model-path", "m")
 
@@ -110,8 +112,10 @@ def test_a_documented_variable_means_the_same_here(
     assert {name: found.get(name) for name in settings} == settings, said
 
 
-@pytest.mark.parametrize("entry", sorted(each for each, meaning in OPTIONS.items() if meaning[:2] not in ("", "--")))
-@pytest.mark.parametrize("form", ["{} x", "{}=x"])
+WITHOUT_OURS = sorted(each for each, meaning in OPTIONS.items() if meaning[:2] not in ("", "--"))
+
+
+@for_each("entry, form", itertools.product(WITHOUT_OURS, ["{} x", "{}=x"]))
 def test_a_documented_option_without_ours_is_refused_with_the_alternative(entry: str, form: str) -> None:
     command, _, option = entry.rpartition(" ")
     result = CliRunner().invoke(main.app, [command or "worker", *form.format(option).split()])
@@ -122,7 +126,7 @@ def test_a_documented_option_without_ours_is_refused_with_the_alternative(entry:
     assert set(named) <= known, "what it names exists"
 
 
-@pytest.mark.parametrize("entry", sorted(each for each, meaning in OPTIONS.items() if meaning[:2] == "--"))
+@for_each("entry", sorted(each for each, meaning in OPTIONS.items() if meaning[:2] == "--"))
 def test_what_a_documented_option_becomes_exists(entry: str) -> None:
     command, _, option = entry.rpartition(" ")
     assert OPTIONS[entry].partition("=")[0] in _options(command or "worker")

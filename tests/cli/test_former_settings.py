@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from poolgrid.cli import former_settings
 from poolgrid.cli.former_settings import FORMER_SETTINGS
 from poolgrid.cli.main import app
+from tests.cases import for_each
 
 RUNNER = CliRunner()
 
@@ -54,7 +55,7 @@ def test_an_option_that_one_command_lost_is_refused_there_only() -> None:
     assert "removed" not in of_router.stderr
 
 
-@pytest.mark.parametrize("entry", sorted(FORMER_SETTINGS))
+@for_each("entry", sorted(FORMER_SETTINGS))
 def test_a_former_option_is_gone_from_every_command(entry: str) -> None:
     command, _, option = entry.rpartition(" ")
     commands = [command] if command else list(app.commands)

@@ -21,7 +21,7 @@ from tests.e2e.processes import eventually, metric
 _seeds = itertools.count()
 
 
-def load_while(url: str, disturb: Callable[[], None], requests: int = 400, vocabulary: Vocabulary = SPOKEN) -> Report:
+def load_while(url: str, disturb: Callable[[], None], requests: int = 200, vocabulary: Vocabulary = SPOKEN) -> Report:
     """Run verified streaming load and disturb the pool in the middle of it.
 
     No two loads share a prompt: those of an earlier one would all go to the workers that still hold them.

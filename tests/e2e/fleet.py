@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,17 @@ from tests.e2e.expectation import MODEL, expected_text
 from tests.e2e.processes import Process, is_settled
 
 POOL_CONFIGS = Path(__file__).parents[2] / "pool_configs"
+
+
+def small_copy(document: Path, directory: Path, **simulate: object) -> Path:
+    """Write a document whose pools have one worker each, which takes half a second of CPU to start."""
+    grid = json.loads(document.read_text())
+    for stage in grid.values():
+        for pool in stage.get("pools", ()) if isinstance(stage, dict) else ():
+            pool.setdefault("simulate", {}).update(workers=1, **simulate)
+    copy = directory / document.name
+    copy.write_text(json.dumps(grid))
+    return copy
 
 
 @contextmanager

@@ -24,6 +24,8 @@ from tests.guard import guarded
 READY_TIMEOUT_S = 180.0
 """A fleet of fourteen processes takes ten seconds of CPU to start, which a busy machine gives them in minutes."""
 WAIT_TIMEOUT_S = 60.0
+PAUSE_MIN_S, PAUSE_GROWTH, PAUSE_MAX_S = 0.02, 1.3, 0.2
+"""Between two looks at what others do. A look takes 10 ms of CPU on both sides: every 20 ms it would be half a core."""
 
 
 class Process:
@@ -158,12 +160,14 @@ def becomes(read: Callable[[], object], wanted: object, timeout_s: float = WAIT_
 def eventually(what: str, check: Callable[[], bool], timeout_s: float = WAIT_TIMEOUT_S) -> None:
     """Wait until a check over real processes holds; transport errors count as "not yet"."""
     deadline = time.monotonic() + timeout_s
+    pause_s = PAUSE_MIN_S
     while True:
         with contextlib.suppress(httpx.TransportError):
             if check():
                 return
         assert time.monotonic() < deadline, f"never came true: {what}"
-        select.select([], [], [], 0.02)  # the other processes need the core more than we do
+        select.select([], [], [], pause_s)  # the other processes need the core more than we do
+        pause_s = min(PAUSE_MAX_S, pause_s * PAUSE_GROWTH)
 
 
 @contextlib.contextmanager

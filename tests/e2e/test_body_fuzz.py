@@ -15,11 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.fleet import POOL_CONFIGS, running_fleet
+from tests.e2e.fleet import POOL_CONFIGS, running_fleet, small_copy
 
 pytestmark = pytest.mark.e2e
 
-BODIES = int(os.environ.get("POOLGRID_FUZZ_BODIES", "600"))
+BODIES = int(os.environ.get("POOLGRID_FUZZ_BODIES", "200"))
 SEED = int(os.environ.get("POOLGRID_FUZZ_SEED", "1"))
 DOCUMENT = POOL_CONFIGS / "agents_with_priorities.json"
 
@@ -125,18 +125,9 @@ def encode(randomness: random.Random, body: Any) -> bytes:
     return bytes(data)
 
 
-def short_contexts(path: Path) -> Path:
-    """Write the example with short sequences: a request without a limit of its own runs to the end of one."""
-    document = json.loads(DOCUMENT.read_text())
-    for stage in document.values():
-        for pool in stage.get("pools", ()) if isinstance(stage, dict) else ():
-            pool.setdefault("simulate", {})["max_sequence_length"] = 128
-    path.write_text(json.dumps(document))
-    return path
-
-
 def test_no_mutated_body_is_a_server_error_and_every_refusal_says_what_is_wrong(tmp_path: Path) -> None:
-    document = short_contexts(tmp_path / "pools.json")
+    # A request without a limit of its own runs to the end of a sequence.
+    document = small_copy(DOCUMENT, tmp_path, max_sequence_length=128)
     randomness = random.Random(SEED)
     answered = refused = 0
     with running_fleet(document, speedup=1000) as up, httpx.Client(base_url=up.url, timeout=60) as client:

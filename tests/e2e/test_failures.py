@@ -16,7 +16,6 @@ import pytest
 from poolgrid.cli.commands.drain import Told, drain_through
 from poolgrid.tools.bench.command import measure_one
 from poolgrid.tools.bench.settings import BenchSettings
-from poolgrid.tools.bench.statistics import Report
 from tests.e2e.disturbed_load import assert_unharmed, held_at_work, kill_at_work, load_while
 from tests.e2e.expectation import PLAIN, Verifier
 from tests.e2e.processes import (
@@ -46,23 +45,16 @@ def pool() -> Iterator[Process]:
         yield up
 
 
-def test_the_trace_runs_with_every_text_right_and_far_more_reuse_than_round_robin(pool: Process) -> None:
-    def replay(url: str) -> Report:
-        settings = BenchSettings(url=url, trace=TRACE, requests=TRACE_REQUESTS, speed=40, length_scale=0.25, osl=48)
-        return measure_one(settings, verify=Verifier())
+def test_the_trace_runs_with_every_text_right_and_most_of_the_reuse_that_is_possible(pool: Process) -> None:
+    """`test_bench_policies.py` has the comparison with round robin."""
+    settings = BenchSettings(url=pool.url, trace=TRACE, requests=TRACE_REQUESTS, speed=40, length_scale=0.25, osl=48)
+    report = measure_one(settings, verify=Verifier())
 
-    aware = replay(pool.url)
-    with running_pool("--policy", "round-robin", workers=3) as blind_pool:
-        blind = replay(blind_pool.url)
-
-    for report in (aware, blind):
-        assert_unharmed(report)
-        assert report.requests == TRACE_REQUESTS
-    assert aware.cached_token_ratio is not None
-    assert blind.cached_token_ratio is not None
-    assert aware.ideal_cached_token_ratio is not None
-    assert aware.cached_token_ratio > 1.5 * blind.cached_token_ratio
-    assert aware.cached_token_ratio > 0.75 * aware.ideal_cached_token_ratio
+    assert_unharmed(report)
+    assert report.requests == TRACE_REQUESTS
+    assert report.cached_token_ratio is not None
+    assert report.ideal_cached_token_ratio is not None
+    assert report.cached_token_ratio > 0.75 * report.ideal_cached_token_ratio
 
 
 def test_a_worker_killed_under_load_costs_no_request_and_no_wrong_text(pool: Process) -> None:

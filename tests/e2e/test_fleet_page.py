@@ -27,11 +27,16 @@ pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(missing()), reason=missin
 def test_the_page_shows_a_pool_live_and_works_by_keyboard_and_on_a_phone() -> None:
     with running_pool(workers=2) as up:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello " * 100}], "max_tokens": 8}
-        for _ in range(3):
+
+        def ask() -> None:
             assert httpx.post(f"{up.url}/v1/chat/completions", json=body, timeout=60).status_code == 200
+
+        for _ in range(3):
+            ask()
         with Browser() as browser:
             open_live(browser, up.url)
             browser.wait("both workers", "return document.querySelector('#tiles dd').textContent.startsWith('2 of 2')")
+            ask()  # its figures are of the last 10 s, which a browser on a busy machine takes to get here
             service_is_shown(browser)
             percentiles_are_right(browser)
             time_before_the_router_is_not_known(browser)

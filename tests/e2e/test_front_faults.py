@@ -6,7 +6,6 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import httpx
 import psutil
@@ -58,8 +57,9 @@ class Front:
         eventually("all four workers are there", lambda: sorted(ready_workers(self.up.url)) == WORKERS)
 
 
-@contextmanager
-def front() -> Iterator[Front]:
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Front]:
+    """One for all: each test leaves it as it was."""
     with servers_in_thread(*(Options(block_size=16, step_s=0.01) for _ in WORKERS)) as running:
         fronts = [word for each in running.servers for word in ("--engine-url", each.url)]
         with Process("up", *fronts, "--port", "0", "--model-path", str(TINY_MODEL_PATH)) as up:
@@ -92,38 +92,36 @@ HOSTILE = {
 }
 
 
-def test_four_servers_have_two_processes_and_hostile_answers_of_one_harm_nobody() -> None:
-    with front() as pool:
-        assert len(pool.up.descendants()) == 2
-        for answer in HOSTILE.values():
-            pool.bad.faults.every = answer
-            assert pool.answers() == pool.texts
-        pool.bad.faults.every = None
-        pool.until_whole()
+def test_four_servers_have_two_processes_and_hostile_answers_of_one_harm_nobody(pool: Front) -> None:
+    assert len(pool.up.descendants()) == 2
+    for answer in HOSTILE.values():
+        pool.bad.faults.every = answer
         assert pool.answers() == pool.texts
+    pool.bad.faults.every = None
+    pool.until_whole()
+    assert pool.answers() == pool.texts
 
 
-def test_a_server_that_dies_and_comes_back_with_another_model_ends_its_own_worker_only() -> None:
-    with front() as pool:
-        worker = pool.process("worker")
-        pool.running.do(pool.bad.stop())
+def test_a_server_that_dies_and_comes_back_with_another_model_ends_its_own_worker_only(pool: Front) -> None:
+    worker = pool.process("worker")
+    pool.running.do(pool.bad.stop())
+    assert pool.answers() == pool.texts
+    eventually("the others are left", lambda: sorted(ready_workers(pool.up.url)) == WORKERS[1:])
+    pool.bad.options.model = "other"
+    pool.running.do(pool.bad.start())
+    for _ in range(3):
         assert pool.answers() == pool.texts
-        eventually("the others are left", lambda: sorted(ready_workers(pool.up.url)) == WORKERS[1:])
-        pool.bad.options.model = "other"
-        pool.running.do(pool.bad.start())
-        for _ in range(3):
-            assert pool.answers() == pool.texts
-        assert sorted(ready_workers(pool.up.url)) == WORKERS[1:]
-        pool.running.do(pool.bad.stop())
-        pool.bad.options.model = "tiny"
-        pool.running.do(pool.bad.start())
-        pool.until_whole()
-        assert pool.answers() == pool.texts
-        assert pool.process("worker") == worker
+    assert sorted(ready_workers(pool.up.url)) == WORKERS[1:]
+    pool.running.do(pool.bad.stop())
+    pool.bad.options.model = "tiny"
+    pool.running.do(pool.bad.start())
+    pool.until_whole()
+    assert pool.answers() == pool.texts
+    assert pool.process("worker") == worker
 
 
-def test_requests_that_have_begun_outlive_the_process_that_has_all_workers() -> None:
-    with front() as pool, ThreadPoolExecutor(len(PROMPTS)) as asking:
+def test_requests_that_have_begun_outlive_the_process_that_has_all_workers(pool: Front) -> None:
+    with ThreadPoolExecutor(len(PROMPTS)) as asking:
         begun = threading.Semaphore(0)
 
         def ask(prompt: list[int]) -> str:
@@ -146,8 +144,8 @@ def test_requests_that_have_begun_outlive_the_process_that_has_all_workers() -> 
         assert interrupted == list(asking.map(ask, PROMPTS))
 
 
-def test_requests_without_a_token_outlive_the_process_that_has_all_workers() -> None:
-    with front() as pool, ThreadPoolExecutor(1) as asking:
+def test_requests_without_a_token_outlive_the_process_that_has_all_workers(pool: Front) -> None:
+    with ThreadPoolExecutor(1) as asking:
         answers = asking.submit(pool.answers)
         eventually("requests run", lambda: any(each.running for each in pool.running.servers))
         pool.process("worker").kill()

@@ -19,7 +19,7 @@ from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.wire.hashing import pack_tokens
 from tests.e2e.expectation import PLAIN, expected_text
 from tests.e2e.fleet import pools
-from tests.e2e.processes import Process, eventually, metric, pool_is_quiet
+from tests.e2e.processes import Process, becomes, eventually, metric, pool_is_quiet
 from tests.fakes import FAKES_PATH
 from tests.global_router.documents import dynamo_disagg
 
@@ -98,7 +98,8 @@ def test_a_repeated_prompt_finds_its_blocks_and_nothing_is_kept(fleet: Process) 
         assert [each["engine"] for each in rows] == ["TensorRT-LLM 1.4.0rc4"]
         eventually("no request is on any worker or book", partial(pool_is_quiet, row["url"]))
         for each in rows:
-            assert metric(each["http_endpoint"], "poolgrid_worker_kept_transfers") == 0
+            kept = partial(metric, each["http_endpoint"], "poolgrid_worker_kept_transfers")
+            becomes(kept, 0)
 
 
 def test_streams_that_clients_leave_cost_no_later_request_an_error(fleet: Process) -> None:

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -31,19 +32,34 @@ LAUNCH = Path(__file__).parents[2] / "launch"
 WORKERS = {
     "agg": 1,
     "agg_router": 2,
-    "disagg": 2,
     "disagg_router": 3,
     "gpt_oss_disagg": 2,
     "agg_multimodal": 1,
-    "disagg_multimodal": 2,
-    "epd_disagg": 3,
-    "epd_multimodal_image": 3,
     "epd_multimodal_image_and_embeddings": 3,
 }
-MULTIMODAL = [name for name in WORKERS if "multimodal" in name or name.startswith("epd")]
+EPD = "epd_multimodal_image_and_embeddings"
+PLANNED_ONLY = ("disagg", "disagg_multimodal", "epd_disagg", "epd_multimodal_image")
+"""Scripts that start what another one does, which takes six seconds of CPU: their plans are compared."""
+MULTIMODAL = [name for name in WORKERS if "multimodal" in name]
 TOKENS = 64
 FIXED = {"seed": 7, "temperature": 0, "ignore_eos": True}
 WORDS = " ".join(f"word{number}" for number in range(300))
+
+
+def script_environment(log_dir: Path, **more: str) -> dict[str, str]:
+    ours = {"ENGINE": "fake", "PORT": "0", "LOG_LEVEL": "warning", "SERVED_MODEL_NAME": "m", "LOG_DIR": str(log_dir)}
+    return {**os.environ, **ours, "POOLGRID": f"{sys.executable} -m poolgrid", **more}
+
+
+def planned(name: str, log_dir: Path, **environment: str) -> list[dict[str, Any]]:
+    """Return the parts that a script would start."""
+    command = [str(LAUNCH / f"{name}.sh"), "--dry-run", "--json"]
+    done = subprocess.run(
+        command, env=script_environment(log_dir, **environment), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    parts: list[dict[str, Any]] = json.loads(done.stdout)["parts"]
+    return parts
 
 
 class Script:
@@ -66,16 +82,7 @@ class Script:
             [str(LAUNCH / f"{self.name}.sh")],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={
-                **os.environ,
-                "ENGINE": "fake",
-                "PORT": "0",
-                "LOG_LEVEL": "warning",
-                "POOLGRID": f"{sys.executable} -m poolgrid",
-                "SERVED_MODEL_NAME": "m",
-                "LOG_DIR": str(self.log_dir),
-                **environment,
-            },
+            env=script_environment(self.log_dir, **environment),
             start_new_session=True,
         )
 
@@ -221,10 +228,10 @@ def aggregated_text() -> str:
 
 def test_every_script_has_a_test() -> None:
     scripts = {path.stem for path in LAUNCH.glob("*.sh")}
-    assert scripts - {"lib", "epd"} == set(WORKERS)
+    assert scripts - {"lib", "epd"} == {*WORKERS, *PLANNED_ONLY}
 
 
-@pytest.mark.parametrize("name", ["agg_router", "disagg", "disagg_router", "gpt_oss_disagg"])
+@pytest.mark.parametrize("name", ["agg_router", "disagg_router", "gpt_oss_disagg"])
 def test_a_chain_answers_as_one_worker_does_token_for_token(name: str, aggregated_text: str) -> None:
     with running(name, TRTLLM_FAKE=json.dumps({"leaves_process": name == "agg_router"})) as script:
         assert text_of(script.chat(WORDS)) == aggregated_text
@@ -305,11 +312,55 @@ def test_a_chain_sees_the_same_picture_as_one_worker(
         assert text_of(script.chat(LOOK)) == aggregated_description
         assert encoded(script) == (1 if name.startswith("epd") else 0)
         local = script.chat([LOOK[0], {"type": "image_url", "image_url": {"url": f"file://{tmp_path}/inside.png"}}])
-        if name == "epd_multimodal_image":  # takes no local files, whatever the environment says
-            assert local.status_code == 403
-        else:
-            assert text_of(local) == aggregated_description
+        assert text_of(local) == aggregated_description
         assert_ends_cleanly(script)
+
+
+def test_other_scripts_plan_chains_that_are_started_here(tmp_path: Path) -> None:
+    template, allowed = {"CUSTOM_TEMPLATE": str(TEMPLATE)}, {"ALLOWED_LOCAL_MEDIA_PATH": str(tmp_path)}
+    epd = commands_of(EPD, tmp_path, **template, **allowed)
+    local_files = f"--allowed-local-media-path={tmp_path}"
+    assert local_files in epd["router"]
+
+    assert commands_of("epd_disagg", tmp_path, **template, **allowed) == epd
+
+    # It has the template by default, and takes no local files, whatever the environment says.
+    only_images = commands_of("epd_multimodal_image", tmp_path, **allowed)
+    assert only_images == {name: words - {local_files} for name, words in epd.items()}
+
+    # The same without the stage that encodes; both have their template from the script.
+    without_encoding = commands_of("disagg_multimodal", tmp_path, **allowed)
+    assert differences(without_encoding, epd) == {
+        "encode-0": {"only in one"},
+        "prefill-0": {"--encode-endpoint=poolgrid.encode.generate"},
+    }
+
+    # One prefill worker less, no events, and a router that does not look at caches.
+    assert differences(commands_of("disagg", tmp_path), commands_of("disagg_router", tmp_path)) == {
+        "router": {"least-loaded", "kv"},
+        "prefill-1": {"only in one"},
+        "decode-0": {"--no-publish-events-and-metrics"},
+    }
+
+
+def commands_of(name: str, log_dir: Path, **environment: str) -> dict[str, frozenset[str]]:
+    """Return the words of each part that a script would start, paths without links and ``..``."""
+
+    def resolved(word: str) -> str:
+        option, _, value = word.partition("=")
+        return f"{option}={Path(value).resolve()}" if value.startswith("/") else word
+
+    return {part["name"]: frozenset(map(resolved, part["command"])) for part in planned(name, log_dir, **environment)}
+
+
+def differences(one: dict[str, frozenset[str]], other: dict[str, frozenset[str]]) -> dict[str, set[str]]:
+    """Return the words that only one of two plans has, by part."""
+    found = {}
+    for name in one.keys() | other.keys():
+        words = one[name] ^ other[name] if name in one and name in other else {"only in one"}
+        if words:
+            found[name] = set(words)
+    return found
 
 
 def test_a_script_that_is_interrupted_while_it_starts_leaves_nothing_behind() -> None:
@@ -331,7 +382,7 @@ def test_a_script_that_is_interrupted_while_it_starts_leaves_nothing_behind() ->
         ("agg", {"POOLGRID": "no-such-command"}, 1, "no-such-command is not found"),
         ("agg", {"AGG_ENGINE_ARGS": "/nowhere.yaml"}, 2, "/nowhere.yaml: No such file"),
         ("gpt_oss_disagg", {"GPUS": "0,1,2,3"}, 2, "8 GPUs are needed (prefill-0: 4 = TP 4 x PP 1, decode-0: 4"),
-        ("epd_multimodal_image_and_embeddings", {}, 1, "ALLOWED_LOCAL_MEDIA_PATH is not set"),
+        (EPD, {}, 1, "ALLOWED_LOCAL_MEDIA_PATH is not set"),
     ],
 )
 def test_what_is_missing_is_said_and_nothing_is_left(

@@ -34,7 +34,7 @@ def test_a_killed_prefill_worker_fails_no_request_and_decode_workers_compute_pro
             whole = legs(url, *ONE_LEG)
             prefill.kill()
 
-        assert_unharmed(load_while(url, kill))
+        assert_unharmed(load_while(url, kill, requests=120))
 
         assert legs(url, *ONE_LEG) > whole
         assert legs(url, "disaggregated") > 0

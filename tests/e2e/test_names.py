@@ -153,7 +153,7 @@ def test_one_of_two_routers_killed_under_load_costs_nothing_and_its_successor_is
     active = pools(pool.front.url)[POOL]["url"]
     victim = pool.router_at(active)
 
-    report = load_while(pool.front.url, victim.kill, requests=120)
+    report = load_while(pool.front.url, victim.kill, requests=80)
 
     assert_unharmed(report)
     now = pools(pool.front.url)[POOL]
@@ -167,7 +167,7 @@ def test_one_of_two_routers_killed_under_load_costs_nothing_and_its_successor_is
         lambda: {row["state"] for row in pools(pool.front.url)[POOL]["routers"]} == {"active", "standby"},
     )
 
-    report = load_while(pool.front.url, survivor.kill, requests=120)
+    report = load_while(pool.front.url, survivor.kill, requests=80)
 
     assert_unharmed(report)
     eventually("what is cached is known", lambda: is_settled(pool.routers[-1].url))

@@ -19,7 +19,7 @@ from tests.e2e.processes import eventually, is_settled, metric, ready_workers, r
 
 pytestmark = pytest.mark.e2e
 
-REQUESTS = 500
+REQUESTS = 150
 EXPLAINED = "explain-me"
 FADING = ("expected_ttft_ms", "crowding_ms", "pace", "next_ms")
 

@@ -30,22 +30,31 @@ pytestmark = pytest.mark.e2e
 
 WORKERS = 3
 MODEL_OPTIONS = ("--served-model-name", MODEL.name, "--vocabulary-size", str(MODEL.vocab_size))
-REQUESTS = 300
+REQUESTS = 150
 
 
 def all_ready(url: str) -> bool:
     return len(ready_workers(url)) == WORKERS
 
 
+def two_routers(stack: ExitStack, consolidator: Process, *options: str) -> list[Process]:
+    feed = ("--feed-endpoint", consolidator.word("feed"), "--query-endpoint", consolidator.word("query"))
+    command = ("router", "--port", "0", *feed, *options)
+    return [stack.enter_context(Process(*command, "--router-id", name)) for name in ("r0", "r1")]
+
+
 @pytest.fixture(scope="module")
-def routers() -> Iterator[list[Process]]:
+def consolidator() -> Iterator[Process]:
+    with Process("consolidator") as running:
+        yield running.wait_ready()
+        assert running.stop()[0] == 0
+
+
+@pytest.fixture(scope="module")
+def routers(consolidator: Process) -> Iterator[list[Process]]:
     """Two routers and three workers, each a process of its own, on one consolidator."""
     with ExitStack() as stack:
-        consolidator = stack.enter_context(Process("consolidator")).wait_ready()
-        feed = ("--feed-endpoint", consolidator.word("feed"), "--query-endpoint", consolidator.word("query"))
-        parts = [
-            stack.enter_context(Process("router", "--port", "0", "--router-id", name, *feed)) for name in ("r0", "r1")
-        ]
+        parts = two_routers(stack, consolidator)
         for number in range(WORKERS):
             name = ("--worker-id", f"worker-{number}", "--consolidator", consolidator.word("ingest"))
             options = (*MODEL_OPTIONS, "--speedup", "50", *name)
@@ -56,7 +65,7 @@ def routers() -> Iterator[list[Process]]:
         for router in both:
             eventually("all workers are there", partial(all_ready, router.url))
         yield both
-        for part in [*parts, consolidator]:
+        for part in parts:
             assert part.stop()[0] == 0
 
 
@@ -93,14 +102,24 @@ def test_two_routers_share_the_load_and_end_with_the_same_true_index(routers: li
     assert all(row["requests_total"] > 0 for row in rows[0])
 
 
-def test_two_clients_that_call_their_requests_the_same_do_not_meet_on_a_worker(routers: list[Process]) -> None:
-    """Ties are drawn from the name, so both find the same worker; the second one's leg is called as nobody else's."""
+@pytest.fixture
+def drawing(consolidator: Process, routers: list[Process]) -> Iterator[list[Process]]:
+    """Two more routers, which draw the worker from a request's name: they choose the same one for the same name."""
+    with ExitStack() as stack:
+        both = two_routers(stack, consolidator, "--policy", "random")
+        for router in both:
+            eventually("all workers are there", partial(all_ready, router.wait_ready().url))
+        yield both
+
+
+def test_requests_of_the_same_name_from_two_routers_do_not_collide_on_a_worker(drawing: list[Process]) -> None:
+    """The worker knows each of them by an id that no other router uses."""
     body = {"model": "tiny", "prompt": "the same name " * 20, "max_tokens": 400, "stream": True, "ignore_eos": True}
     names = ["mine", "mine", "mine~1"]
     with ExitStack() as stack:
         answers = []
         for number, name in enumerate(names):
-            url = routers[number % 2].url
+            url = drawing[number % 2].url
             streaming = httpx.stream("POST", f"{url}/v1/completions", json=body, headers={"x-request-id": name})
             answer = stack.enter_context(streaming)
             lines = answer.iter_lines()
@@ -112,5 +131,5 @@ def test_two_clients_that_call_their_requests_the_same_do_not_meet_on_a_worker(r
             assert not [line for line in rest if '"error":' in line]
             assert "data: [DONE]" in rest
     assert answers[0][0].headers["x-poolgrid-worker"] == answers[1][0].headers["x-poolgrid-worker"]
-    attempts = httpx.get(f"{routers[0].url}/v1/decisions/mine").json()["attempts"]
+    attempts = httpx.get(f"{drawing[0].url}/v1/decisions/mine").json()["attempts"]
     assert attempts[0]["request_id"].startswith("mine~")

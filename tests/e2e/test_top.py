@@ -19,7 +19,7 @@ from poolgrid.cli.commands.top import Frame, fetch, usage_bar
 from poolgrid.process.figures import milliseconds
 from poolgrid.wire.answers import PlacedExplanation, RequestExplanation
 from poolgrid.wire.request_ids import name_of
-from tests.e2e.fleet import POOL_CONFIGS, is_idle, running_fleet
+from tests.e2e.fleet import POOL_CONFIGS, is_idle, running_fleet, small_copy
 from tests.e2e.processes import eventually, is_settled, running_pool
 
 pytestmark = pytest.mark.e2e
@@ -40,8 +40,9 @@ def router() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def global_router() -> Iterator[str]:
-    with running_fleet(POOL_CONFIGS / "disagg_two_by_two.json", speedup=50) as up:
+def global_router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    document = small_copy(POOL_CONFIGS / "disagg_two_by_two.json", tmp_path_factory.mktemp("fleet"))
+    with running_fleet(document, speedup=50) as up:
         httpx.post(f"{up.url}/v1/chat/completions", json=BODY, headers={"x-request-id": "first"}).raise_for_status()
         eventually("nobody uses it", lambda: is_idle(up.url))
         yield up.url

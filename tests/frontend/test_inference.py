@@ -477,6 +477,13 @@ def test_a_generation_that_fails_is_a_server_error_with_its_reason() -> None:
     assert "worker-0 ran out of memory" in response.json()["error"]["message"]
 
 
+def test_a_request_whose_last_worker_left_may_be_sent_again() -> None:
+    gone = [StreamDelta(b"", "error", error="worker-0 was lost", no_worker=True)]
+    response = post(FakeBackend(lambda request: [gone]), COMPLETIONS, prompt="hi")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "no_worker")
+    assert "worker-0 was lost" in response.json()["error"]["message"]
+
+
 def refusing(request: InferenceRequest) -> list[Step]:
     return [[StreamDelta(b"", "error", error="guided_regex is set, and this engine has no guides", unsupported=True)]]
 

@@ -177,7 +177,7 @@ def test_every_text_has_the_tokenizers_own_ids(kind: str, awkward: bool) -> None
     _, fast = made(kind, awkward, fast=True)
     assert slow.delimiters, "these tokenizers have a delimiter that is proven safe"
 
-    @settings(max_examples=examples(12), deadline=None, database=None)
+    @settings(max_examples=examples(6), deadline=None, database=None)
     @given(texts, st.booleans())
     def check(text: str, add_special_tokens: bool) -> None:
         expected = answer(tokenizer, text, add_special_tokens)
@@ -208,7 +208,7 @@ def test_conversations_that_interleave_have_the_tokenizers_own_ids(kind: str) ->
     encoder = PromptEncoder(tokenizer, cache_bytes=48 * 1024, fast=False)
     assert encoder.delimiters
 
-    @settings(max_examples=examples(8), deadline=None, database=None)
+    @settings(max_examples=examples(5), deadline=None, database=None)
     @given(turns)
     def check(turns: list[tuple[int, str, str]]) -> None:
         held: dict[int, list[str]] = {number: [] for number in range(3)}

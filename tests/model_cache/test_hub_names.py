@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 
@@ -41,13 +42,18 @@ def poolgrid(hub: FileServer, tmp_path: Path, *words: str, **more: str) -> tuple
         **more,
     }
     words = words if words[0].endswith(".sh") else (sys.executable, "-m", "poolgrid", *words)
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    assert process.stdout is not None
-    first = process.stdout.readline()
-    if first.startswith("ready"):
-        process.terminate()
-    rest, said = process.communicate(timeout=120)
-    return process.returncode, first + rest, said
+    with TemporaryFile("w+") as errors:
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+        assert process.stdout is not None
+        out = process.stdout.readline()
+        if out.startswith("ready"):
+            process.terminate()
+        # Not `communicate`: it reads on from the pipe, and loses what came together with the first line.
+        with process.stdout:
+            out += process.stdout.read()
+        status = process.wait(timeout=120)
+        errors.seek(0)
+        return status, out, errors.read()
 
 
 def cached(tmp_path: Path) -> dict[str, set[str]]:

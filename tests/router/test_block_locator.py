@@ -21,7 +21,7 @@ def random_blocks(randomness: random.Random, count: int) -> array[int]:
 
 
 @pytest.mark.parametrize(("shard_entries", "depth"), [(1, 0), (4, 3), (64, 0), (16_384, 8)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_every_block_is_found_in_its_run_while_runs_come_grow_shrink_and_go(
     shard_entries: int, depth: int, seed: int
 ) -> None:
@@ -92,7 +92,7 @@ def test_places_of_a_full_cache_take_three_times_its_blocks_however_long_blocks_
     for run in runs:
         places.enter(run)
     largest = 0
-    for _ in range(30_000):
+    for _ in range(15_000):
         oldest = runs.popleft()
         oldest.blocks, gone = array("Q"), oldest.blocks
         places.take(oldest, gone)

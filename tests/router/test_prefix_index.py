@@ -240,7 +240,7 @@ class IndexByLeadingBytes(IndexAgainstModel):
         return PrefixIndex(shard_entries=1)
 
 
-IndexByLeadingBytes.TestCase.settings = settings(INDEX_SETTINGS, max_examples=INDEX_EXAMPLES // 2)
+IndexByLeadingBytes.TestCase.settings = settings(INDEX_SETTINGS, max_examples=INDEX_EXAMPLES // 4)
 TestIndexByLeadingBytes = IndexByLeadingBytes.TestCase
 
 IndexSweptInSmallSlices.TestCase.settings = settings(INDEX_SETTINGS, max_examples=INDEX_EXAMPLES // 2)

@@ -419,7 +419,7 @@ async def test_what_no_worker_can_do_ends_as_the_clients_fault(kind: RefusalKind
         assert service.counts() == (0, 0)
 
 
-async def test_a_request_whose_only_worker_is_lost_waits_for_its_next_life_as_long_as_it_is_in_the_pool() -> None:
+async def test_a_request_whose_only_worker_is_lost_waits_for_its_next_life_also_when_its_lease_ends() -> None:
     async with routed() as router:
         service = router.service
         router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
@@ -433,8 +433,17 @@ async def test_a_request_whose_only_worker_is_lost_waits_for_its_next_life_as_lo
 
         router.lose(BEFORE)
         router.feed.tell((OLD, WorkerLeft("lease expired")))
+        assert service.counts() == (1, 1)
+
+        router.feed.tell((OLD, WorkerJoined(card(AFTER))))
+        router.bring_up(AFTER)
+        assert (service.counts(), router.sent) == ((1, 0), [BEFORE, BEFORE, AFTER])
+
+        router.lose(AFTER)
+        router.feed.tell((OLD, WorkerLeft("lease expired")))
+        service.queue.expire(service._clock.monotonic_ms() + RouterSettings().queue_timeout_ms + 1)
         [last] = await stream.next()
-        assert last.finish_reason == "error"
+        assert (last.finish_reason, last.retry_after_s) == ("error", 1.0)
 
 
 async def test_workers_of_one_process_that_are_lost_together_make_no_request_poison() -> None:

@@ -217,6 +217,16 @@ def test_a_busy_worker_is_left_alone_for_its_time_and_costs_no_migration_however
     assert end == EndRequest(StreamDelta(b"", FinishReason.ERROR, error="no room in time", retry_after_s=7.0), False)
 
 
+def test_a_request_for_which_there_is_no_worker_says_so() -> None:
+    made = machine()
+    place(made, Stage.WHOLE, "one")
+
+    end = made.end(LegEvent.NOWHERE, "only small workers are left")[-1]
+
+    last = StreamDelta(b"", FinishReason.ERROR, error="only small workers are left", no_worker=True)
+    assert end == EndRequest(last, False)
+
+
 def test_workers_that_drain_cost_no_migration_up_to_a_bound() -> None:
     """Half of a large pool may refuse a request one after another before its router knows that they drain."""
     made = machine(migration_limit=0)

@@ -70,7 +70,7 @@ def ttft_ms(served: Sequence[ServedRequest], share: float) -> float:
 def test_ttft_is_at_most_the_better_of_apart_and_aggregated_plus_a_twentieth(
     per_s: float, isl: int, transfer: TransferModel
 ) -> None:
-    workload = load(500, per_s, isl=isl)
+    workload = load(300, per_s, isl=isl)
 
     by_time = play(workload, transfer=transfer)
     others = [play(workload, TOGETHER, transfer), play(workload, transfer=transfer, always_two=True)]

@@ -18,8 +18,8 @@ from tests.simulation.test_pool import assert_books_balance
 
 @pytest.fixture(scope="module")
 def conversations() -> Workload:
-    """500 requests that arrive in bursts of ten in the same millisecond: the hardest case for many routers."""
-    return build_workload(read_trace(CONVERSATION, 500), 1.0, 64)
+    """300 requests that arrive in bursts of ten in the same millisecond: the hardest case for many routers."""
+    return build_workload(read_trace(CONVERSATION, 300), 1.0, 64)
 
 
 Play = Callable[[RouterFleet], RunResult]
@@ -51,7 +51,7 @@ def mean_cached_tokens(results: Sequence[RunResult]) -> float:
 def test_eight_routers_on_one_stream_reuse_as_much_as_one_and_far_more_than_separate_ones(play: Play) -> None:
     # What is reused differs by up to 7 % from delay to delay: it is the mean of several. Several routers hold nobody,
     # so they are compared with one that does not either.
-    delays = (1.0, 3.0, 5.0, 7.0, 9.0)
+    delays = (1.0, 5.0, 9.0)
     one = mean_cached_tokens([play(RouterFleet(1, delay, hold_limit_ms=0.0)) for delay in delays])
     eight = [play(RouterFleet(8, delay)) for delay in delays]
     separate = play(RouterFleet(8, 5.0, separate=True))

@@ -28,6 +28,7 @@ from poolgrid.workers.engines.trtllm.arguments.engine_config import (
 from poolgrid.workers.engines.trtllm.arguments.engine_file import read_yaml
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import check_pair, graph_batch_sizes
 from poolgrid.workers.engines.trtllm.settings import TrtllmSettings
+from tests.cases import for_each
 from tests.fakes.tensorrt_llm.llmapi.llm_args import CudaGraphConfig, TorchLlmArgs
 
 CONFIGS = Path(__file__).parents[2] / "engine_configs"
@@ -155,9 +156,7 @@ def wrong_value(value: Any) -> Any:
     return {"a": 1}
 
 
-@pytest.mark.parametrize(
-    ("file", "path"), LEAVES, ids=lambda each: name(each) if isinstance(each, Path) else ".".join(map(str, each))
-)
+@for_each("file, path", LEAVES)
 def test_a_wrong_key_or_type_anywhere_is_found_at_its_path(file: Path, path: tuple[Any, ...]) -> None:
     arguments = read_yaml(file)
     value: Any = arguments

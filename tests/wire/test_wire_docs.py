@@ -13,6 +13,7 @@ from poolgrid.wire import (
     identifiers,
     limits,
 )
+from tests.cases import for_each
 from tests.wire.messages import messages
 
 PAGE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
@@ -29,14 +30,14 @@ def _row(name: str) -> list[str]:
     return [cell.strip() for cell in rows[0].strip("|").split(" | ")]
 
 
-@pytest.mark.parametrize("name", sorted(STRUCTS))
+@for_each("name", sorted(STRUCTS))
 def test_every_message_has_a_row_with_its_fields_in_wire_order(name: str) -> None:
     fields = re.findall(r"`(\w+)`", _row(name)[1])
 
     assert tuple(fields) == STRUCTS[name].__struct_fields__
 
 
-@pytest.mark.parametrize("name", sorted(STRUCTS))
+@for_each("name", sorted(STRUCTS))
 def test_optional_fields_are_marked(name: str) -> None:
     marked = re.findall(r"`(\w+)`\?", _row(name)[1])
     fields = STRUCTS[name].__struct_fields__
@@ -45,7 +46,7 @@ def test_optional_fields_are_marked(name: str) -> None:
     assert tuple(marked) == (fields[-len(defaults) :] if defaults else ())
 
 
-@pytest.mark.parametrize("name", sorted(LIMITS))
+@for_each("name", sorted(LIMITS))
 def test_every_limit_has_a_row_with_its_value(name: str) -> None:
     assert _row(name)[1].replace(",", "") == str(LIMITS[name])
 

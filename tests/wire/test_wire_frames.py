@@ -129,6 +129,7 @@ from poolgrid.wire.tensors import (
     TensorUnknown,
 )
 from poolgrid.wire.trace_context import TraceContext
+from tests.cases import for_each
 from tests.wire.messages import messages
 
 GOLDEN_FILE = Path(__file__).with_name("golden_frames.txt")
@@ -483,15 +484,15 @@ class TestGoldenFrames:
         assert set(messages()) <= seen
         assert {family for family, _ in GOLDEN} == set(CODECS)
 
-    @pytest.mark.parametrize("key", KEYS, ids=": ".join)
+    @for_each("key", KEYS)
     def test_encoding_is_unchanged(self, key: tuple[str, str]) -> None:
         assert CODECS[key[0]].encode(GOLDEN[key]).hex() == FRAMES[key].hex()
 
-    @pytest.mark.parametrize("key", KEYS, ids=": ".join)
+    @for_each("key", KEYS)
     def test_decoding_yields_the_value(self, key: tuple[str, str]) -> None:
         assert CODECS[key[0]].decode(FRAMES[key]) == GOLDEN[key]
 
-    @pytest.mark.parametrize("key", KEYS, ids=": ".join)
+    @for_each("key", KEYS)
     def test_a_memoryview_decodes_like_bytes(self, key: tuple[str, str]) -> None:
         assert CODECS[key[0]].decode(memoryview(FRAMES[key])) == GOLDEN[key]
 
@@ -540,7 +541,7 @@ class TestPackedFields:
             "SnapshotPart.chains.sequence_hashes",
         }
 
-    @pytest.mark.parametrize(("key", "where", "changed"), TAMPERED, ids=lambda part: str(part)[:80])
+    @for_each("key, where, changed", TAMPERED)
     def test_one_of_an_odd_length_is_refused_by_name(self, key: tuple[str, str], where: str, changed: Any) -> None:
         codec_of = CODECS[key[0]]
         frame = msgspec.msgpack.encode(changed)
@@ -552,7 +553,7 @@ class TestPackedFields:
 class TestEvolution:
     """A reader ignores trailing fields it does not know; a missing trailing field takes its default."""
 
-    @pytest.mark.parametrize("key", KEYS, ids=": ".join)
+    @for_each("key", KEYS)
     def test_unknown_trailing_fields_are_ignored(self, key: tuple[str, str]) -> None:
         fields = msgspec.msgpack.decode(FRAMES[key])
         newer = msgspec.msgpack.encode([*fields, "a later field", {"of": ["any", 1, None, 2.5, b"kind"]}])
@@ -722,7 +723,7 @@ class TestHostileBytes:
     def test_well_formed_msgpack_of_any_shape(self, name: str, value: Any, tag: str | None) -> None:
         _fault(name, msgspec.msgpack.encode(value if tag is None else [tag, value, value, value]))
 
-    @pytest.mark.parametrize("key", KEYS, ids=": ".join)
+    @for_each("key", KEYS)
     def test_every_truncation_is_a_decode_error(self, key: tuple[str, str]) -> None:
         frame = FRAMES[key]
 
@@ -730,11 +731,11 @@ class TestHostileBytes:
 
         assert accepted == []
 
-    @pytest.mark.parametrize("key", KEYS, ids=": ".join)
+    @for_each("key", KEYS)
     def test_trailing_bytes_are_a_decode_error(self, key: tuple[str, str]) -> None:
         assert _fault(key[0], FRAMES[key] + b"\x00") is not None
 
-    @pytest.mark.parametrize("key", KEYS, ids=": ".join)
+    @for_each("key", KEYS)
     def test_every_single_byte_set_to_a_hostile_value(self, key: tuple[str, str]) -> None:
         """All type codes that claim a length or nest, at every position; other values are hypothesis' below."""
         frame = bytearray(FRAMES[key])

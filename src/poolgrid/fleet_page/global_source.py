@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from itertools import groupby
 from typing import Any
 from urllib.parse import quote
@@ -13,8 +14,10 @@ import httpx
 import msgspec
 
 from poolgrid import __version__
+from poolgrid.fleet_page.endpoints import open_fleet_page
 from poolgrid.fleet_page.ports import Picture, Row
-from poolgrid.fleet_page.served_seconds import ServedSeconds
+from poolgrid.fleet_page.served_seconds import ServedSeconds, open_served_seconds
+from poolgrid.frontend.app import Application
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.metrics import SERVED_COLUMNS
 from poolgrid.global_router.configuration import Active
@@ -266,3 +269,19 @@ def _request(record: RequestDecision) -> Row:
             for placed in record.placements
         ],
     )
+
+
+def open_global_page(
+    opened: AsyncExitStack,
+    app: Application,
+    service: GlobalRouterService,
+    client: httpx.AsyncClient,
+    namespace: str,
+    clock: Clock,
+    awake: Clock,
+    place: GroupPlace | None,
+) -> None:
+    """Add the page of a global router."""
+    served = open_served_seconds(opened, app.served, clock)
+    source = GlobalFleetSource(service, client, awake, served, place, namespace)
+    open_fleet_page(opened, app, source, clock)

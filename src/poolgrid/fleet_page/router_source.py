@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
 
 from poolgrid import __version__
+from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
+from poolgrid.consolidator.service import ConsolidatorService
+from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.fleet_page.endpoints import open_fleet_page
 from poolgrid.fleet_page.playback.leg_times import Leg
 from poolgrid.fleet_page.playback.player import Player
 from poolgrid.fleet_page.ports import Picture, Row
 from poolgrid.fleet_page.router_watch import FleetWatch
-from poolgrid.fleet_page.served_seconds import ServedSeconds
+from poolgrid.fleet_page.served_seconds import ServedSeconds, open_served_seconds
+from poolgrid.frontend.app import Application
 from poolgrid.frontend.metrics import SERVED_COLUMNS
+from poolgrid.process.clock import Clock
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import Worker
+from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
 from poolgrid.wire.answers import QueueRow, RequestExplanation
@@ -288,3 +296,25 @@ _STREAM_WORDS = {state: state.name.lower() for state in StreamState}
 _UNWATCHED = Leg("", "", "")
 _NO_SOURCES: list[tuple[str, str, str]] = []
 """Of a worker without further sources, as nearly all are."""
+
+
+def open_router_page(
+    opened: AsyncExitStack,
+    app: Application,
+    settings: RouterSettings,
+    consolidator: ConsolidatorSettings,
+    embedded: ConsolidatorService | None,
+    service: RouterService,
+    state: RouterState,
+    clock: Clock,
+    place: GroupPlace | None,
+) -> None:
+    """Add the page of a router."""
+    kept = embedded.kept_records if embedded is not None and consolidator.data_dir is None else None
+    # A data_dir next to a stream has no journal in it, only decisions.
+    directory = None if consolidator.on_nats else consolidator.data_dir
+    player = Player(directory, kept, BLOCKS_PER_WORKER_MAX)
+    watch = FleetWatch(state)
+    served = open_served_seconds(opened, app.served, clock)
+    source = RouterFleetSource(settings, service, watch, player, served, place)
+    open_fleet_page(opened, app, source, clock)

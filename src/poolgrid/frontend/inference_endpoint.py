@@ -886,6 +886,6 @@ def _generation_failed(output: SequenceOutput) -> RequestError:
     if failure.poison:
         # Not a 5xx, which client libraries send again by themselves: each time it would cost workers.
         return RequestError(422, "workers_lost", what)
-    if failure.shutdown:
-        return RequestError(503, "not_ready", what)
+    if failure.shutdown or failure.no_worker:
+        return RequestError(503, "not_ready" if failure.shutdown else "no_worker", what)
     return RequestError(500, "generation_failed", what)

@@ -24,6 +24,8 @@ class StreamDelta(msgspec.Struct):
     """With an error: workers were lost with the request on them, and it is not tried on another."""
     shutdown: bool = False
     """With an error: the router ends, and has nothing against the request."""
+    no_worker: bool = False
+    """With an error: the workers that there are now cannot continue the request."""
     retry_after_s: float | None = None
     """With an error: no worker had room in time, and the client should come back after this."""
     unknown_model: bool = False

@@ -231,7 +231,7 @@ class RequestMachine:
         if event is LegEvent.CLIENT_LEFT:
             last = StreamDelta(b"", FinishReason.CANCELLED)
         elif event is LegEvent.NOWHERE:
-            last = self._failure(why, retry_after_s)
+            last = self._failure(why, retry_after_s, no_worker=retry_after_s is None)
         else:
             last = StreamDelta(b"", FinishReason.ERROR, error=why, shutdown=event is LegEvent.SHUTDOWN)
         return self._take(LegState.PLACING, None, event, why, None, last)
@@ -288,11 +288,12 @@ class RequestMachine:
             poison=True,
         )
 
-    def _failure(self, message: str, retry_after_s: float | None = None) -> StreamDelta:
+    def _failure(self, message: str, retry_after_s: float | None = None, no_worker: bool = False) -> StreamDelta:
         """Return the last delta of a request that cannot continue after a worker failed it."""
         refusal = self.refusal
         if refusal is None:
-            return StreamDelta(b"", FinishReason.ERROR, error=message, retry_after_s=retry_after_s)
+            error = FinishReason.ERROR
+            return StreamDelta(b"", error, error=message, retry_after_s=retry_after_s, no_worker=no_worker)
         return StreamDelta(
             b"",
             FinishReason.ERROR,
