@@ -14,6 +14,7 @@ from poolgrid.wire.answers import EndpointRow
 from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, MediaSpec
 from poolgrid.wire.inabilities import Inability, common
 from poolgrid.wire.selection import ModelStatus
+from poolgrid.wire.tasks import TASK_ROLES
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ class PoolsView:
         inabilities: dict[str, list[Sequence[Inability]]] = {}
         for pool in self._pools.all():
             for served in pool.status.models if pool.status is not None else ():
+                if served.roles and all(each.role in TASK_ROLES.values() for each in served.roles):
+                    continue  # tasks are for the router of the pool
                 lengths[served.model] = max(lengths.get(served.model, 0), served.max_sequence_length)
                 loras.setdefault(served.model, {}).update(dict.fromkeys(served.loras))
                 aliases.setdefault(served.model, {}).update(dict.fromkeys(served.aliases))

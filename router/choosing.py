@@ -27,6 +27,7 @@ from poolgrid.router.core.stage_plan import (
     ENCODE_ROLES,
     PREFILL_ROLES,
     SECOND_LEG,
+    TASK_LEGS,
     WHOLE_ROLES,
     LegSpec,
     RoleAvailability,
@@ -42,6 +43,7 @@ from poolgrid.serving.legs import LegPlan
 from poolgrid.serving.prompt_paths import TenantPaths, media_hashes, media_kinds, prompt_path
 from poolgrid.wire.hashing import TOKEN_BYTES, hash_seed
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
+from poolgrid.wire.tasks import stage_of
 
 log: Final = logging.getLogger(__name__)
 
@@ -133,7 +135,7 @@ class Chooser:
         now_ms = self._clock.monotonic_ms()
         if not routed.path:
             routed.path = self.path_now(request)
-        if routed.queued is not None and not machine.plan.dispatches:
+        if routed.queued is not None and not machine.plan.dispatches and request.task is None:
             # While it waited its session may have continued without it.
             request.turn = self.naming.turn_of(request, routed.path, self.block_size(request.model))
         output_tokens = len(machine.delivery.output) // TOKEN_BYTES
@@ -327,6 +329,8 @@ class Chooser:
         if plan.prefill_params is not None:
             return SECOND_LEG
         request = plan.request
+        if request.task is not None:
+            return TASK_LEGS[stage_of(request.task)]
         whole, prefill, decode, encode = self._staff_of(request.model)
         if encode and plan.wants_encode:
             return ENCODE_LEG

@@ -79,6 +79,7 @@ from poolgrid.wire.loading import LoadingWorker
 from poolgrid.wire.names import COMPONENTS
 from poolgrid.wire.selection import PoolStatus, RoleStatus
 from poolgrid.wire.sessions import SessionRecord, TurnEnding
+from poolgrid.wire.tasks import TASK_ROLES
 
 if TYPE_CHECKING:
     from poolgrid.router.decision_journal.recorder import DecisionRecorder
@@ -399,7 +400,7 @@ def add_drain_endpoint(app: FastAPI, service: RouterService) -> None:
 INSTANCES_SHOWN_MAX = 64
 """Workers of an endpoint that are named; of more than these only the number is given. Probes ask every few seconds."""
 
-GENERATING = ("aggregated", "decode")
+GENERATING = ("aggregated", "decode", *(role.name.lower() for role in TASK_ROLES.values()))
 """Roles of workers that answer a request; the others only do a part of the work before."""
 
 

@@ -25,6 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
+from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import Refused
 from poolgrid.process.awake_clock import within
 from poolgrid.process.clock import Clock
@@ -41,6 +42,9 @@ from poolgrid.wire.identifiers import WorkerKey
 SESSIONS: Final = "\0sessions"
 """Ends the name of such a lane; no model has one like it."""
 
+TASKS: Final = "\0tasks"
+"""Ends the name of the lane of a model's tasks: other workers serve them than its prompts."""
+
 PLACE_WAIT_MAX_S: Final = 5.0
 """Turns are offered again after this time even if nothing is known to have changed."""
 
@@ -49,6 +53,11 @@ SESSION_TICK_MS: Final = 0.001
 
 ASKED_KEPT_MS: Final = 2 * RETRY_AFTER_MAX_S * 1000
 """Clients come back within ``Retry-After``, which is half of it at most."""
+
+
+def lane_of(request: InferenceRequest) -> str:
+    """Return the name of the lane in which a request waits."""
+    return request.model if request.task is None else request.model + TASKS
 
 
 def queue_span(request_id: str) -> str:
@@ -165,13 +174,14 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         request = routed.machine.request
         if request.trace is not None:
             request.trace.open[queue_span(request.request_id)] = request.trace.begin("queue")
-        prompt_tokens = len(request.token_ids) // 4
+        # A task has none, and counts like one token: tenants take turns by what they were served.
+        prompt_tokens = len(request.token_ids) // 4 or 1
         uncached = prompt_tokens
         if self._order is QueueOrder.SHORTEST_UNCACHED_WORK_FIRST:
             uncached = self._chooser.uncached_tokens(request, routed.path)
         routed.queued = QueuedRequest(
             routed,
-            lane=request.model,
+            lane=lane_of(request),
             tenant=request.tenant,
             weight=request.tenant_weight,
             priority=request.priority,
@@ -214,7 +224,7 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
                 if lane.endswith(SESSIONS):
                     self._place_sessions(lane)
                     continue
-                if self._chooser.plans:
+                if self._chooser.plans and not lane.endswith(TASKS):
                     self._place_deferred(lane)
                     continue
                 while (head := self._queue.head(lane)) is not None and self._try(head.item):

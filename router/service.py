@@ -27,7 +27,7 @@ from poolgrid.process.figures import counted
 from poolgrid.process.tasks import Restart, cancel_all, supervised
 from poolgrid.router.choosing import Chooser
 from poolgrid.router.core.decision import Decision, DecisionLog
-from poolgrid.router.core.fleet import chat_of, inabilities_of, media_of
+from poolgrid.router.core.fleet import chat_of, inabilities_of, media_of, tasks_of
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import PROMPT_STAGES
@@ -36,7 +36,7 @@ from poolgrid.router.fleet_links import FIRST_CONTACT_MS, CompatibilityCheck, Fl
 from poolgrid.router.journal_applier import JournalApplier
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.placement import LocalRequest, Placement, PlacementFailure, WaitCause, tell_decision
-from poolgrid.router.queue import RouterQueue, queue_span
+from poolgrid.router.queue import RouterQueue, lane_of, queue_span
 from poolgrid.router.settings import RouterSettings
 from poolgrid.router.tracker import RouterTracker
 from poolgrid.serving.admission_queue import FullWorkers
@@ -47,6 +47,7 @@ from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.events import JournalRecord, RequestFinished, RequestStarted
 from poolgrid.wire.identifiers import WorkerKey
+from poolgrid.wire.tasks import TASK_ROLES
 from poolgrid.wire.trace_context import TraceContext
 
 log: Final = logging.getLogger(__name__)
@@ -185,7 +186,8 @@ class RouterService:
             chooser = self.chooser
             path = chooser.path_now(request) if chooser.is_quick(request) else await chooser.path(request)
             delivery = TokenDelivery(request.request_id, self.tracker.on_client_left, self._loop)
-            request.turn = chooser.naming.turn_of(request, path, chooser.block_size(request.model))
+            if request.task is None:
+                request.turn = chooser.naming.turn_of(request, path, chooser.block_size(request.model))
             routed = LocalRequest(RequestMachine(request, delivery, self._settings.migration_limit), timer, path)
             cause = self._wait_cause(routed)
             if cause is None:
@@ -201,10 +203,10 @@ class RouterService:
 
     def _wait_cause(self, routed: LocalRequest) -> WaitCause | None:
         """Place a new request, or return why it waits. Raises ``Refused``."""
-        model, chooser = routed.machine.request.model, self.chooser
+        chooser = self.chooser
         if self.queue.must_wait(routed):
             return WaitCause.WORKING_SET
-        if self.queue.has_waiting(model):
+        if self.queue.has_waiting(lane_of(routed.machine.request)):
             return WaitCause.HELD if chooser.plans and chooser.can_be_planned(routed) else WaitCause.BEHIND_OTHERS
         found = chooser.choose(routed)
         if chooser.holds(found):
@@ -311,7 +313,11 @@ class RouterService:
             self.queue.leave(routed)
             request = routed.machine.request
             self.queue.count_finished(
-                request.model, request.tenant, request.tenant_weight, request.priority, routed.machine.delivery.tokens
+                lane_of(request),
+                request.tenant,
+                request.tenant_weight,
+                request.priority,
+                routed.machine.delivery.tokens,
             )
         self.queue.pump()
 
@@ -342,6 +348,8 @@ class RouterService:
                     chat_of(workers),
                     tuple(sorted({alias for worker in workers for alias in worker.card.aliases})),
                     inabilities_of(workers),
+                    any(worker.card.role not in TASK_ROLES.values() for worker in workers),
+                    tasks_of(workers),
                 )
                 for name, workers in fleet.models().items()
             ]

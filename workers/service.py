@@ -51,6 +51,7 @@ from poolgrid.wire.requests import (
     TokenDelta,
 )
 from poolgrid.wire.requests import Drain as DrainOrder
+from poolgrid.wire.tasks import TASK_ROLES
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.booked_prefill import BookedPrefill
 from poolgrid.workers.core.refusal import (
@@ -81,6 +82,7 @@ STAGES = {
     # A prompt that is short or cached is better computed where it decodes.
     Role.DECODE: frozenset({Stage.DECODE, Stage.WHOLE}),
     Role.ENCODE: frozenset({Stage.ENCODE}),
+    **{role: frozenset({stage}) for stage, role in TASK_ROLES.items()},
 }
 """What each role takes."""
 

@@ -6,7 +6,7 @@ Each engine adds its own, in its directory.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
@@ -19,9 +19,21 @@ from poolgrid.wire.addresses import host_problem
 from poolgrid.wire.card import NO_STEP_TIMES, ReasoningParser, StepTimes, ToolCallParser, parser_name
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 from poolgrid.wire.names import CONSOLIDATOR, EndpointName, is_name
+from poolgrid.wire.tasks import MODALITIES
 from poolgrid.workers.core.timing import TIMINGS, Timing, step_times_of, timing_model
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=IDENTIFIER_BYTES_MAX)]
+
+
+Modality = Literal["text", "multimodal", "embedding", "image_diffusion", "video_diffusion"]
+
+MODALITY_HELP = "Serve text, text with images (multimodal), or tasks: embedding, image_diffusion, video_diffusion."
+
+
+def check_task_role(modality: str, role: str, whole: str = "aggregated") -> None:
+    """Raise ``ValueError`` for a worker of tasks that is to do a part of a request."""
+    if modality in MODALITIES and role != whole:
+        raise ValueError(f"modality is {modality!r} with role {role!r}: tasks have one leg, allowed is {whole}")
 
 
 class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, DiscoverySettings):

@@ -17,8 +17,9 @@ import msgspec
 from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, MediaSpec, WorkerCard
 from poolgrid.wire.events import LoadReported
 from poolgrid.wire.feed import SourceStream
-from poolgrid.wire.identifiers import Role, WorkerKey
+from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 from poolgrid.wire.inabilities import Inability, common
+from poolgrid.wire.tasks import TASK_ROLES
 
 
 @dataclass(slots=True)
@@ -102,6 +103,12 @@ def inabilities_of(workers: Iterable[Worker]) -> tuple[Inability, ...]:
     """Return what no worker of a model can do that makes tokens."""
     cards = [worker.card.inabilities for worker in workers if worker.card.role is not Role.ENCODE]
     return common(cards) if cards else ()
+
+
+def tasks_of(workers: Iterable[Worker]) -> tuple[Stage, ...]:
+    """Return the kinds of tasks that a model's workers serve."""
+    roles = {worker.card.role for worker in workers}
+    return tuple(stage for stage, role in TASK_ROLES.items() if role in roles)
 
 
 def chat_of(workers: Iterable[Worker]) -> ChatSpec:

@@ -147,3 +147,14 @@ class MediaAffinity:
         rank[order] = np.arange(len(candidates))
         reason = "only" if len(candidates) == 1 else "affinity" if place == 0 else "affinity-busy"
         return Choice(order[place], reason, None, {"requests": requests, "affinity_rank": rank})
+
+
+class FewestRequests:
+    """Which worker serves a task: nothing of one is in a cache, and a worker's other tasks are all its load."""
+
+    name = "fewest-requests"
+    needs_overlap = False
+
+    def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
+        """Choose the worker with the fewest requests."""
+        return Choice(*lowest(candidates.requests, request), candidates.requests)

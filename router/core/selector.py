@@ -23,7 +23,7 @@ from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.leg_times import LearnedLegTimes
 from poolgrid.router.core.observers import Observer
 from poolgrid.router.core.overlap import Columns, overlap_columns
-from poolgrid.router.core.policy import MediaAffinity, Planner, Policy
+from poolgrid.router.core.policy import FewestRequests, MediaAffinity, Planner, Policy
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.stage_plan import (
     EITHER_ROLES,
@@ -38,6 +38,7 @@ from poolgrid.router.core.stage_plan import (
 )
 from poolgrid.router.core.worker_groups import BUSY, WorkerGroup, WorkerGroups
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
+from poolgrid.wire.tasks import TASK_ROLES
 
 PROMPT_STAGES: Final = (Stage.WHOLE, Stage.PREFILL)
 """Legs that compute a prompt."""
@@ -87,7 +88,11 @@ class Selector:
         self.policy: Final = policy
         self.groups: Final = WorkerGroups(projection, requests_per_worker_factor)
         self._compares_numbers = bool(getattr(policy, "compares_numbers", False))
-        self._encode_policy: Policy = MediaAffinity()
+        self._policies: dict[Stage, Policy] = {
+            Stage.ENCODE: MediaAffinity(),
+            **dict.fromkeys(TASK_ROLES, FewestRequests()),
+        }
+        """Of stages in which no prompt is computed."""
         make_index = getattr(policy, "index_observer", None)
         if make_index is not None:
             projection.attach(make_index(projection.index))
@@ -117,7 +122,7 @@ class Selector:
         if not len(rows):
             busy = frozenset(worker for worker, why in filtered.items() if why is BUSY)
             return NoWorker(request.model, filtered, busy, frozenset(group.draining))
-        policy = self._encode_policy if request.stage is Stage.ENCODE else self.policy
+        policy = self.policy if request.stage in PROMPT_STAGES else self._policies.get(request.stage, self.policy)
         untrusted = projection.trust.untrusted if projection.follows_blocks else _NO_WORKERS
         as_numbers = self._compares_numbers and policy is self.policy and group.few is not None
         overlap = overlap_columns(

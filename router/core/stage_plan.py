@@ -31,6 +31,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from poolgrid.wire.identifiers import Role, Stage
+from poolgrid.wire.tasks import TASK_ROLES
 
 WHOLE_ROLES = (Role.AGGREGATED,)
 PREFILL_ROLES = (Role.PREFILL,)
@@ -59,7 +60,8 @@ class LegSpec:
     stage: Stage
     roles: tuple[Role, ...]
     reason: str
-    """``aggregated``, ``local_prefill``, ``overflow``, ``no_prefill_worker``, ``disaggregated`` or ``media``."""
+    """``aggregated``, ``local_prefill``, ``overflow``, ``no_prefill_worker``, ``disaggregated``, ``media`` or
+    ``task``."""
 
 
 class RoleAvailability(NamedTuple):
@@ -165,6 +167,9 @@ EITHER: Final = LegSpec(Stage.PREFILL, EITHER_ROLES, "")
 
 ENCODE_LEG: Final = LegSpec(Stage.ENCODE, ENCODE_ROLES, "media")
 """Before the legs that compute tokens."""
+
+TASK_LEGS: Final = {stage: LegSpec(stage, (role,), "task") for stage, role in TASK_ROLES.items()}
+"""The one leg of a task."""
 
 SECOND_LEG: Final = LegSpec(Stage.DECODE, DECODE_ROLES, "disaggregated")
 """After a prefill leg that did not finish the request."""

@@ -168,7 +168,7 @@ ROWS: dict[str, Check] = {
     "--request-plane nats": worker("--request-plane nats", "--request-plane: Requests travel over ZMQ", 2),
     "--store-kv etcd": worker("--store-kv etcd", "--store-kv: There is no etcd: use --names", 2),
     "--allowed-local-media-path of a worker": worker("--allowed-local-media-path /tmp", "to poolgrid router", 2),
-    "--modality video_diffusion": worker("--modality video_diffusion", "video_diffusion", 2),
+    "--modality video_diffusion": worker("--modality video_diffusion", "model: m"),
     "--endpoint dyn://": worker("--endpoint dyn://ns.tensorrt_llm_encode.generate", "trust_remote_code: false"),
     "--default-ttft-target": command("global-router --default-ttft-target 9", "default_ttft_target in the document", 2),
     "--default-itl-target": command("global-router --default-itl-target 9", "default_itl_target in the document", 2),

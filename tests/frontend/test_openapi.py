@@ -25,9 +25,12 @@ from starlette.types import Receive, Scope, Send
 from poolgrid.frontend.openapi import BODIES
 from poolgrid.frontend.openapi_answers import ANSWERS
 from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference.ports import ServedModel
+from poolgrid.inference.stream_delta import StreamDelta
 from poolgrid.wire.answers import EndpointRow
 from poolgrid.wire.hashing import unpack_tokens
 from poolgrid.wire.requests import TokenLogprobs
+from poolgrid.wire.tasks import TASK_ROLES, TaskResult
 from tests.frontend.fake_backend import FakeBackend, Step, speak, with_logprobs
 from tests.frontend.server import application
 
@@ -44,6 +47,14 @@ OPERATIONS = [
     ("/v1/messages/count_tokens", "POST"),
     ("/tokenize", "POST"),
     ("/detokenize", "POST"),
+    ("/v1/embeddings", "POST"),
+    ("/v1/images/generations", "POST"),
+    ("/v1/images/{image_id}/content", "GET"),
+    ("/v1/videos", "POST"),
+    ("/v1/videos", "GET"),
+    ("/v1/videos/{video_id}", "GET"),
+    ("/v1/videos/{video_id}", "DELETE"),
+    ("/v1/videos/{video_id}/content", "GET"),
     ("/v1/models", "GET"),
     ("/v1/models/{model_id}", "GET"),
     ("/live", "GET"),
@@ -56,6 +67,8 @@ OPERATIONS = [
 
 
 def talk(request: InferenceRequest) -> list[Step]:
+    if request.task is not None:
+        return [[StreamDelta(b"", finish_reason="stop", result=TaskResult((b"\0\0\x80?",), "image/png", 1))]]
     steps = speak("Hello, world!")
     if request.sampling.logprobs is not None:
         steps = with_logprobs(steps, request.sampling.logprobs)
@@ -69,9 +82,10 @@ def talk(request: InferenceRequest) -> list[Step]:
 
 SERVED = [
     EndpointRow(endpoint=f"poolgrid.{role}.generate", model="tiny", role=role, workers=1, ready=1, instances=[])
-    for role in ("aggregated", "prefill", "decode", "encode")
+    for role in ("aggregated", "prefill", "decode", "encode", "embedding", "image", "video")
 ]
-SERVER = application(FakeBackend(talk), endpoints=lambda: SERVED)
+MODEL = ServedModel("tiny", 1_700_000_000, 262_144, ("tiny-lora",), tasks=tuple(TASK_ROLES))
+SERVER = application(FakeBackend(talk, served=(MODEL,)), endpoints=lambda: SERVED)
 
 
 @pytest.fixture(autouse=True)

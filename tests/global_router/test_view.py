@@ -11,7 +11,8 @@ import pytest
 from poolgrid.global_router.view import PoolsView
 from poolgrid.process.clock import SystemClock
 from poolgrid.wire.card import ChatSpec, MediaSpec
-from poolgrid.wire.selection import ModelStatus, PoolStatus
+from poolgrid.wire.identifiers import Role
+from poolgrid.wire.selection import ModelStatus, PoolStatus, RoleStatus
 
 
 def view_of(**chats: ChatSpec) -> PoolsView:
@@ -43,3 +44,13 @@ def test_pools_whose_workers_were_told_nothing_say_nothing() -> None:
     (served,) = view_of(east=ChatSpec(), west=ChatSpec()).models()
 
     assert served.chat == ChatSpec()
+
+
+def test_models_that_serve_tasks_alone_are_left_to_the_routers_of_their_pools() -> None:
+    def served(model: str, role: Role) -> ModelStatus:
+        return ModelStatus(model, 32, "xxh3-64/1337", 4096, (RoleStatus(role, 1, 0, 0, 0, 8),))
+
+    status = PoolStatus(1, True, (served("flux", Role.IMAGE), served("m", Role.AGGREGATED)))
+    pools = SimpleNamespace(all=lambda: [SimpleNamespace(name="east", status=status)])
+
+    assert [each.name for each in PoolsView(cast(Any, pools), cast(Any, None), SystemClock()).models()] == ["m"]

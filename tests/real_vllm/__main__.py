@@ -31,6 +31,7 @@ from rich.console import Console
 
 from tests.real_vllm import checks
 from tests.real_vllm.apart import NoNixl, apart
+from tests.real_vllm.embeddings import embeddings
 from tests.real_vllm.hybrid import hybrid
 from tests.real_vllm.pool import Pool
 from tests.real_vllm.servers import VllmServer, make_model
@@ -38,7 +39,7 @@ from tests.real_vllm.servers import VllmServer, make_model
 IN_POOL = ("reuse", "index", "client", "load", "kill", "started")
 """Checks of one pool in front of the same two servers."""
 
-CHECKS = (*IN_POOL, "apart", "hybrid")
+CHECKS = (*IN_POOL, "apart", "hybrid", "embeddings")
 TIMEOUT_S = 3600
 """A quarter of an hour on an idle machine; starting vLLM alone takes five minutes on a busy one, five times."""
 
@@ -97,6 +98,8 @@ def run(vllm: Path, names: Sequence[str], directory: Path, console: Console) -> 
         measured["apart"] = _checked("apart", partial(apart, vllm, model, directory), console)
     if "hybrid" in names:
         measured["hybrid"] = _checked("hybrid", partial(hybrid, vllm, directory), console)
+    if "embeddings" in names:
+        measured["embeddings"] = _checked("embeddings", partial(embeddings, vllm, model, directory), console)
     return measured
 
 

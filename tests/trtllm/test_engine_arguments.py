@@ -217,9 +217,11 @@ def test_settings_are_options_and_only_those_that_were_given_count_as_given() ->
     assert done.exit_code == 0, done.output
     given = {path for path, source in made[0].sources.items() if source == COMMAND_LINE}
     assert given == {"model", "max_batch_size", "kv_cache_config.tokens_per_block", "trust_remote_code"}
-    done = CliRunner().invoke(application, ["--model-path", "m", "--modality", "video_diffusion"])
+    done = CliRunner().invoke(
+        application, ["--model-path", "m", "--modality", "video_diffusion", "--tensor-parallel-size", "2"]
+    )
     assert done.exit_code == 2
-    assert "video_diffusion is not built yet" in done.output
+    assert "--tensor-parallel-size is set with modality video_diffusion" in " ".join(done.output.split())
 
 
 def test_a_run_without_a_model_is_refused() -> None:
@@ -322,7 +324,8 @@ def test_merging_is_recursive_and_every_value_has_the_last_source_that_set_it(va
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"modality": "video_diffusion"}, "video_diffusion is not built yet"),
+        ({"modality": "video_diffusion", "max_batch_size": 8}, "it is for language models; diffusion models take"),
+        ({"modality": "image_diffusion", "disaggregation_mode": "decode"}, "tasks have one leg"),
         ({"endpoint": "a.b"}, r"allowed is namespace\.component\.endpoint"),
         ({"endpoint": "a..c"}, r"allowed is namespace\.component\.endpoint"),
         ({"namespace": "a.b"}, "without dots"),

@@ -17,6 +17,7 @@ from poolgrid.wire import (
     requests,
     selection,
     sessions,
+    tasks,
     tensors,
     trace_context,
 )
@@ -32,6 +33,7 @@ MODULES = (
     requests,
     selection,
     sessions,
+    tasks,
     tensors,
     trace_context,
 )

@@ -119,6 +119,7 @@ from poolgrid.wire.sessions import (
     TurnAnswer,
     TurnEnding,
 )
+from poolgrid.wire.tasks import EmbeddingTask, TaskResult, VisualTask
 from poolgrid.wire.tensors import (
     FetchTensor,
     NixlRegion,
@@ -260,6 +261,31 @@ GOLDEN: dict[tuple[str, str], Any] = {
     ("to_worker", "generate, media of a request to encode"): Generate(
         "r-3", pack_tokens([1]), Sampling(1), multimodal=b"\x00" * 8, stage=Stage.ENCODE
     ),
+    ("to_worker", "generate, embeddings"): Generate(
+        "r-4", b"", Sampling(1), stage=Stage.EMBEDDING, task=EmbeddingTask(("a text", (1, U32_MAX)), 256)
+    ),
+    ("to_worker", "generate, a video"): Generate(
+        "r-5",
+        b"",
+        Sampling(1),
+        stage=Stage.VIDEO,
+        task=VisualTask(
+            "a cat",
+            video=True,
+            width=832,
+            height=480,
+            negative_prompt="a dog",
+            steps=50,
+            guidance_scale=5.0,
+            seed=-1,
+            output_format="mp4",
+            seconds=4.0,
+            frame_rate=24.0,
+            frames=81,
+            reference=b"\x89PNG",
+            extra=b"{}",
+        ),
+    ),
     ("to_worker", "cancel"): Cancel("r-1"),
     ("to_worker", "answer of a turn"): Cancel("r-1", (TurnAnswer("r-1", 0, "s-1", 120, 7),)),
     ("to_worker", "ping"): Ping(5),
@@ -288,6 +314,8 @@ GOLDEN: dict[tuple[str, str], Any] = {
             ),
             TokenDelta("r-5", 0, b"", FinishReason.ENCODED, disaggregated_params=b"\x03"),
             TokenDelta("r-6", 0, b"", FinishReason.ERROR, error="no guides here", refusal=RefusalKind.CANNOT_DO),
+            TokenDelta("r-7", 0, b"", progress=40),
+            TokenDelta("r-8", 0, b"", FinishReason.STOP, result=TaskResult((b"\x00\x00\x80\x3f",), "image/png", 3)),
         ],
     ),
     ("from_worker", "pong"): Pong(5, 7, draining=True),
@@ -570,7 +598,7 @@ class TestEvolution:
         ("name", "value", "dropped"),
         [
             ("event_batch", _batch(CacheCleared()), 1),
-            ("to_worker", Generate("r-1", b"", Sampling(1)), 8),
+            ("to_worker", Generate("r-1", b"", Sampling(1)), 9),
             ("from_worker", Pong(1, 2), 1),
             ("from_worker", KvOffered("t", True), 2),
             ("journal_record", JournalRecord(0, "w1", 0, 0, 0, 0, 0, []), 1),

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 _IN_ENGINE_FILE = "give TensorRT-LLM's own argument in --extra-engine-args or --override-engine-args."
 _TLS = "ZMQ has keys of its own, --curve-key and --curve-allowed-keys; HTTP has --tls-certificate and --tls-key."
 _NATS_TLS = "use --nats-tls-ca, --nats-tls-certificate and --nats-tls-key."
-_DIFFUSION = "models that generate images or video are not served; text and multimodal models are."
+_RESULTS = "the router keeps results and serves their URLs; --data-dir keeps them over restarts."
 _INDEX = "the index lives in every router; --event-plane and --data-dir keep it over restarts."
 _COST = "costs are milliseconds, which have no weights."
 _QUEUE = "use --max-queue-requests, --queue-order and --worker-queue-factor."
@@ -45,9 +45,9 @@ OPTIONS: dict[str, str] = {
     "worker --kv-state-endpoint": "events are those of the worker's own endpoint.",
     "worker --fpm-trace": "use --trace-endpoint.",
     "worker --endpoint-types": "a model is served at every endpoint of the API.",
-    "worker --output-modalities": _DIFFUSION,
-    "worker --media-output-fs-url": _DIFFUSION,
-    "worker --media-output-http-url": _DIFFUSION,
+    "worker --output-modalities": "use --modality image_diffusion or video_diffusion.",
+    "worker --media-output-fs-url": _RESULTS,
+    "worker --media-output-http-url": _RESULTS,
     "worker --revision": "give --model-source ORG/MODEL@REVISION with --model-cache-dir.",
     "--dyn-structural-tag": "tool calls are guided when tool_choice requires one.",
     "--dyn-enable-structural-tag": "tool calls are guided when tool_choice requires one.",

@@ -49,6 +49,7 @@ from poolgrid.process.settings import InputFile
 from poolgrid.process.tasks import cancel_all, owned
 from poolgrid.transport.bound_socket import ReservedPorts
 from poolgrid.workers.core.timing import PUBLISHED, TIMINGS, Timing
+from poolgrid.workers.settings import MODALITY_HELP, Modality
 
 DEFAULT_LOG_DIR = Path("poolgrid-logs")
 
@@ -214,11 +215,9 @@ class UpSettings(EventPlaneSettings):
     served_model_name: str = Field(
         "", max_length=256, description="Serve the model under this name. Unset = the name of its directory."
     )
-    modality: Literal["text", "multimodal"] | None = Field(
+    modality: Modality | None = Field(
         None,
-        description=(
-            "Accept text only, or images too (multimodal). Unset = multimodal with encode workers, else text."
-        ),
+        description=f"{MODALITY_HELP} Unset = multimodal with encode workers, else text.",
     )
     engine_args: tuple[Option, ...] = Field(
         (),
@@ -348,6 +347,11 @@ class UpSettings(EventPlaneSettings):
         """Return whether requests may carry media."""
         return self.modality == "multimodal" or (self.modality is None and bool(self.encode))
 
+    @property
+    def worker_modality(self) -> str:
+        """Return the modality that workers are started with."""
+        return self.modality or ("multimodal" if self.multimodal else "text")
+
     def groups(self, workers: Mapping[str, str] | None = None) -> list[LaunchGroup]:
         """Return the workers by kind, in the order in which they get GPUs; ``workers`` are roles by name."""
         names = self.workers_by_name() if workers is None else workers
@@ -445,7 +449,7 @@ def plan_engines(
         "host": settings.host,
         "model-path": str(settings.model_path),
         "served-model-name": settings.model_name,
-        "modality": "multimodal" if settings.multimodal else "text",
+        "modality": settings.worker_modality,
     }
     if "kv_block_size" in settings.model_fields_set:
         common["kv-block-size"] = str(settings.kv_block_size)
@@ -471,7 +475,7 @@ def simulated_arguments(
             "--host",
             settings.host,
         ),
-        *("--modality", "multimodal" if settings.multimodal else "text"),
+        *("--modality", settings.worker_modality),
         *("--consolidator", INGEST, "--timing", settings.timing, "--speedup", str(settings.speedup)),
         *("--kv-block-size", str(settings.kv_block_size)),
         *output_arguments(settings, model),

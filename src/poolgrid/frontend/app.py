@@ -47,6 +47,9 @@ from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.frontend.responses_api.kept import KeptResponses, Store, add_kept_response_endpoints, owner
 from poolgrid.frontend.responses_api.store import TTL_S, ResponseStore
 from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.frontend.tasks.endpoint import READERS, TaskEndpoint
+from poolgrid.frontend.tasks.result_files import ResultFiles
+from poolgrid.frontend.tasks.videos import VideoJobs, add_result_endpoints
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.frontend.tokenizer_endpoints import add_tokenizer_endpoints
 from poolgrid.frontend.traffic import Traffic
@@ -228,6 +231,7 @@ def create_app(
     tokenization = TokenizationPool(settings.tokenizer_threads)
 
     async def close() -> None:
+        await videos.close()
         if kept.store is not None:
             kept.store.close()
         tokenization.close()
@@ -282,24 +286,29 @@ def create_app(
         ("responses", "/v1/responses", responses),
         ("messages", "/v1/messages", lambda raw, caller: preparation.messages(raw)),
     )
-    for name, path, prepare in prepares:
-        endpoint = InferenceEndpoint(
-            name=name,
-            prepare=prepare,
-            backend=backend,
-            tokenization=tokenization,
-            bodies=bodies,
-            request_ids=request_ids,
-            metrics=metrics,
-            settings=settings,
-            clock=clock,
-            media=media,
-            guides=guides,
-            domains=domains,
-            dialect=dialect_of(path),
-            traffic=app.traffic,
-            tracing=tracing,
-        )
+    common: dict[str, Any] = {
+        "backend": backend,
+        "tokenization": tokenization,
+        "bodies": bodies,
+        "request_ids": request_ids,
+        "metrics": metrics,
+        "settings": settings,
+        "clock": clock,
+        "media": media,
+        "guides": guides,
+        "domains": domains,
+        "traffic": app.traffic,
+        "tracing": tracing,
+    }
+    videos = VideoJobs(backend, ResultFiles(_own_directory(place, data_dir, RESULTS_FOLDER)), clock)
+    app.state.results = videos.files
+    serving: dict[str, InferenceEndpoint] = {
+        path: InferenceEndpoint(name=name, prepare=prepare, dialect=dialect_of(path), **common)
+        for name, path, prepare in prepares
+    }
+    for path in READERS:
+        serving[path] = TaskEndpoint(path, preparation.served, videos.files, videos, owner_of, **common)
+    for path, endpoint in serving.items():
         app.router.routes.insert(0, Route(path, endpoint, methods=["POST"], name=endpoint.name))
         app.direct[path] = endpoint if keys is None else AccessGate(endpoint, keys)
     if settings.cors_allow_origins:
@@ -315,6 +324,7 @@ def create_app(
     counted = partial(responses, answered=False)
     add_tokenizer_endpoints(app, preparation, counted, tokenization, bodies, media, domains)
     add_kept_response_endpoints(app, kept, lambda request: owner_of(caller_of(request.scope)))
+    add_result_endpoints(app, videos, lambda request: owner_of(caller_of(request.scope)))
     _add_health(app, backend, ready, endpoints, troubles)
     _add_metrics(app, registry)
     _add_error_shape(app, metrics, settings.isolate_tenants)
@@ -323,6 +333,15 @@ def create_app(
 
 RESPONSES_FILE = Path("responses") / "responses.sqlite3"
 """Where responses are kept within a data_dir."""
+
+RESULTS_FOLDER = Path("results")
+"""Where images and videos are kept there."""
+
+
+def _own_directory(place: GroupPlace | None, data_dir: Path | None, name: Path) -> Path | None:
+    """Return where something is kept that the processes of a router share; ``None`` = a process has its own."""
+    directory = data_dir if data_dir is not None else None if place is None else place.directory
+    return None if directory is None else directory / name
 
 
 def _kept_responses(
@@ -338,8 +357,7 @@ def _kept_responses(
     if shared is not None:
         store = shared.responses
     elif settings.response_store_bytes:
-        directory = data_dir if data_dir is not None else None if place is None else place.directory
-        path = None if directory is None else directory / RESPONSES_FILE
+        path = _own_directory(place, data_dir, RESPONSES_FILE)
         limits = (settings.response_store_bytes, TTL_S)
         try:
             store = ResponseStore(path, *limits, clock)
@@ -418,7 +436,7 @@ def _model_card(served: ServedModel, lora: str = "") -> dict[str, Any]:
         "created": served.created,
         "owned_by": "poolgrid",
         "root": served.name,
-        "max_model_len": served.max_sequence_length,
+        "max_model_len": served.max_sequence_length if served.generates else None,
     }
     if lora:
         card["parent"] = served.name
@@ -447,7 +465,7 @@ def _add_health(
     async def is_ready(
         response: Response,
         role: Annotated[
-            Literal["aggregated", "prefill", "decode", "encode"] | None,
+            Literal["aggregated", "prefill", "decode", "encode", "embedding", "image", "video"] | None,
             Query(description="Ready only while a worker of this role takes requests."),
         ] = None,
         model: Annotated[str | None, Query(max_length=256, description="Of this model; any by default.")] = None,

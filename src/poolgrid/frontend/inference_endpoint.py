@@ -50,7 +50,7 @@ from poolgrid.frontend.request_body import (
 )
 from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.frontend.responses import AnswerEncoder, counts_so_far, usage
-from poolgrid.frontend.sequence_output import SequenceOutput
+from poolgrid.frontend.sequence_output import RequestOutput, SequenceOutput
 from poolgrid.frontend.sequences import sequences_of
 from poolgrid.frontend.session_fields import session_hint
 from poolgrid.frontend.settings import FrontendSettings
@@ -125,12 +125,14 @@ class InferenceEndpoint:
         media: MediaLoader,
         guides: GuideCheck,
         domains: CacheDomains,
-        traffic: Traffic[_Exchange],
+        traffic: Traffic[InferenceExchange],
         dialect: ApiDialect = OPENAI,
         tracing: Tracing | None = None,
     ) -> None:
         self.name = name
         """Value of the metrics' ``endpoint`` label."""
+        self.takes_forms = False
+        """Whether a body may be a form (``multipart/form-data``) in place of JSON."""
         self._prepare = prepare
         self._dialect = dialect
         self._backend = backend
@@ -156,7 +158,7 @@ class InferenceEndpoint:
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         """Return what serves one POST: a coroutine around it would be woken with it every time."""
-        return _Exchange(self, scope, self._clock.monotonic_ms(), receive, send).run()
+        return InferenceExchange(self, scope, self._clock.monotonic_ms(), receive, send).run()
 
     def note_left_out(self, types: Collection[str], request_id: str) -> None:
         """Log the types of tools that a request was run without, each once."""
@@ -172,14 +174,14 @@ class InferenceEndpoint:
                     request_id,
                 )
 
-    def begin(self, exchange: _Exchange) -> None:
+    def begin(self, exchange: InferenceExchange) -> None:
         """Take note of a request that begins."""
         if self._tracing is not None:
             exchange.trace = self._tracing.begin_request(self.name, exchange._scope["headers"], exchange._arrived_ms)
         self._in_flight.value += 1
         self._traffic.running.add(exchange)
 
-    def end(self, exchange: _Exchange, account: TokenTotals) -> None:
+    def end(self, exchange: InferenceExchange, account: TokenTotals) -> None:
         """Take note of a request that is over, and of what it has got."""
         self._traffic.end(exchange, account)
         self._in_flight.value -= 1
@@ -188,7 +190,7 @@ class InferenceEndpoint:
             self._tracing.end(exchange.trace, tell(exchange.trace, exchange))
 
 
-class _Exchange:
+class InferenceExchange:
     """One request and its answer."""
 
     def __init__(
@@ -212,7 +214,9 @@ class _Exchange:
         self._extensions = scope.get("extensions") or {}
         self._direct: HttpExchange | None = self._extensions.get(EXCHANGE)
         """The short way to our own server's connection, which spares messages."""
-        self._outputs: list[SequenceOutput] = []
+        self._body = b""
+        """Until it is read."""
+        self._outputs: list[RequestOutput] = []
         self.done = False
         """The last byte has been handed over: that the client leaves is no longer news."""
         self.left = False
@@ -243,7 +247,7 @@ class _Exchange:
             limit = self._endpoint._body_bytes_max
             headers = self.headers
             content_type, content_length = headers.get(b"content-type", b""), headers.get(b"content-length", b"")
-            check_announced(content_type, content_length, limit, self._scope["headers"])
+            check_announced(content_type, content_length, limit, self._scope["headers"], self._endpoint.takes_forms)
             body = None if self._direct is None else self._direct.body()
             if body is None:
                 body = await receive_body(self._receive, limit)
@@ -262,31 +266,9 @@ class _Exchange:
                 body = await self._inflate(body, encoding.decode("latin-1").strip().lower())
             if len(body) > SHORT_BYTES:
                 await check_shape(body, self._endpoint._settings.max_body_values, self._endpoint._tokenization)
-            job = await self._prepared(body)
-            self.streaming = bool(job.body.stream)
-            self.model = job.body.model
-            if job.tools.left_out:
-                self._tools_left_out = job.tools.left_out
-                self._endpoint.note_left_out(job.tools.left_out, str(self._wanted_id))
-            if self._caller is not None:
-                self._caller.check_model(job.body.model)
-            self._endpoint._domains.claim(job, self._caller, self._scope["headers"])
-            if job.guide:
-                await self._try_guide(job)
-            if job.media:
-                if self._caller is not None:
-                    self._caller.check_feature("media")  # before anything is fetched for it
-                self._lease = self._endpoint._media.lease()
-                job.items = await self._endpoint._media.load(
-                    job.media, self._lease, job.domain, job.served.media.item_bytes_max
-                )
-            prompts = await self._tokenize(job, len(body))
-            del body
-            if self._lease is not None:
-                self._endpoint._media.note_places([each for prompt in prompts for each in prompt.media_items])
-            count = len(prompts) * job.choices_per_prompt
-            request_ids = self._endpoint._request_ids.of_sequences(self._wanted_id, count)
-            await self._serve(job, prompts, request_ids)
+            self._body = body
+            del body  # nothing here holds it while the answer is generated
+            await self._serve_body()
         except RequestError as error:
             await self._answer_error(error)
         except Refused as refusal:
@@ -316,6 +298,35 @@ class _Exchange:
                 account = self._count_tokens()
             finally:
                 self._endpoint.end(self, account)
+
+    async def _serve_body(self) -> None:
+        """Answer what the body asks for."""
+        body, self._body = self._body, b""
+        job = await self._prepared(body)
+        self.streaming = bool(job.body.stream)
+        self.model = job.body.model
+        if job.tools.left_out:
+            self._tools_left_out = job.tools.left_out
+            self._endpoint.note_left_out(job.tools.left_out, str(self._wanted_id))
+        if self._caller is not None:
+            self._caller.check_model(job.body.model)
+        self._endpoint._domains.claim(job, self._caller, self._scope["headers"])
+        if job.guide:
+            await self._try_guide(job)
+        if job.media:
+            if self._caller is not None:
+                self._caller.check_feature("media")  # before anything is fetched for it
+            self._lease = self._endpoint._media.lease()
+            job.items = await self._endpoint._media.load(
+                job.media, self._lease, job.domain, job.served.media.item_bytes_max
+            )
+        prompts = await self._tokenize(job, len(body))
+        del body
+        if self._lease is not None:
+            self._endpoint._media.note_places([each for prompt in prompts for each in prompt.media_items])
+        count = len(prompts) * job.choices_per_prompt
+        request_ids = self._endpoint._request_ids.of_sequences(self._wanted_id, count)
+        await self._serve(job, prompts, request_ids)
 
     async def _prepared(self, body: bytes) -> PreparedRequest:
         """Return the job that a body asks for; raises ``RequestError``."""
@@ -369,7 +380,7 @@ class _Exchange:
             isl = sum(prompt.isl for prompt in prompts)
             self._caller.admit(requests, isl, self._clock.monotonic_ms())
         per_prompt = job.choices_per_prompt
-        outputs = self._outputs
+        outputs: list[SequenceOutput] = []
         for index, request in enumerate(requests):
             output = SequenceOutput(
                 index,
@@ -381,6 +392,7 @@ class _Exchange:
                 prompt_only=job.prompt_only,
             )
             outputs.append(output)
+            self._outputs.append(output)
             output.stream = await self._endpoint._backend.submit(request)
             if len(requests) > 1:
                 # Others come between the sequences of this one: 128 of them take 40 ms.
@@ -395,7 +407,7 @@ class _Exchange:
             encoder.count_in_chunks(
                 lambda index: counts_so_far(prompts[index // per_prompt].isl, outputs[index].completion_tokens)
             )
-        answer = _Answer(self, job, prompts, encoder)
+        answer = _Answer(self, job, prompts, encoder, outputs)
         try:
             if self.streaming:
                 await answer.stream()
@@ -535,7 +547,12 @@ class _Answer:
     """What workers generate for one request, on its way into the body of its answer."""
 
     def __init__(
-        self, exchange: _Exchange, job: PreparedRequest, prompts: Sequence[Prompt], encoder: AnswerEncoder
+        self,
+        exchange: InferenceExchange,
+        job: PreparedRequest,
+        prompts: Sequence[Prompt],
+        encoder: AnswerEncoder,
+        outputs: Sequence[SequenceOutput],
     ) -> None:
         self._exchange = exchange
         self._metrics = exchange._metrics
@@ -543,7 +560,7 @@ class _Answer:
         self._job = job
         self._prompts = prompts
         self._encoder = encoder
-        self._outputs = outputs = exchange._outputs
+        self._outputs = outputs
         self.pumps = _Pumps(outputs) if len(outputs) > 1 else None
 
     async def stream(self) -> None:
@@ -590,7 +607,7 @@ class _Answer:
                 keep_alive.wrote = True
             if failed is not None:
                 await head.settled()
-                raise _generation_failed(failed)
+                raise generation_failed(failed)
         parts.append(encoder.end(self._usage()))
         last = await head.before(b"".join(parts))
         keep_alive.close()
@@ -623,7 +640,7 @@ class _Answer:
                 keep_alive.wrote = True
             if failed:
                 await head.settled()
-                raise _generation_failed(output)
+                raise generation_failed(output)
         end = await self._completed(partial(encoder.end, self._usage()))
         part = await head.before(part + end)
         keep_alive.close()
@@ -639,7 +656,7 @@ class _Answer:
             while output.finish_reason is None:
                 self._absorb(output, await stream.next(output.waits_for_end()))
             if output.finish_reason == "error":
-                raise _generation_failed(output)
+                raise generation_failed(output)
         else:
             unfinished = len(self._outputs)
             while unfinished:
@@ -647,7 +664,7 @@ class _Answer:
                     if output.finish_reason is not None:
                         unfinished -= 1
                         if output.finish_reason == "error":
-                            raise _generation_failed(output)
+                            raise generation_failed(output)
         counts = self._usage()
         if self._job.form is None:
             body = encoder.whole(self._outputs, counts)
@@ -749,7 +766,7 @@ def receipt(output: SequenceOutput) -> dict[str, Any]:
     }
 
 
-def account_of(exchange: _Exchange) -> TokenTotals:
+def account_of(exchange: InferenceExchange) -> TokenTotals:
     """Return what a request has sent to workers and got so far."""
     if not exchange._outputs:
         return NOTHING_YET
@@ -762,7 +779,7 @@ def account_of(exchange: _Exchange) -> TokenTotals:
     return TokenTotals(prompt_tokens, cached_tokens, output_tokens)
 
 
-def line_of(exchange: _Exchange) -> EndedRequest:
+def line_of(exchange: InferenceExchange) -> EndedRequest:
     """Return what there is to log of a request that is over."""
     streams = [output.stream for output in exchange._outputs if output.stream is not None]
     arrived_ms, first_ms = exchange._arrived_ms, exchange.first_token_ms
@@ -782,7 +799,7 @@ def line_of(exchange: _Exchange) -> EndedRequest:
     )
 
 
-def tell(trace: TraceRecord, exchange: _Exchange) -> str:
+def tell(trace: TraceRecord, exchange: InferenceExchange) -> str:
     """Put what is known of a request that is over on its span; return its error in a word, for one that failed here."""
     ended = line_of(exchange)
     if not ended.error and exchange.status == CLIENT_LEFT:
@@ -842,7 +859,7 @@ _STREAM_HEADERS: list[tuple[bytes, bytes]] = [
 ]
 
 
-def _leave(exchange: _Exchange, task: asyncio.Task[Any]) -> None:
+def _leave(exchange: InferenceExchange, task: asyncio.Task[Any]) -> None:
     """Cancel the request of a client that has left, unless it has its answer."""
     if not exchange.done:
         exchange.left = True
@@ -875,8 +892,9 @@ def _wait_for_room(outputs: Sequence[SequenceOutput]) -> bool:
     return all(each.stream is not None and each.stream.waits_for_room for each in outputs)
 
 
-def _generation_failed(output: SequenceOutput) -> RequestError:
-    failure, what = output.failure, f"generating choice {output.index}: {output.error}"
+def generation_failed(output: RequestOutput) -> RequestError:
+    """Return the error of a request that its router or its engine ended."""
+    failure, what = output.failure, f"{output.work}: {output.error}"
     if failure.retry_after_s is not None:
         return refused(Refused(429, "busy", what, failure.retry_after_s))
     if failure.unknown_model:

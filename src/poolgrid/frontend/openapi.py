@@ -17,6 +17,8 @@ from poolgrid.frontend.openapi_answers import ANSWERS
 from poolgrid.frontend.responses_api.kept import ITEMS_PATH, RESPONSE_PATH
 from poolgrid.frontend.responses_api.schema import ResponsesBody
 from poolgrid.frontend.schema import ChatBody, CompletionBody
+from poolgrid.frontend.tasks.schema import EmbeddingBody, ImageBody, VideoBody
+from poolgrid.frontend.tasks.videos import IMAGE_CONTENT_PATH, VIDEO_CONTENT_PATH, VIDEO_PATH, VIDEOS_PATH
 from poolgrid.frontend.tokenizer_endpoints import (
     DETOKENIZE_PATH,
     MESSAGES_COUNT_PATH,
@@ -51,6 +53,9 @@ BODIES = (
     DetokenizeBody,
     Tokenized,
     Detokenized,
+    EmbeddingBody,
+    ImageBody,
+    VideoBody,
 )
 """Bodies and answers that are structs; each becomes a component of its name, with all that is in it."""
 
@@ -58,6 +63,7 @@ BODIES = (
 _DONE = "server-sent events that end with `data: [DONE]`"
 _TYPED = "typed server-sent events"
 _GONE = {"404": "No such response is kept", "503": "What is kept cannot be read now"}
+_NO_RESULT = {"404": "No such result is kept", "400": "It is not completed, or a parameter is wrong"}
 
 
 def describe_inference(app: FastAPI) -> None:
@@ -85,8 +91,14 @@ def _completed(description: dict[str, Any]) -> dict[str, Any]:
         ("responses", "Answer items with items", "response", ResponsesBody, "Response", _TYPED, "Error"),
         ("messages", "Answer a conversation in Anthropic's form", "message", MessagesBody, "AnthropicMessage", _TYPED,
          "MessageError"),
+        ("embeddings", "Embed texts", "embedding", EmbeddingBody, "EmbeddingList", "", "Error"),
+        ("images/generations", "Make images", "image", ImageBody, "ImageList", "", "Error"),
     ):  # fmt: skip
         paths[f"/v1/{path}"] = {"post": _inference(summary, name, bodies[body], answer, events, error)}
+    begin = _inference(
+        "Begin a video, or with `response_format` make it", "video", bodies[VideoBody], "Video", "", "Error"
+    )
+    paths[VIDEOS_PATH]["post"] = begin
     tokenized, detokenized, bad = bodies[Tokenized], bodies[Detokenized], {"400": _STATUSES["400"]}
     for path, method, taken, answered, statuses, error in (
         (TOKENIZE_PATH, "post", TokenizeBody, tokenized, _BAD_REQUEST, "Error"),
@@ -96,6 +108,9 @@ def _completed(description: dict[str, Any]) -> dict[str, Any]:
         (RESPONSE_PATH, "get", None, _ref("Response"), _GONE, "Error"),
         (RESPONSE_PATH, "delete", None, _ref("DeletedResponse"), _GONE, "Error"),
         (ITEMS_PATH, "get", None, _ref("ItemList"), {**_GONE, **bad}, "Error"),
+        (VIDEO_PATH, "get", None, _ref("Video"), _NO_RESULT, "Error"),
+        (VIDEO_PATH, "delete", None, _ref("DeletedVideo"), {"404": _NO_RESULT["404"]}, "Error"),
+        (VIDEOS_PATH, "get", None, _ref("ItemList"), bad, "Error"),
         ("/v1/models/{model_id}", "get", None, _ref("Model"), {"404": _STATUSES["404"]}, "Error"),
         ("/v1/models", "get", None, _ref("ModelList"), {}, "Error"),
     ):
@@ -106,6 +121,10 @@ def _completed(description: dict[str, Any]) -> dict[str, Any]:
             "200": {"description": "The answer", "content": {"application/json": {"schema": answered}}},
             **error_answers(statuses, error),
         }
+    for path in (VIDEO_CONTENT_PATH, IMAGE_CONTENT_PATH):
+        file = {"schema": {"type": "string", "format": "binary"}}
+        found = {"description": "The file", "content": {"application/octet-stream": file, "*/*": file}}
+        paths[path]["get"]["responses"] = {"200": found, **error_answers(_NO_RESULT)}
     _shape_errors(description)
     return description
 
@@ -144,7 +163,7 @@ def _inference(summary: str, name: str, body: dict[str, Any], answer: str, event
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
         "responses": {
             "200": {
-                "description": f"The answer; with `stream`, {events}",
+                "description": f"The answer; with `stream`, {events}" if events else "The answer",
                 "headers": {
                     header: {"schema": {"type": "string"}}
                     for header in (
@@ -157,7 +176,7 @@ def _inference(summary: str, name: str, body: dict[str, Any], answer: str, event
                 "content": {
                     "application/json": {"schema": _ref(answer)},
                     # Readers of the page differ in what they take a stream for: a text, or its events one by one.
-                    "text/event-stream": {"schema": {"description": events}},
+                    **({"text/event-stream": {"schema": {"description": events}}} if events else {}),
                 },
             },
             **error_answers(_STATUSES, error),

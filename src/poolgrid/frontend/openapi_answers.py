@@ -117,6 +117,27 @@ _ITEM_LIST = _object(
     last_id=_or_null(_TEXT),
     has_more={"type": "boolean"},
 )
+_EMBEDDING = _object(object={"const": "embedding"}, index=_COUNT, embedding={"anyOf": [_list(_NUMBER), _TEXT]})
+_RESULT_PLACE = _object({"url": _TEXT, "b64_json": _TEXT, "output_format": _TEXT})
+_VIDEO = _object(
+    {
+        "created_at": _INTEGER,
+        "created": _INTEGER,
+        "completed_at": _or_null(_INTEGER),
+        "expires_at": _or_null(_INTEGER),
+        "prompt": _TEXT,
+        "seconds": _TEXT,
+        "size": _TEXT,
+        "data": _list(_RESULT_PLACE),
+        "error": _or_null(_object(code=_TEXT, message=_TEXT)),
+        "inference_time_s": _NUMBER,
+    },
+    id=_TEXT,
+    object={"const": "video"},
+    model=_TEXT,
+    status={"enum": ["queued", "in_progress", "completed", "failed"]},
+    progress=_COUNT,
+)
 _MODEL = _object(
     {"parent": _TEXT},
     id=_TEXT,
@@ -124,7 +145,7 @@ _MODEL = _object(
     created=_INTEGER,
     owned_by=_TEXT,
     root=_TEXT,
-    max_model_len=_COUNT,
+    max_model_len=_or_null(_COUNT),
 )
 
 ANSWERS: Mapping[str, Schema] = {
@@ -138,6 +159,15 @@ ANSWERS: Mapping[str, Schema] = {
     "MessageCount": _object(input_tokens=_COUNT),
     "InputTokenCount": _object(object={"const": "response.input_tokens"}, input_tokens=_COUNT),
     "MessageError": _MESSAGE_ERROR,
+    "EmbeddingList": _object(
+        object={"const": "list"},
+        data=_list(_EMBEDDING),
+        model=_TEXT,
+        usage=_object(prompt_tokens=_COUNT, total_tokens=_COUNT),
+    ),
+    "ImageList": _object(created=_INTEGER, data=_list(_RESULT_PLACE), output_format=_or_null(_TEXT)),
+    "Video": _VIDEO,
+    "DeletedVideo": _object(id=_TEXT, object={"const": "video.deleted"}, deleted={"const": True}),
     "Model": _MODEL,
     "ModelList": _object(object={"const": "list"}, data=_list({"$ref": "#/components/schemas/Model"})),
 }

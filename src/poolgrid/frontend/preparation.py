@@ -187,6 +187,11 @@ class Preparation:
                 )
             raise model_not_found(name, [served.name for served in self._backend.models()])
         served, lora_name = found
+        if not served.generates:
+            tasks = " and ".join(stage.name.lower() for stage in served.tasks)
+            names = ", ".join(each.name for each in served_now if each.generates) or "none now"
+            message = f"model {quoted(name)} generates no tokens, it serves tasks ({tasks}); served for tokens: {names}"
+            raise RequestError(404, "model_not_found", message, param="model")
         form = self.forms.of(served)
         if form is None:
             raise RequestError(

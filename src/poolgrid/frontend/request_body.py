@@ -327,14 +327,21 @@ def _client_left() -> RequestError:
     return RequestError(400, "client_left", "reading the request body: the client left before it was complete")
 
 
-def check_announced(content_type: bytes, content_length: bytes, limit: int, headers: Headers) -> None:
+FORM = b"multipart/form-data"
+
+
+def check_announced(
+    content_type: bytes, content_length: bytes, limit: int, headers: Headers, takes_forms: bool = False
+) -> None:
     """Refuse what the headers say already; raises ``RequestError`` 415 and 413.
 
-    A body without a content type is taken, but not of a browser: it sends one for any web page, without asking first.
+    A body without a content type, or a form, is taken, but not of a browser: it sends one for any web page, without
+    asking first.
     """
     # As nearly every client writes it, first.
     media_type = b"" if content_type == b"application/json" else content_type.partition(b";")[0].strip().lower()
-    if media_type and media_type != b"application/json" and not media_type.endswith(b"+json"):
+    is_form = takes_forms and media_type == FORM
+    if media_type and media_type != b"application/json" and not media_type.endswith(b"+json") and not is_form:
         raise RequestError(
             415,
             "unsupported_media_type",
@@ -342,7 +349,7 @@ def check_announced(content_type: bytes, content_length: bytes, limit: int, head
             "application/json (curl: -H 'content-type: application/json')",
             param="content-type",
         )
-    if not content_type and is_from_page(headers):
+    if (not content_type or is_form) and is_from_page(headers):
         raise RequestError(
             415,
             "unsupported_media_type",

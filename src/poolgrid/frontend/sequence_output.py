@@ -98,7 +98,44 @@ class PlacedLogprobs(NamedTuple):
 _NO_FAILURE: Final = StreamDelta(b"")
 
 
-class SequenceOutput:
+class RequestOutput:
+    """What has come of one request to the router."""
+
+    def __init__(self, index: int, request: InferenceRequest) -> None:
+        self.index = index
+        self.request = request
+        self.stream: TokenStream | None = None
+        self.completion_tokens = 0
+        self.cached_tokens: int | None = None
+        self.finish_reason: str | None = None
+        """``stop``, ``length`` or ``error`` once it has ended, ``cancelled`` when the client gave it up."""
+        self.error: str | None = None
+        self.failure = _NO_FAILURE
+        """With the finish reason ``error``: the router's reason."""
+        self.last_token_at_ms: float | None = None
+        self.first_token_at_ms = 0.0
+        self.first_tokens = 0
+        """Tokens that came first, all at once."""
+
+    @property
+    def work(self) -> str:
+        """What is done for the client, as errors name it."""
+        return f"generating choice {self.index}"
+
+    def _fail(self, message: str) -> None:
+        self.finish_reason = "error"
+        self.error = message
+
+    def _fail_by(self, last: StreamDelta) -> None:
+        """Take an end that is none of an answer's."""
+        if last.finish_reason == "cancelled":
+            self._fail(last.error or "the request was cancelled by the server")
+        else:
+            self._fail(last.error or f"the engine ended the request with {last.finish_reason}")
+            self.failure = last
+
+
+class SequenceOutput(RequestOutput):
     """State of one choice: what the client has not been sent yet, and the counts for ``usage``."""
 
     def __init__(
@@ -113,26 +150,13 @@ class SequenceOutput:
         prompt_only: bool = False,
     ) -> None:
         """``echo`` is the prompt where the text repeats it; with ``prompt_only`` it has no token of the output."""
-        self.index = index
-        self.request = request
-        self.stream: TokenStream | None = None
+        super().__init__(index, request)
         self.text = echo
         """Text that the client has not been sent."""
         self.new_logprobs: list[PlacedLogprobs] = []
         self.text_length = len(echo)
-        self.completion_tokens = 0
-        self.cached_tokens: int | None = None
-        self.finish_reason: str | None = None
-        """``stop``, ``length`` or ``error`` once the sequence has ended, ``cancelled`` when the client gave it up."""
-        self.error: str | None = None
-        self.failure = _NO_FAILURE
-        """With the finish reason ``error``: the router's reason."""
         self.started = False
         """Whether a chunk of this choice has been written."""
-        self.last_token_at_ms: float | None = None
-        self.first_token_at_ms = 0.0
-        self.first_tokens = 0
-        """Tokens that came first, all at once."""
         self._stop_token_ids = request.stop_token_ids
         self._min_tokens = request.sampling.min_tokens
         self._logprobs = request.sampling.logprobs is not None
@@ -267,15 +291,8 @@ class SequenceOutput:
                 if self._stops.matched is not None:
                     self.stopped_here = True
             self.finish_reason = "stop" if self.stopped_here else reason
-        elif reason == "cancelled":
-            self._fail(delta.error or "the request was cancelled by the server")
         else:
-            self._fail(delta.error or f"the engine ended the request with {reason}")
-            self.failure = delta
-
-    def _fail(self, message: str) -> None:
-        self.finish_reason = "error"
-        self.error = message
+            self._fail_by(delta)
 
     def _ends_with_stop_token(self, packed: bytes) -> bool:
         return int.from_bytes(packed[-TOKEN_BYTES:], "little") in self._stop_token_ids

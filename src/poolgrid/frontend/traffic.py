@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from poolgrid.frontend.sequence_output import SequenceOutput
+from poolgrid.frontend.sequence_output import RequestOutput
 from poolgrid.process.clock import Clock
 from poolgrid.process.figures import counted, number, percent
 from poolgrid.process.log_lines import Field, about
@@ -184,7 +184,12 @@ async def report_traffic(
 
 PROVIDER = "poolgrid"
 
-OPERATIONS = {"completions": "text_completion"}
+OPERATIONS = {
+    "completions": "text_completion",
+    "embeddings": "embeddings",
+    "images": "generate_content",
+    "videos": "generate_content",
+}
 """Of endpoints; every other one is a chat."""
 
 SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
@@ -192,7 +197,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_pena
 
 
 def tell_request(
-    trace: TraceRecord, ended: EndedRequest, outputs: Sequence[SequenceOutput], first_token_ms: float | None
+    trace: TraceRecord, ended: EndedRequest, outputs: Sequence[RequestOutput], first_token_ms: float | None
 ) -> None:
     """Put what is known of a request that is over on its span, and the spans of waiting and of streaming below it."""
     root = trace.root
@@ -216,7 +221,7 @@ def tell_request(
         trace.add("stream" if ended.streaming else "rest of the answer", first_token_ms)
 
 
-def _tell_outputs(trace: TraceRecord, outputs: Sequence[SequenceOutput]) -> None:
+def _tell_outputs(trace: TraceRecord, outputs: Sequence[RequestOutput]) -> None:
     told, first = trace.root.attributes, outputs[0].request
     sampling = first.sampling
     told |= {

@@ -14,6 +14,7 @@ from poolgrid.process.tracing.record import TraceRecord
 from poolgrid.wire.multimodal import MultimodalInput
 from poolgrid.wire.requests import KvRetention, Sampling
 from poolgrid.wire.sessions import SessionTurn
+from poolgrid.wire.tasks import Task
 
 NO_HINTS: Final[Mapping[str, Any]] = {}
 
@@ -45,6 +46,8 @@ class InferenceRequest(msgspec.Struct, eq=False):
     """Among whom the process's caches are divided; ``None`` = the request leaves nothing in them."""
     retention: KvRetention | None = None
     """How long its KV blocks stay cached; every range has an end."""
+    task: Task | None = None
+    """What is asked for in place of tokens; then there are no ``token_ids``."""
     hints: Mapping[str, Any] = msgspec.field(default_factory=lambda: NO_HINTS)
     """What the client asked of routing, as it came: ``nvext`` (the parts ``router`` and ``agent_hints``) and
     ``headers`` (those of ``HINT_HEADERS``, by name in lower case). Either may be absent."""

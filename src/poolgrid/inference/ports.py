@@ -13,6 +13,7 @@ from typing import Protocol
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.stream_delta import StreamDelta
 from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, MediaSpec
+from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.inabilities import Inability
 
 HINT_HEADERS = ("x-ttft-target-ms", "x-itl-target-ms")
@@ -101,6 +102,10 @@ class ServedModel:
     """Further names of it."""
     inabilities: tuple[Inability, ...] = ()
     """What none of its workers can do."""
+    generates: bool = True
+    """Whether some worker generates tokens with it."""
+    tasks: tuple[Stage, ...] = ()
+    """Kinds of tasks that its workers serve."""
 
 
 class InferenceBackend(Protocol):

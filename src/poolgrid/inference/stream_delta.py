@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from poolgrid.wire.requests import TokenLogprobs
+from poolgrid.wire.tasks import TaskResult
 
 
 class StreamDelta(msgspec.Struct):
@@ -30,3 +31,7 @@ class StreamDelta(msgspec.Struct):
     """With an error: no worker had room in time, and the client should come back after this."""
     unknown_model: bool = False
     """With an error: no worker serves the model or adapter any more."""
+    progress: int | None = None
+    """Of a task: how much of it is done, in percent."""
+    result: TaskResult | None = None
+    """Of a task, with the last delta."""

@@ -311,6 +311,7 @@ class LegPlan:
             trace=trace,
             retention=request.retention,
             turn=request.turn,
+            task=request.task,
         )
 
     def _media_for(self, stage: Stage) -> bytes | None:

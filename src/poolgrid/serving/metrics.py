@@ -12,6 +12,7 @@ from poolgrid.process.instruments import Counter, Histogram
 from poolgrid.serving.legs import WorkerReported
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import FinishReason
+from poolgrid.wire.tasks import TASK_ROLES
 
 QUEUE_SECONDS_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
@@ -99,7 +100,7 @@ class LegTimes:
         legs = Histogram(
             name,
             "Time of the legs of a request: `queue`, `encode`, `prefill` up to the first token, `transfer` of "
-            "KV, `decode` to the last token. Check which leg grows.",
+            "KV, `decode` to the last token, `task` up to its result. Check which leg grows.",
             ["leg"],
             buckets=LEG_BUCKETS_S,
             registry=registry,
@@ -110,6 +111,7 @@ class LegTimes:
             Stage.PREFILL: legs.labels("prefill"),
             Stage.WHOLE: legs.labels("prefill"),
             Stage.DECODE: legs.labels("transfer"),
+            **dict.fromkeys(TASK_ROLES, legs.labels("task")),
         }
         """What the time up to a leg's first output counts for."""
         self._decode = legs.labels("decode")
@@ -126,7 +128,8 @@ class LegTimes:
         if dispatch.number != timer.dispatch_number or finish is FinishReason.ERROR:
             return
         if not timer.generates:
-            if not (report.delta.token_ids or finish in HANDED_OVER or dispatch.stage is Stage.DECODE):
+            delta = report.delta
+            if not (delta.token_ids or finish in HANDED_OVER or dispatch.stage is Stage.DECODE or delta.result):
                 return  # it reports that it has begun
             leg = self._first[dispatch.stage]
             timer.generates = True

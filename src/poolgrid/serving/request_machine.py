@@ -51,6 +51,7 @@ from poolgrid.serving.legs import (
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.identifiers import Stage, WorkerKey
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenDelta
+from poolgrid.wire.tasks import TASK_ROLES
 from poolgrid.wire.trace_context import TraceContext
 
 STATE_OF: Final = {
@@ -58,6 +59,7 @@ STATE_OF: Final = {
     Stage.ENCODE: LegState.ENCODE,
     Stage.PREFILL: LegState.PREFILL,
     Stage.DECODE: LegState.DECODE,
+    **dict.fromkeys(TASK_ROLES, LegState.WHOLE),
 }
 EVENT_OF: Final = {
     RefusalKind.BUSY: LegEvent.BUSY,
@@ -88,6 +90,7 @@ ENDS_OF: Final = {
     Stage.ENCODE: {None, FinishReason.ENCODED, FinishReason.ERROR},
     Stage.PREFILL: _ENDS - {FinishReason.ENCODED},
     Stage.DECODE: _ENDS - {FinishReason.PREFILLED, FinishReason.ENCODED},
+    **{stage: {None, FinishReason.STOP, FinishReason.ERROR} for stage in TASK_ROLES},
 }
 """The finish reasons that the output of a leg may have, by its stage."""
 
@@ -308,8 +311,11 @@ class RequestMachine:
         finish = delta.finish_reason
         if delta.position != dispatch.position or finish not in ENDS_OF[dispatch.stage]:
             return None
-        if tokens and dispatch.stage is Stage.ENCODE:
+        is_task = self.request.task is not None
+        if tokens and (is_task or dispatch.stage is Stage.ENCODE):
             return None  # it makes no tokens
+        if is_task and (finish is FinishReason.STOP) is (delta.result is None):
+            return None  # a task ends with its result, and with nothing else
         logprobs = delta.logprobs
         # Once: a later worker's prompt has the output so far in it.
         first = self._cached_tokens is None and not self.delivery.output
@@ -334,6 +340,8 @@ class RequestMachine:
             delta.error if ends else None,
             of_prompt,
             delta.refusal is not None and delta.refusal is RefusalKind.INVALID,
+            progress=delta.progress,
+            result=delta.result,
         )
 
 
@@ -352,7 +360,12 @@ def deliver(machine: RequestMachine, at: Transition) -> None:
     """Hand the tokens to the client."""
     delta = at.client_delta
     assert delta is not None, "output was read"
-    if delta.token_ids or delta.cached_tokens is not None or delta.prompt_logprobs is not None:
+    if (
+        delta.token_ids
+        or delta.cached_tokens is not None
+        or delta.prompt_logprobs is not None
+        or delta.progress is not None
+    ):
         machine.delivery.deliver(delta)
 
 

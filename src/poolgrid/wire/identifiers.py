@@ -92,6 +92,9 @@ class Role(IntEnum):
     PREFILL = 1
     DECODE = 2
     ENCODE = 3
+    EMBEDDING = 4
+    IMAGE = 5
+    VIDEO = 6
 
 
 class Stage(IntEnum):
@@ -104,6 +107,12 @@ class Stage(IntEnum):
     """Generation only: take the KV blocks that a prefill worker offers, continue after its first token."""
     ENCODE = 3
     """Media only: compute their embeddings and keep them for the worker that computes the prompt."""
+    EMBEDDING = 4
+    """A task (``poolgrid.wire.tasks``), whose answer is not tokens: vectors of texts."""
+    IMAGE = 5
+    """A task: images of a prompt."""
+    VIDEO = 6
+    """A task: a video of a prompt."""
 
 
 STAGE_WORD: Final = {stage: stage.name.lower() for stage in Stage}

@@ -61,6 +61,16 @@ frame for a prompt of 1 M tokens and its sampling. A sender checks the frame as 
 MEDIA_ITEMS_MAX = 256
 """Media in one request, a conversation's earlier ones included; engines give up long before."""
 
+EMBEDDING_INPUTS_MAX = 2048
+"""Texts of one request for embeddings; OpenAI's own limit."""
+
+IMAGES_PER_TASK_MAX = 10
+"""Images of one request for images; OpenAI's own limit."""
+
+RESULT_BYTES_MAX = MULTIMODAL_BYTES_MAX
+"""What a task is answered with, in one message: a video of 56 MiB is a minute of 480p, or ten seconds of 1080p at a
+high rate. 2,048 embeddings of 4,096 numbers take 32 MiB."""
+
 PROMPT_CHARS_MAX = 16 * 1024 * 1024
 """Rendered prompt text next to the token ids of a multimodal request; about four characters a token."""
 

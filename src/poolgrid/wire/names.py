@@ -1,9 +1,9 @@
 """Names in place of addresses: ``namespace.component.endpoint``, as ``dyn://`` addresses and as parts of settings.
 
 A *namespace* is one pool, a *component* what some of its processes do (``router``, ``consolidator``, ``worker``,
-``prefill``, ``decode``, ``encode``), an *endpoint* one of the places where such a process listens (``http``,
-``select``, ``ingest``, ``feed``, ``query``, ``generate``). The global router is no part of a pool; it has a namespace
-all the same.
+``prefill``, ``decode``, ``encode``, ``embedding``, …), an *endpoint* one of the places where such a process listens
+(``http``, ``select``, ``ingest``, ``feed``, ``query``, ``generate``). The global router is no part of a pool; it has a
+namespace all the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROUTER = "router"
 CONSOLIDATOR = "consolidator"
 GLOBAL_ROUTER = "global-router"
 
-COMPONENTS = {Role.AGGREGATED: "worker", Role.PREFILL: "prefill", Role.DECODE: "decode", Role.ENCODE: "encode"}
+COMPONENTS = {role: "worker" if role is Role.AGGREGATED else role.name.lower() for role in Role}
 """What workers are called by what they do."""
 
 PART_CHARS_MAX = 64

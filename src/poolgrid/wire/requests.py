@@ -28,6 +28,7 @@ from poolgrid.wire.limits import (
     TOKENS_TOGETHER_MAX,
 )
 from poolgrid.wire.sessions import SessionTurn, TurnAnswer
+from poolgrid.wire.tasks import Task, TaskResult
 from poolgrid.wire.trace_context import TraceContext
 
 Guide = Annotated[str, Meta(max_length=GUIDE_BYTES_MAX)]
@@ -186,6 +187,8 @@ class Generate(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False)
     """How long its blocks stay cached; ``None`` = as long as others."""
     turn: SessionTurn | None = None
     """The session that it is a turn of, for the worker's events and its engine; ``None`` = of none."""
+    task: Task | None = None
+    """What is asked for in place of tokens, with the stage of its kind; then there are no ``token_ids``."""
 
 
 class Cancel(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
@@ -295,6 +298,10 @@ class TokenDelta(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """With the refusal ``busy``: the worker will refuse further requests for this long."""
     unknown_model: bool = False
     """With the refusal ``cannot-do``: the worker does not serve the model or adapter that the request names."""
+    progress: Annotated[int, Meta(ge=0, le=100)] | None = None
+    """Of a task that runs: how much of it is done, in percent."""
+    result: TaskResult | None = None
+    """Of a task, with finish reason ``stop``."""
 
 
 class TokenBatch(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):

@@ -32,6 +32,7 @@ from poolgrid.workers.engines.server.kinds import MODELS, ServerKind, learn
 from poolgrid.workers.engines.server.server_client import KeyRefused, ServerClient, ServerError
 from poolgrid.workers.engines.server.settings import ROLES, EngineServerSettings
 from poolgrid.workers.engines.server.started_server import StartedServer, start_server
+from poolgrid.workers.engines.server.tasks import open_tasks
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,10 @@ async def open_server(
     Raises ``ValueError`` naming the option for what the server does not tell, ``ServerEnded`` when its own server does
     not start.
     """
+    if settings.modality != "text":
+        async with open_tasks(settings, around, kind) as opened:
+            yield opened
+        return
     if not settings.starts_server:
         async with _asked(settings, around, kind, None) as opened:
             yield opened

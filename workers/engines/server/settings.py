@@ -13,8 +13,9 @@ from poolgrid.process.settings import ZmqEndpoint
 from poolgrid.wire.addresses import ip_endpoint_problem
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import SERVING_ENDPOINTS_MAX
+from poolgrid.wire.tasks import MODALITIES
 from poolgrid.workers.engines.server.core.launching import check_arguments
-from poolgrid.workers.settings import StepTimesSettings, WorkerProcessSettings
+from poolgrid.workers.settings import MODALITY_HELP, StepTimesSettings, WorkerProcessSettings, check_task_role
 
 ROLES = {"aggregated": Role.AGGREGATED, "prefill": Role.PREFILL, "decode": Role.DECODE}
 
@@ -125,6 +126,7 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
             "images (some engines)."
         ),
     )
+    modality: Literal["text", "embedding"] = Field("text", description=MODALITY_HELP)
     kv_block_size: int | None = Field(
         None,
         ge=1,
@@ -230,6 +232,18 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
         return self
 
     @model_validator(mode="after")
+    def _check_tasks(self) -> Self:
+        if self.modality == "text":
+            return self
+        for url in self.engine_url or ("",):
+            check_task_role(self.modality, role_and_url(url, self.role)[0])
+        if self.starts_server:
+            raise ValueError(
+                f"modality is {self.modality!r} without engine_url: workers go in front of such servers, and start none"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_pictures(self) -> Self:
         roles = {role_and_url(each, self.role)[0] for each in self.engine_url} or {self.role}
         if self.image_placeholder and roles != {"aggregated"}:
@@ -278,7 +292,9 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
         return role_and_url(self.engine_url[0], self.role)[1] if self.engine_url else ""
 
     def serves(self) -> tuple[str, str]:
-        return self.served_model_name or self.model_path or self.model_source, self.role
+        stage = MODALITIES.get(self.modality)
+        role = self.role if stage is None else stage.name.lower()
+        return self.served_model_name or self.model_path or self.model_source, role
 
     def loads(self) -> str | None:
         """Return the model that the worker's own server loads; ``None`` before a server that runs already."""

@@ -8,6 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from poolgrid.wire.card import NO_STEP_TIMES, MediaSpec, WorkerCard, WorkerLimits
+from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.tasks import MODALITIES
 from poolgrid.workers.core.timing import ScaledTiming, TimingModel, step_times_of, timing_model
 from poolgrid.workers.embedding_fetcher import EmbeddingFetcher
 from poolgrid.workers.engines.definition import EngineHost, OpenedEngine, close_in_order
@@ -17,6 +19,7 @@ from poolgrid.workers.engines.simulated.guides import LazyGuides
 from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
 from poolgrid.workers.engines.simulated.words import TokenizerWords, read_words
+from poolgrid.workers.engines.tasks import TaskEngine, TaskMaker, task_card
 from poolgrid.workers.kv_fetcher import KvFetcher
 from poolgrid.workers.tensor_transfer.opening import open_tensor_transfer
 from poolgrid.workers.transfers import EmbeddingExchange, KvExchange
@@ -36,8 +39,38 @@ async def open_engine(settings: SimulatedWorkerSettings, around: EngineHost) -> 
     ``NixlMissing``.
     """
     await _load(settings, around)
-    async with _open_encode(settings, around) if settings.role == "encode" else _open_whole(settings, around) as opened:
+    stage = MODALITIES.get(settings.modality)
+    if stage is not None:
+        opening = _open_tasks(settings, around, stage)
+    else:
+        opening = _open_encode(settings, around) if settings.role == "encode" else _open_whole(settings, around)
+    async with opening as opened:
         yield opened
+
+
+@asynccontextmanager
+async def _open_tasks(
+    settings: SimulatedWorkerSettings, around: EngineHost, stage: Stage
+) -> AsyncIterator[OpenedEngine]:
+    """Open the engine of tasks."""
+    # Late: workers of tokens need no arrays.
+    from poolgrid.workers.engines.simulated.tasks import SimulatedDiffusion, SimulatedEmbeddings
+
+    kind = SimulatedEmbeddings if stage is Stage.EMBEDDING else SimulatedDiffusion
+    maker: TaskMaker = kind(settings.speedup)
+    engine = TaskEngine(stage, maker)
+    card = task_card(
+        stage,
+        settings.served_model_name,
+        "simulated",
+        maker.concurrency,
+        f"tcp://{settings.advertised_host}:{around.request_port}",
+        f"{settings.http_scheme}://{settings.advertised_host}:{around.http_port}",
+    )
+    try:
+        yield OpenedEngine(engine, card)
+    finally:
+        await engine.close()
 
 
 async def _load(settings: SimulatedWorkerSettings, around: EngineHost) -> None:

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, LORAS_PER_WORKER_MAX
+from poolgrid.wire.tasks import MODALITIES, TASK_ROLES
 from poolgrid.workers.core.timing import PUBLISHED, SPEEDUP_MAX, TIMINGS, Timing
 from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 from poolgrid.workers.engines.simulated.core.kv_groups import parse_groups
@@ -29,7 +30,7 @@ from poolgrid.workers.engines.simulated.core.next_token import (
     AnswerLengths,
     Vocabulary,
 )
-from poolgrid.workers.settings import Name
+from poolgrid.workers.settings import MODALITY_HELP, Modality, Name, check_task_role
 from poolgrid.workers.tensor_transfer.settings import TensorSettings
 
 VOCABULARY_SIZE_DEFAULT = 32_000
@@ -143,9 +144,7 @@ class SimulatedWorkerSettings(TensorSettings):
     """Prefilled requests whose KV is kept at a time; at the bound prefill legs are refused as busy."""
     kv_fetch_timeout_ms: ClassVar[float] = 2000.0
     """How long a decode worker waits for a prefill worker's answer before the leg ends as broken."""
-    modality: Literal["text", "multimodal"] = Field(
-        "text", description="Accept text only, or images and embeddings too."
-    )
+    modality: Modality = Field("text", description=MODALITY_HELP)
     tokens_per_image: ClassVar[int] = 16
     """Prompt tokens that stand for an image."""
     encode_ms_per_image: ClassVar[float] = 20.0
@@ -172,7 +171,10 @@ class SimulatedWorkerSettings(TensorSettings):
         self.engine_limits()
         self.vocabulary()
         if self.role == "encode" and self.modality != "multimodal":
-            raise ValueError("role is 'encode' and modality is 'text': an encode worker needs modality multimodal")
+            raise ValueError(
+                f"role is 'encode' and modality is {self.modality!r}: an encode worker needs modality multimodal"
+            )
+        check_task_role(self.modality, self.role)
         path = self.tokenizer_path
         if path is not None and not (path / "tokenizer.json").is_file() and not path.is_file():
             raise ValueError(f"model_path is {self.model_path!r}: give a directory with a tokenizer.json, or that file")
@@ -222,4 +224,5 @@ class SimulatedWorkerSettings(TensorSettings):
 
     @property
     def card_role(self) -> Role:
-        return Role[self.role.upper()]
+        stage = MODALITIES.get(self.modality)
+        return Role[self.role.upper()] if stage is None else TASK_ROLES[stage]

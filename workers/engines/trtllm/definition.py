@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+from poolgrid.wire.tasks import MODALITIES
 from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine, StartPlan
 from poolgrid.workers.engines.trtllm.settings import TrtllmSettings, TrtllmWorkerSettings
 from poolgrid.workers.settings import StepTimesSettings
@@ -12,6 +13,10 @@ from poolgrid.workers.tensor_transfer.settings import TensorSettings
 
 
 def _open(settings: TrtllmWorkerSettings, around: EngineHost) -> AbstractAsyncContextManager[OpenedEngine]:
+    if settings.modality in MODALITIES:
+        from poolgrid.workers.engines.trtllm.visual import open_visual
+
+        return open_visual(settings, around)
     from poolgrid.workers.engines.trtllm.opening import open_engine
 
     return open_engine(settings, around)
@@ -25,6 +30,10 @@ def _shortest_timeout_ms(settings: TrtllmWorkerSettings) -> float:
 
 
 def _start_plan(settings: TrtllmWorkerSettings) -> StartPlan:
+    if settings.modality in MODALITIES:
+        from poolgrid.workers.engines.trtllm.visual import plan_visual
+
+        return plan_visual(settings)
     from poolgrid.workers.engines.trtllm.arguments.engine_arguments import render, resolve_files
 
     arguments = resolve_files(settings)

@@ -80,8 +80,8 @@ class TrtllmLibrary:
         return self.llm(**built)
 
 
-def load_library() -> TrtllmLibrary:
-    """Import TensorRT-LLM, with this process's log level; raise ``LibraryMissingError`` saying what is missing."""
+def import_library() -> str:
+    """Import TensorRT-LLM, with this process's log level, and return its version; raises ``LibraryMissingError``."""
     # Before the import, which reads it; the engine's processes inherit it. Who has set it knows why.
     os.environ.setdefault(LOG_LEVEL_VARIABLE, logging.getLevelName(log.getEffectiveLevel()))
     try:
@@ -98,7 +98,12 @@ def load_library() -> TrtllmLibrary:
             + "; run it where TensorRT-LLM 1.2 is (NVIDIA's release container has it), install the extra trtllm with "
             "NVIDIA's package index, or use --engine simulated"
         ) from error
-    version = str(getattr(package, "__version__", "unknown"))
+    return str(getattr(package, "__version__", "unknown"))
+
+
+def load_library() -> TrtllmLibrary:
+    """Return what is used of TensorRT-LLM for language models; raise ``LibraryMissingError`` saying what is missing."""
+    version = import_library()
 
     def name(module: str, attribute: str) -> Any:
         try:

@@ -13,7 +13,8 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 from poolgrid.process.settings import InputFile, Settings
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
-from poolgrid.workers.settings import StepTimesSettings
+from poolgrid.wire.tasks import MODALITIES, TASK_ROLES
+from poolgrid.workers.settings import MODALITY_HELP, StepTimesSettings, check_task_role
 from poolgrid.workers.tensor_transfer.settings import TensorSettings
 
 DisaggregationMode = Literal["prefill_and_decode", "prefill", "decode", "encode"]
@@ -48,6 +49,22 @@ ROLES: dict[str, Role] = {
     "decode": Role.DECODE,
     "encode": Role.ENCODE,
 }
+
+
+OF_LANGUAGE_MODELS = (
+    "tensor_parallel_size",
+    "enable_attention_dp",
+    "kv_block_size",
+    "free_gpu_memory_fraction",
+    "max_batch_size",
+    "max_num_tokens",
+    "max_seq_len",
+    "tokens_per_image",
+    "connector",
+    "encode_endpoint",
+    "logits_processors",
+)
+"""Settings that mean nothing to a diffusion model."""
 
 
 class TrtllmSettings(Settings):
@@ -103,8 +120,8 @@ class TrtllmSettings(Settings):
             "Keep a prefill's KV for this time until a decode worker takes it; also the engine's own transfer timeout."
         ),
     )
-    modality: Literal["text", "multimodal", "video_diffusion"] = Field(
-        "text", description="Accept text only, or images too. video_diffusion is refused."
+    modality: Literal["text", "multimodal", "image_diffusion", "video_diffusion"] = Field(
+        "text", description=MODALITY_HELP
     )
     tokens_per_image: int = Field(
         0,
@@ -161,15 +178,6 @@ class TrtllmSettings(Settings):
     def _mode_name(cls, mode: object) -> object:
         return MODES_ELSEWHERE.get(mode, mode) if isinstance(mode, str) else mode
 
-    @field_validator("modality")
-    @classmethod
-    def _refuse_video(cls, modality: str) -> str:
-        if modality == "video_diffusion":
-            raise ValueError(
-                "video_diffusion is not built yet: poolgrid serves text and multimodal models; no worker was started"
-            )
-        return modality
-
     @field_validator("namespace", "endpoint", "encode_endpoint", mode="before")
     @classmethod
     def _without_scheme(cls, name: object) -> object:
@@ -205,11 +213,20 @@ class TrtllmSettings(Settings):
                 f"disaggregation_mode is encode with modality {self.modality}, allowed is multimodal: "
                 "an encode worker turns images into embeddings"
             )
+        check_task_role(self.modality, self.disaggregation_mode, "prefill_and_decode")
+        stage = MODALITIES.get(self.modality)
+        wrong = [name for name in OF_LANGUAGE_MODELS if name in self.model_fields_set]
+        if stage is not None and wrong:
+            raise ValueError(
+                f"{wrong[0]} is set with modality {self.modality}: it is for language models; diffusion models take "
+                "the arguments of VisualGenArgs, in extra_engine_args"
+            )
         return self
 
     @property
     def role(self) -> Role:
-        return ROLES[self.disaggregation_mode]
+        stage = MODALITIES.get(self.modality)
+        return ROLES[self.disaggregation_mode] if stage is None else TASK_ROLES[stage]
 
     @property
     def model_name(self) -> str:
@@ -218,7 +235,8 @@ class TrtllmSettings(Settings):
     @property
     def endpoint_name(self) -> str:
         """``namespace.component.endpoint`` of this worker."""
-        return self.endpoint or f"{self.namespace}.{COMPONENTS[self.disaggregation_mode]}.generate"
+        component = "diffusion" if self.modality in MODALITIES else COMPONENTS[self.disaggregation_mode]
+        return self.endpoint or f"{self.namespace}.{component}.generate"
 
 
 class TrtllmWorkerSettings(TensorSettings, StepTimesSettings, TrtllmSettings):

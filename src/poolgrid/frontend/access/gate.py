@@ -48,6 +48,8 @@ TENANT_PATHS = (
     "/v1/messages",
     "/v1/models",
     "/v1/embeddings",
+    "/v1/images",
+    "/v1/videos",
     "/v1/tokenize",
     "/v1/detokenize",
     "/tokenize",

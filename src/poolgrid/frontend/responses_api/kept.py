@@ -288,7 +288,7 @@ def add_kept_response_endpoints(app: FastAPI, kept: KeptResponses, owner_of: Cal
             items += decoded(entry.input)
             if entry is not conversation[-1]:
                 items += decoded(entry.output)
-        return Response(msgspec.json.encode(_page(items, limit, order, after)), media_type="application/json")
+        return Response(msgspec.json.encode(page_of(items, limit, order, after)), media_type="application/json")
 
     @app.post(COMPACT_PATH, include_in_schema=False)
     async def compact() -> None:
@@ -301,7 +301,8 @@ def add_kept_response_endpoints(app: FastAPI, kept: KeptResponses, owner_of: Cal
         )
 
 
-def _page(items: list[Item], limit: int, order: str, after: str | None) -> dict[str, Any]:
+def page_of(items: list[Item], limit: int, order: str, after: str | None) -> dict[str, Any]:
+    """Return a part of a list, in OpenAI's form; raises ``RequestError`` for an ``after`` that is not in it."""
     if order == "desc":
         items = items[::-1]
     if after is not None:
