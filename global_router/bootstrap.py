@@ -44,7 +44,7 @@ SHARED_BY = "=global"
 """Stands for global routers where routers name their pool, and is no pool's name."""
 
 DISCOVER_TIMEOUT_S = 2.0
-"""A pool's router that takes longer to say where its select plane is counts as not there."""
+"""A pool's router that takes longer to report its select plane counts as absent."""
 
 
 def discovery(client: httpx.AsyncClient) -> Discover:

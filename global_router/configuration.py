@@ -31,7 +31,7 @@ RELOADS_KEPT = 100
 
 
 Version = tuple[int, int, int]
-"""What tells one state of a file from another: time of change, size, inode."""
+"""State of a file: time of change, size, inode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Configuration:
 
 
 def _version(path: Path) -> Version | None:
-    """Return what tells one state of a file from another; ``None`` while it is not there."""
+    """Return the state of a file; ``None`` while it does not exist."""
     try:
         found = path.stat()
     except OSError:

@@ -20,7 +20,7 @@ from poolgrid.wire.request_ids import kept_under, name_of
 from poolgrid.wire.second_counts import SecondCounts
 
 NOTES_MAX = 50
-"""Of one request; one that waits is tried again and again, and says the same each time."""
+"""Of one request; one that waits is tried again and again, with the same result each time."""
 
 
 @dataclass(slots=True)
@@ -96,8 +96,8 @@ class RequestDecision:
     expected: ExpectedOutput
     placements: list[PoolPlacement] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    outcome: str = "under way"
-    """``under way``, a finish reason, or ``refused: code``."""
+    outcome: str = "in flight"
+    """``in flight``, a finish reason, or ``refused: code``."""
     output_tokens: int = 0
     queued_ms: float = 0.0
     """How long it waited for a pool with room before its first dispatch."""

@@ -1,7 +1,7 @@
-"""A grid as a picture in the terminal.
+"""A grid as a drawing in the terminal.
 
 Rows and columns are labelled with their ranges in units; a cell is coloured by its pool's speed rank, from green
-(fastest) to red. A grid with more cells than fit is drawn with every k-th row and column, and says so.
+(fastest) to red. A grid with more cells than fit is drawn with every k-th row and column, with a note.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def add_global_router_endpoints(
 
 
 def pool_row(pool: PoolConnection, stage: StageName, speed_rank: int, in_flight: int, now_ms: float) -> PoolRow:
-    """Return what ``/v1/pools`` says of one pool."""
+    """Return the row of one pool in ``/v1/pools``."""
     status = pool.status
     state = pool.overall_state(now_ms)
     return PoolRow(

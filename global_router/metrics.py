@@ -91,7 +91,7 @@ class TargetBoard:
         1. A latency is judged where the closed loop would learn from it (``core.choice.destination``), against the
            target with which its cell was chosen: the request's own, else the document's, else the middle of the axis.
         2. A grid is shown by its last two axes, in at most ``LINES_MAX`` rows and columns: finer ones are put
-           together. So the series of a grid are bounded, whatever a document says.
+           together. So the series of a grid are bounded, for any document.
         3. With a new revision of the document the series of its cells restart: a cell may mean something else.
         4. Nothing is known of pools that are in no document any more.
     """

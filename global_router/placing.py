@@ -1,8 +1,8 @@
 """From where a request may go to a worker that has it: cells, pools in their order, reservations, the request plane.
 
 Rules
-    1. ``core.choice.destination`` says where a request wants to go and where it may go instead; it is asked once per
-       request and stage. A pool that cannot be used is passed over, and the record says which and why.
+    1. ``core.choice.destination`` gives the wanted pool of a request and the alternatives; it is asked once per
+       request and stage. A pool that cannot be used is passed over, and the record has which and why.
     2. A pool is asked for a worker (``Select``), which reserves it; then the worker is reached and sent the request.
        A worker that is not reached, or not needed any more, is given back.
     3. Between an answer and what is done with it nothing is awaited but the link; a request that ended meanwhile takes
@@ -91,7 +91,7 @@ class PoolPlacer:
             flight.record.note("a short prompt is prefilled where it is decoded")
             await self.place(flight, "decode", Stage.WHOLE, "first")
             return
-        # A prefill for which nobody can decode would be work for nothing.
+        # A prefill without a possible decode would be wasted work.
         choice = self._choice(flight, await self.destination(flight, "decode"), Stage.DECODE)
         if choice.pool is None:
             raise self._none_left(flight, choice, [])
@@ -115,7 +115,7 @@ class PoolPlacer:
     ) -> None:
         """Put a flight on a worker of the first pool that can take it. Raises ``Refused``.
 
-        ``after_loss`` names the pool that lost the request, and says whether faster ones come before it. Media are
+        ``after_loss`` names the pool that lost the request, and whether faster ones come before it. Media are
         encoded first, by one of the same pools, where one can.
         """
         machine = flight.machine
@@ -201,7 +201,7 @@ class PoolPlacer:
         return found
 
     def may_go(self, flight: Flight) -> bool:
-        """Tell whether some pool may take a new request, or all are known to be unable to."""
+        """Return whether some pool may take a new request, or all are known to be unable to."""
         stage = flight.admitted_by
         work = Stage.DECODE if stage == "decode" else Stage.WHOLE
         choice = self._choice(flight, flight.destinations[stage], work)
@@ -239,7 +239,7 @@ class PoolPlacer:
             self._metrics.passed_over.labels(fallen.pool, fallen.state.value).inc()
 
     async def _cached_tokens(self, flight: Flight, stage: StageName) -> dict[str, int]:
-        """Ask every pool of a stage what it has cached of the prompt; a pool that does not say has nothing."""
+        """Ask every pool of a stage what it has cached of the prompt; a pool that does not answer has nothing."""
         asked: list[tuple[str, PoolConnection]] = []
         for name in [pool.name for pool in flight.config.document.stages[stage].pools]:
             pool = self._pools.get(name)
@@ -277,7 +277,7 @@ class PoolPlacer:
     # -- to a worker -----------------------------------------------------------------------------------------------
 
     async def _ask_pool(self, flight: Flight, pool: PoolConnection, work: Stage) -> Placed | Refusal:
-        """Have a pool reserve a worker, reach it, send the request; or say why not."""
+        """Have a pool reserve a worker, reach it, send the request; or return why not."""
         ticket, steps = pool.breaker.admit(self._clock.monotonic_ms())
         self._tracker.note_breaker(pool, steps)
         if ticket is None:
@@ -398,4 +398,4 @@ STATE_OF = {
     SelectRefusal.NOT_READY: PoolStanding.DOWN,
     SelectRefusal.POLICY_FAILED: PoolStanding.DOWN,
 }
-"""What a refusal says of the pool, for this request."""
+"""What a refusal means for the pool, for this request."""

@@ -2,13 +2,13 @@
 
 Rules
     1. A pool has one router behind its URL, or those that are registered under its name. There is a connection to each
-       (``router_link``). One of them is active: what the pool is, is what that one says, and it is asked for workers.
+       (``router_link``). One of them is active: its reports describe the pool, and it is asked for workers.
     2. The active one stays so while it is ready. When it is lost, or does not answer, the oldest that is ready follows
        it at once, and what it was asked is asked again: a pool is down when none of its routers is left.
     3. What a router reserved is renewed and released there. What a lost router had reserved went with it.
     4. Names are for finding: a router whose registration is gone stays as long as its connection does.
-    5. Pools are kept by name. A changed document adds, drops and moves them; what is under way is not touched, because
-       tokens go between us and the workers directly.
+    5. Pools are kept by name. A changed document adds, drops and moves them; requests in flight are not touched,
+       because tokens go between us and the workers directly.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class FreedRoom:
     """Room in a pool that its last status does not know of, because it is older."""
 
     places: int = 0
-    """Dispatches of ours that ended since the pool last said that it is full, and that we have not asked for again."""
+    """Dispatches of ours that ended since the pool last reported full, and that we have not asked for again."""
     ever: int = 0
     """Dispatches of ours that ever ended there."""
 
@@ -113,7 +113,7 @@ class PoolConnection:
         """Those of the links whose routers are registered."""
         self._active: RouterLink | None = None
         self._reserved: dict[str, RouterLink] = {}
-        """Who reserved what, where there may be several."""
+        """The reserving router, where there may be several."""
         self._tidying: asyncio.Handle | None = None
         self._freed: dict[tuple[str, bool], FreedRoom] = {}
         """By model, and whether it is for encoding: all else that a pool's workers do takes the same room."""
@@ -200,7 +200,7 @@ class PoolConnection:
         return [key for key, link in self._links.items() if key not in self._named and link.status is None]
 
     def _tidy(self) -> None:
-        """Let go of routers that are neither registered nor connected."""
+        """Drop routers that are neither registered nor connected."""
         self._tidying = None
         for key in self._to_forget():
             link = self._links.pop(key)

@@ -4,14 +4,14 @@ Rules
     1. Which request waits is decided by ``FairQueue``: bounded, by priority, fair among tenants, then by arrival.
        Requests for which the same pools come into question wait in one *lane*; lanes do not wait for each other.
     2. A request is tried (``Attempt``) when it comes, unless others wait in its lane already. Those that wait are tried
-       in their turn whenever something *changed*: a pool spoke, or a request ended. Asking a pool takes a while, so up
-       to ``ATTEMPTS_PER_LANE_MAX`` are tried at a time, asking in the order of their turns; when one finds no room,
+       in their turn whenever something *changed*: a pool reported, or a request ended. Asking a pool takes a while, so
+       up to ``ATTEMPTS_PER_LANE_MAX`` are tried at a time, asking in the order of their turns; when one finds no room,
        none is tried until the next change.
     3. A request that found no room keeps its place. One that no pool can serve leaves, with the reason.
     4. *Resumed* requests (their clients are being served already) go before all others of their lane.
-    5. While anybody waits, full pools are asked how they are more often than otherwise (``ask_pools``), because others
-       than this router end requests there too.
-    6. A request that leaves (cancelled, timed out, gave way) is out at once. An attempt that is under way for it finds
+    5. While a request waits, full pools are asked how they are more often than otherwise (``ask_pools``), because
+       others than this router end requests there too.
+    6. A request that leaves (cancelled, timed out, gave way) is out at once. An attempt in progress for it finds
        its request finished and takes back what it had reserved.
 """
 
@@ -38,7 +38,7 @@ ASKS_PER_STATUS_INTERVAL = 5
 """How often full pools are asked for their status per ``status_interval_ms`` while requests wait: every 50 ms."""
 
 ATTEMPTS_PER_LANE_MAX = 16
-"""A pool answers in a millisecond or, under load, in ten: enough to place some thousand requests a second."""
+"""A pool answers in a millisecond or, under load, in ten: enough to place several thousand requests a second."""
 
 NEW = "new"
 """Kind of those that are not served yet."""
@@ -56,14 +56,14 @@ class WaitingFlight:
     """Requests of one kind fare alike: when one found no room, the others of its lane are not tried. ``NEW``, or what a
     resumed one is to do."""
     may_go: Callable[[], bool]
-    """Tells, without asking anybody, whether an attempt may end otherwise than in vain."""
+    """Returns, without a message to any pool, whether an attempt may end otherwise than in vain."""
     placed: asyncio.Future[None] | None
     refusal: Refused | None = None
     """Why the last attempt failed."""
     waited_ms: float = 0.0
     """How long it was in the queue."""
     is_tried: bool = False
-    """Whether an attempt is under way."""
+    """Whether an attempt is in progress."""
 
 
 Place = QueuedRequest[WaitingFlight]

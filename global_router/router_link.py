@@ -122,7 +122,7 @@ class RouterLink:
         """End the connection; open questions fail."""
         if self._task is not None:
             self._task.cancel()
-        self._disconnect("this router lets go of it", expected=True)
+        self._disconnect("this router drops it", expected=True)
 
     async def _follow(self) -> None:
         pause_s = RETRY_MIN_S
@@ -139,7 +139,7 @@ class RouterLink:
                 why = f"{type(error).__name__}: {error}"
                 if why != self.last_error:
                     log.exception(
-                        "looking for pool %s failed as it should not; it is tried again",
+                        "looking for pool %s failed unexpectedly; it is tried again",
                         self.name,
                         extra=about(pool=self.name),
                     )

@@ -165,7 +165,7 @@ class GlobalRouterService:
                 if trace is not None and place.item.waited_ms:
                     trace.add("queue", began_ms, began_ms + place.item.waited_ms)
         except Refused as refusal:
-            self.tracker.end(flight, LegEvent.CLIENT_LEFT)  # an attempt may be under way
+            self.tracker.end(flight, LegEvent.CLIENT_LEFT)  # an attempt may be in progress
             flight.record.outcome = f"refused: {refusal.code}"
             flight.record.note(str(refusal))
             raise
@@ -207,14 +207,14 @@ class GlobalRouterService:
         )
 
     def _may_go(self, flight: Flight) -> bool:
-        """Tell whether some pool may take a new request, or all are known to be unable to."""
+        """Return whether some pool may take a new request, or all are known to be unable to."""
         return flight.config is not self.configuration.active or self.placer.may_go(flight)
 
     async def _attempt_first(self, flight: Flight) -> Refused | None:
         """Place a new request; return why not when some pool may have room later, raise ``Refused`` when none can."""
         flight.attempts += 1
         if flight.config is not self.configuration.active and not flight.machine.plan.dispatches:
-            # It waited, and nothing of it is under way: its pools may not even exist any more.
+            # It waited, and no leg of it has started: its pools may not even exist any more.
             flight.config = self.configuration.active
             flight.record.revision = flight.config.revision
             flight.destinations.clear()

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 VOCABULARY_PADDING = 1.05
-"""How many more token ids than its tokenizer a model may have: matrices are padded to multiples of some hundred."""
+"""How many more token ids than its tokenizer a model may have: matrices are padded to multiples of a few hundred."""
 
 
 class Endpoints(NamedTuple):
@@ -83,7 +83,7 @@ async def serve(
     ready: Callable[[Endpoints], None],
     place: GroupPlace | None = None,
 ) -> None:
-    """Run a router until ``stop`` is set; ``ready`` is told where it answers once its state is that of the pool.
+    """Run a router until ``stop`` is set; ``ready`` gets its address once its state is that of the pool.
     ``place`` is its place among processes that share the port, if there are several.
 
     Raises ``OSError`` when a port cannot be bound, ``PolicyError``, ``ModelDirectoryError``, ``JournalCorrupt``.
@@ -165,7 +165,7 @@ def vocabulary_check(model: PromptModel, card: WorkerCard) -> str:
     if card.model != model.name or card.vocabulary_size <= model.vocab_size * VOCABULARY_PADDING:
         return ""
     return (
-        f"its card says that token ids are below {card.vocabulary_size}, the tokenizer of model {model.name!r} here "
+        f"by its card token ids are below {card.vocabulary_size}, the tokenizer of model {model.name!r} here "
         f"has {model.vocab_size} tokens: most of its output would have no text. Start the worker with the vocabulary "
         "of this model (simulated: --vocabulary-size, --model-path), or the router with the worker's (--model-path)"
     )
@@ -191,10 +191,10 @@ def _make_feed(
     if settings.feed_endpoint is not None and settings.query_endpoint is not None:
         feed, query = settings.feed_endpoint, settings.query_endpoint
         if is_name(feed):
-            feed = query = ""  # names say where they are
+            feed = query = ""  # service discovery has their addresses
         return RemoteFeed(feed, query, awake, make_context), None
     if settings.on_nats:
-        return RemoteFeed("", "", awake, make_context), None  # the event plane says which consolidator is active
+        return RemoteFeed("", "", awake, make_context), None  # the event plane knows which consolidator is active
     # Late: most routers follow a consolidator elsewhere.
     from poolgrid.consolidator.bootstrap import create as create_consolidator
 
@@ -203,7 +203,7 @@ def _make_feed(
 
 
 async def _start(service: RouterService, following: asyncio.Task[None] | None) -> None:
-    """Start a router, once the event plane is connected that says where its consolidator is."""
+    """Start a router, once the event plane is connected that knows its consolidator's address."""
     if following is not None:
         await following
     await service.start()
@@ -212,7 +212,7 @@ async def _start(service: RouterService, following: asyncio.Task[None] | None) -
 def _follow_leader(
     opened: AsyncExitStack, settings: RouterSettings, feed: RemoteFeed, clock: Clock
 ) -> asyncio.Task[None]:
-    """Follow the journal of whichever consolidator of the pool is active, as the event plane knows."""
+    """Follow the journal of the pool's active consolidator, as the event plane knows."""
     plane = load_plugin(EVENT_PLANES, settings.event_plane)
 
     def move(leader: Leader | None) -> None:
@@ -225,7 +225,7 @@ def _follow_leader(
 
 
 def _follow_by_name(settings: RouterSettings, names: Discovery, feed: RemoteFeed, clock: Clock) -> None:
-    """Follow the journal of a consolidator wherever it is, when it was given by name."""
+    """Follow the journal of a consolidator given by name, at its current address."""
     feed_name, query_name = settings.feed_endpoint, settings.query_endpoint
     if feed_name is None or query_name is None or not is_name(feed_name):
         return

@@ -121,7 +121,7 @@ class Chooser:
         return prompt_path(request, block_size, self.paths) if block_size else array("Q")
 
     def uncached_tokens(self, request: InferenceRequest, path: array[int]) -> int:
-        """Return the prompt tokens that whoever holds most of the prompt would have to compute."""
+        """Return the prompt tokens that the worker with most of the prompt cached would have to compute."""
         tokens = len(request.token_ids) // 4
         overlap = self._selector.best_overlap_blocks(request.model, PROMPT_ROLES, path) if path else 0
         return max(0, tokens - overlap * self.block_size(request.model))
@@ -244,7 +244,7 @@ class Chooser:
         return self.planner is not None and self.planner.openings(model, PROMPT_ROLES) > 0
 
     def plan_basis(self, model: str) -> tuple[int, ...]:
-        """Return what tells that a plan for a model would be as it was: nothing was computed, nobody came or left."""
+        """Return a value that changes when a plan for a model may change: a prompt computed, a worker new or gone."""
         openings = 0 if self.planner is None else self.planner.openings(model, PROMPT_ROLES)
         fleet, full = self._projection.fleet.version, len(self.full.at(self._clock.monotonic_ms()))
         return openings, self._projection.ledger.prompts_done, fleet, self._links.version, full
@@ -347,7 +347,7 @@ class Chooser:
             down = self._links.unreachable
             by_role = (WHOLE_ROLES, PREFILL_ROLES, DECODE_ROLES, ENCODE_ROLES)
             staff = RoleAvailability(*(self._selector.available(model, roles, down) for roles in by_role))
-            # Models that nobody serves are named by clients, without end.
+            # Clients can name any number of models that no worker serves.
             if any(staff):
                 self._staff[model] = staff
         return staff

@@ -68,7 +68,7 @@ class EmbeddedFeed:
         self._unsubscribe = self._consolidator.subscribe(listener)
 
     def resync(self) -> None:
-        """Subscribe anew, once the consolidator's turn is over: it may be in the middle of one."""
+        """Subscribe again, once the consolidator's turn is over: it may be in the middle of one."""
         if self._unsubscribe is not None:
             self._unsubscribe()
             self._unsubscribe = None
@@ -107,7 +107,7 @@ class RemoteFeed:
         clock: Clock,
         make_context: Callable[[], zmq.Context[Any]] = zmq.Context,
     ) -> None:
-        """Empty endpoints are not known yet: ``move`` says them."""
+        """Empty endpoints are not known yet: ``move`` sets them."""
         self._endpoints = (feed_endpoint, query_endpoint)
         self._listener: PoolListener | None = None
         self._moving = asyncio.Lock()
@@ -155,7 +155,7 @@ class RemoteFeed:
             self._follower.resync()
 
     def answers(self) -> bool:
-        """Return whether the consolidator was heard a moment ago."""
+        """Return whether a message of the consolidator came a moment ago."""
         heard_ms = None if self._follower is None else self._follower.heard_ms
         return heard_ms is not None and self._clock.monotonic_ms() - heard_ms <= SILENCE_MS
 

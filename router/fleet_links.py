@@ -1,4 +1,4 @@
-"""The connections of a router to its pool's workers: one per worker process, and who cannot be reached.
+"""The connections of a router to its pool's workers: one per worker process, and the unreachable ones.
 
 Rules
     1. A worker that joins gets a link. One that leaves (its lease may have ended while it works on) loses it as soon
@@ -129,7 +129,7 @@ class FleetLinks(LinkTable):
         return self._links[self._endpoint_of[key]]
 
     def drain(self, worker_id: WorkerId, timeout_ms: int | None) -> bool:
-        """Tell a worker, with all its ranks, to drain; return False when it cannot be told now."""
+        """Tell a worker, with all its ranks, to drain; return False when it cannot be reached now."""
         endpoints = (endpoint for key, endpoint in self._endpoint_of.items() if key.worker_id == worker_id)
         link = self._links.get(next(endpoints, ""))
         return link is not None and link.drain(timeout_ms)

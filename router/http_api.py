@@ -5,7 +5,8 @@ Rules of the pool's health
     2. A model that is served in stages is complete once each stage that it needs has a worker: prefill workers cannot
        continue alone, and decode workers that could compute prompts themselves are there for something else. A pool is
        not ready before; load balancers would send it requests that it serves slowly or not at all.
-    3. What was complete once stays ready: the pool serves on with those that are left, and ``troubles`` says so.
+    3. What was complete once stays ready: the pool serves on with those that are left, and ``troubles`` lists the
+       others.
     4. A pool is ready only while some model has a worker that can generate: without one every request would be answered
        503, and a load balancer has better routers to ask (decision 0046). It starts without workers all the same.
 """
@@ -155,7 +156,7 @@ def add_router_endpoints(
 
     @app.get("/v1/decisions/{request_id}", tags=["router"], responses=error_answers({"404": "Not kept (any more)"}))
     async def explain(request_id: Annotated[str, Path(max_length=256)]) -> dict[str, Any]:
-        """Explain one request's decisions: every candidate, every cost term, who was filtered out and why."""
+        """Explain one request's decisions: every candidate, every cost term, the workers filtered out and why."""
         attempts = [each.explanation() for each in service.decisions.of_request(request_id)]
         if not attempts:
             raise decision_not_found(request_id, len(service.decisions))
@@ -163,7 +164,7 @@ def add_router_endpoints(
 
 
 def session_row(sessions: SessionTable, session: SessionRecord, now_ms: int) -> SessionRow:
-    """Return what ``/v1/sessions`` says of one session."""
+    """Return the row of one session in ``/v1/sessions``."""
     blocks = sessions.blocks_of(session)
     return SessionRow(
         session=session.name,
@@ -214,13 +215,13 @@ def verdict_row(verdict: ReuseVerdict) -> VerdictRow:
 
 
 def loading_row(worker: LoadingWorker) -> LoadingRow:
-    """Return what ``/v1/workers`` says of a worker that still loads."""
+    """Return the row of a worker that still loads in ``/v1/workers``."""
     left_bytes = max(0, worker.total_bytes - worker.done_bytes)
     return msgspec.convert({**asdict(worker), "left_bytes": left_bytes}, LoadingRow)
 
 
 def worker_row(projection: Projection, worker: Worker, unreachable: str, now_ms: int) -> WorkerRow:
-    """Return what ``/v1/workers`` says of one worker; ``unreachable`` says why it cannot be reached, if so."""
+    """Return the row of one worker in ``/v1/workers``; ``unreachable`` is the reason, if it cannot be reached."""
     load = worker.load
     slot = projection.index.slot(worker.key)
     ledger = projection.ledger
@@ -280,7 +281,7 @@ def add_index_endpoint(app: FastAPI, service: RouterService) -> None:
 
     @app.get("/v1/workers/{worker_id}/blocks", tags=["router"], response_class=StreamingResponse)
     async def blocks(worker_id: str, dp_rank: int = 0) -> StreamingResponse:
-        """Return the sorted sequence hashes that the index says a worker holds, one per line, with their tiers.
+        """Return the sorted sequence hashes that a worker holds by the index, one per line, with their tiers.
 
         The index is looked at bit by bit: of a worker that is not idle, lines may be of different moments.
         """
@@ -331,7 +332,7 @@ def _role_fields(role: RoleStatus) -> dict[str, Any]:
 
 
 def endpoints(service: RouterService) -> list[EndpointRow]:
-    """Return who serves which model in which role; nobody while the router cannot serve."""
+    """Return which endpoints serve which model in which role; none while the router cannot serve."""
     if not service.ready:
         return []
     workers = service.projection.fleet.workers
@@ -362,7 +363,7 @@ def readiness(service: RouterService, completeness: Completeness | None = None) 
     return missing
 
 
-ERRORS = {"404": "The pool has no such worker", "503": "The worker cannot be told now"}
+ERRORS = {"404": "The pool has no such worker", "503": "The worker cannot be reached now"}
 
 
 def add_drain_endpoint(app: FastAPI, service: RouterService) -> None:
@@ -397,7 +398,7 @@ def add_drain_endpoint(app: FastAPI, service: RouterService) -> None:
 
 
 INSTANCES_SHOWN_MAX = 64
-"""Workers of an endpoint that are named; of more than these only the number is told. Probes ask every few seconds."""
+"""Workers of an endpoint that are named; of more than these only the number is given. Probes ask every few seconds."""
 
 GENERATING = ("aggregated", "decode", *(role.name.lower() for role in TASK_ROLES.values()))
 """Roles of workers that answer a request; the others only do a part of the work before."""
@@ -477,7 +478,7 @@ class Completeness:
 
 
 class RouteBody(Struct, kw_only=True):
-    """What tells which kind of body it is; what else it holds is looked at as the real request's would be."""
+    """The field that distinguishes kinds of bodies; the rest is checked as in the real request."""
 
     messages: Raw = Raw()
     token_ids: Raw = Raw()

@@ -1,12 +1,12 @@
 """Catching up with the pool's journal: snapshots and records are applied in slices, with turns for requests between.
 
 Rules
-    1. A snapshot is loaded beside the state in use, and takes its place in one; records that come meanwhile wait.
+    1. A snapshot is loaded next to the state in use and replaces it in one step; records that come meanwhile wait.
     2. What takes a moment is applied at once; more in slices, in their order, in turn with all else that is done in
        bulk (``poolgrid.process.bulk_work``). Nothing is left out. What ends a slice is what its records hold: one of a
-       worker that tells anew what it caches holds a hundred times what one of an engine's step does.
+       worker that reports its whole cache again holds a hundred times what one of an engine's step does.
     3. The router is *level* when all that arrived is applied. What is decided before is marked as behind.
-    4. The state that a snapshot replaced is let go of in slices too.
+    4. The state that a snapshot replaced is freed in slices too.
     5. Records that cannot be applied (a hole, a bug) end in a snapshot: what follows them is of no use and is dropped,
        and the router is not level until the snapshot is loaded. It is asked for at most every ``RESYNC_MS``.
 """
@@ -31,7 +31,7 @@ from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 log: Final = logging.getLogger(__name__)
 
 RESYNC_MS = 1000.0
-"""Shortest time between two requests for a snapshot: one of a large pool is seconds of work for everybody."""
+"""Shortest time between two requests for a snapshot: one of a large pool is seconds of work for all processes."""
 
 SLICE_BYTES: Final = 12 * 1024
 """Hashes of records that are applied in one go, each record with ``RECORD_BYTES`` more, unless one has more by itself:
@@ -56,7 +56,7 @@ class JournalApplier:
         on_loaded: Callable[[], None],
         resync: Callable[[], None],
     ) -> None:
-        """``on_applied`` is told of records, ``on_loaded`` of a snapshot, right after they became the state;
+        """``on_applied`` is called for records, ``on_loaded`` of a snapshot, right after they became the state;
         ``resync`` asks the feed for a snapshot."""
         self.level = asyncio.Event()
         """Set while all that arrived is applied."""
@@ -90,7 +90,7 @@ class JournalApplier:
         sessions: SessionsSnapshot = NO_SESSIONS,
     ) -> None:
         """Replace all state by a snapshot of the pool; at once when it is small, else a slice at a time."""
-        self._arrived.clear()  # they are in the snapshot, or of another life
+        self._arrived.clear()  # they are in the snapshot, or of another epoch
         self._lost = False
         self._loading = self._projection.begin_load(next_offset, workers, chains, sessions)
         self.level.clear()
@@ -125,7 +125,7 @@ class JournalApplier:
         return max(behind, int(self._lost))
 
     def stop(self) -> None:
-        """Let go of what was still to be applied."""
+        """Drop what was still to be applied."""
         self._loading = self._replaced = None
         self._arrived.clear()
         self._stopped = True
@@ -140,7 +140,7 @@ class JournalApplier:
             self._bulk.soon(self._slice)
 
     def _step(self) -> bool:
-        """Load, apply or let go of a little; return whether there is more."""
+        """Load, apply or free a little; return whether there is more."""
         if self._loading is not None:
             if not self._loading.step(LOAD_STEP_BLOCKS):
                 loaded, self._loading = self._loading, None

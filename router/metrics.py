@@ -13,7 +13,7 @@ from poolgrid.serving.metrics import ServingMetrics
 
 DECISION_SECONDS_BUCKETS = (10e-6, 25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 50e-3)
 TTFT_ERROR_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
-"""Shares of a time: the step that is under way alone is some tenths of a short one."""
+"""Shares of a time: the step already begun alone is some tenths of a short one."""
 ERROR_BUCKETS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
 """Shares of a prompt: fine where an index is nearly right, which is where it should be."""
 

@@ -58,7 +58,7 @@ class LocalRequest(RoutedRequest, eq=False):
 
     @property
     def is_over(self) -> bool:
-        """Tell whether a request that waits needs no worker any more."""
+        """Return whether a request that waits needs no worker any more."""
         return self.machine.ended or (self.placed is not None and self.placed.done())
 
 
@@ -76,7 +76,7 @@ class Placement(msgspec.Struct):
         return reason if stage is Stage.WHOLE else f"{STAGE_WORD[stage]}-{reason}"
 
     def overlap_tokens(self) -> int:
-        """Return the tokens of the request that the worker is believed to hold."""
+        """Return the tokens of the request that the worker probably holds."""
         request = self.decision.request
         return min(request.isl, self.decision.overlap_blocks * request.block_size)
 
@@ -93,7 +93,7 @@ class PlacementFailure:
 
     @property
     def is_policy_failure(self) -> bool:
-        """Tell whether the policy raised; only this request is lost."""
+        """Return whether the policy raised; only this request is lost."""
         return isinstance(self.none, PolicyFailed)
 
     @property
@@ -107,7 +107,7 @@ class PlacementFailure:
 
 
 OTHERS_MAX = 8
-"""Further candidates that are told, the cheapest; ``/v1/decisions`` has them all. Each costs some 15 µs to send."""
+"""Further candidates that are sent, the cheapest; ``/v1/decisions`` has them all. Each costs some 15 µs to send."""
 
 
 def tell_decision(span: SpanRecord, decision: Decision) -> None:

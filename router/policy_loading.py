@@ -33,10 +33,10 @@ def make_policy(name: str, approximate_ttl_ms: float = APPROXIMATE_TTL_MS) -> Po
     try:
         policy = made() if configured is None else configured(PolicyOptions(approximate_ttl_ms))
     except Exception as error:
-        raise PolicyError(f"loading policy {name!r}: {type(error).__name__}: {error}") from error
+        raise PolicyError(f"--policy {name}: {type(error).__name__}: {error}") from error
     missing = [each for each in ("name", "needs_overlap", "choose") if not hasattr(policy, each)]
     if missing:
-        raise PolicyError(f"loading policy {name!r}: it lacks {', '.join(missing)}; see docs/policies.md")
+        raise PolicyError(f"--policy {name}: it lacks {', '.join(missing)}; see docs/policies.md")
     loaded: Policy = policy
     return loaded
 
@@ -55,12 +55,12 @@ def make_state(settings: RouterSettings, policy: Policy | None = None) -> Router
 
 def _loaded(name: str) -> Any:
     if name in FORMER_POLICIES:
-        raise PolicyError(f"loading policy {name!r}: removed. {FORMER_POLICIES[name]}: use --policy kv")
+        raise PolicyError(f"--policy {name}: removed. {FORMER_POLICIES[name]}: use --policy kv")
     module, colon, attribute = name.partition(":")
     if not colon and name not in plugin_names(POLICIES):
         names = policy_names()
-        raise PolicyError(f"loading policy {name!r}: it is unknown, allowed are {', '.join(names)}, or module:Class")
+        raise PolicyError(f"--policy {name}: unknown, allowed are {', '.join(names)}, or module:Class")
     try:
         return getattr(importlib.import_module(module), attribute) if colon else load_plugin(POLICIES, name)
     except Exception as error:
-        raise PolicyError(f"loading policy {name!r}: {type(error).__name__}: {error}") from error
+        raise PolicyError(f"--policy {name}: {type(error).__name__}: {error}") from error

@@ -12,9 +12,9 @@ Rules
        a prompt was computed, or a worker has room again. A plan is forgotten at once. No request is refused
        because others are deferred: where that takes the room, those whose turn it is go to workers.
     6. Turns of sessions for which the pool's working set has no room wait in a lane of their own for each model, by
-       when their session first asked; who has waited ``AGE_MS`` goes before other tenants. A client that was refused
-       after ``queue_timeout_ms`` keeps that place for ``ASKED_KEPT_MS``. Turns of sessions that have a place pass them,
-       and are charged to their tenants.
+       when their session first asked; a turn that has waited ``AGE_MS`` goes before other tenants. A client that was
+       refused after ``queue_timeout_ms`` keeps that place for ``ASKED_KEPT_MS``. Turns of sessions that have a place
+       pass them, and are charged to their tenants.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
     # -- in --------------------------------------------------------------------------------------------------------
 
     def must_wait(self, routed: LocalRequest) -> bool:
-        """Tell whether a new request has to wait for room in the pool's working set."""
+        """Return whether a new request has to wait for room in the pool's working set."""
         request = routed.machine.request
         if request.turn is None:
             return False
@@ -155,7 +155,7 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         self._enter(self._queued(routed, self._clock.monotonic_ms() if since_ms is None else since_ms))
 
     def leave(self, routed: LocalRequest) -> None:
-        """Take a request out of the queue, wherever it is; one that is not in it stays as it is."""
+        """Take a request out of the queue, if it is in it."""
         queued, routed.queued = routed.queued, None
         if queued is not None:
             self._changes += 1

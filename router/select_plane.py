@@ -4,9 +4,9 @@ Rules
     1. Select and book happen in one callback: two askers never see the same idle worker.
     2. A reservation is an entry of the pool's load ledger like any other. The worker's events confirm it; without them
        it expires with its lease. Nothing else of an asker is kept, so an asker that dies leaves nothing behind. One
-       that cannot be told of its reservation, because it has gone since it asked, has none: after a pause of this
-       process its socket holds questions of whoever gave it up meanwhile.
-    3. Whatever arrives is answered or dropped; an undecodable frame costs its sender the answer, nobody else anything.
+       that has gone since it asked gets no answer and has no reservation: after a pause of this
+       process its socket holds questions of clients that gave them up meanwhile.
+    3. Whatever arrives is answered or dropped; an undecodable frame costs only its sender the answer.
     4. An asker that does not read its answers loses them at the high-water mark of its queue; it asks again.
 """
 
@@ -154,7 +154,7 @@ class SelectPlane:
         return answer
 
     def select(self, message: Select, span: SpanRecord | None = None) -> Selected | SelectRefused:
-        """Choose a worker and book it, or say why not; ``span`` is told of the decision."""
+        """Choose a worker and book it, or give the reason why not; ``span`` gets the decision."""
         if not self._pool.ready:
             return SelectRefused(
                 message.ask, SelectRefusal.NOT_READY, "the pool's router is rebuilding its state", NOT_READY_RETRY_S

@@ -149,7 +149,7 @@ class RouterService:
 
     def _note_trouble(self, trouble: str) -> None:
         if trouble and not self._troubled:
-            log.error("routing on what is known, which is no longer current: %s", trouble)
+            log.error("routing on a state that is no longer current: %s", trouble)
         elif self._troubled and not trouble:
             log.warning("the state is current again, at journal offset %d", self.projection.next_offset)
         self._troubled = bool(trouble)

@@ -118,7 +118,7 @@ class StateCollector(Collector):
         further = Counter({(state.name.lower(),): 0 for state in StreamState})
         lags: list[tuple[tuple[str, ...], float]] = []
         blocks: list[tuple[tuple[str, ...], float]] = []
-        # A copy: scrapes run beside the loop that owns the fleet.
+        # A copy: scrapes run in another thread than the loop that owns the fleet.
         for key, worker in list(projection.fleet.workers.items()):
             role = worker.card.role.name.lower()
             state = "draining" if worker.draining else "unreachable" if key in unreachable else "ready"

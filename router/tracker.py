@@ -212,7 +212,7 @@ class RouterTracker(RequestTracker[LocalRequest]):
 
     @property
     def awaits_overcommit_end(self) -> bool:
-        """Tell whether some worker's report of others' load is still to run out."""
+        """Return whether some worker's report of others' load is still to run out."""
         return self._overcommit_timer is not None
 
     def _await_overcommit_end(self, now_ms: float) -> None:
@@ -229,6 +229,6 @@ class RouterTracker(RequestTracker[LocalRequest]):
 
 
 def _is_first(decision: Decision) -> bool:
-    """Tell whether a reservation is for the first leg that computes a prompt; its request has a dispatch's name."""
+    """Return whether a reservation is for the first leg that computes a prompt; its request has a dispatch's name."""
     number = dispatch_of(decision.request.request_id)[1]
     return number == 0 or (number == 1 and bool(decision.request.media))

@@ -42,7 +42,7 @@ PLUGINS = (
     Plugin("kubernetes", ("router", "--names", "kubernetes"), "loading the plug-in 'kubernetes'"),
     Plugin("nats", ("consolidator", "--event-plane", "nats", "--nats-url", "nats://127.0.0.1:1"), NO_NATS),
     Plugin("router/endpoint_picker", ("router", "--ext-proc-port", "0"), "poolgrid.router.endpoint_picker cannot be"),
-    Plugin("router/policies", ("router", "--policy", "round-robin"), "loading policy 'round-robin'"),
+    Plugin("router/policies", ("router", "--policy", "round-robin"), "--policy round-robin"),
     Plugin("tools", ("bench",), "bench: not installed"),
     Plugin("tools/bench", ("bench",), "bench: not installed"),
     Plugin("tools/engine_check", ("engine-check", "--url", "http://h"), "engine-check: not installed"),

@@ -11,6 +11,7 @@ import pytest
 
 from lab.prose import counts
 from lab.prose.harper import findings, program, rule_files
+from lab.prose.texts import words_in_code
 
 ROOT = Path(__file__).parents[1]
 
@@ -61,6 +62,21 @@ def test_each_rule_finds_the_example_in_its_file_and_nothing_in_the_correction()
 )
 def test_headings_and_sentences_are_counted_outside_code(text: str, rules: list[str]) -> None:
     assert [each.rule for each in counts._own_findings("page.md", text)] == rules
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ('"""Nobody waits.\n\nIt goes on."""\n', [(1, "Nobody"), (3, "goes on")]),
+        ("nobody = believed  # it goes on\n", [(1, "goes on")]),
+        ('raise ValueError("the worker says no")\n', [(1, "worker says")]),
+        ('print(f"{nobody} waits")\n', []),
+    ],
+)
+def test_the_dialect_is_found_in_docstrings_comments_and_messages_and_not_in_names(
+    code: str, found: list[tuple[int, str]]
+) -> None:
+    assert list(words_in_code(code, counts.DIALECT)) == found
 
 
 def test_markdown_is_well_formed() -> None:

@@ -97,7 +97,7 @@ async def serve_worker(
         place = ConsolidatorPlace("" if settings.on_nats or settings.consolidator_name else settings.consolidator)
         publishers = place.publishers
         close_in_order(opened, partial(_close_publishers, publishers))
-        # Before the engine, too: a worker that loads says so to the consolidator.
+        # Before the engine, too: a worker that loads reports it to the consolidator.
         following = _follow_consolidator(opened, settings, place, clock) if settings.on_nats else None
         if names is not None and settings.consolidator_name:
             _follow_by_name(names, settings.consolidator_name, place, clock)
@@ -117,7 +117,7 @@ async def serve_worker(
             return
         start.enter(Phase.REGISTER)
         card = named_card(told_card(engine.card, settings, chat), settings)
-        # Engines that cannot fail by themselves never say that they are well.
+        # Engines that cannot fail by themselves never report their health.
         metrics.engine_healthy.set(not engine.engine.unhealthy_reason)
         metrics.info.labels(settings.worker_id, card.model, card.role.name.lower(), settings.engine_name).set(1)
         service = WorkerService(
@@ -195,7 +195,7 @@ def _tell_while_loading(
     context: PlaneContext,
     place: ConsolidatorPlace,
 ) -> asyncio.Task[None]:
-    """Tell the consolidator how far the start is, wherever it is."""
+    """Report the progress of the start to the consolidator, at its current address."""
 
     def now() -> LoadingWorker:
         phase = start.phase or Phase.LOAD
@@ -227,7 +227,7 @@ def _open_publisher(
     card: WorkerCard,
     dp_rank: int,
 ) -> None:
-    """Open what carries a rank's events; with the others it is closed after the engine has said its last words."""
+    """Open what carries a rank's events; with the others it is closed after the engine's last report."""
     timing = PushTiming(heartbeat_ms=settings.heartbeat_ms)
     stream = PushStream(settings.worker_id, dp_rank, around.epoch, card, timing)
     publisher = EventPublisher(
@@ -245,7 +245,7 @@ def _open_publisher(
 def _follow_consolidator(
     opened: AsyncExitStack, settings: WorkerProcessSettings, place: ConsolidatorPlace, clock: Clock
 ) -> asyncio.Task[None]:
-    """Push to whichever consolidator of the pool is active, as the event plane knows."""
+    """Push to the pool's active consolidator, as the event plane knows."""
     plane = load_plugin(EVENT_PLANES, settings.event_plane)
 
     def move(leader: Leader | None) -> None:
@@ -261,7 +261,7 @@ async def _ended(task: asyncio.Task[None]) -> None:
 
 
 def _follow_by_name(names: Discovery, name: str, place: ConsolidatorPlace, clock: Clock) -> None:
-    """Push to the consolidator of the namespace, wherever it is."""
+    """Push to the consolidator of the namespace, at its current address."""
     from poolgrid.discovery.consolidators import DiscoveredConsolidator
 
     DiscoveredConsolidator(names, [name], lambda where: place.move(where[0]), place.answers, clock).start()
@@ -301,7 +301,7 @@ MEBIBYTE = 1024 * 1024
 
 
 def chat_spec(settings: WorkerProcessSettings) -> ChatSpec:
-    """Return what a worker was told; raises ``ValueError`` when its template cannot be read, or is too long."""
+    """Return the chat settings of a worker; raises ``ValueError`` when its template cannot be read, or is too long."""
     return ChatSpec(
         "" if settings.reasoning_parser == AUTO else settings.reasoning_parser,
         "" if settings.tool_call_parser == AUTO else settings.tool_call_parser,
@@ -310,7 +310,7 @@ def chat_spec(settings: WorkerProcessSettings) -> ChatSpec:
 
 
 def told_card(card: WorkerCard, settings: WorkerProcessSettings, chat: ChatSpec) -> WorkerCard:
-    """Return an engine's card with what the worker was told."""
+    """Return an engine's card with the worker's chat settings."""
     media = card.media
     if settings.max_file_size_mb is not None:
         media = msgspec.structs.replace(media, item_bytes_max=settings.max_file_size_mb * MEBIBYTE)

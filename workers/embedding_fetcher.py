@@ -63,7 +63,7 @@ class EmbeddingFetcher:
         )
 
     def end(self, request_id: str) -> None:
-        """Give a fetch up, if there is one; its sources are let go of."""
+        """Give a fetch up, if there is one; its sources are released."""
         task = self._tasks.pop(request_id, None)
         if task is not None:
             task.cancel()

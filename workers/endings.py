@@ -88,8 +88,8 @@ class WorkerDrain:
     """The drain of one worker, on its event loop; nothing before the first order.
 
     It begins with the first order and cannot be taken back. The earliest end of all orders holds. At its end each
-    request that is left continues on another worker: the engine is told to end them, and has
-    ``HAND_OVER_TIMEOUT_S`` for it; then routers are told without it.
+    request that is left continues on another worker: the engine is ordered to end them, and has
+    ``HAND_OVER_TIMEOUT_S`` for it; then routers get the report without it.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class WorkerDrain:
         refuse_all: Callable[[str, RefusalKind], None],
     ) -> None:
         """``empty`` is set while there are no ``requests``; ``end`` ends one so that it continues elsewhere, and
-        ``refuse_all`` tells routers so, past the engine."""
+        ``refuse_all`` reports it to routers, past the engine."""
         self.is_on = False
         self._allowed_ms = allowed_ms
         self._requests = requests

@@ -70,7 +70,7 @@ class ServerWorkers:
                     raise
                 pause_s = pace.died(now_s() - ready_s[0] if ready_s else 0.0)
                 log.error("worker %s failed: it starts again in %.1f s: %s", name, pause_s, error)
-                log.debug("where it happened", exc_info=True)
+                log.debug("where it failed", exc_info=True)
                 await unless(stop, asyncio.sleep(pause_s), f"restart of {name}")
 
     async def _live(self, settings: WorkerProcessSettings, stop: asyncio.Event, ready: Callable[[str], None]) -> None:

@@ -4,9 +4,9 @@ Rules:
 
 1. A request belongs to the peer that sent it. A peer is known while it has requests here.
 2. A peer that is silent for its lease, cannot be reached or stops reading is given up: each of its requests is ended,
-   because no peer would take the tokens, and has no owner until the engine has let go of it.
-3. A peer that was given up and speaks again is told which of its requests ended unheard, so that it continues them
-   elsewhere. At most ``ABANDONED_MAX`` are remembered for that.
+   because no peer would take the tokens, and has no owner until the engine has released it.
+3. A peer that was given up and sends again gets the list of its requests that ended without a report, so that it
+   continues them elsewhere. At most ``ABANDONED_MAX`` are remembered for that.
 4. A router is a peer that sends pings. One that is silent for the lease is not counted any more.
 """
 
@@ -102,7 +102,7 @@ class Peers:
         self.owners[request_id] = peer_id
 
     def forget(self, request_id: str) -> None:
-        """Let go of a request that has ended; again is harmless."""
+        """Release a request that has ended; again is harmless."""
         owner = self.owners.pop(request_id, None)
         if owner is not None:
             peer = self._peers.get(owner)
@@ -193,7 +193,7 @@ class Peers:
     def _own_up(self, peer_id: bytes) -> None:
         """Tell a peer that was silent, and is there again, which of its requests have ended here."""
         request_ids = list(self._silent[peer_id])
-        log.warning("a router that was silent is there again: %d ended requests are reported to it", len(request_ids))
+        log.warning("a router that was silent is back: %d ended requests are reported to it", len(request_ids))
         for request_id in request_ids:
             self._forget_abandoned(request_id)
             error = f"worker {self._worker_id} let it go: its router was silent"

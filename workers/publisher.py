@@ -48,7 +48,7 @@ HELD_EVENTS_MAX = 256
 
 
 def can_wait(event: AnyEvent) -> bool:
-    """Tell whether nobody waits for an event."""
+    """Return whether no reader waits for an event."""
     kind = type(event)
     if kind in OF_BLOCKS:
         assert isinstance(event, BlocksStored | BlocksRemoved)
@@ -180,7 +180,7 @@ class EventPublisher:
         self._say_all()
 
     async def say_goodbye(self, reason: str, timeout_s: float) -> bool:
-        """Wait for the last acknowledgement, say goodbye, wait for the answer; say whether all that came in time."""
+        """Wait for the last acknowledgement, say goodbye, wait for the answer; return whether all that came in time."""
         self._publish_held()
         try:
             async with asyncio.timeout(timeout_s):
@@ -331,12 +331,12 @@ class Membership:
             publisher.rejoin(self.epoch)
 
     async def say_goodbye(self, reason: str) -> bool:
-        """End every rank's stream; say whether all were acknowledged in time."""
+        """End every rank's stream; return whether all were acknowledged in time."""
         return all(await asyncio.gather(*(each.say_goodbye(reason, GOODBYE_TIMEOUT_S) for each in self.publishers)))
 
 
 FIRST_WORD_S = 0.25
-"""An engine that is there by then has not been loading for anybody to see."""
+"""An engine that is there by then has not been loading visibly."""
 
 
 async def tell_while_loading(context: PlaneContext, where: Callable[[], str], now: Callable[[], LoadingWorker]) -> None:

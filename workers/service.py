@@ -333,7 +333,7 @@ class WorkerService:
             self._peers.send_tokens(peer_id, [delta])
             return
         except Exception as error:
-            # The socket would drop the message, and its router would wait for ever.
+            # The socket would drop the message, and its router would wait without end.
             if traces is not None and is_traced:
                 traces.end(request.request_id, RefusalKind.BROKEN.value)
             self._peers.send_tokens(peer_id, [self._break(request.request_id, error)])
@@ -357,7 +357,7 @@ class WorkerService:
             raise BrokenError(f"the engine of worker {self._worker_id} is not well")
         owners = self._peers.owners
         if request.request_id in self._kept and owners[request.request_id] == peer_id:
-            # Nobody dispatches a leg again while its first result is of use.
+            # No router dispatches a leg again while its first result is of use.
             self._let_go(request.request_id)
         if request.request_id in owners:
             # Only a router's own second use is its fault. What has no owner is on its way out; what another peer
@@ -434,7 +434,7 @@ class WorkerService:
             self._endings.rewrite(report)
         if self._traces is not None and self._traces.records:
             self._traces.follow(report)
-        # Before the deltas: what is kept anew in this report is not what was let go of.
+        # Before the deltas: what is kept again in this report is not what was released.
         for request_id in report.released:
             if request_id in self._kept:
                 self._forget(request_id)
@@ -549,7 +549,7 @@ def _guarded(deliver: Callable[[EngineReport], None], fault: asyncio.Future[None
 
 async def _first(ends: Sequence[asyncio.Future[None]], other: Coroutine[object, object, object]) -> None:
     """Wait until any is done; what is left of ``other`` is cancelled, what it raised is raised."""
-    waiting = owned(other, "what the engine goes on beside")
+    waiting = owned(other, "what the engine runs next to")
     try:
         every: set[asyncio.Future[Any]] = {*ends, waiting}
         await asyncio.wait(every, return_when=asyncio.FIRST_COMPLETED)

@@ -66,14 +66,14 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
     )
     http_port: int = Field(0, ge=0, le=65535, description="Serve health and metrics at this port; 0 = any free port.")
     peer_lease_ms: ClassVar[int] = 10_000
-    """Requests of a router that is silent for this time are cancelled: routers send a sign of life every second."""
+    """Requests of a router that is silent for this time are cancelled: routers send a heartbeat every second."""
     drain_timeout_ms: int = Field(
         30_000, ge=0, le=86_400_000, description="Let running requests finish for this time after SIGTERM."
     )
     load_interval_ms: ClassVar[float] = 100.0
     """Least time between two load reports while busy; one more when idle."""
     heartbeat_ms: ClassVar[float] = 1000.0
-    """Time between two signs of life to the consolidator: a tenth of its usual lease."""
+    """Time between two heartbeats to the consolidator: a tenth of its usual lease."""
 
     reasoning_parser: ReasoningParser = Field(
         "auto",

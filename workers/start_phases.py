@@ -36,7 +36,7 @@ class StartPhases:
         self._left = metrics.start_left_bytes
         self._since_ms = 0.0
         self.phase: Phase | None = None
-        """The one under way; ``None`` before the first, and when the worker is registered."""
+        """The current phase; ``None`` before the first, and when the worker is registered."""
         self.done_bytes = 0
         self.total_bytes = 0
         """Of the phase; 0 = not reported."""

@@ -6,7 +6,7 @@ Rules:
    (``EmbeddingFetcher``); until the answer is here the engine knows nothing of the leg.
 2. Such a leg ends here when it is cancelled, when its fetch fails, or when the engine refuses it with what arrived.
    Its maker is told of each end once, and never of a leg that the engine has.
-3. The source of KV is let go of when the KV has arrived or the leg ends, whatever ended it.
+3. The source of KV is released when the KV has arrived or the leg ends, for any reason.
 4. An engine that hands no KV over answers that it has none.
 """
 
@@ -55,9 +55,9 @@ class Transfers:
     ) -> None:
         """Begin to take the fetchers' answers.
 
-        ``on_ended`` is told of each leg that ended here: its request, its only delta, and why for the pool.
-        ``on_failed`` is told of a request whose fetch failed, and why; the leg may be here still, or in the engine, or
-        gone.
+        ``on_ended`` is called for each leg that ended here: its request, its only delta, and why for the pool.
+        ``on_failed`` is called for a request whose fetch failed, and why; the leg may be here still, or in the engine,
+        or gone.
         """
         self.fetching: dict[str, Generate] = {}
         """Legs whose KV or embeddings were asked for and are not here yet."""

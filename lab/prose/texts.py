@@ -6,7 +6,10 @@ Texts out of the code become one Markdown document per kind, a paragraph each, s
 from __future__ import annotations
 
 import ast
+import io
 import json
+import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,17 +49,33 @@ def _commands(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, 
         yield path, command
 
 
-def log_messages() -> Iterator[str]:
-    """Yield the message of each call of a logger in the product."""
+def sources() -> Iterator[tuple[str, str]]:
+    """Yield the path and the source of each module of the product."""
     for folder in ("src/poolgrid", "router", "global_router", "workers"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                match node:
-                    case ast.Call(
-                        func=ast.Attribute(value=ast.Name(id="log" | "logger"), attr=level),
-                        args=[ast.Constant(value=str(message)), *_],
-                    ) if level in ("debug", "info", "warning", "error", "exception"):
-                        yield message
+            yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+
+
+def log_messages() -> Iterator[str]:
+    """Yield the message of each call of a logger in the product."""
+    for _, source in sources():
+        for node in ast.walk(ast.parse(source)):
+            match node:
+                case ast.Call(
+                    func=ast.Attribute(value=ast.Name(id="log" | "logger"), attr=level),
+                    args=[ast.Constant(value=str(message)), *_],
+                ) if level in ("debug", "info", "warning", "error", "exception"):
+                    yield message
+
+
+def words_in_code(source: str, words: re.Pattern[str]) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each match in a docstring, a comment or another string; names of the code are free."""
+    if words.search(source) is None:
+        return  # tokens of all files would take seconds
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT or tokenize.tok_name[token.type] in ("STRING", "FSTRING_MIDDLE"):
+            for found in words.finditer(re.sub(r"\{[^{}\n]*\}", "", token.string)):
+                yield token.start[0] + token.string.count("\n", 0, found.start()), found[0]
 
 
 def alert_texts() -> Iterator[str]:

@@ -81,7 +81,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
     "Benchmarks": ("docs/benchmarks", "docs/bench", "docs/simulate", "tests/data/README"),
     "Contribute": (
         *("CONTRIBUTING", "docs/simulation_testing", "docs/decisions/README"),
-        *("docs/renamed", "RELEASING", "MAINTAINERS", "CODE_OF_CONDUCT", "SECURITY"),
+        *("RELEASING", "MAINTAINERS", "CODE_OF_CONDUCT", "SECURITY"),
     ),
     "Release notes": ("CHANGELOG",),
 }

@@ -1,11 +1,11 @@
-"""A prefix index without events: what the router itself sent where, believed for a limited time.
+"""A prefix index without events: the router's own choices, each trusted for a limited time.
 
 Rules
-    1. Each choice says: this worker now holds this path. A later choice of the same path renews the belief.
+    1. After a choice the worker counts as holding the path. A later choice of the same path renews that.
     2. A belief expires ``ttl_ms`` after its last renewal.
     3. Nothing is ever corrected by the worker: this is for engines whose events cannot be had.
-    4. A worker that is dropped is forgotten with all that was chosen for it; under the same name it begins anew.
-    5. ``beliefs`` takes all of it in one go, and ``restore`` goes on from there: the same choices and times afterwards
+    4. When a worker is dropped, everything chosen for it is dropped; under the same name it starts empty.
+    5. ``beliefs`` copies the whole state at once, and ``restore`` resumes from the copy: the same choices and times
        give the same answers, from ``exact_from_ms`` on.
 """
 
@@ -27,7 +27,7 @@ CHOICES_PER_CHUNK = 1024
 
 
 class BelievedChain(NamedTuple):
-    """Blocks that one worker is believed to hold, each below the one before, since one choice."""
+    """Blocks that one worker probably holds, each below the one before, from one choice."""
 
     worker: WorkerKey
     chosen_ms: float
@@ -42,13 +42,13 @@ class _Choice(NamedTuple):
     chosen_ms: float
     worker: WorkerKey
     renewed_ms: dict[int, float]
-    """Of that life of the worker: who has another one by now was dropped meanwhile."""
+    """Of that epoch of the worker: a later epoch means that the worker was dropped since."""
     path: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Beliefs:
-    """What was believed at one moment; may be asked, by another thread too, while the index it is of goes on."""
+    """The index at one moment; another thread may read it while the index itself changes."""
 
     chunks: Sequence[Sequence[_Choice]]
     """Choices, oldest first."""
@@ -60,7 +60,7 @@ class Beliefs:
         """Return every belief once, oldest first, and from which time on the index made of them is exact.
 
         At most ``max_blocks`` blocks, the youngest; what was left out has expired by the time that is returned. Each
-        choice owns the end of its path behind what younger ones renewed, so one look-up tells that nothing is left of
+        choice owns the end of its path behind what younger ones renewed, so one look-up shows that nothing is left of
         it, and a bisection finds where the rest begins.
         """
         chains: list[BelievedChain] = []
@@ -114,7 +114,7 @@ class ApproximateIndex(Observer):
         """From this time on nothing is missing that a longer memory or a longer past would have known."""
 
     def record(self, worker: WorkerKey, path: Sequence[int], now_ms: float) -> None:
-        """Believe that a worker holds a path from now on."""
+        """Count a path as held by a worker from now on."""
         self.expire(now_ms)
         if not path:
             return
@@ -186,10 +186,10 @@ class ApproximateIndex(Observer):
                 del renewed[sequence_hash]
             self.index.remove(worker, over)
 
-    # For a state that goes on elsewhere
+    # For a state that is resumed elsewhere
 
     def beliefs(self) -> Beliefs:
-        """Return what is believed now, without looking through it."""
+        """Return the current entries without reading them."""
         chunks: list[Sequence[_Choice]] = list(self._chunks)
         if chunks:
             chunks[-1] = tuple(chunks[-1])
@@ -197,7 +197,7 @@ class ApproximateIndex(Observer):
         return Beliefs(chunks, dict(self._renewed_ms), self._ttl_ms, self.exact_from_ms)
 
     def restore_beliefs(self, chains: Iterable[BelievedChain], exact_from_ms: float, now_ms: float) -> None:
-        """Go on from condensed beliefs, oldest first, over an index without any."""
+        """Resume from condensed entries, oldest first; the index must be empty."""
         self.forget_all()
         self.exact_from_ms = exact_from_ms
         # Parents are younger: they are stored first, so that no block has to wait for the one before it.

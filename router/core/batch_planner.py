@@ -1,7 +1,7 @@
 """Which of the requests that wait at a router go to a worker now, and how many will be computed behind each.
 
-A request that is sent to a worker with work to do waits there, behind whatever was sent before it, and cannot go
-elsewhere any more. One that waits at the router goes to whichever worker is free first, in whatever order is best.
+A request that is sent to a worker with work to do waits there, behind everything sent before it, and cannot move
+to another worker. One that waits at the router goes to the first free worker, in the best order.
 
 Rules
     1. Every request that waits is given a worker, the dearest first: the one where its cost is least, and its own
@@ -9,8 +9,8 @@ Rules
        For workers that hold nothing of the prompts and are equally free this is the division with the least sum of
        times to the first token: Horowitz and Sahni, "Exact and approximate algorithms for scheduling nonidentical
        processors", JACM 23 (1976).
-    2. Who was given a worker that has nothing to compute goes there: of several the one that is computed soonest.
-       Everybody else goes on waiting, and is given a worker anew at the next occasion.
+    2. A request whose worker has nothing to compute is sent at once: of several, the one that is computed soonest.
+       All others wait, and are planned again at the next occasion.
     3. Another one goes with it into the same step where the time that both together save, for it and for all behind it,
        is more than what those before it lose: their first tokens come at the end of the step.
     4. *Small* prompts, which take at most ``SMALL_STEPS`` times what the smallest step takes, do not wait for a worker
@@ -45,8 +45,8 @@ SMALL_STEPS = 2.0
 """Up to so many times the smallest step a prompt is small: half of its time or more is the step's own."""
 
 OTHERS_SHARE_MAX = 0.1
-"""Up to this share of requests may come to workers from other routers, or nobody waits here: routers that do not know
-who waits at the others all count on the same workers."""
+"""Up to this share of requests may come to workers from other routers; above it no request waits here: routers that
+do not see each other's queues would all count on the same workers."""
 
 
 Estimate = Callable[[FloatArray, FloatArray, Candidates], tuple[FloatArray, dict[str, FloatArray]]]
@@ -62,11 +62,11 @@ class BatchPlanner:
 
     @property
     def is_active(self) -> bool:
-        """Tell whether requests should wait here: where workers have few requests of other routers."""
+        """Return whether requests should wait here: where workers have few requests of other routers."""
         return self._selector.projection.ledger.others_share <= OTHERS_SHARE_MAX
 
     def holds(self, decision: Decision) -> bool:
-        """Tell whether a new request, while none waits, is planned with those that come in the same turn instead of
+        """Return whether a new request, while none waits, is planned with those that come in the same turn instead of
         going where a decision sends it."""
         row, candidates, engines = decision.choice.row, decision.candidates, decision.candidates.engines
         assert isinstance(engines, Engines | FewEngines), "it is what the policy's observer describes"
@@ -87,7 +87,7 @@ class BatchPlanner:
         )
 
     def can_plan(self, wanted: WorkerWanted) -> bool:
-        """Tell whether any worker could serve a request now."""
+        """Return whether any worker could serve a request now."""
         group = self._selector.groups.of(wanted.request.model, wanted.roles)
         return bool(len(group.eligible(wanted.request, wanted.unavailable, self._selector.projection.ledger)[0]))
 
@@ -181,8 +181,8 @@ def plan(
 def divide(waiting: PlanningBatch, rows: Sequence[int], ahead_ms: FloatArray) -> dict[int, list[BatchedRequest]]:
     """Return the requests of each worker that gets any, in the order in which they are computed.
 
-    ``rows`` are the requests to divide, ``ahead_ms`` is what each worker was given before. Who can go nowhere is in
-    none.
+    ``rows`` are the requests to divide, ``ahead_ms`` is what each worker was given before. A request without any worker
+    is in none.
     """
     least_ms = waiting.own_ms.min(axis=1)
     behind = np.zeros(len(ahead_ms))

@@ -6,11 +6,11 @@ run by its bare hash, is found here, in some microseconds.
 Rules
     1. What comes and goes is written down one after the other, a block and the number of its run, in *fresh* arrays.
        Once these are full they are sorted and handed out to *shards* by the leading bits of the hash. Within a shard
-       nothing is sorted: whoever asks looks at all of it, and at what is fresh.
+       nothing is sorted: a look-up reads the whole shard and the fresh entries.
     2. What goes is written down as well, with ``GONE`` in its number. Of each block and run, what came less what went
-       is what there is. A shard of which a third says that something went is put in order.
-    3. What ``where`` returns are runs that a block is in or was in: numbers are given again. Whoever asks looks into
-       the run.
+       is what there is. A shard of which a third are removals is put in order.
+    3. What ``where`` returns are runs that a block is in or was in: numbers are given again. The caller checks
+       the run itself.
     4. A shard beyond ``shard_entries`` is split in two. What is put in order or split in one go is as much as what was
        handed out asks for, so nothing here takes longer because there are many blocks.
 """
@@ -35,15 +35,15 @@ FRESH_ENTRIES: Final = 8192
 """Blocks that are handed out in one go: a quarter of a millisecond."""
 
 GONE_SHARE: Final = 3
-"""Of so many entries of a shard one may say that a block went; what came and went takes twice as much."""
+"""Share of a shard's entries that may be removals; what came and went takes twice as much."""
 
 GONE_SPARED: Final = 128
 """Entries of a small shard that are not worth it: twice as many in 256 shards take 0.8 MB."""
 
 RELIEF_PACE: Final = 3
 """Entries that are put in order for each that is handed out. Four or less go through it for each block that goes, and
-half of what is handed out says that a block went. Shards are alike and come to it together: one at a time, however
-small, would be behind for ever."""
+half of what is handed out are removals. Shards are alike and come to it together: one at a time, however
+small, would never catch up."""
 
 SPREAD: Final = np.uint64(0x9E3779B97F4A7C15)
 """Odd, so that different numbers of runs are different products."""
@@ -74,7 +74,7 @@ class _Shard:
         self.blocks = bytearray()
         self.numbers = bytearray()
         self.gone = 0
-        """How many of these say that a block went."""
+        """How many of these are removals."""
 
 
 class BlockLocator:
@@ -96,7 +96,7 @@ class BlockLocator:
     def __init__(self, shard_entries: int, depth: int) -> None:
         self.shard_entries = shard_entries
         self.fresh_entries = max(1, min(FRESH_ENTRIES, shard_entries))
-        """From how many on what is fresh is handed out. Who writes down a single block does it here, without a call."""
+        """Number of fresh entries that are handed out at once. A single block is written here, without a call."""
         self.fresh_blocks = array("Q")
         self.fresh_numbers = array("I")
         self._shards = [_Shard(depth) for _ in range(1 << depth)]
@@ -186,7 +186,7 @@ class BlockLocator:
             yield from zip(blocks, runs, strict=True)
 
     def discard(self, entries: int) -> int:
-        """Free so much of what nobody asks any more; return what of this number is left over."""
+        """Free this many entries of a discarded locator; return how many of the number are left over."""
         shards = self._shards
         while entries > 0 and shards:
             del shards[-SHARDS_FREED:]

@@ -8,8 +8,8 @@ Rules
        joined, so within a shard no two hashes have the same key.
     2. Shards fill evenly, so all would outgrow their tables within a few thousand blocks of each other, several in one
        call, at one or two milliseconds each. So tables that are costly to rebuild grow ahead of time, one after the
-       other, and shards are split one after the other: whoever stores asks for ``relieve`` once a shard has more than
-       ``crowded_entries``.
+       other, and shards are split one after the other: a caller that stores asks for ``relieve`` once a shard has more
+       than ``crowded_entries``.
 """
 
 from __future__ import annotations

@@ -73,9 +73,9 @@ class Choice(msgspec.Struct, frozen=True, eq=False):
     costs: Column | None = None
     """What was minimised, per row; ``None`` for policies without a cost."""
     given_terms: Mapping[str, Column] | Callable[[], Mapping[str, Column]] = _NO_TERMS
-    """The parts of the cost, per row, or what works them out when somebody asks, which takes less memory."""
+    """The parts of the cost, per row, or a function that computes them on demand, which takes less memory."""
     forecast: Forecast | None = None
-    """Of the chosen row, for who learns; ``None`` = in the terms, if at all."""
+    """Of the chosen row, for observers that learn; ``None`` = in the terms, if at all."""
 
     @property
     def terms(self) -> Mapping[str, Column]:

@@ -1,7 +1,7 @@
-"""Which requests are turns of one conversation, told by the blocks of their prompts, and who holds how much of it.
+"""Which requests are turns of one conversation, by the blocks of their prompts, and which workers hold how much of it.
 
 Rules
-    1. A request goes on with a conversation when its path has the last whole block of an earlier one: what a client
+    1. A request continues a conversation when its path has the last whole block of an earlier one: what a client
        sends again, with more behind it. The latest such block counts. Else a conversation begins.
     2. Requests whose prompts share only a beginning (a system prompt) are of different conversations.
     3. At most ``capacity`` conversations are known; beyond it the one that was asked for longest ago is forgotten.
@@ -51,7 +51,7 @@ class Conversation:
         """The most blocks that each worker was seen with."""
 
     def holders(self, index: PrefixIndex) -> list[Held]:
-        """Return who holds how much of it now, most first; who has lost all of it comes last."""
+        """Return the workers and how much of it each holds now, most first; those that lost all of it come last."""
         found: list[Held] = []
         most = self._most
         for depth, mask in index.find(self.path):

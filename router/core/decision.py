@@ -1,7 +1,7 @@
 """The record of a routing decision: every candidate, every term, the choice, the reason, and what came of it.
 
 Decisions live in a ring of bounded length, newest last; the oldest is forgotten when a new one comes. A record keeps
-the policy's arrays and turns them into readable rows only when somebody asks.
+the policy's arrays and turns them into readable rows only on demand.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DECISION_BYTES: Final = 1000
 """Measured: the record itself, its request, its place in the log."""
 
 ARRAY_BYTES: Final = 112
-"""Measured: what numpy takes for an array beside its values."""
+"""Measured: what numpy takes for an array in addition to its values."""
 
 LIST_BYTES: Final = 56
 LIST_VALUE_BYTES: Final = 22
@@ -64,7 +64,7 @@ class Decision(msgspec.Struct, eq=False):
     attempt: int = 0
     """0 for the first dispatch, n for the n-th migration."""
     untrusted: Mapping[WorkerKey, str] = _NO_REASONS
-    """Workers whose overlap is what the router's own choices predict, because their stream is not believed, and why."""
+    """Workers whose overlap is the router's own prediction, because their stream is not trusted, and the reason."""
     behind_records: int = 0
     """Records that the pool's journal was known to hold beyond ``offset``; above 0 the router was catching up."""
     compared_blocks: int | None = None
@@ -90,7 +90,7 @@ class Decision(msgspec.Struct, eq=False):
     worker: WorkerKey = _NO_WORKER
     """The chosen worker."""
     overlap_blocks: int = 0
-    """Blocks that it was believed to hold, on any tier."""
+    """Blocks that it held according to the router, on any tier."""
 
     def __post_init__(self) -> None:
         row, columns = self.choice.row, self.candidates
@@ -99,7 +99,7 @@ class Decision(msgspec.Struct, eq=False):
 
     @property
     def reason(self) -> str:
-        """Return the short reason code; it says so when the chosen worker's overlap was predicted, and when the
+        """Return the short reason code; it shows when the chosen worker's overlap was predicted, and when the
         router was behind the pool's journal.
         """
         reason = f"{self.choice.reason}-predicted" if self.worker in self.untrusted else self.choice.reason

@@ -2,13 +2,14 @@
 
     queue    = max(own, prompt_ms(queued + uncached) − done)   what the engine computes until then, at pace 1
     expected = pace · (queue + steps · decode_ms)              decode steps come between, while others generate
-    own      = prompt_ms(uncached)                             who comes behind it waits for that, too
-    joined   = pace · (who is in the last step) · (how much longer that step takes)
+    own      = prompt_ms(uncached)                             requests behind it wait for that, too
+    joined   = pace · (requests in the last step) · (how much longer that step takes)
     decoding = DECODING_WORTH · pace · (who generates there) · (how much longer their steps take)
     cost     = expected + own + joined + decoding
 
 An idle worker that holds nothing of a prompt costs what the prompt takes to compute, twice: for itself, and for the
-next one. What only a pool as a whole tells (who would have come to the last free worker) is added by the policy.
+next one. What only a pool as a whole shows (requests that would have come to the last free worker) is added by the
+policy.
 
 Nothing here keeps or reads anything. ``poolgrid.router.core.engine_times`` has the same for many workers at once, to
 the bit.
@@ -35,9 +36,9 @@ class WorkerDelay(NamedTuple):
     """Prompt tokens of one step."""
     total_blocks: float
     pace: float
-    """How much slower it is than its curve says."""
+    """Its speed factor: real times over those of its curve."""
     done_ms: float
-    """Milliseconds at pace 1 by which its queue is shorter than its tokens say, for it is at work."""
+    """Milliseconds at pace 1 by which its queue is shorter than by its tokens, since part of it is computed."""
     queued_tokens: float
     """Prompt tokens that it has accepted and not computed."""
     active_blocks: float
@@ -55,7 +56,7 @@ class PromptCost(NamedTuple):
     expected_ms: float
     """Until its first token."""
     own_ms: float
-    """For who comes behind it, at pace 1."""
+    """Delay of the requests behind it, at pace 1."""
     joined_ms: float
     """For prompts whose last step it makes longer."""
     decoding_ms: float

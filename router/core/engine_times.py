@@ -1,4 +1,4 @@
-"""How long an engine's steps take, as its card says or as engines of its kind do: what predictions start from.
+"""Step times of an engine, from its card or from engines of its kind: where predictions start.
 
 Whatever is wrong with it by a factor is learned (``LearnedSpeeds``). So what counts here is the shape: how
 much dearer a long prompt is than a short one.
@@ -23,7 +23,7 @@ HOST_WORTH, DISK_WORTH = 0.75, 0.25
 
 
 class StepCurve:
-    """Straight lines between points; beyond the last prompt point its slope goes on, before the first its value."""
+    """Straight lines between points; beyond the last prompt point its slope holds, before the first its value."""
 
     __slots__ = ("_decode", "_decode_ms", "_prefill", "_prefill_ms", "_shares", "_slope", "_tokens", "least_ms")
 
@@ -105,12 +105,12 @@ PUBLISHED = StepCurve(
     tuple((tokens, _published_prefill(tokens)) for tokens in (1, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)),
     tuple((p, -25.74 * p * p + 54.01 * p + 5.74) for p in (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)),
 )
-"""For workers whose card says nothing: the polynomials of the field's published simulator (Dynamo's mocker)."""
+"""For workers whose card has no times: the polynomials of Dynamo's published simulator (its mocker)."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineColumns:
-    """What workers' cards say of their engines' times."""
+    """Step times on the workers' cards."""
 
     curves: tuple[StepCurve, ...]
     curve: IndexArray
@@ -153,9 +153,9 @@ class Engines:
     """Prompt tokens of one step."""
     total_blocks: FloatArray
     paces: FloatArray
-    """How much slower each is than its curve says."""
+    """Speed factor of each: real times over those of its curve."""
     done_ms: FloatArray
-    """Milliseconds at pace 1 by which its queue is shorter than its tokens say, for it is at work."""
+    """Milliseconds at pace 1 by which its queue is shorter than by its tokens, since part of it is computed."""
     waiting: FloatArray
     """Requests that wait for their first token there."""
     choices_per_ms: float

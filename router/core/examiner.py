@@ -1,6 +1,6 @@
 """Collects the evidence of ``poolgrid.diagnosis`` while a projection is folded: promised against reported reuse.
 
-It only looks on: no decision depends on it, so it is in no checkpoint, and a replay attaches one of its own. It is told
+It only observes: no decision depends on it, so it is in no checkpoint, and a replay attaches one of its own. It gets
 of a start in the order of the worker's events, when the index stands where the engine stood.
 """
 

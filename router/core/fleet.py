@@ -1,7 +1,7 @@
-"""Who the workers are: a fold over membership events.
+"""The workers of a pool: a fold over membership events.
 
 Rules
-    1. A worker exists from ``WorkerJoined`` to ``WorkerLeft``. A second ``WorkerJoined`` is a new life
+    1. A worker exists from ``WorkerJoined`` to ``WorkerLeft``. A second ``WorkerJoined`` is a new epoch
        and replaces the first.
     2. A draining worker keeps what it has and is chosen for nothing new.
     3. ``version`` grows with every change, so that what is derived from the fleet can be cached.
@@ -24,7 +24,7 @@ from poolgrid.wire.tasks import TASK_ROLES
 
 @dataclass(slots=True)
 class Worker:
-    """One routing target and what the stream last said of it."""
+    """One routing target and its latest facts in the stream."""
 
     key: WorkerKey
     epoch: int
@@ -85,7 +85,7 @@ class Fleet:
 
 
 def media_of(workers: Iterable[Worker]) -> MediaSpec:
-    """Return which media a model takes: what the first of its workers says that computes prompts and takes any.
+    """Return which media a model takes: those of its first worker that computes prompts and takes any.
 
     The bound of one medium is that of the first worker that names one: no two of a pool name different ones.
     """
@@ -112,7 +112,7 @@ def tasks_of(workers: Iterable[Worker]) -> tuple[Stage, ...]:
 
 
 def chat_of(workers: Iterable[Worker]) -> ChatSpec:
-    """Return how chats with a model are written and read, as far as any of its workers was told."""
+    """Return how chats with a model are written and read, as far as any of its workers was configured."""
     found = NO_CHAT_SPEC
     for worker in workers:
         found = found.filled(worker.card.chat)

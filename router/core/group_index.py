@@ -8,7 +8,7 @@ Rules
        worker's overlap. A group whose needs are not known can be resumed nowhere.
     3. An engine computes at least the last token of a prompt, so ``deepest`` limits the places that count: it matters
        only here, where the place before may be out of reach.
-    4. A block is held while it lies on any tier. Which tier a reuse comes from is told by full attention alone.
+    4. A block is held while it lies on any tier. Full attention alone decides which tier a reuse comes from.
     5. At most ``blocks_max`` blocks; beyond it the oldest go, and are counted. Dropped workers are swept a slice at a
        time with all else of the index.
     6. A worker that reported no groups costs one test of a mask; a pool without any, one of an empty dict.
@@ -40,7 +40,7 @@ Depths = list[tuple[int, int]]
 
 
 class GroupBlock(LruEntry):
-    """A block on one tier and who holds it there, in a group of one kind."""
+    """A block on one tier and its holders there, in a group of one kind."""
 
     sequence_hash: int
     mask: int
@@ -122,7 +122,7 @@ class GroupIndex:
     # Where prompts can be resumed
 
     def resumable(self, path: Sequence[int], found: Depths, live: int, deepest: int | None) -> Depths:
-        """Return what full attention says of a path (``found``), corrected for the workers with several groups.
+        """Return full attention's result for a path (``found``), corrected for the workers with several groups.
 
         ``deepest`` is the last place that counts for these.
         """

@@ -100,12 +100,12 @@ class Renewed(msgspec.Struct, frozen=True):
 
 
 class PromptComputed(msgspec.Struct, frozen=True):
-    """The first of a dispatch's answer passed the router: its prompt is no work any more, whatever events say."""
+    """The first of a dispatch's answer passed the router: its prompt is no work any more, regardless of events."""
 
     worker: WorkerKey
     dispatch_id: str
     is_held: bool = False
-    """Its worker is believed to hold the prompt's blocks, until the worker's own events say what it holds."""
+    """Its worker counts as holding the prompt's blocks, until the worker's own events report what it holds."""
 
 
 class Released(msgspec.Struct, frozen=True):

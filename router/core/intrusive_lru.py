@@ -1,7 +1,7 @@
 """Things in order of age: a list whose links lie in the things themselves, so that any can go at any time.
 
 The garbage collector does not know these things (``gc=False``), nor dicts that hold nothing else: it would look at each
-of millions whenever it looked at one, some fifty milliseconds at a time. So whoever lets go of them cuts their links,
+of millions whenever it looked at one, about fifty milliseconds at a time. So a caller that drops them cuts their links,
 which would keep them alive.
 """
 

@@ -63,11 +63,11 @@ class KvAware:
         crowding = rate · (after² − before²) / 2                   who would have been free of a queue
         again    = AGAIN_WORTH · (own − own of the worker that holds most)
         next     = NEXT_WORTH · typical · (how far its load of late is above EVEN times the mean: 0 to 1)
-        behind   = pace · own · (who waits at the router, to be computed behind it)
+        behind   = pace · own · (requests queued at the router, to be computed behind it)
 
     What a prompt takes of others is counted at pace 1: a slow worker's requests wait longer for it, and are fewer.
     Step times are those of a worker's card, its pace is learned from its first tokens
-    (``poolgrid.router.core.learned_speeds``). Nothing is set by anybody.
+    (``poolgrid.router.core.learned_speeds``). There is no setting for it.
 
     An engine's step ends for all prompts in it at once. Those that would be in the last step of the queue are delayed
     by the part of this prompt that joins them. So a long prompt keeps away from short ones that have only just come.
@@ -100,7 +100,7 @@ class KvAware:
         return BatchPlanner(selector, self.estimate)
 
     def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
-        """Choose the least cost in milliseconds; who only decodes is chosen by the length of its steps."""
+        """Choose the least cost in milliseconds; a decode worker is chosen by the length of its steps."""
         engines = candidates.engines
         if isinstance(engines, FewEngines):
             return _choice_of_few(request, candidates, engines)

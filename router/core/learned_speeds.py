@@ -1,14 +1,14 @@
-"""How much slower each worker is than its step times say, learned from its first tokens.
+"""Speed factor of each worker: real over predicted step times, learned from its first tokens.
 
 Rules
     1. A choice leaves what was predicted for it at pace 1: until its first token, the queue included, and for its own
-       prompt alone. Its first token says how long it really took. A worker's pace is the ratio of the two sums, in
+       prompt alone. Its first token shows how long it really took. A worker's pace is the ratio of the two sums, in
        which old observations count less (``KEPT``) and so do all when time passes (``MEMORY_MS``).
     2. A worker begins with ``PRIOR_MS`` worth of the pool's pace, which its observations replace, and what time takes
-       from these is filled up with it again. So a worker that nobody was sent to for long returns to the pool's pace,
-       and what was slow is tried again. The pool's own begins with 1, the word of the cards.
-    3. A worker that does not answer says nothing, and must look slow all the same. It is never believed to be faster
-       than its oldest request without a first token allows, once that is late beyond doubt.
+       from these is filled up with it again. So a worker without recent requests returns to the pool's pace,
+       and a slow worker is tried again. The pool's own begins with 1, the value of the cards.
+    3. A worker that does not answer gives no observation, and must count as slow all the same. It is never taken to be
+       faster than its oldest request without a first token allows, once that is late beyond doubt.
     4. A request that ends without a first token teaches nothing, unless it had waited longer than was predicted.
     5. It is a fold like the projection it belongs to: choices, events and their times decide, nothing else. All
        operations are those of IEEE, so the same inputs give the same bits on every machine.
@@ -32,11 +32,11 @@ from poolgrid.wire.identifiers import WorkerId, WorkerKey
 
 PACE: Final = "pace"
 OWN_MS: Final = "own_ms"
-"""Terms that choices are learned from, beside ``EXPECTED_MS``: the pace that was reckoned with, and what the request's
-own prompt takes at pace 1."""
+"""Terms that choices are learned from, in addition to ``EXPECTED_MS``: the pace used in the estimate, and the time of
+the request's own prompt at pace 1."""
 
 GROUPS_MAX: Final = 64
-"""Groups of workers of which it is kept what their cards say."""
+"""Groups of workers whose card times are kept."""
 
 _POOL: Final = WorkerKey(WorkerId(""), 0)
 """Whose pace is that of the pool; no worker has an empty name."""
@@ -57,11 +57,11 @@ PRIOR_MS = 500.0
 """How much the pool's pace counts, in predicted milliseconds: a handful of requests outweighs it."""
 
 NOISE, CERTAIN = 1.2, 1.5
-"""Up to the one a worker's pace is not told from the pool's, from the other on it is believed as it is. Single times
-are off by a tenth, and to tell workers apart that are equal sends prompts away from where they are cached."""
+"""Below the first a worker counts as equal to the pool, above the second its own pace counts in full. Single times
+are off by a tenth, and treating equal workers as different sends prompts away from where they are cached."""
 
 GRACE_MS = 250.0
-"""How much later than predicted a first token may come before it counts as late: a full step that was under way."""
+"""How much later than predicted a first token may come before it counts as late: a full step that had begun."""
 
 
 class Awaited(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -154,7 +154,7 @@ def _remembered(age_ms: float, memory_ms: float = MEMORY_MS) -> float:
 
 
 def _told_apart(pace: float, prior: float) -> float:
-    """Return a worker's pace, or the pool's as far as the two cannot be told apart."""
+    """Return a worker's pace, or the pool's as far as the two cannot be distinguished."""
     times = pace / prior if pace > prior else prior / pace
     if times >= CERTAIN:
         return pace
@@ -175,9 +175,9 @@ class LearnedSpeeds(Observer):
         self._arrivals = Arrivals()
         self._awaited = 0
         self._latest_ms = 0.0
-        """Of the moments that it was told."""
+        """Times of the moments that it observed."""
         self._columns: dict[int, tuple[Sequence[Worker], EngineColumns]] = {}
-        """Of groups of workers, by the identity of the group: what their cards say."""
+        """Card times of groups of workers, by the identity of the group."""
 
     # -- choices and facts -----------------------------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ class LearnedSpeeds(Observer):
         self.on_released(worker, request_id, blocks)
 
     def on_expired(self, is_open: IsOpen) -> None:
-        """Await no request that the ledger does not have any more: nobody will speak of it."""
+        """Await no request that the ledger does not have any more: no message about it will come."""
         for worker, known in self._workers.items():
             for dispatch_id in [each for each in known.awaited if not is_open(worker, each)]:
                 del known.awaited[dispatch_id]
@@ -254,7 +254,7 @@ class LearnedSpeeds(Observer):
             self._awaited -= len(known.awaited)
 
     def on_snapshot(self, workers: Collection[WorkerKey], is_open: IsOpen) -> None:
-        """Go on after a snapshot, which tells of workers and not of first tokens: await none, keep who is there."""
+        """Continue after a snapshot, which has no first tokens: await none, keep the workers that are present."""
         for worker in [each for each in self._workers if each not in workers]:
             self.on_left(worker)
         self.on_expired(lambda worker, dispatch_id: False)
@@ -264,7 +264,7 @@ class LearnedSpeeds(Observer):
         known.add(observed_ms, awaited.unit_ms, self.pool_pace(now_ms), now_ms)
         self._pool.add(observed_ms, awaited.unit_ms, 1.0, now_ms)
 
-    # -- what is believed ------------------------------------------------------------------------------------------
+    # -- estimates -------------------------------------------------------------------------------------------------
 
     def pool_pace(self, now_ms: float) -> float:
         return self._pool.ratio(1.0, now_ms)
@@ -334,7 +334,7 @@ class LearnedSpeeds(Observer):
             workers, fixed = [workers[row] for row in rows], tuple(fixed[row] for row in rows)
         return FewEngines(fixed, self.believed([worker.key for worker in workers], now_ms), *self.arrivals(now_ms))
 
-    # -- for a state that goes on elsewhere ------------------------------------------------------------------------
+    # -- for a state that is resumed elsewhere ---------------------------------------------------------------------
 
     def checkpoint(self) -> SpeedsState:
         """Return what is known of requests, of the pool (``served_ms`` is the latest moment), and of workers."""

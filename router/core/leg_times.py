@@ -44,7 +44,7 @@ PRIOR_WEIGHT: Final = 0.2
 would make no line."""
 
 LATE_MS: Final = 250.0
-"""How much later than expected a first token may come before its worker counts as late: a full step is under way."""
+"""How much later than expected a first token may come before its worker counts as late: a full step may have begun."""
 
 AWAITED_PER_WORKER_MAX: Final = 1024
 """More than an engine runs. Beyond, the oldest is no longer awaited."""

@@ -1,4 +1,4 @@
-"""Which session a prompt continues, where no client says so: by the prompts and answers before it.
+"""Which session a prompt continues, where no client names it: by the prompts and answers before it.
 
 Rules
     1. A prompt that begins with all tokens of an earlier prompt and of its complete answer, and has more behind them,
@@ -41,7 +41,7 @@ SHORT_PLACES: Final = (7, 3, 1, 0)
 
 
 class Found(NamedTuple):
-    """What a prompt says of its session."""
+    """The session of a prompt, by its text."""
 
     session: str = ""
     """The session that it continues; empty = it begins one."""
@@ -205,7 +205,7 @@ def _match(behind: Sequence[Known], tenant: int, token_ids: bytes, begin: int) -
             if not known.is_latest:
                 forked = known
             elif total >= longest:
-                # Of several that end there, nobody knows whose turn it is.
+                # Of several that end there, it is unknown whose turn it is.
                 continued, longest = known if total > longest else None, total
         elif isl <= tokens and _repeats(token_ids, begin, isl, known.residual, digests):
             forked = known

@@ -6,10 +6,10 @@ Rules
        blocks, ``RequestFinished`` (or a release, or the worker's end) removes it.
     2. A worker's sums are always the sums over its entries; an entry that is never confirmed expires. Leases wait in
        the order of their ends, and those that need not end any more go as soon as they are the first.
-    3. A worker may say that a request began after its router has taken it off, for events travel longer than a short
+    3. A worker may report that a request began after its router has taken it off, for events travel longer than a short
        answer. Such a start is expected (``late_starts``): it makes no entry, and is no request of another router.
     4. Requests of other routers appear through the workers' events alone: so routers agree without talking to each
-       other, except for predictions in flight. ``others_share`` says how many there are of late; it is no part of what
+       other, except for predictions in flight. ``others_share`` is their share of late; it is no part of what
        decisions depend on.
 
 Sums live in arrays addressed by the worker's slot in the prefix index, so that a decision over many workers reads them
@@ -43,14 +43,14 @@ LEDGER_BYTES: Final = 256 * 1024 * 1024
 
 CROWDING_RETRIES: Final = 4
 """How often a request may be refused because other routers were quicker. Each retry costs a round trip, well below a
-millisecond, and spares a wait behind somebody else's prompt."""
+millisecond, and spares a wait behind another request's prompt."""
 
 CROWDING_LEASE_MS: Final = 50.0
 """How long a worker's word for what others sent it counts: longer than its events take, shorter than most prompts."""
 
 OTHERS_STEP: Final = 0.02
-"""What the latest request counts in the share of others: it is an average over some fifty requests. One whose client
-left before its worker said that it began looks like another router's, so a single one must not count much."""
+"""Weight of the latest request in the share of others: an average over about fifty requests. One whose client
+left before its worker reported its start looks like another router's, so a single one must not count much."""
 
 LATE_STARTS_MAX: Final = 1024
 """How many starts may be outstanding of requests that this router has released: those of half a second at 2,000 a
@@ -76,7 +76,7 @@ class LoadEntry(msgspec.Struct):
     active_blocks: int
     confirmed: bool
     due_ms: float
-    """When it expires, as long as nobody confirmed it."""
+    """When it expires without a confirmation."""
 
 
 Lease = tuple[float, int, WorkerKey, str, LoadEntry]
@@ -102,9 +102,9 @@ class LoadLedger:
         self._leased = 0
         """Leases so far."""
         self._crowding: deque[float] = deque()
-        """When what workers said of others runs out, in order, for all of it lasts the same; ``expire`` takes away."""
+        """When load that workers reported of other routers expires, in order; ``expire`` drops it."""
         self.late_starts: dict[tuple[WorkerKey, str], None] = {}
-        """Requests released before their workers said that they began, oldest first."""
+        """Requests released before their workers reported their start, oldest first."""
         self.late_starts_max = LATE_STARTS_MAX
         """0 in the replay of a router that did not know of them."""
         self._reservation_ttl_ms = reservation_ttl_ms
@@ -157,7 +157,7 @@ class LoadLedger:
             self._lease(worker, request_id, entry)
 
     def renew(self, worker: WorkerKey, request_id: str, now_ms: float) -> bool:
-        """Begin the lease of an unconfirmed reservation anew; return False when there is none (any more)."""
+        """Renew the lease of an unconfirmed reservation; return False when there is none (any more)."""
         entry = self._entries.get((worker, request_id))
         if entry is None or entry.confirmed:
             return False
@@ -195,7 +195,7 @@ class LoadLedger:
     def started(
         self, worker: WorkerKey, slot: int, request_id: str, prefill_tokens: int, active_blocks: int, now_ms: float
     ) -> None:
-        """Replace the prediction (if any) by what the worker says."""
+        """Replace the prediction (if any) by what the worker reports."""
         key = (worker, request_id)
         entry = self._entries.get(key)
         if entry is None and key in self.late_starts:
@@ -236,7 +236,7 @@ class LoadLedger:
             entry.confirmed = True
 
     def prompt_seen(self, worker: WorkerKey, request_id: str) -> bool:
-        """Count a request's prompt as computed, on the word of who sees its answer; its lease goes on.
+        """Count a request's prompt as computed, as reported by the process that sees its answer; its lease is kept.
 
         Returns whether that changed something.
         """
@@ -253,7 +253,7 @@ class LoadLedger:
             entry.prefill_tokens = 0
 
     def progressed(self, worker: WorkerKey, request_id: str, active_blocks: int) -> None:
-        """Move the request's blocks to what the worker says."""
+        """Set the request's blocks to the number that the worker reports."""
         entry = self._entries.get((worker, request_id))
         if entry is not None:
             self._active_blocks[entry.slot] += active_blocks - entry.active_blocks
@@ -297,9 +297,9 @@ class LoadLedger:
                 self._lease(worker, request_id, entry)
 
     def expire(self, now_ms: float, held: Collection[str] = frozenset()) -> tuple[int, list[str]]:
-        """Release reservations that no worker confirmed in time, except those that someone still ``held`` open.
+        """Release reservations that no worker confirmed in time, except those that are still ``held`` open.
 
-        Returns how many were released, and the ids of those that were due and held: their leases begin anew.
+        Returns how many were released, and the ids of those that were due and held: their leases are renewed.
         """
         renewed: list[str] = []
         expired = 0
@@ -389,7 +389,7 @@ class LoadLedger:
 
 
 def _is_over(lease: Lease) -> bool:
-    """Tell whether a lease need not end any more: its entry is confirmed or forgotten, or has a later one."""
+    """Return whether a lease need not end any more: its entry is confirmed or forgotten, or has a later one."""
     entry = lease[4]
     return entry.confirmed or entry.slot == GONE or entry.due_ms > lease[0]
 

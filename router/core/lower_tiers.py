@@ -1,4 +1,4 @@
-"""Who holds which block outside the device: on the host, on disk, and only there."""
+"""Holders of blocks outside the device: on the host, on disk, and only there."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class TierOverlap(msgspec.Struct, frozen=True):
 
 
 class LowerTiers:
-    """Masks of holders by block; a block that nobody holds outside the device takes no room."""
+    """Masks of holders by block; a block without a holder outside the device takes no room."""
 
     def __init__(self, shard_entries: int) -> None:
         self.host: ShardedMap[int] = ShardedMap(shard_entries)
         self.disk: ShardedMap[int] = ShardedMap(shard_entries)
         self.off_device: ShardedMap[int] = ShardedMap(shard_entries)
-        """Who holds a block on the host or on disk and not on the device."""
+        """Holders of a block on the host or on disk and not on the device."""
         self._maps = (self.host, self.disk, self.off_device)
         self._swept_maps = len(self._maps)
         self._swept_to = 0
@@ -100,7 +100,7 @@ class LowerTiers:
         return host, disk
 
     def forget(self, sequence_hash: int, mask: int) -> list[int]:
-        """Forget some holders of a block on all lower tiers; return, by tier, who held it there."""
+        """Forget some holders of a block on all lower tiers; return, by tier, the former holders."""
         lower: list[int] = []
         for where in (self.host, self.disk):
             bits = self._mask(where, sequence_hash) & mask

@@ -1,4 +1,4 @@
-"""Observers of a projection: what follows events, choices and releases beside it, such as what a policy learns."""
+"""Observers of a projection: state that follows events, choices and releases, such as what a policy learns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IsOpen = Callable[[WorkerKey, str], bool]
 class Observer:
     """Base of observers, which does nothing.
 
-    An observer is a fold like the projection: what it is told, with its times, decides, nothing else.
+    An observer is a fold like the projection: only its inputs, with their times, decide.
     """
 
     name: ClassVar[str]
@@ -58,23 +58,23 @@ class Observer:
         """The router took a request off a worker."""
 
     def on_expired(self, is_open: IsOpen) -> None:
-        """Reservations expired: of requests that are not open nobody will speak any more."""
+        """Reservations expired: no further message comes about requests that are not open."""
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
     def on_cleared(self, worker: WorkerKey) -> None:
-        """A worker's cache was emptied, or will be told anew."""
+        """A worker's cache was emptied, or its blocks will be reported again."""
 
     def on_left(self, worker: WorkerKey) -> None:
-        """A worker left, or begins a new life."""
+        """A worker left, or begins a new epoch."""
 
     def on_snapshot(self, workers: Collection[WorkerKey], is_open: IsOpen) -> None:
         """A snapshot replaced the projection; these are its workers."""
 
-    # -- for a state that goes on elsewhere ------------------------------------------------------------------------
+    # -- for a state that is resumed elsewhere ---------------------------------------------------------------------
 
     def checkpoint(self) -> Any:
         """Return a copy of its state for a checkpoint, as msgpack can have it; ``None`` without any."""
 
     def restore(self, state: Any) -> None:
-        """Go on from what ``checkpoint`` returned, as msgpack decodes it."""
+        """Resume from what ``checkpoint`` returned, as msgpack decodes it."""

@@ -16,7 +16,7 @@ CLEARED_COSTS: Final = 3
 
 
 class Orphan(LruEntry):
-    """One block, who holds it, and its place among those with the same parent."""
+    """One block, its holders, and its place among those with the same parent."""
 
     sequence_hash: int
     mask: int
@@ -60,7 +60,7 @@ class Orphans:
         return found
 
     def concern(self, hashes: Sequence[int]) -> bool:
-        """Tell whether any of these blocks is out of reach somewhere, or has such a block below it."""
+        """Return whether any of these blocks is out of reach somewhere, or has such a block below it."""
         orphans, parents = self._by_hash, self._below
         return any(each in orphans or each in parents for each in hashes)
 

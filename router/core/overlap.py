@@ -48,7 +48,7 @@ def overlap_columns(
         for worker, depth in computed:
             row = group.row_of_worker.get(worker)
             if row is not None and depth > columns[0][row] + columns[1][row] + columns[2][row]:
-                _set(columns, row, depth)  # what a worker has not told of is on its device
+                _set(columns, row, depth)  # blocks that a worker has not reported are on its device
         for worker in untrusted:
             row = group.row_of_worker.get(worker)
             if row is not None:
@@ -59,7 +59,7 @@ def overlap_columns(
 def _resumed(
     projection: Projection, group: WorkerGroup, path: Sequence[int], deepest: int
 ) -> tuple[list[tuple[int, int]], list[tuple[WorkerKey, int]]]:
-    """Return what the index and prompts that were just computed say, where some workers have several KV groups.
+    """Return the overlap by the index and just computed prompts, where some workers have several KV groups.
 
     These can resume at the end of such a prompt, where the window and the state are those that it left.
     """

@@ -29,7 +29,7 @@ from poolgrid.wire.identifiers import Role, WorkerKey
 _TIE_SEED: Final = 1
 
 APPROXIMATE_TTL_MS: Final = 120_000.0
-"""How long a choice is believed to be in a cache of which no events come."""
+"""How long a choice counts as cached by a worker that sends no events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Policy(Protocol):
 
     @property
     def needs_overlap(self) -> bool:
-        """Tell whether the overlap columns must be filled in; they are 0 otherwise."""
+        """Return whether the overlap columns must be filled in; they are 0 otherwise."""
         ...
 
     def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
@@ -71,7 +71,7 @@ class Planner(Protocol):
 
     @property
     def is_active(self) -> bool:
-        """Tell whether requests should wait for the worker that is best for them, now."""
+        """Return whether requests should wait for the worker that is best for them, now."""
         ...
 
     def openings(self, model: str, roles: tuple[Role, ...]) -> int:
@@ -79,11 +79,11 @@ class Planner(Protocol):
         ...
 
     def can_plan(self, wanted: WorkerWanted) -> bool:
-        """Tell whether some worker could serve a request now."""
+        """Return whether some worker could serve a request now."""
         ...
 
     def holds(self, decision: Decision) -> bool:
-        """Tell whether a new request waits to be planned with others instead of going where a decision sends it."""
+        """Return whether a new request waits to be planned with others instead of going where a decision sends it."""
         ...
 
     def plan(self, wanted: Sequence[WorkerWanted]) -> list[tuple[int, Mapping[WorkerKey, int]]]:
@@ -101,7 +101,7 @@ choosing well, and the queues of workers are there for more."""
 
 HOLD_LIMIT_MS: Final = 4000.0
 """How long a request waits for a better worker at most: longer than nearly all prompts take, so only in overload
-does anybody wait that long; and then long prompts would wait without end for shorter ones."""
+does a request wait that long; and then long prompts would wait without end for shorter ones."""
 
 
 def lowest(costs: Column, request: RoutingRequest) -> tuple[int, str]:
@@ -127,7 +127,7 @@ class MediaAffinity:
     Rendezvous hashing of the request's first medium over the workers gives every medium an order of preference that
     needs no memory, is the same in every router, and changes for few media when a worker comes or goes. The first
     worker in that order is taken whose load is within ``LOAD_BOUND`` of the average: equal media meet, and a popular
-    picture does not pile up (consistent hashing with bounded loads, Mirrokni, Thorup and Zadimoghaddam 2016). The
+    image does not pile up (consistent hashing with bounded loads, Mirrokni, Thorup and Zadimoghaddam 2016). The
     first medium counts, because a conversation sends its earlier ones again with every turn.
     """
 

@@ -12,7 +12,7 @@ Rules
        ``_orphans``; that does not count as overlap until the missing ancestor is stored, and then it does.
     2. All blocks of a run have the same holders and only its last block has children. A store or remove that would
        break this splits the run first. A run without holders does not exist. None grows beyond ``RUN_BLOCKS_MAX``.
-    3. A block is *held* while it lies on any tier. ``lower`` says who holds it on the host, on disk, and only there;
+    3. A block is *held* while it lies on any tier. ``lower`` has the holders on the host, on disk, and only there;
        it is empty in a pool without lower tiers.
     4. A worker owns one bit. Dropping it clears the bit from ``_live`` at once; the masks are swept a slice at a time
        during later calls, newest run first, and the bit is given out again only after that.
@@ -20,15 +20,15 @@ Rules
        leaves from their ends, oldest first, but leaves in use get a second chance; evictions are counted.
     6. No call takes longer because the index is large. Nothing is copied or scanned whole, no map is rebuilt whole
        (``BlockMap``, ``BlockLocator``), and what sweeping and eviction do in one call has a limit. Beyond that a call
-       does what its own event says: its blocks, the runs that they cut, and, where a block goes that a worker still
+       does what its own event requires: its blocks, the runs that they cut, and, where a block goes that a worker still
        holds blocks behind (engines evict leaves first, so this is rare) or comes back, those blocks and the runs right
        below.
-    7. ``_places`` has every block, also those inside of runs, and is asked where no edge says where a block is: where a
-       path branches inside a run, where a block goes from its middle, and of blocks that nobody holds. That takes some
+    7. ``_places`` has every block, also those inside of runs, and is used where no edge has the place of a block: where
+       a path branches inside a run, where a block goes from its middle, and of blocks without a holder, in a few
        microseconds a block.
-    8. A chain that has a block twice, or begins or ends with an edge of a run that it does not go on from, is refused.
-       Nobody asks whether another block of a new chain is inside of some run: there it would contradict the path that
-       its hash names, and is believed of the worker alone that says so. Where such a block becomes an edge of two runs
+    8. A chain that has a block twice, or begins or ends with an edge of a run that it does not continue, is refused.
+       No check is made whether another block of a new chain is inside of some run: there it would contradict the path
+       that its hash names, and counts for the reporting worker alone. Where such a block becomes an edge of two runs
        ``_edges`` can name but one: from then on (``_crossed``) ``_places`` is asked for what ``_edges`` does not know.
 
 Nothing here reads a clock, logs, or raises on an event that contradicts the index: a second store or an unknown remove
@@ -72,10 +72,10 @@ EVICTION_SLICE_BLOCKS = 1024
 """Blocks evicted per call while over budget, besides four for each block of the event: 0.4 ms."""
 
 LOOK_SLICE_ENTRIES: Final = 2048
-"""Entries looked at per call by whoever wants all that a worker holds, and a shard's more: half a millisecond."""
+"""Entries looked at per call by a caller that lists all blocks of a worker, and a shard's more: half a millisecond."""
 
 DEVICE: Final = Tier.DEVICE
-"""Found without asking the enumeration, for each event anew."""
+"""Found once, not in the enumeration for each event."""
 
 HASHES_END: Final = 1 << KEY_BITS
 """Behind the last hash."""
@@ -85,8 +85,8 @@ FIRST_DEPTH: Final = 8
 
 EDGES_SHARD_ENTRIES: Final = 32_768
 """Edges of a shard before it is split: eight million need no split, and a rebuild takes two to three milliseconds. At
-8,192 storing took a half more from two million on, where all shards were split, and a young run of the collector, which
-looks at all that is in new dicts, a tenth of a second."""
+8,192 storing took 50 % longer from two million blocks on, where all shards were split, and a young run of the
+collector, which looks at all that is in new dicts, a tenth of a second."""
 
 SECOND_CHANCES = 64
 """Leaves in use that one call of eviction passes over; then it takes what it finds, so that it always gets there."""
@@ -353,7 +353,7 @@ class PrefixIndex:
         self._swept_too_far = 0
         """Entries that the last slice looked at beyond its limit: the blocks of a run are freed together."""
         self.slot_changes = 0
-        """Grows whenever a worker gets a bit, another one, or none: what comes from bits is to be derived anew."""
+        """Grows when a worker gets a bit, changes it or loses it: values derived from bits are then derived again."""
         self.counters = IndexCounters()
 
     # -- membership ------------------------------------------------------------------------------------------------
@@ -464,7 +464,7 @@ class PrefixIndex:
                 if len(shard) > edges.crowded_entries:
                     edges.relieve(last)
         else:
-            # A chain that nobody has yet, below the last of blocks that this worker holds.
+            # A chain that no worker holds yet, below the last of blocks that this worker holds.
             stored = count if self._reach.add_run(bit, above, parent, hashes) else 0
             if not stored:
                 self.counters.contradictions += 1
@@ -501,7 +501,7 @@ class PrefixIndex:
             run = (shard := shards[sequence_hash >> shift]).get(key := sequence_hash & key_mask)
             if run is not None and run.mask & bit:
                 if run.mask == bit and run.child is None and (blocks := run.blocks)[-1] == sequence_hash:
-                    # The usual case: the end of what nobody else holds, as engines evict; from there on backwards,
+                    # The usual case: the end of what no other worker holds, as engines evict; from there on backwards,
                     # probably as far as either goes.
                     held = len(blocks)
                     if held == 1 or (at < count and blocks[-2] == in_order[at]):
@@ -580,9 +580,9 @@ class PrefixIndex:
         other.counters = IndexCounters()
 
     def discard(self, entries: int) -> bool:
-        """Free that many entries of an index that nobody asks any more; return whether there are more.
+        """Free this many entries of a discarded index; return whether there are more.
 
-        Freed at once, a million blocks keep everybody waiting for a tenth of a second.
+        Freed at once, a million blocks block the event loop for a tenth of a second.
         """
         for each in (self.lower, self._reach, self._orphans, self.groups):
             entries = each.discard(entries)
@@ -607,8 +607,8 @@ class PrefixIndex:
     def find(self, path: Sequence[int], deepest: int | None = None) -> list[tuple[int, int]]:
         """Return groups ``(depth, mask)``, deepest first: the workers of ``mask`` hold exactly ``depth`` blocks.
 
-        ``depth`` counts leading blocks of the path. Masks are disjoint; whoever holds nothing of the path is in none.
-        For workers with several KV groups it is the deepest place to resume, at most ``deepest``.
+        ``depth`` counts leading blocks of the path. Masks are disjoint; a worker that holds nothing of the path is in
+        none. For workers with several KV groups it is the deepest place to resume, at most ``deepest``.
         """
         found = self._reach.find(path, self._live)
         groups = self.groups
@@ -639,7 +639,7 @@ class PrefixIndex:
     def holdings_from(
         self, worker: WorkerKey, first: int, entries: int = LOOK_SLICE_ENTRIES
     ) -> tuple[list[tuple[int, Tier]], int]:
-        """Return what a worker holds of the blocks from hash ``first`` on, and where to go on, at most ``HASHES_END``.
+        """Return what a worker holds from block hash ``first`` on, and where to continue, at most ``HASHES_END``.
 
         Looks at about that many entries, and at a shard at least. A walk meets every block that is held all the while,
         once, however the index changes between two calls. Hashes are in order, and for each its tiers by name.

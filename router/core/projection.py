@@ -5,8 +5,8 @@
 folded, after which the next record is the one at the snapshot's offset. The law: snapshot(n) + records from n on ==
 records from 0.
 
-A snapshot is loaded beside the state in use (``SnapshotLoad``), in as many steps as the caller likes, and takes its
-place in one (``adopt``). Nobody ever sees half of it, and what is seen does not depend on how many steps it took.
+A snapshot is loaded next to the state in use (``SnapshotLoad``), in as many steps as the caller likes, and takes its
+place in one step (``adopt``). No reader sees half of it, and the result does not depend on the number of steps.
 """
 
 from __future__ import annotations
@@ -147,11 +147,11 @@ class Projection:
         self.legs: LearnedLegTimes | None = None
         """Follows since the first prefill worker: other pools have one leg, and nothing to learn of it."""
         self.predictions: ApproximateIndex = self.trust.predictions
-        """What choices say of caches: in the place of all events, or of those that are not believed."""
+        """Cached blocks according to choices: in place of all events, or of events that are not trusted."""
         self.examiner: ReuseExaminer | None = None
-        """Who compares promised and reported reuse; changes nothing."""
+        """Compares promised and reported reuse; changes nothing."""
         self.follows_blocks = True
-        """Whether the index holds what events tell of blocks; else it holds what was chosen."""
+        """Whether the index holds the blocks of events; else it holds the choices."""
 
     def attach(self, observer: Observer) -> Observer:
         """Let an observer follow from now on, unless one of its name does; return the one that follows."""
@@ -189,7 +189,7 @@ class Projection:
         # A plain tuple finds what a WorkerKey was stored under, and costs less to make.
         worker = self.fleet.workers.get((record.worker_id, record.dp_rank))  # type: ignore[call-overload]
         key = WorkerKey(WorkerId(record.worker_id), record.dp_rank) if worker is None else worker.key
-        # A stream that is live stays so, without ``fold``, while no event says otherwise.
+        # A stream that is live stays so, without ``fold``, until an event changes that.
         concerns_streams = False
         for event in record.events:
             kind = type(event)
@@ -331,7 +331,7 @@ class Projection:
         chains: Iterable[tuple[int, BlockChain]],
         sessions: SessionsSnapshot = NO_SESSIONS,
     ) -> SnapshotLoad:
-        """Begin to load a snapshot beside the state in use; ``chains`` are read as it steps on."""
+        """Begin to load a snapshot next to the state in use; ``chains`` are read as it steps on."""
         return SnapshotLoad(self.index.empty() if self.follows_blocks else None, next_offset, workers, chains, sessions)
 
     def adopt(self, load: SnapshotLoad, now_ms: float) -> None:
@@ -388,4 +388,4 @@ _EFFECTS: Final[Mapping[type[AnyEvent], Callable[[Projection, WorkerKey, Journal
 """By exact type: each failed ``case`` of a match on structs takes a quarter of a microsecond."""
 
 _OF_STREAMS: Final = frozenset((CacheCleared, SnapshotBegan, SnapshotEnded, StreamStateChanged))
-"""Events that say how far a stream can be trusted."""
+"""Events about how far a stream can be trusted."""

@@ -8,8 +8,8 @@ Rules
        also where a hundred thousand runs continue the same one.
     4. A run names only runs that are in the forest: one that is taken out loses its links, and one that is no leaf has
        none to leaves. A prefix that stays for days would else keep alive whatever was its neighbour once.
-    5. A forest that nobody names any more cuts all links, as the garbage collector does not know runs. Who has others
-       to serve takes the newest out, one after the other, before (``discard_newest``).
+    5. A discarded forest cuts all links, as the garbage collector does not know runs. A caller that must stay
+       responsive takes the newest out, one after the other, before (``discard_newest``).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class RunForest:
         """Take a run out; ``above`` is the run that it continues, where that is still there.
 
         If that becomes a leaf it is the newest one, or the oldest when its last child was ``evicted``: the rest of a
-        path that nobody used longest goes next.
+        path that was not used for longest goes next.
         """
         self.ages.remove(run)
         if run.child is None:
@@ -147,7 +147,7 @@ class RunForest:
         self.append_leaf(leaf)
 
     def discard_newest(self) -> Run | None:
-        """Take the newest run out of a forest that nobody asks any more, and cut its links."""
+        """Take the newest run out of a discarded forest, and cut its links."""
         run = self.ages.discard_newest()
         if run is not None:
             if run.child is None:

@@ -24,7 +24,7 @@ NEAR: Final = 8
 """Blocks of a path that a leap looks at, at each place, for one that is the first or last of a run."""
 
 HOPS: Final = 16
-"""Runs in a row that a look-up passes one by one though nobody's part of the path ends there; then it leaps."""
+"""Runs in a row that a look-up passes one by one though no worker's part of the path ends there; then it leaps."""
 
 
 class RunMap:
@@ -45,7 +45,7 @@ class RunMap:
         return maps + 32 * self.edges.entries + 9 * self.blocks + RUN_BYTES * self.forest.ages.entries
 
     def discard(self, entries: int) -> int:
-        """Free so much of what nobody asks any more; return what of this number is left over."""
+        """Free this many entries of a discarded map; return how many of the number are left over."""
         entries = self.places.discard(self.edges.discard(entries))
         while entries > 0 and (run := self.forest.discard_newest()) is not None:
             self.blocks -= len(run.blocks)
@@ -55,7 +55,7 @@ class RunMap:
     def find(self, path: Sequence[int], live: int) -> list[tuple[int, int]]:
         """Return groups ``(depth, mask)`` of the workers in ``live``, deepest first: those of ``mask`` hold ``depth``.
 
-        ``depth`` counts leading blocks of the path. Masks are disjoint; whoever holds nothing of the path is in none.
+        ``depth`` counts leading blocks of the path. Masks are disjoint; holders of nothing are in none.
         """
         shards, shift, key_mask = self.edges.view
         try:
@@ -77,7 +77,7 @@ class RunMap:
         if high_mask & mask == mask:
             return [(last + 1, mask)]
         at = 0 if blocks[0] == path[0] else -blocks.index(path[0])
-        # From run to run: behind a path's part of one comes the first block of the next, or nothing that anyone holds.
+        # From run to run: behind a path's part of one comes the first block of the next, or nothing with a holder.
         groups: list[tuple[int, int]] = []
         hops = patience = HOPS
         while True:
@@ -99,7 +99,7 @@ class RunMap:
                     break
             rest = below.mask & mask
             if rest == mask:
-                # Nobody ends here.
+                # No worker's part ends here.
                 if high_mask & mask == mask:
                     groups.append((last + 1, mask))
                     groups.reverse()
@@ -148,12 +148,12 @@ class RunMap:
         return run, at
 
     def run_of(self, block: int, bit: int = -1) -> Run | None:
-        """Return the run that a block is in, which certain workers hold, or anybody."""
+        """Return the run that a block is in, which certain workers hold, or any."""
         run = self.edges.get(block)
         return run if run is not None and run.mask & bit else self.inside(block, bit)
 
     def inside(self, block: int, bit: int) -> Run | None:
-        """Return the run that a block is in and certain workers hold, where no edge says so; it takes microseconds."""
+        """Return the run that a block is in and certain workers hold, where no edge has it; it takes microseconds."""
         return next((run for run in self.places.where(block) if run.mask & bit and block in run.blocks), None)
 
     def child(self, parent: int | None, block: int) -> Run | None:
@@ -212,7 +212,7 @@ class RunMap:
     def split(self, run: Run, at: int) -> Run:
         """Cut a run before position ``at``; return the front part, whose child the rest is.
 
-        The shorter part becomes a run of its own: its blocks are those that are written down anew.
+        The shorter part becomes a run of its own: only its blocks are copied.
         """
         if 2 * at > len(run.blocks):
             moved = tail = self.forest.cut_tail(run, at)
@@ -285,7 +285,7 @@ class RunMap:
         return next((each for each in self.places.where(run.parent) if each.child is run), None)
 
     def delete(self, run: Run) -> None:
-        """Delete a run that nobody holds; its children, which nobody can hold either, follow in their turn."""
+        """Delete a run without holders; its children, which cannot have holders either, follow in their turn."""
         self.blocks -= len(run.blocks)
         self.no_edge(run.blocks[0], run)
         self.no_edge(run.blocks[-1], run)

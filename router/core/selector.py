@@ -1,4 +1,4 @@
-"""Choose a worker for a request: who may serve it, what they look like, what the policy says, and the record of it all.
+"""Choose a worker for a request: the eligible workers, their state, the policy's choice, and the record of it all.
 
 ``select`` reads the projection and returns a decision without changing anything; ``book`` enters the decision into the
 load ledger. The caller does both without letting anything happen in between, so no two requests see the same idle
@@ -66,7 +66,7 @@ class NoWorker:
 
 @dataclass(frozen=True, slots=True)
 class PolicyFailed:
-    """The policy, which may be somebody's own code, raised or answered what cannot be; nothing was chosen."""
+    """The policy, which may be the operator's own code, raised or gave an invalid answer; nothing was chosen."""
 
     policy: str
     what: str
@@ -106,7 +106,7 @@ class Selector:
         """Decides who of those that wait goes to a worker, with a policy that plans."""
 
     def select(self, wanted: WorkerWanted, dry_run: bool = False) -> Found:
-        """Choose a worker for a request, or say why there is none; nothing is booked.
+        """Choose a worker for a request, or give the reason why there is none; nothing is booked.
 
         A ``dry_run`` leaves no trace: a policy that counts is asked on a copy.
         """
@@ -246,7 +246,7 @@ class Selector:
     def available(
         self, model: str, roles: tuple[Role, ...], unavailable: Mapping[WorkerKey, str] | None = None
     ) -> bool:
-        """Tell whether any worker of these roles takes requests."""
+        """Return whether any worker of these roles takes requests."""
         workers = self.groups.of(model, roles).workers
         if not unavailable:
             return bool(workers)

@@ -43,7 +43,7 @@ class SessionPlaces(Observer):
         self._now_ms = 0.0
 
     def belongs(self, request: RoutingRequest) -> bool:
-        """Tell whether a turn never waits behind others: its session or the one that it forked from has a place."""
+        """Return whether a turn never waits behind others: its session or the one that it forked from has a place."""
         return self.working_set.belongs(turn_of(request))
 
     def offer(

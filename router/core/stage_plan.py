@@ -3,9 +3,10 @@
 The rule, in this order:
 
 0. A request with images, where there are encode workers, begins with an encode leg; what follows takes the embeddings
-   instead of the images. Without encode workers, or once that has failed, who computes the prompt encodes too.
-1. Without prefill or without decode workers there is one leg, on whoever can do it: an aggregated worker, else a decode
-   worker (it can compute a prompt too; a prefill worker cannot go on alone).
+   instead of the images. Without encode workers, or once that has failed, the worker that computes the prompt encodes
+   too.
+1. Without prefill or without decode workers there is one leg, on a worker that can do it: an aggregated one, else a
+   decode worker (it can compute a prompt too; a prefill worker cannot continue alone).
 2. A prompt with media goes to a prefill worker: what an image costs is not among its tokens. So does every prompt where
    that is asked for (``legs`` of the settings), to compare.
 3. Otherwise the lower cost in milliseconds decides, each way on the worker that is best for it:
@@ -54,7 +55,7 @@ decode workers where moving KV is as slow as computing it; with 0, a rest of a f
 
 @dataclass(frozen=True, slots=True)
 class LegSpec:
-    """What the next worker is asked to do, and who may be asked."""
+    """What the next worker has to do, and which workers may do it."""
 
     stage: Stage
     roles: tuple[Role, ...]

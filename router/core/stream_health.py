@@ -1,14 +1,14 @@
-"""Which workers' overlap is believed, and what stands in for it where it is not.
+"""Which workers' overlap is trusted, and what replaces it where it is not.
 
 Rules
-    1. A worker is untrusted while its own stream is ``STALE`` (the consolidator says so) or ``suspect``
-       (``OverlapCheck`` says so). Everyone else is trusted, whatever happened before, and whatever becomes of further
-       sources.
+    1. A worker is untrusted while its own stream is ``STALE`` (reported by the consolidator) or ``suspect``
+       (found by ``OverlapCheck``). All other workers are trusted, regardless of the past, and of what becomes of
+       further sources.
     2. From the moment a worker is untrusted, the router's own choices for it are recorded, and its overlap is what they
-       predict, for ``ttl_ms`` each. What the index says of it meanwhile is kept up to date and not used.
+       predict, for ``ttl_ms`` each. Its part of the index is kept up to date meanwhile and not used.
     3. A worker that is trusted again, or leaves, loses its predictions.
-    4. What a chosen worker computed and has not told of yet is believed of it (``ComputedPrompts``), as long as its
-       stream is.
+    4. What a chosen worker computed and has not reported yet counts as cached (``ComputedPrompts``), as long as its
+       stream is trusted.
     5. It is a fold like the projection it belongs to: events, choices and their times decide, nothing else.
 """
 
@@ -32,14 +32,14 @@ PENDING_MAX: Final = 16_384
 """Chosen requests whose start is awaited for the cross-check; beyond it the oldest is not checked."""
 
 PREDICTION_TTL_MS: Final = 120_000.0
-"""How long a choice is believed to be in the cache of an untrusted worker, as in approximate mode."""
+"""How long a choice counts as cached by an untrusted worker, as in approximate mode."""
 
 PREDICTION_BUDGET_BYTES: Final = 64 * 1024 * 1024
 """Memory of the predictions: half a million blocks; beyond it the oldest paths are cut."""
 
 
 OpenChoice = tuple[WorkerKey, str, Sequence[int], int, int, int]
-"""A choice whose start is awaited: worker, dispatch, path, block size, blocks that the index said it holds, and the
+"""A choice whose start is awaited: worker, dispatch, path, block size, blocks that it held by the index, and the
 place among the prompts that are computed, from 1 on, or 0."""
 
 Window = tuple[WorkerKey, list[tuple[int, int, int]], bool]
@@ -52,7 +52,7 @@ class _Pending(msgspec.Struct):
     path: Sequence[int]
     block_size: int
     blocks: int
-    """What the index said of the prompt when it was chosen."""
+    """The index's result for the prompt when it was chosen."""
 
 
 class StreamHealth:
@@ -66,7 +66,7 @@ class StreamHealth:
         self.predictions = ApproximateIndex(PrefixIndex(PREDICTION_BUDGET_BYTES), PREDICTION_TTL_MS)
         """What stands in for the overlap of the workers in ``untrusted``."""
         self.untrusted: dict[WorkerKey, str] = {}
-        """Workers whose overlap is not believed, and why."""
+        """Workers whose overlap is not trusted, and why."""
         self.computed = ComputedPrompts()
         """Prompts of choices whose start is awaited and whose first token came."""
         self.verdicts = 0
@@ -75,7 +75,7 @@ class StreamHealth:
     # Facts
 
     def note_streams(self, worker: WorkerKey, streams: Iterable[SourceStream]) -> None:
-        """Take what the journal says of a worker's streams."""
+        """Take the journal's events about a worker's streams."""
         own = own_stream(streams)
         self._states[worker] = (own.state, own.reason)
         self._judge(worker)
@@ -88,13 +88,13 @@ class StreamHealth:
         self._judge(worker)
 
     def started(self, worker: WorkerKey, request_id: str, cached_tokens: int) -> tuple[Sequence[int], int] | None:
-        """Compare what a worker reused with what the index said of it, for a request that was chosen here.
+        """Compare what a worker reused with the index's result for it, for a request that was chosen here.
 
         The index is asked at the choice and now, and the number in between that is nearest to the truth counts: a batch
-        may tell of the request's own blocks before it tells of its start, and others may have come since the choice.
+        may report the request's own blocks before its start, and others may have come since the choice.
 
-        Engines that say only at the end what they reused are compared then: what they hold and the index does not is
-        not stored again meanwhile, so it is still missed.
+        Engines that report the reused tokens only at the end are compared then: what they hold and the index does not
+        is not stored again meanwhile, so it is still missed.
 
         Returns the request's path and the predicted tokens; ``None`` for one that is not awaited.
         """
@@ -143,7 +143,7 @@ class StreamHealth:
     ) -> None:
         """Note a choice: its start will be checked, and for an untrusted worker it is what it holds from now on.
 
-        ``blocks`` is what the index says the worker holds of the path, where the caller has asked it already.
+        ``blocks`` is what the worker holds of the path by the index, where the caller has asked it already.
         """
         if not path:
             return
@@ -157,16 +157,16 @@ class StreamHealth:
             self.predictions.record(worker, path, now_ms)
 
     def prompt_computed(self, worker: WorkerKey, request_id: str) -> bool:
-        """Believe a worker to hold the prompt of a choice, until its stream tells; return whether that is news."""
+        """Count the prompt of a choice as held by a worker, until its stream reports; return whether that is new."""
         pending = self._pending.get((worker, request_id))
         return pending is not None and self.computed.add(worker, request_id, pending.path)
 
     def predicted(self, worker: WorkerKey, path: Sequence[int], now_ms: float) -> TierOverlap:
-        """Return what the router's own choices say of an untrusted worker."""
+        """Return the overlap of an untrusted worker by the router's own choices."""
         self.predictions.expire(now_ms)
         return self.predictions.index.overlap(path, worker)
 
-    # For a state that goes on elsewhere
+    # For a state that is resumed elsewhere
 
     def open_choices(self) -> list[OpenChoice]:
         """Return the choices whose start is awaited."""
@@ -183,7 +183,7 @@ class StreamHealth:
     def restore(
         self, open_choices: Iterable[OpenChoice], windows: Iterable[Window], untrusted: Mapping[WorkerKey, str]
     ) -> None:
-        """Go on from another state; what streams say of themselves is known already, ``predictions`` restore alone.
+        """Resume from another state; the health of streams is known already, ``predictions`` are restored alone.
 
         The order and the words of ``untrusted`` are those of when it was judged, so they are not to be had again.
         """
@@ -223,17 +223,17 @@ TRUSTED_BELOW: Final = 0.25
 
 
 class OverlapCheck:
-    """A live cross-check of one worker's event stream: what the index says it holds against what it really reuses.
+    """A live cross-check of one worker's event stream: blocks in the index against tokens really reused.
 
     Rules
         1. When the worker starts a request, the prompt tokens that it reports as reused are compared with what the
-           index said of the prompt between the choice and the start, whichever is nearest. A block more or less is no
+           index found of the prompt between the choice and the start, the nearest of both. A block more or less is no
            disagreement, because engines recompute the last tokens.
         2. The last ``WINDOW`` requests for which either number is above zero count, weighed by tokens.
         3. From ``LEAST_REQUESTS`` of them on, a share of disagreeing tokens above ``SUSPECT_ABOVE`` makes the stream
            suspect; it stays so until the share falls below ``TRUSTED_BELOW``.
 
-    This is how a stream that never fills is found: the engine reuses what the index has never heard of.
+    This is how a stream that never fills is found: the engine reuses blocks that the index never had.
     """
 
     __slots__ = ("_window", "disagreeing_tokens", "is_suspect", "predicted_tokens", "realised_tokens", "weight_tokens")
@@ -300,7 +300,7 @@ class OverlapCheck:
 
 PROMPTS_MAX: Final = 1024
 """Streams are milliseconds behind, in which a busy router sees some ten first tokens. More only come together while a
-stream is away; the last second is then as much as anybody knows."""
+stream is away; the last second is then all that is known."""
 
 SAME_BEGINNING_MAX: Final = 32
 """Prompts of one system prompt that are compared, a third of a microsecond each."""
@@ -312,15 +312,15 @@ _Key = tuple[WorkerKey, str]
 
 
 class ComputedPrompts:
-    """Prompts that workers have computed and have not told of: a first token is sooner with a router than the events.
+    """Prompts that workers have computed and not yet reported: a first token reaches a router before the events.
 
-    An answer of a few tokens is over before the consolidator's stream says what it left in the worker's cache. Who
-    asks again at once, with the answer or with another question about the same text, would be sent to a worker that
-    has nothing.
+    An answer of a few tokens is over before the consolidator's stream reports what it left in the worker's cache. A
+    client that asks again at once, with the answer or with another question about the same text, would be sent to a
+    worker that has nothing.
 
     Rules
-        1. A prompt is here from its first token until its worker's stream tells of the request, or the worker's cache
-           is emptied, or the worker leaves. Then the index says what the worker holds, and nothing else does.
+        1. A prompt is here from its first token until its worker's stream reports the request, or the worker's cache
+           is emptied, or the worker leaves. Then the index alone shows what the worker holds.
         2. A path's sequence hashes name all that is before them, so two paths that agree at a place agree up to there:
            how far they do is found by halving.
         3. At most ``PROMPTS_MAX``, the newest; of those that begin with the same block the newest

@@ -38,7 +38,7 @@ class FewWorkers:
 
 @dataclass(slots=True)
 class WorkerGroup:
-    """Workers of one model that take requests; made anew when the fleet or a worker's slot changes."""
+    """Workers of one model that take requests; rebuilt when the fleet or a worker's slot changes."""
 
     members: tuple[Worker, ...]
     workers: tuple[WorkerKey, ...]

@@ -1,4 +1,4 @@
-"""Which sessions' KV the workers of a pool are to keep, and whether one more session fits beside them.
+"""Which sessions' KV the workers of a pool are to keep, and whether one more session fits as well.
 
 Too many sessions on a pool evict each other: each comes back from its tool to an empty cache and is computed again.
 So a pool keeps a *working set*, and turns of other sessions wait at the router.
@@ -181,7 +181,7 @@ class WorkingSet:
     # -- turns -----------------------------------------------------------------------------------------------------
 
     def is_free(self, blocks: int) -> bool:
-        """Tell whether a turn of so many blocks may go anywhere without ``offer``: nothing is crowded."""
+        """Return whether a turn of so many blocks may go anywhere without ``offer``: nothing is crowded."""
         return not self._tight and (1.0 - TIGHT_SHARE) * self._least >= blocks
 
     def is_resident(self, session: SessionKey) -> bool:
@@ -191,7 +191,7 @@ class WorkingSet:
         return self._member(session) is not None
 
     def belongs(self, turn: OfferedTurn) -> bool:
-        """Tell whether a turn never waits behind others: it or its parent is resident."""
+        """Return whether a turn never waits behind others: it or its parent is resident."""
         return self.is_resident(turn.session) or (turn.parent is not None and self.is_resident(turn.parent))
 
     def offer(

@@ -1,4 +1,4 @@
-"""A checkpoint of a router's state: all of it that the pool's journal does not tell, taken, packed and put back."""
+"""A checkpoint of a router's state: everything that the pool's journal does not have, taken, packed and restored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SPEEDS = "paces"
 
 @dataclass(slots=True)
 class Draft:
-    """A checkpoint as the router's turn takes it, by copying references; whoever writes it down packs it."""
+    """A checkpoint as the router's turn takes it, by copying references; the writer packs it."""
 
     offset: int
     now_ms: float
@@ -152,7 +152,7 @@ def restore(state: RouterState, checkpoint: Checkpoint) -> None:
 def beliefs_of(
     chains: Sequence[BelievedChain], exact_from_ms: float, untrusted: Mapping[WorkerKey, str]
 ) -> RouterBeliefs:
-    """Return the part of a checkpoint that says what a router goes by besides events."""
+    """Return the part of a checkpoint with a router's inputs other than events."""
     numbers: dict[WorkerKey, int] = {}
     blocks = [
         BelievedBlocks(

@@ -58,7 +58,7 @@ class JournalEntry(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=Fa
 
 
 class RouterSettingsNoted(JournalEntry, frozen=True):
-    """Who decides, by which rules."""
+    """The deciding router, and its rules."""
 
     router_id: str
     poolgrid: str
@@ -93,7 +93,7 @@ class OpenChoice(msgspec.Struct, array_like=True, frozen=True, gc=False):
     block_size: int
     blocks: int
     computed: int = 0
-    """Place among those whose worker is believed to hold their prompt since its first token, from 1 on; 0 = none."""
+    """Place among those whose worker counts as holding their prompt since its first token, from 1 on; 0 = none."""
 
 
 class CheckWindow(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -106,18 +106,18 @@ class CheckWindow(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class BelievedBlocks(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Blocks that one worker is believed to hold since one choice."""
+    """Blocks that one worker probably holds, from one choice."""
 
     worker: int
     """Position in ``RouterBeliefs.workers``."""
     chosen_ms: float
     parent: int | None
-    """The block before the first; believed by a younger choice."""
+    """The block before the first; from a younger choice."""
     path: bytes
 
 
 class RouterBeliefs(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What a router goes by that no event tells: its own choices, and whose events it does not believe."""
+    """Router state that no event reports: its own choices, and the workers whose events it does not trust."""
 
     workers: list[tuple[str, int]]
     blocks: list[BelievedBlocks]
@@ -125,11 +125,11 @@ class RouterBeliefs(msgspec.Struct, array_like=True, frozen=True, gc=False):
     exact_from_ms: float
     """From this moment of the router's clock on nothing counts any more that is not here."""
     untrusted: list[tuple[str, int, str]]
-    """Workers whose events are not believed, and why, in the order and words of when it was judged."""
+    """Workers whose events are not trusted, and why, in the order and words of that time."""
 
 
 class Checkpoint(JournalEntry, frozen=True):
-    """All of the router's state that the pool's journal before ``offset`` does not tell."""
+    """All of the router's state that the pool's journal before ``offset`` does not have."""
 
     offset: int
     now_ms: float
@@ -178,7 +178,7 @@ class RecordsApplied(JournalEntry, frozen=True):
     to_offset: int
     now_ms: float
     check: int
-    """``stream_check`` over these records: tells them from others that have the same offsets."""
+    """``stream_check`` over these records: distinguishes them from others with the same offsets."""
 
 
 class WorkersNamed(JournalEntry, frozen=True):
@@ -258,7 +258,7 @@ class WorkerCrowded(JournalEntry, frozen=True):
 
 
 class LeaseRenewed(JournalEntry, frozen=True):
-    """A reservation's lease began anew."""
+    """A reservation's lease was renewed."""
 
     worker: int
     dispatch_id: str
@@ -271,7 +271,7 @@ class PrefillEnded(JournalEntry, frozen=True):
     worker: int
     dispatch_id: str
     is_held: bool = False
-    """The worker is believed to hold the prompt from now on."""
+    """The worker counts as holding the prompt from now on."""
 
 
 class EntryReleased(JournalEntry, frozen=True):
@@ -282,7 +282,7 @@ class EntryReleased(JournalEntry, frozen=True):
 
 
 class ReservationsExpired(JournalEntry, frozen=True):
-    """Reservations due by ``now_ms`` expired; those of ``renewed`` were still held and began anew."""
+    """Reservations due by ``now_ms`` expired; those of ``renewed`` were still held and their leases renewed."""
 
     now_ms: float
     renewed: list[str]

@@ -1,6 +1,6 @@
-"""How inputs are written down and read back: each kind of input beside the kind of entry that stands for it.
+"""Encoding and decoding of inputs: each kind of input next to the kind of entry that stands for it.
 
-An entry says less than its input where the rest is known from elsewhere: which records and which snapshot it was (the
+An entry holds less than its input where the rest is known from elsewhere: which records and which snapshot it was (the
 pool's journal has them), which decision was booked (it is the last one of that request). Workers are numbers.
 """
 
@@ -77,7 +77,7 @@ class Judged(msgspec.Struct, frozen=True, gc=False):
 
 
 Kept = Decided | Judged | Booked | Overcommitted | Renewed | PromptComputed | Released | Expired | JournalEntry
-"""What is kept of an input until it is written: of records and snapshots no more than the entry says."""
+"""What is kept of an input until it is written: of records and snapshots no more than the entry needs."""
 
 
 def kept(given: Input, came: Decision | Admission | None) -> Kept:
@@ -183,7 +183,7 @@ class InputReader:
         self._stored: Iterator[StoredRecord] = iter(())
         self._next_stored = -1
         self.decided: Decided | None = None
-        """What a booking is of; whoever derives decisions says what came of them."""
+        """The decision of a booking; the code that derives decisions records their outcome."""
 
     def input_of(self, entry: AnyEntry, workers: Sequence[WorkerKey], projection: Projection) -> Input | None:
         """Return the input that an entry stands for, ``None`` for one that stands for none.

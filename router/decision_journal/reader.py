@@ -37,7 +37,7 @@ PROGRESS_EVERY_ENTRIES = 500
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """One entry, where it lies, and who is meant by the numbers in it."""
+    """One entry, its place, and the workers behind the numbers in it."""
 
     file: str
     position: int
@@ -94,7 +94,7 @@ def decision_directories(directory: Path) -> list[Path]:
 
 @dataclass(slots=True)
 class RecordedDecision:
-    """One decision as a journal tells it."""
+    """One decision in a journal."""
 
     decision: Decision
     stored: StoredEntry
@@ -109,7 +109,7 @@ def decisions_about(
     It may be asked for by any name that people have of it (``poolgrid.wire.request_ids``). By one that several clients
     chose, those of the latest are returned; of a request with several sequences those of each.
 
-    ``on_progress`` is told the bytes of entries read, now and then.
+    ``on_progress`` gets the bytes of entries read, now and then.
     """
     found: list[RecordedDecision] = []
     ids: list[str] = []

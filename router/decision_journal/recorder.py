@@ -4,11 +4,11 @@ Rules
     1. The router's turn only appends to a list. A flush, ``FLUSH_MS`` later, hands the list to one thread that encodes
        and writes it; lists are written in order, one at a time.
     2. At most ``queue_limit`` inputs wait. Beyond it, and when a write fails, what waits is dropped and so is all that
-       follows, until the thread is free and the disk takes bytes again. Then the journal says how much is missing
-       (``InputsLost``), why, and goes on from a ``Checkpoint`` of the router's state.
-    3. A checkpoint is taken between two inputs, on the router's loop, so it stands exactly where it says. The loop only
-       copies references; the thread looks through them. What the router believes by its own choices takes at most
-       ``1 / BELIEFS_SHARE`` of a segment, the youngest first, and the checkpoint says until when the rest matters.
+       follows, until the thread is free and the disk takes bytes again. Then the journal records how much is missing
+       (``InputsLost``) and why, and continues from a ``Checkpoint`` of the router's state.
+    3. A checkpoint is taken between two inputs, on the router's loop, so its place is exact. The loop only
+       copies references; the thread looks through them. Predictions from the router's own choices take at most
+       ``1 / BELIEFS_SHARE`` of a segment, the youngest first, and the checkpoint records until when the rest matters.
     4. Nothing here ever keeps a request waiting, and a journal that cannot be written never ends the router.
 """
 
@@ -60,7 +60,7 @@ RETRY_MS = 1000.0
 """Wait after a failed write."""
 
 SYNC_EVERY_FLUSHES = 10
-"""Made durable about once a second: decisions explain, they are nobody's source of truth."""
+"""Made durable about once a second: decisions explain, no other state depends on them."""
 
 BELIEFS_SHARE = 16
 """Part of a segment that a checkpoint's beliefs may take: half a million blocks in 64 MiB, as many as predictions."""
@@ -125,7 +125,7 @@ class DecisionRecorder:
         self.flush()
 
     async def stop(self) -> None:
-        """Write what waits, make it durable, let go of the directory."""
+        """Write what waits, make it durable, release the directory."""
         self._stopping = True
         if self._timer is not None:
             self._timer.cancel()
@@ -316,7 +316,7 @@ class DecisionSegments:
         1. A life of the router begins a segment; a segment that grew beyond ``segment_bytes``, and to twice what it
            began with, is followed by another one: checkpoints never take more than half of a journal.
         2. After a failed write the segment is cut back to what was there before, and closed: what was to be written is
-           lost, and the next segment says so.
+           lost, and the next segment records that.
         3. What a killed process left torn is cut when the journal is opened. A damaged segment is left as it is: it is
            for ``verify`` to name, and no reason not to serve.
         4. Retention removes whole segments, oldest first, never the newest.
@@ -423,7 +423,7 @@ class DecisionSegments:
         return len(self._segments), sum(segment.size for segment in self._segments)
 
     def close(self) -> None:
-        """Make everything durable and let go of the directory."""
+        """Make everything durable and release the directory."""
         try:
             self.sync()
         finally:

@@ -4,12 +4,12 @@ Rules
     1. The state is the real ``RouterState``. It is given the recorded inputs, as the router's was, and nothing else
        touches it. Time is what was recorded; nothing reads a clock.
     2. A decision is compared in everything that was recorded of it: the offset, the candidates in their order, every
-       number about them as bits, the row, the reason, who was filtered out and why.
+       number about them as bits, the row, the reason, the workers filtered out and why.
     3. The first difference ends the replay of a router: what follows would be built on a state that is in doubt.
-    4. Where inputs are missing (said in the journal) or the pool's journal no longer reaches back, decisions are
+    4. Where inputs are missing (recorded in the journal) or the pool's journal no longer reaches back, decisions are
        counted as not derivable, until the next checkpoint or snapshot from which state can be had.
-    5. A checkpoint may lack the oldest of what the router believed by its own choices. Until that has expired, a
-       decision that depends on it and comes out otherwise counts as not derivable, and what was recorded is booked.
+    5. A checkpoint may lack the oldest predictions from the router's own choices. Until these have expired, a
+       decision that depends on it and comes out otherwise counts as not derivable, and the recorded one is booked.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class ReplayOutcome:
     """Turns of sessions that were admitted, or had to wait, as recorded."""
     not_derivable: int = 0
     lost_decisions: int = 0
-    """Decisions of which the journal only says that it does not have them."""
+    """Decisions that the journal records as missing."""
     causes: dict[str, int] = field(default_factory=dict)
     """Why decisions were not derivable, and how many for each reason."""
     difference: Difference | None = None
@@ -127,13 +127,13 @@ class DecisionReplay:
         self._blind = "the journal begins here"
         """Why the state is not known; empty while it is."""
         self._too_old = False
-        """It is not known because the pool's journal does not reach back to it: the next snapshot may tell it."""
+        """It is not known because the pool's journal does not reach back to it: the next snapshot may have it."""
         self._begun_midway = False
         """The state is that of a checkpoint, and not of all that ever happened to the router."""
         self._expected = 0
 
     def run(self, on_progress: Callable[[int], None] = lambda _: None) -> ReplayOutcome:
-        """Derive everything; ``on_progress`` is told the bytes of entries done, now and then.
+        """Derive everything; ``on_progress`` gets the bytes of entries done, now and then.
 
         Raises ``JournalCorrupt``, and what ``make_policy`` raises.
         """
@@ -211,7 +211,7 @@ class DecisionReplay:
         if not self._blind:
             return  # the state is known; the checkpoint is for those who begin here
         if not checkpoint.complete and checkpoint.beliefs is None:  # of a router that did not write them yet
-            self._blind = "a checkpoint lacks what the router believed by its own choices alone"
+            self._blind = "a checkpoint lacks predictions of the router from its own choices"
             self._too_old = False
             return
         state = self._state = self._make()
@@ -229,7 +229,7 @@ class DecisionReplay:
         self._too_old = isinstance(error, PoolJournalTooShort)
 
     def _lacks_beliefs(self, made: DecisionMade, state: RouterState) -> bool:
-        """Tell whether a decision depends on choices that may be missing here: older ones than a checkpoint has."""
+        """Return whether a decision depends on choices that may be missing here: older ones than a checkpoint has."""
         if not self._begun_midway:
             return False
         projection = state.projection
@@ -318,7 +318,7 @@ class DecisionReplay:
         return None
 
 
-_BELIEFS_CUT = "a checkpoint lacks the oldest of what the router believed by its own choices alone"
+_BELIEFS_CUT = "a checkpoint lacks the oldest predictions of the router from its own choices"
 
 
 def _by_name(filtered: Mapping[WorkerKey, str]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The traffic that a pool's routers recorded: when requests came, how long they were, what they shared, how it went.
 
 A request is its first decision, and came when it began to wait for that; output lengths are what the router counted or,
-for requests whose tokens went past it, what the worker's blocks say. Nothing of a prompt is known but the sequence
+for requests whose tokens went past it, by the worker's blocks. Nothing of a prompt is known but the sequence
 hashes of its whole blocks.
 """
 
@@ -86,7 +86,7 @@ def read_recording(
 ) -> Recording:
     """Return the recorded traffic of the model with most requests; raises ``JournalCorrupt``, ``NotKept``.
 
-    ``on_progress`` is told the bytes read, now and then.
+    ``on_progress`` gets the bytes read, now and then.
     """
     found: dict[str, RecordedTraffic] = {}
     settings: RouterSettingsNoted | None = None

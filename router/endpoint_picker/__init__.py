@@ -1,1 +1,1 @@
-"""Which pod of a pool gets a request that a gateway forwards: Envoy asks over ext-proc, and is told."""
+"""Chooses the pod of a pool for each request that a gateway forwards: Envoy asks over ext-proc."""

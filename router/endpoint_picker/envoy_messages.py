@@ -1,4 +1,4 @@
-"""The messages of Envoy's external processing, as far as an endpoint picker speaks them.
+"""The messages of Envoy's external processing, as far as an endpoint picker uses them.
 
 They are declared here by the names and numbers of their fields, facts of ``envoy/service/ext_proc/v3`` and of what it
 imports; protobuf's own library makes classes of them. Fields that are left out are skipped by readers. The
@@ -39,7 +39,7 @@ _MESSAGES: dict[str, dict[str, _Field]] = {
     "Metadata": {"filter_metadata": (1, "struct{}")},
     # envoy/type/v3/http_status.proto; an enum travels as its number
     "HttpStatus": {"code": (1, "int32")},
-    # envoy/service/ext_proc/v3/external_processor.proto: what Envoy says
+    # envoy/service/ext_proc/v3/external_processor.proto: from Envoy
     "ProtocolConfiguration": {"request_body_mode": (1, "int32"), "response_body_mode": (2, "int32")},
     "HttpHeaders": {"headers": (1, ".HeaderMap"), "end_of_stream": (3, "bool")},
     "HttpBody": {"body": (1, "bytes"), "end_of_stream": (2, "bool")},
@@ -55,7 +55,7 @@ _MESSAGES: dict[str, dict[str, _Field]] = {
         "attributes": (9, "struct{}"),
         "protocol_config": (11, ".ProtocolConfiguration"),
     },
-    # the same: what it is told
+    # the same: to Envoy
     "HeaderMutation": {"set_headers": (1, ".HeaderValueOption[]"), "remove_headers": (2, "string[]")},
     "StreamedBodyResponse": {"body": (1, "bytes"), "end_of_stream": (2, "bool")},
     "BodyMutation": {"streamed_response": (3, ".StreamedBodyResponse")},

@@ -1,4 +1,4 @@
-"""One HTTP request that a gateway forwards, as ext-proc tells of it: phase by phase, each of which wants an answer.
+"""One HTTP request that a gateway forwards, as ext-proc reports it: phase by phase, each of which wants an answer.
 
 When the endpoint is chosen depends on when Envoy sends the headers on:
 
@@ -10,7 +10,7 @@ When the endpoint is chosen depends on when Envoy sends the headers on:
 
 Nothing here knows of gRPC, and nothing waits but the choice.
 
-What passes by of an engine's answer: that it has begun, and how much of the prompt it says it reused.
+What passes by of an engine's answer: that it has begun, and how much of the prompt it reports as reused.
 
 Usage stands at the end of an answer, in OpenAI's and in Anthropic's form, streamed or whole. So its last bytes are kept
 and looked at once; nothing is parsed while a stream flows.
@@ -53,7 +53,7 @@ class AnswerReader:
         return is_first
 
     def prompt_tokens(self) -> tuple[int | None, int | None]:
-        """Return the prompt tokens that the answer says came from a cache, and all; ``None`` where it does not say."""
+        """Return the prompt tokens that the answer reports as cached, and all; ``None`` = not reported."""
         text = self._tail.decode("utf-8", "replace")
         at = text.rfind(_USAGE)
         while at >= 0:
@@ -94,13 +94,13 @@ DESTINATION = "x-gateway-destination-endpoint"
 DESTINATION_NAMESPACE = "envoy.lb"
 
 SERVED = "x-gateway-destination-endpoint-served"
-"""Metadata key of the endpoint that a gateway says it really went to."""
+"""Metadata key of the endpoint that a gateway reports as used."""
 
 SUBSET_NAMESPACE, SUBSET = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
-"""Where a gateway says which endpoints it allows: a list, or several with commas between."""
+"""Where a gateway lists the endpoints that it allows: a list, or several with commas between."""
 
 UPSTREAM_ADDRESS = "upstream.address"
-"""Attribute that says the same of a gateway that does not name the endpoint: ``response_attributes`` asks for it."""
+"""Attribute with the same for a gateway that does not name the endpoint: ``response_attributes`` asks for it."""
 
 RANK_HEADER = "x-data-parallel-rank"
 
@@ -111,7 +111,7 @@ READ_HEADERS = frozenset((":method", ":path", "content-encoding", "content-lengt
 """Request headers that are kept until the choice."""
 
 VALUE_OVERHEAD_BYTES = 64
-"""What a string costs beside its characters."""
+"""Memory of a string in addition to its characters."""
 
 CONTENT_LENGTH_DIGITS_MAX = 18
 """Longer ones are no length of anything."""
@@ -352,7 +352,7 @@ class PickerExchange:
         return int(announced)
 
     def _hold(self, size: int) -> Shed | None:
-        """Count what is kept of the request, or say why it cannot be."""
+        """Count what is kept of the request, or return why it cannot be."""
         if not self._table.has_room(self, size):
             return bodies_full()
         self._held_bytes += size
@@ -434,7 +434,7 @@ def _headers(headers: Iterable[Any]) -> Iterator[tuple[str, str]]:
 
 
 def _candidates(metadata: Any) -> frozenset[str] | None:
-    """Return the endpoints that a gateway allows; ``None`` where it does not say."""
+    """Return the endpoints that a gateway allows; ``None`` where it lists none."""
     if SUBSET_NAMESPACE not in metadata or SUBSET not in metadata[SUBSET_NAMESPACE].fields:
         return None
     value = metadata[SUBSET_NAMESPACE].fields[SUBSET]
@@ -446,7 +446,7 @@ def _candidates(metadata: Any) -> frozenset[str] | None:
 
 
 def _served(said: Any) -> str:
-    """Return which endpoint a gateway went to; empty where it does not say."""
+    """Return which endpoint a gateway went to; empty where it does not report it."""
     metadata = said.metadata_context.filter_metadata
     if DESTINATION_NAMESPACE in metadata and SERVED in metadata[DESTINATION_NAMESPACE].fields:
         return str(metadata[DESTINATION_NAMESPACE].fields[SERVED].string_value)
@@ -467,7 +467,7 @@ def _response(phase: str) -> Response:
 
 
 def _told(picked: Picked, phase: str) -> Response:
-    """Return the answer that says where a request goes, as header and as metadata."""
+    """Return the answer with the destination of a request, as header and as metadata."""
     response = _response(phase)
     endpoints = ",".join(picked.endpoints)
     common = getattr(response, phase).response

@@ -24,8 +24,8 @@ from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
 
 FALLBACKS = 2
-"""Endpoints that a gateway is told next to the first: two outlive a pod that is gone and its neighbour; each costs a
-further choice."""
+"""Endpoints that a gateway gets in addition to the first: two outlive a pod that is gone and its neighbour; each costs
+a further choice."""
 
 RENEWALS_PER_LEASE = 3
 """A lease is renewed so often in its time: one renewal may come late."""
@@ -42,7 +42,7 @@ async def open_endpoint_picker(
     clock: Clock,
 ) -> str:
     """Serve ext-proc; returns where. Raises ``OSError``."""
-    assert settings.ext_proc_port is not None, "nobody asks for a picker without a port"
+    assert settings.ext_proc_port is not None, "a picker has a port"
     metrics = PickerMetrics(registry)
     limits = replace(
         settings.http_limits(), connections=settings.max_ext_proc_streams, unfinished_bytes=settings.ext_proc_body_bytes

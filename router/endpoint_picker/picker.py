@@ -5,10 +5,10 @@ Rules
     2. A booking is an entry of the load ledger with a lease, renewed while the gateway's stream for the request lives.
        It ends with the answer, or with that stream. Once the answer has begun, its prompt is no work any more. A
        booking that no open stream holds is ended at the next renewal: that is a fault of ours, counted and logged.
-    3. Nothing waits here: a request that finds every worker full is shed, and its client told when to come back.
+    3. Nothing waits here: a request that finds every worker full is shed, and its client gets the time to come back.
     4. A worker whose own process cannot be reached, while its membership lasts, comes last: its engine may live.
     5. Fallbacks are what would be chosen if the endpoints before were away. They are not booked; the booking moves when
-       the gateway says that another endpoint served.
+       the gateway reports that another endpoint served.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Pods:
 
 log = logging.getLogger(__name__)
 
-SERVED_BY_ANOTHER = "the gateway says that another endpoint serves"
+SERVED_BY_ANOTHER = "the gateway reports that another endpoint serves"
 PICKED_BEFORE = "it is among the endpoints before"
 NOT_READY_RETRY_S = 1.0
 
@@ -109,7 +109,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class Shed(msgspec.Struct, frozen=True):
-    """A request that gets no endpoint, and what its client is told."""
+    """A request that gets no endpoint, and the answer to its client."""
 
     status: int
     code: str
@@ -153,8 +153,8 @@ class Picker:
         metrics: PickerMetrics,
         clock: Clock,
     ) -> None:
-        """``path_of`` hashes a prompt, ``realised`` is told what a dispatch really reused; ``fallbacks`` are endpoints
-        beside the first."""
+        """``path_of`` hashes a prompt, ``realised`` takes what a dispatch really reused; ``fallbacks`` are endpoints
+        in addition to the first."""
         self._router = router
         self._state = state
         self._reader = reader
@@ -262,7 +262,7 @@ class Picker:
         return booking
 
     def _in_order(self, worker: WorkerKey, wanted: WorkerWanted) -> tuple[str, ...]:
-        """Return the endpoint of a choice, and of who would be chosen without it."""
+        """Return the endpoint of a choice, and the one that would be chosen without it."""
         endpoints = [self._pods.endpoint_of(worker)]
         unavailable = dict(wanted.unavailable)
         for _ in range(self._fallbacks):
@@ -277,7 +277,9 @@ class Picker:
     def _shed(self, found: NoWorker | PolicyFailed) -> Shed:
         if isinstance(found, PolicyFailed):
             log.error("choosing an endpoint for a gateway: %s", found, exc_info=found.error)
-            return Shed(500, "policy_failed", "choosing an endpoint failed; the log of the endpoint picker says why")
+            return Shed(
+                500, "policy_failed", "choosing an endpoint failed; the log of the endpoint picker has the reason"
+            )
         if found.busy:
             retry_after_s = self._router.retry_after_s()
             return Shed(429, "busy", "there is no room for the request now; try again later", retry_after_s)

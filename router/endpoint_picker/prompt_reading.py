@@ -2,7 +2,7 @@
 
 Only the fields that shape a prompt are looked at: what else a body asks for is between client and engine. What cannot
 be read here (another API, media, a field of the engine's own, a prompt that is too long) is no error: the engine will
-say what it thinks of it, and the request is placed by load.
+answer for it, and the request is placed by load.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class PromptReading(Struct, frozen=True):
     model: str
     """Model that the fleet calls so; empty when the body names none that it has."""
     request: InferenceRequest | None
-    """The first prompt; ``None`` where there is none that can be told."""
+    """The first prompt; ``None`` where there is none."""
     isl: int = 0
     """Prompt tokens of all prompts together."""
     why: str = ""

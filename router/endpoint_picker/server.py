@@ -24,7 +24,7 @@ from poolgrid.router.endpoint_picker.stream_table import StreamTable
 log = logging.getLogger(__name__)
 
 MESSAGE_OVERHEAD_BYTES = 1024 * 1024
-"""What a message may be larger than the largest body: headers, metadata and attributes beside it."""
+"""By how much a message may exceed the largest body: headers, metadata and attributes."""
 
 TICK_S = 0.25
 """How often times are looked at."""
@@ -36,7 +36,7 @@ STREAMS_ENDING = 2
 """Streams that gRPC lets in for each that there may be: those beyond are being ended."""
 
 STOP_GRACE_S = 1.0
-"""How long answers that are under way to a gateway have when the router ends; its streams are reset then."""
+"""Time for answers in flight to a gateway when the router ends; its streams are reset then."""
 
 
 class EndpointPickerServer:
@@ -98,7 +98,7 @@ class EndpointPickerServer:
         return f"{shown}:{bound}"
 
     async def stop(self) -> None:
-        """End; what is under way is reset after a moment."""
+        """End; answers in flight are reset after a moment."""
         await cancel_all(self._tasks)
         await self._server.stop(STOP_GRACE_S)
 

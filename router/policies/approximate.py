@@ -10,7 +10,7 @@ from poolgrid.router.policies.weighted_cost import WeightedCost
 
 
 class Approximate(KvAware):
-    """As ``kv``, but the index is what was sent where, believed for ``approximate_ttl_ms``."""
+    """As ``kv``, but the index is built from the router's own choices, each trusted for ``approximate_ttl_ms``."""
 
     name = "approximate"
 

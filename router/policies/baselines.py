@@ -15,7 +15,7 @@ class Lmetric:
     """New tokens times batch size, the product that LMetric's authors propose in the place of a weighted sum.
 
     New tokens are those of this prompt that the worker does not hold, and all that it has accepted and not computed.
-    The batch is the worker's requests with this one, so that an idle worker's product still tells of the prompt.
+    The batch is the worker's requests with this one, so that an idle worker's product still depends on the prompt.
     """
 
     name = "lmetric"

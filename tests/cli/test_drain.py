@@ -33,7 +33,7 @@ def row(worker_id: str, state: str, requests: int = 0, role: str = "decode", act
 @pytest.mark.parametrize(
     ("rows", "left"),
     [
-        ([row("a", "ready")], {"a": "has not said yet that it drains"}),
+        ([row("a", "ready")], {"a": "has not reported yet that it drains"}),
         ([row("a", "draining", 2)], {"a": "2 requests"}),
         ([row("a", "draining", 0, active=1)], {"a": "1 request"}),
         ([row("a", "draining"), row("a", "draining", 1)], {"a": "1 request"}),

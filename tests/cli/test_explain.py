@@ -95,7 +95,7 @@ def test_a_routers_decision_shows_every_candidate_term_and_filter() -> None:
     (attempt,) = answer["attempts"]
 
     assert "r-[red]1" in text, "what clients chose is never taken for markup"
-    assert "ISL 160 = 10 blocks, 3 believed to be there: 48 tokens promised, 48 tokens reported as reused" in text
+    assert "ISL 160 = 10 blocks, 3 expected to be there: 48 tokens promised, 48 tokens reported as reused" in text
     for row in attempt["rows"]:
         shown = r"\s(?:.*\s)?".join(re.escape(f"{each:,.2f}") for each in (*row["terms"].values(), row["cost"]) if each)
         assert row["terms"]
@@ -196,7 +196,7 @@ def test_the_sequences_of_a_request_have_a_branch_each() -> None:
         (range(10), "2 media: 10 of 10 whole blocks compared with what workers hold"),
         (
             range(3),
-            "2 media: 3 of 10 whole blocks compared with what workers hold; the rest is output, or stands behind",
+            "2 media: 3 of 10 whole blocks compared with what workers hold; the rest is output, or behind a medium",
         ),
     ],
 )

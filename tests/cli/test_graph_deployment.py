@@ -188,7 +188,7 @@ def test_the_newest_options_become_ours_and_those_without_are_remarked() -> None
         ("kind: DynamoGraphDeployment\nspec: {}", "neither services"),
         ("kind: Deployment", "no document of the kind"),
         ("kind: [", "is no YAML"),
-        (SECOND_FORM.replace("dynamo.trtllm", "dynamo.vllm"), "vLLM servers stay what they are"),
+        (SECOND_FORM.replace("dynamo.trtllm", "dynamo.vllm"), "vLLM servers stay as they are"),
         (SECOND_FORM.replace("replicas: 4", "replicas: many"), "agg: replicas is 'many', must be a whole number"),
         (SECOND_FORM.replace("dynamo.trtllm", "own.program"), "is not to be seen"),
     ],

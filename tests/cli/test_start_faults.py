@@ -16,7 +16,7 @@ from poolgrid.cli.service_process import start_status
 @pytest.mark.parametrize(
     ("error", "status"),
     [
-        (ValueError("loading policy 'foo': it is unknown"), 2),
+        (ValueError("--policy foo: unknown"), 2),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "/no"), 2),
         (PermissionError(errno.EACCES, "Permission denied", "/data"), 2),
         (PartFailed("router ended with status 2 before it was ready", 2), 2),
@@ -33,7 +33,7 @@ def test_only_what_a_restart_cannot_help_is_status_2(error: Exception, status: i
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (("router", "--policy", "foo"), "loading policy 'foo': it is unknown, allowed are kv,"),
+        (("router", "--policy", "foo"), "--policy foo: unknown, allowed are kv,"),
         (("router", "--model-path", "/absent"), "--model-path /absent: not a directory"),
         (("router", "--api-keys", "/absent"), "--api-keys /absent: no such file"),
         (("router", "--feed-endpoint", "tcp://127.0.0.1:1"), "--feed-endpoint and --query-endpoint go together"),

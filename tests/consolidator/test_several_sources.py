@@ -227,7 +227,7 @@ FURTHER = {"worker_id": "w", "source": "kvbm", "endpoint": "tcp://127.0.0.1:1"}
     ("changes", "reason"),
     [
         ({"source": ""}, "entry 0: source is empty, allowed are 1 to 256 characters"),
-        ({"source": "worker"}, "entry 0: source is 'worker', the name of what the worker says of itself"),
+        ({"source": "worker"}, "entry 0: source is 'worker', the name of the worker's own stream"),
         ({"source": "consolidator"}, "entry 0: source is 'consolidator'"),
         ({"source": "a\nb"}, "entry 0: source is 'a\\\\nb', allowed are printable characters"),
         ({"source": "x" * 257}, "entry 0: source has 257 bytes, allowed are 1 to 256"),

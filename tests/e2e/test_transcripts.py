@@ -19,7 +19,7 @@ GUIDES = tuple(
         *("stock_engines", "trtllm", "trtllm_tuning", "gpt_oss_120b", "deepseek_r1_wide_ep", "engine_configs"),
         *("kubernetes", "bare_metal", "slurm", "disaggregation", "global_router", "pool_grids", "coding_agents"),
         *("upgrading", "multimodal", "logits_processors", "engine_check", "migration", "sizing"),
-        *("production_checklist", "troubleshooting", "faq", "what_if"),
+        *("production_checklist", "troubleshooting", "faq", "what_if", "doctor", "sessions"),
     )
 )
 """Their commands are run one page after the other, each in a directory of its own."""

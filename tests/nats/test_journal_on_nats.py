@@ -125,7 +125,7 @@ def test_a_stream_that_somebody_purged_is_begun_again_by_the_next_writer(kind: O
     snapshot(journal, 5)
     kind.run(kind.connection.jetstream.purge_stream(kind.stream.name))
 
-    with pytest.raises(JournalFenced, match="another writer goes on"):
+    with pytest.raises(JournalFenced, match="another writer has taken over"):
         journal.drop_lost()
     with pytest.raises(JournalFenced):
         fill(journal, 6)

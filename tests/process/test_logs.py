@@ -345,7 +345,7 @@ def test_levels_are_of_all_and_of_those_that_are_named() -> None:
     ("text", "why"),
     [
         ("loud", "level 'loud' is none, allowed are debug, info, warning, error"),
-        ("info,debug", "'debug' says not whose level it is"),
+        ("info,debug", "'debug' names no logger"),
         ("router=loud", "level 'loud' is none"),
         ("ruoter=debug", "'ruoter' is no module of poolgrid, and no installed package begins so"),
         ("poolgrid.ruoter=debug", "is no module of poolgrid"),

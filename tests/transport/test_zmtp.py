@@ -84,7 +84,7 @@ BROKEN = {
     "cut off": GREETING + command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x09ROUTER"),
     "cut off in the size": GREETING + command(b"READY", b"\x0bSocket-Type\x00"),
     "no room": GREETING + command(b"ERROR", b"\x07no room"),
-    "said HELLO": GREETING + command(b"HELLO", b""),
+    "sent HELLO": GREETING + command(b"HELLO", b""),
     "before the peer's READY": GREETING + framed(b"m"),
     "flags 0x08": HANDSHAKE + b"\x08\x00",
     "100,001 bytes": HANDSHAKE + b"\x02" + struct.pack(">Q", FRAME_BYTES_MAX + 1),

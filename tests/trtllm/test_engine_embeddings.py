@@ -156,7 +156,7 @@ def test_tensors_become_handles_of_their_fields_and_types() -> None:
     opened = [SharedTensorContainer.from_dict(each).get_local_view() for each in (first, second)]
     assert [str(each.dtype) for each in opened] == ["torch.bfloat16", "torch.uint16"]
     assert opened[0].content()[2] == data.tobytes()
-    with pytest.raises(RefusedError, match=r"uint16 is said to be torch\.float32"):
+    with pytest.raises(RefusedError, match=r"uint16 is declared as torch\.float32"):
         shared.share([carried("float32")], [data])
     del made, opened
     with pytest.raises(RuntimeError, match="shared memory"):

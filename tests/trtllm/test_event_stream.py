@@ -123,7 +123,7 @@ def test_the_stream_takes_the_place_of_the_buffer_and_needs_the_second_manager()
     assert off.values["kv_cache_config"]["event_buffer_max_size"] > 0
     unheard = resolved(arguments(), publish_events_and_metrics=False)
     assert unheard.stream is None
-    assert "nobody follows it" in unheard.warnings[0]
+    assert "no process follows it" in unheard.warnings[0]
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ class HttpApi(HealthApp):
 
 
 def is_from_here(scope: Scope) -> bool:
-    """Tell whether a request comes from the machine (in a pod: from the pod) that it came to."""
+    """Return whether a request comes from the machine (in a pod: from the pod) that it came to."""
     client, server = scope.get("client"), scope.get("server")
     if not client:
         return False

@@ -1,4 +1,4 @@
-"""The worker's ZMQ sockets: the request plane's ROUTER, and a DEALER to each process that it speaks to by itself: the
+"""The worker's ZMQ sockets: the request plane's ROUTER, and a DEALER to each process that it contacts by itself: the
 consolidator and prefill workers."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RequestSocket:
 
 
 class Peer(NamedTuple):
-    """Whom a DEALER socket speaks to."""
+    """Peer of a DEALER socket."""
 
     attempt: str
     """What is being done, for errors."""
@@ -71,7 +71,7 @@ class Peer(NamedTuple):
     """What is allowed, for errors."""
     high_water_mark: int
     waits: bool = False
-    """Whether frames for one that is not there wait in the socket for it; else sending says that it takes none."""
+    """Whether frames for one that is not there wait in the socket for it; else sending fails."""
     watched_as: str = ""
     """What it is called when it refuses this worker's key; empty = it is not logged."""
     scheme: str = ""

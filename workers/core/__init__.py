@@ -1,1 +1,1 @@
-"""What every worker does with its engine's facts, and says of it, whatever the engine: pure, no sockets, no clock."""
+"""What every worker does with its engine's facts, and reports, for any engine: pure, no sockets, no clock."""

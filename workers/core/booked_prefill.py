@@ -2,8 +2,8 @@
 
 Several routers can choose the same idle worker in the same millisecond: each sees the others' choices only in the
 worker's events, a step later. So a router states with each request how much, by its count, the worker still has to
-compute for others, and the worker, who knows, refuses a request that was chosen on a count too far from the truth
-(``crowding``). The refusal carries the truth; the router chooses again with it, and may choose the same worker.
+compute for others, and the worker, whose count is exact, refuses a request that was chosen on a count too far from it
+(``crowding``). The refusal carries the exact count; the router chooses again with it, and may choose the same worker.
 
 Rules
     1. An accepted request counts with the tokens that its router did not expect to be cached, until the engine reports

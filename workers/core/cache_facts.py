@@ -15,13 +15,13 @@ from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX
 
 CacheEvent = BlocksStored | BlocksRemoved
 RestatedEvent = BlocksStored | GroupsReported
-"""What a whole cache is told in."""
+"""Event that reports a whole cache."""
 CACHE_EVENTS = frozenset({BlocksStored, BlocksRemoved})
 """For readers that look for something else in a step's events, nearly all of which are these."""
 
 
 def stored_chain(parent: int | None, hashes: Sequence[int], tier: Tier) -> list[BlocksStored]:
-    """Return the events that say a chain is stored, split where one event would break its limit."""
+    """Return the events that report a chain as stored, split where one event would break its limit."""
     if len(hashes) <= BLOCKS_PER_EVENT_MAX:
         return [BlocksStored(parent, pack_hashes(hashes), tier)] if hashes else []
     events = []
@@ -137,7 +137,7 @@ class CacheFacts:
 
 
 class ReportedBlocks:
-    """The blocks of one rank by KV group and tier, each with its parent, as reports have told: to be told again."""
+    """The blocks of one rank by KV group and tier, each with its parent, as reported: to be reported again."""
 
     def __init__(self) -> None:
         self._groups: GroupsReported | None = None

@@ -12,9 +12,9 @@ Rules:
    with which an engine begins. Where those are lost, nothing is named until as many windows have been seen as are
    configured.
 4. ``event_id`` grows by 1. A hole means that the engine dropped events: ``CacheCleared`` goes out before anything later
-   does, the translation says how many were lost, and the rank is *incomplete*. An ``event_id`` that went backwards is
-   an engine that started over: empty, and complete again. Where a server passes on some of the events only
-   (``is_filtered``), a hole says nothing.
+   does, the translation returns how many were lost, and the rank is *incomplete*. An ``event_id`` that went backwards
+   is an engine that started over: empty, and complete again. Where a server passes on some of the events only
+   (``is_filtered``), a hole means nothing.
 5. After a loss blocks are relearned one by one, each on evidence and never on hope. What was named before is
    *remembered*, not claimed: an engine hash stands for the block's content, so its name is as true as ever, but whether
    the block is still there is not known. The engine proves it by storing it again, by moving it to a level, or by
@@ -113,7 +113,7 @@ class EventTranslator:
     The map is bounded by what the engine holds: its whole blocks, plus one entry for each of its partial or
     unnameable blocks until their removal; after a loss by as much again.
 
-    ``windows`` is the number of different attention windows that are configured. ``reuse_is_on_device`` says that the
+    ``windows`` is the number of different attention windows that are configured. ``reuse_is_on_device`` means that the
     engine brings a block to the device before it builds on it ; without it a child
     does not prove where its ancestors are, and they are not claimed for it.
     """
@@ -171,7 +171,7 @@ class EventTranslator:
         return len(self._present[tier])
 
     def translate(self, events: Iterable[AnyEngineEvent]) -> TranslatedEvents:
-        """Return the wire events that say the same, and how many engine events were lost on the way."""
+        """Return the equivalent wire events, and how many engine events were lost on the way."""
         out: list[WireEvent] = []
         lost = 0
         for event in events:
@@ -249,7 +249,7 @@ class EventTranslator:
             self._capacity = blocks
 
     def lose(self) -> CacheCleared:
-        """Give up every claim, because it cannot be known what happened; return what to tell. Names are remembered."""
+        """Give up every claim, as its state is unknown; return what to report. Names are remembered."""
         self._lose()
         return CacheCleared()
 
@@ -268,7 +268,7 @@ class EventTranslator:
         is_lower = number is not None and (self._group is None or number < self._group)
         if window > self._window or (window == self._window and is_lower):
             if self._blocks:
-                # What was said so far was about a window, or a group, that does not decide.
+                # The events so far were about a window, or a group, that does not decide.
                 self._forget()
                 out.append(CacheCleared())
             self._window, self._group = window, number
@@ -323,7 +323,7 @@ class EventTranslator:
             self._others.clear()
 
     def _store_one(self, event: Stored) -> bool:
-        """Do what ``_store`` does for the usual event, a new whole block on a known parent; say whether it was one."""
+        """Do what ``_store`` does for the usual event, a new whole block on a known parent, if it is one."""
         block = event.blocks[0]
         above = event.parent_hash
         engine_hash = block.block_hash
@@ -505,7 +505,7 @@ class EventTranslator:
             self._facts.removed((block.sequence_hash,), source)
 
     def _arrive(self, block: _Block) -> bool:
-        """Count a block in its tier; say whether its sequence hash was not there before."""
+        """Count a block in its tier; return whether its sequence hash was not there before."""
         present = self._present[block.tier]
         if block.sequence_hash not in present:
             present.add(block.sequence_hash)
@@ -515,7 +515,7 @@ class EventTranslator:
         return False
 
     def _depart(self, block: _Block) -> bool:
-        """Count a block out of its tier; say whether its sequence hash is gone from there."""
+        """Count a block out of its tier; return whether its sequence hash is gone from there."""
         if self._copies:
             key = (block.sequence_hash, block.tier)
             copies = self._copies.pop(key, 1)

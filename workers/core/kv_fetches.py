@@ -1,4 +1,4 @@
-"""Requests of the decode stage and the prefill workers they are asked for: who to ask, when again, when to give up.
+"""Requests of the decode stage and their prefill workers: which to ask, when again, when to give up.
 
 Rules:
 
@@ -7,7 +7,7 @@ Rules:
    unasked, until the fetch ends: a request may wait long for its turn, and its blocks must not expire meanwhile.
 3. A question without an answer within the time-out, or an answer that the transfer is not known, fails the fetch
    (``Failed``): its request can run elsewhere, and nothing waits for a source that is gone.
-4. Whatever ends a fetch tells the source, once (``ReleaseSource``).
+4. Every end of a fetch is reported to the source, once (``ReleaseSource``).
 
 Pure: time comes in as an argument, effects go out as values.
 """
@@ -117,7 +117,7 @@ class KvFetches:
         return [Ask(wanted.endpoint, wanted.transfer_id)]
 
     def receive(self, endpoint: str, offer: KvOffered, now_ms: float) -> list[Effect]:
-        """Take an answer; one for a fetch that has ended says nothing."""
+        """Take an answer; one for a fetch that has ended is ignored."""
         fetch = self._by_transfer.get((endpoint, offer.transfer_id))
         if fetch is None:
             return []

@@ -115,7 +115,7 @@ class OtherGroups:
     def take(
         self, events: Iterable[AnyEngineEvent], name_of: NameOf
     ) -> list[GroupsReported | BlocksStored | BlocksRemoved]:
-        """Return the wire events that say the same, the groups before their blocks where readers do not know them."""
+        """Return the equivalent wire events, the groups before their blocks where readers do not know them."""
         for event in events:
             engine_group = (event.window_size, event.layer_group_id)
             # An event without a number, where groups have some, is about all of them.

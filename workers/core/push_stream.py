@@ -8,11 +8,11 @@ Theory of operation. The stream is *greeting* until the consolidator welcomes it
     greeting   begin, retry time            greeting     Send(Hello)
     any        greet_again                  greeting     Send(Hello), to another consolidator
     any        Welcome                      open         Send(batches from next_seq) or RestateNeeded
-    open       Welcome, same life           open         (the outbox forgets: it answers an earlier Hello)
+    open       Welcome, same epoch          open         (the outbox forgets: it answers an earlier Hello)
     open       publish                      open         Send(batch); on overflow: greeting, Send(Hello)
     open       heartbeat time               open         Send(Heartbeat)
-    open       Acknowledged, same life      open         (the outbox forgets)
-    open       Acknowledged, another life   greeting     Send(Hello)
+    open       Acknowledged, same epoch     open         (the outbox forgets)
+    open       Acknowledged, another epoch  greeting     Send(Hello)
     open       Resend                       open         Send(batches from from_seq) or RestateNeeded
     open       Unknown                      greeting     Send(Hello)
     open       silence_ms without a word    greeting     Send(Hello)
@@ -20,13 +20,13 @@ Theory of operation. The stream is *greeting* until the consolidator welcomes it
     refused    retry time                   greeting     Send(Hello)
     any        end                          ended        Send(Goodbye)
     ended      publish                      ended        (it is left out: a worker that returns restates)
-    ended      begin_again                  greeting     Send(Hello), in another life
+    ended      begin_again                  greeting     Send(Hello), in another epoch
 
 Without an answer, greetings come at intervals that double up to that of heartbeats: a consolidator that stood still
 finds those of all that time in its socket, and answers each. Only the first Welcome has anything sent.
 
 ``RestateNeeded`` asks the owner to call ``restate`` with the whole truth at once, before it publishes anything else.
-Messages that are about another worker or another life are ignored.
+Messages that are about another worker or another epoch are ignored.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Outbox:
 
     Every batch takes the next sequence number, also one that is thrown away; what is kept is contiguous and ends at
     ``next_seq``. When one more would break the bound, all is dropped, and so is what comes until ``reopen``: a stream
-    with a hole is worth nothing, and a restatement says it all. A restatement does not count: one that overflowed would
-    be followed by another, for ever.
+    with a hole is worth nothing, and a full resync has everything. A restatement does not count: one that overflowed
+    would be followed by another, without end.
     """
 
     def __init__(self, worker_id: str, dp_rank: int, epoch: int, bytes_max: int = OUTBOX_BYTES_DEFAULT) -> None:
@@ -170,13 +170,13 @@ HASH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class PushTiming:
-    """When the stream speaks without being asked."""
+    """When the stream sends without being asked."""
 
     heartbeat_ms: float = 1000.0
-    """Between two signs of life; the consolidator's lease (``Welcome.lease_ms``) shortens it to a third of itself."""
+    """Between two heartbeats; the consolidator's lease (``Welcome.lease_ms``) shortens it to a third of itself."""
     hello_retry_ms: float = 100.0
     """First wait between two greetings without an answer, what a start waits for a consolidator that starts with it;
-    doubles each time, up to ``heartbeat_ms``: a greeting is a sign of life too."""
+    doubles each time, up to ``heartbeat_ms``: a greeting is a heartbeat too."""
     silence_ms: float = 5000.0
     """Without a word from the consolidator the stream greets again."""
     refused_retry_ms: float = 1000.0
@@ -218,7 +218,7 @@ Effect = Send | RestateNeeded | Warn
 
 
 class PushStream:
-    """The event stream of one worker rank in one life."""
+    """The event stream of one worker rank in one epoch."""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class PushStream:
         self._refused_retry_ms = self._timing.refused_retry_ms
         self._hello_retry_ms = self._timing.hello_retry_ms
         self._speak_ms = 0.0
-        """When to say Hello or Heartbeat next."""
+        """Time of the next Hello or Heartbeat."""
         self._heard_ms = 0.0
         self._goodbye_acknowledged = False
 
@@ -267,7 +267,7 @@ class PushStream:
         return self._greet(now_ms)
 
     def begin_again(self, epoch: int, now_ms: float) -> list[Effect]:
-        """Open the stream in another life, after ``end``; what it is about must be restated at once."""
+        """Open the stream in another epoch, after ``end``; what it is about must be restated at once."""
         overflows = self.outbox.overflows
         self.outbox = Outbox(self._worker_id, self._dp_rank, epoch, self._outbox_bytes_max)
         self.outbox.overflows = overflows
@@ -315,7 +315,7 @@ class PushStream:
                 self._goodbye_acknowledged = True
             return []
         if isinstance(message, Welcome):
-            # What was sent behind the first Welcome is on its way: this one answers a Hello that was said before it.
+            # What was sent behind the first Welcome is on its way: this one answers a Hello that was sent before it.
             repeated = self.is_open and message.consolidator_id == self._consolidator_id
             self.state = State.OPEN
             self._consolidator_id = message.consolidator_id

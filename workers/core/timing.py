@@ -104,7 +104,7 @@ class TableTiming:
     """Step times interpolated from measured points.
 
     The JSON form is ``{"prefill": [[tokens, ms], ...], "decode": [[used_share, ms], ...]}``, each list by increasing
-    first value, and ``source`` beside them, which is free text. Prefill beyond the last point continues its last slope;
+    first value, and ``source``, which is free text. Prefill beyond the last point continues its last slope;
     decode outside keeps the nearest value.
     """
 
@@ -116,7 +116,7 @@ class TableTiming:
         source: str = "",
     ) -> None:
         self.source = source
-        """What was measured, and how; empty = the table does not say."""
+        """What was measured, and how; empty = not in the table."""
         self._prefill = _curve(prefill, f"{where}: prefill", "tokens", 1e9, extrapolates=True)
         self._decode = _curve(decode, f"{where}: decode", "used_share", 1.0, extrapolates=False)
 

@@ -4,7 +4,7 @@ Every message costs its router more than the tokens in it, so a router sets for 
 together (``Routing.tokens_together``).
 
 Rules
-    1. What says more than tokens (the first delta, an end, log probabilities) is never kept back, and takes what was
+    1. What has more than tokens (the first delta, an end, log probabilities) is never kept back, and takes what was
        kept before it along: order and positions are those of the engine.
     2. At most ``tokens_together`` tokens are kept of a request, 4 bytes each; then they go.
     3. What is kept is lost with the worker, and computed again by the next one: that, and no more, is its price.

@@ -37,7 +37,7 @@ def count_of(value: Any, least: int = 0) -> int | None:
 
 
 def cached_of(usage: Any) -> int | None:
-    """Return how much of a prompt was reused by an answer's ``usage`` in OpenAI's form; ``None`` = it does not say."""
+    """Return how much of a prompt was reused by an answer's ``usage`` in OpenAI's form; ``None`` = not reported."""
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
     return count_of(details.get("cached_tokens")) if isinstance(details, dict) else None
 

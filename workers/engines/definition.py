@@ -1,4 +1,4 @@
-"""What an engine's directory tells of it, and what a worker process lends it. ``docs/engines.md`` shows one."""
+"""The facts of an engine in its directory, and what a worker process lends it. ``docs/engines.md`` shows one."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class EngineHost:
     say_start: Callable[[str], None]
     """Shows people what the start of the engine waits for."""
     start: StartPhases
-    """In which phase the start is; an engine tells what it knows of loading and of its first token."""
+    """Phase of the start; an engine reports loading and its first token as far as it knows them."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedEngine:
-    """An engine that runs, and what the worker says of it."""
+    """A running engine, and the worker's card for it."""
 
     engine: Engine
     card: WorkerCard
@@ -59,7 +59,7 @@ class OpenedEngine:
     embeddings: EmbeddingExchange | None = None
     """The worker's part in taking embeddings from encode workers; ``None`` for an engine that takes none that way."""
     observe_card: Callable[[Callable[[WorkerCard], None]], None] | None = None
-    """Has a callable told of each new card, of an engine that may serve other names later."""
+    """Calls a function for each new card, of an engine that may serve other names later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +85,15 @@ class EngineDefinition(Generic[S]):
     """Makes the engine ready for requests; it runs until the end of the block, and is gone after it, whatever ended
     it. May take minutes, and is cancelled when the worker is stopped meanwhile."""
     shortest_timeout_ms: Callable[[S], float]
-    """The shortest time after which this engine's worker gives somebody up."""
+    """The shortest time after which this engine's worker gives a request or a peer up."""
     about: str = ""
-    """What the page of settings says above its table."""
+    """Text of the page of settings above its table."""
     tables: tuple[type[Settings], ...] = ()
     """The settings classes of that table, where it is more than ``settings``."""
     server_kind: Callable[[], ServerKind] | None = None
     """How its server is recognised, where it runs in one that is asked over HTTP."""
     serves: Callable[[S], tuple[str, str]] = lambda settings: ("", "")
-    """Model and role that the worker will have, as far as the settings say; shown while it loads."""
+    """Model and role that the worker will have, as far as the settings have them; shown while it loads."""
     loads: Callable[[S], str | None] = lambda settings: None
     """What it loads with these settings, as they name it, which may be nothing yet; ``None`` = it loads no model."""
     with_model: Callable[[S, Path], S] | None = None

@@ -35,7 +35,7 @@ class EngineReport:
     ``prefilled`` or ``encoded`` the engine keeps the request's blocks or embeddings until ``released`` names it or it
     is cancelled."""
     ranks: dict[int, RankReport]
-    """By rank; one of which there is nothing to say may be absent."""
+    """By rank; one without news may be absent."""
     steps: int = 1
     duration_ms: float = 0.0
     prefill_tokens: int = 0
@@ -47,11 +47,11 @@ class EngineReport:
     released: list[str] = field(default_factory=list)
     """Prefilled requests whose blocks are no longer kept."""
     expired: int = 0
-    """How many of those nobody came for."""
+    """How many of those were never fetched."""
     kept_transfers: int = 0
     """Prefilled requests whose blocks are kept now."""
     keeps_encoded: bool = False
-    """Whether the engine keeps embeddings for its peers after ``encoded`` and says when they are released; without it
+    """Whether the engine keeps embeddings for its peers after ``encoded`` and reports their release; without it
     such a request has ended."""
 
 
@@ -102,12 +102,12 @@ class Engine(Protocol):
     def resident_blocks(self, dp_rank: int) -> list[BlocksStored]:
         """Return what a rank's cache really holds now, asked of the engine itself.
 
-        Raises ``NotImplementedError`` when the engine cannot tell.
+        Raises ``NotImplementedError`` when the engine cannot list it.
         """
         ...
 
     def restate(self, dp_rank: int) -> Sequence[RestatedEvent]:
-        """Return everything in a rank's cache, as reports have told it up to now, parents before children."""
+        """Return everything in a rank's cache, as reported up to now, parents before children."""
         ...
 
 
@@ -135,7 +135,7 @@ class KvHandover(Protocol):
         ...
 
     def release(self, transfer_id: str) -> None:
-        """Let go of what is kept for a transfer, if anything is."""
+        """Release what is kept for a transfer, if anything is."""
         ...
 
 

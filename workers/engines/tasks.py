@@ -177,7 +177,7 @@ class TaskEngine:
                 making.cancel()
             await asyncio.wait((making,))  # its place is taken until it is done
             if not making.cancelled():
-                making.exception()  # of nobody's request
+                making.exception()  # its requests are gone
             raise
         except Exception as error:
             log.exception("task %s failed", request_id)
@@ -213,7 +213,7 @@ class TaskEngine:
         if delta.finish_reason is FinishReason.STOP:
             self._report.flush()
         else:
-            self._report.flush_soon()  # its caller may be amid another report
+            self._report.flush_soon()  # its caller may be making another report
 
     def _on_health(self) -> None:
         if self.is_silent:

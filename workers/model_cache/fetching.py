@@ -46,7 +46,7 @@ LIBRARY_FILES = ".cache"
 """What ``huggingface_hub`` keeps in a directory that it fetches into."""
 
 SPARE_BYTES = 64 * 1024 * 1024
-"""Stays free on the disk beside the model: a file system that is full to its last byte breaks others."""
+"""Stays free on the disk in addition to the model: a file system that is full to its last byte breaks others."""
 
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Between attempts, after those that the library makes by itself."""
@@ -118,7 +118,7 @@ def parse_source(text: str) -> ModelSource:
 
 
 def is_hub_name(model: str) -> bool:
-    """Tell whether a model is named as on a hub, and no directory here."""
+    """Return whether a model is named as on a hub, and no directory here."""
     return "/" in model and _HUB_NAME.fullmatch(model.removeprefix(HUB_SCHEME)) is not None and not Path(model).exists()
 
 

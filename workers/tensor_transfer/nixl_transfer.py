@@ -4,7 +4,7 @@ Offering, leases and releases are those over ZMQ; descriptors get a region added
 region with its own agent and releases the tensor over ZMQ. A descriptor without a region, from a source without NIXL,
 is fetched over ZMQ; a source with NIXL serves takers without it in the same way.
 
-NIXL has no file descriptor to wait for; a transfer under way is looked at every ``POLL_S``.
+NIXL has no file descriptor to wait for; a transfer in progress is looked at every ``POLL_S``.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class NixlTensorTransfer(TensorTransfer):
         return msgspec.structs.replace(descriptor, nixl=NixlRegion(self._name, metadata, address))
 
     def withdraw(self, tensor_id: str) -> bool:
-        """Let go of an offered tensor; say whether it was kept."""
+        """Release an offered tensor; return whether it was kept."""
         self._deregister(tensor_id)
         return super().withdraw(tensor_id)
 
@@ -103,7 +103,7 @@ class NixlTensorTransfer(TensorTransfer):
             buffer = np.empty(descriptor.size_bytes, np.uint8)
             dtype = dtype_of(descriptor)
             async with asyncio.timeout(self._timeout_ms / 1000):
-                # One at a time from each source: to learn of newer memory of an agent ends its transfers under way.
+                # One at a time from each source: loading newer memory of an agent ends its transfers in progress.
                 async with self._locks.setdefault(region.agent, asyncio.Lock()):
                     await self._read(region, buffer)
         except (TensorUnavailable, TimeoutError) as error:
@@ -140,7 +140,7 @@ class NixlTensorTransfer(TensorTransfer):
             self._forget(region.agent)
             raise TensorUnavailable(f"{type(error).__name__}: {error}") from None
         finally:
-            # In this order: a transfer under way is ended before its memory goes.
+            # In this order: a transfer in progress is ended before its memory is freed.
             if handle is not None:
                 agent.release_xfer_handle(handle)
             if registered is not None:

@@ -18,7 +18,7 @@ class TensorSettings(WorkerProcessSettings):
         0, ge=0, le=65535, description="Serve embeddings to other workers at this port; 0 = any free port."
     )
     tensor_store_mb: ClassVar[int] = 256
-    """Embeddings kept for other workers, in 2^20 bytes: of hundreds of pictures. One more leg is refused as busy."""
+    """Embeddings kept for other workers, in 2^20 bytes: of hundreds of images. One more leg is refused as busy."""
     tensor_lease_ms: ClassVar[float] = 10_000.0
     """How long embeddings are kept that no worker asks for: as long as a silent router keeps its lease."""
     tensor_fetch_timeout_ms: ClassVar[float] = 2000.0

@@ -55,7 +55,7 @@ class TensorStore:
                 f"tensors with {self.held_bytes} bytes are kept for other workers, {tensor.nbytes} more would exceed "
                 f"{self._bytes_max}"
             )
-        # Its own memory in C order, little-endian: the caller may go on using his.
+        # Its own memory in C order, little-endian: the caller may continue to use the original.
         kept = np.array(tensor, dtype=tensor.dtype.newbyteorder("<"), order="C", copy=True)
         kept.flags.writeable = False
         tensor_id = f"{self._prefix}-{self._next}"
@@ -74,7 +74,7 @@ class TensorStore:
         return kept.view[offset : offset + size]
 
     def release(self, tensor_id: str) -> bool:
-        """Let go of a tensor; say whether it was kept."""
+        """Release a tensor; return whether it was kept."""
         kept = self._kept.pop(tensor_id, None)
         if kept is None:
             return False
@@ -82,7 +82,7 @@ class TensorStore:
         return True
 
     def expire(self, now_ms: float) -> list[str]:
-        """Let go of every tensor whose lease has ended; return their ids."""
+        """Release every tensor whose lease has ended; return their ids."""
         gone = [tensor_id for tensor_id, kept in self._kept.items() if kept.expires_ms <= now_ms]
         for tensor_id in gone:
             self.release(tensor_id)

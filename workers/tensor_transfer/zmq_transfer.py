@@ -1,8 +1,8 @@
 """Tensors in chunks over ZMQ: works everywhere, copies every byte twice.
 
 The source has one ROUTER socket. The taker has a DEALER per source, opened for the first fetch and closed when no fetch
-needs it; it keeps ``CHUNKS_AHEAD`` questions under way, so that the wire is never idle and a source never queues more
-than that for one taker. A source that says nothing for ``timeout_ms`` has failed the fetch.
+needs it; it keeps ``CHUNKS_AHEAD`` questions in flight, so that the wire is never idle and a source never queues more
+than that for one taker. A source that is silent for ``timeout_ms`` has failed the fetch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from poolgrid.workers.tensor_transfer.tensor_store import TensorMetrics, TensorS
 log = logging.getLogger(__name__)
 
 CHUNKS_AHEAD = 4
-"""Questions of one fetch under way: two hide the round trip, four also hide a busy event loop."""
+"""Questions of one fetch in flight: two hide the round trip, four also hide a busy event loop."""
 
 HIGH_WATER_MARK = 1024
 """Chunks queued for one taker that does not read; beyond it they are dropped, and its fetch times out."""
@@ -125,7 +125,7 @@ class TensorTransfer:
         self._told(tensor_id, expired)
 
     def withdraw(self, tensor_id: str) -> bool:
-        """Let go of an offered tensor; say whether it was kept."""
+        """Release an offered tensor; return whether it was kept."""
         kept = self._store.release(tensor_id)
         self._count()
         return kept
@@ -233,7 +233,7 @@ class TensorTransfer:
         self._close_unused(descriptor.endpoint)
 
     async def close(self) -> None:
-        """End; what is offered is gone, fetches under way fail."""
+        """End; offers are withdrawn, fetches in progress fail."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -272,7 +272,7 @@ class TensorTransfer:
             source.socket.close(CLOSE_LINGER_MS)  # so that the last release leaves
 
     def _ask(self, source: _Source, fetch: _Fetch) -> None:
-        """Keep ``CHUNKS_AHEAD`` questions under way."""
+        """Keep ``CHUNKS_AHEAD`` questions in flight."""
         total = fetch.descriptor.size_bytes
         while fetch.asked < total and fetch.asked - fetch.received < CHUNKS_AHEAD * fetch.chunk_bytes:
             size = min(fetch.chunk_bytes, total - fetch.asked)

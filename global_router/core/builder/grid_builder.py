@@ -6,7 +6,7 @@ Rules
     2. A pool meets a cell when its latency at that length and the stated load is at most the target; in an aggregated
        grid both its TTFT and its ITL.
     3. The cheapest pool that meets the cell gets it; among equally cheap ones the fastest, then the first. When none
-       does, the fastest gets it, and the evidence says by how much it misses.
+       does, the fastest gets it, and the evidence has by how much it misses.
     4. Fastest: the smallest latency as a share of the target; in an aggregated grid the larger of both shares.
     5. Speed ranks follow from that share, averaged over all cells. A pool that gets no cell is left out.
 """
@@ -178,7 +178,7 @@ def _predict(pool: PoolProfile, point: dict[str, float], wanted: WantedGrid, loa
         latency[metric], beyond = table.at(lengths[kind.latency_over], load)
         extrapolated |= beyond
         target = point[metric]
-        # a target of 0 is met by nothing; how far it is missed still tells the pools apart
+        # a target of 0 is met by nothing; how far it is missed still distinguishes the pools
         shares.append(latency[metric] / target if target > 0 else 1e9 + latency[metric])
     return Prediction(pool.name, latency, max(shares), pool.cost, extrapolated)
 

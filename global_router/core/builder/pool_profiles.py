@@ -2,7 +2,7 @@
 
 A table gives milliseconds over a length and a load, measured or simulated. Load is any number that means the same for
 every pool of the document, such as requests per second for the whole pool. Between points values are interpolated on
-straight lines; beyond the last length the last slope continues (and the evidence says so), before the first the first
+straight lines; beyond the last length the last slope continues (and the evidence notes it), before the first the first
 value stays. A load above what was measured is refused: latencies do not grow on straight lines there.
 """
 
@@ -93,7 +93,7 @@ class PoolProfile(DocumentModel):
 
     @property
     def cost(self) -> float:
-        """Return the pool's cost, of whichever kind the profiles give."""
+        """Return the pool's cost, of the kind that the profiles give."""
         return self.cost_per_hour if self.cost_per_hour is not None else self.cost_per_million_tokens or 0.0
 
 
@@ -113,7 +113,9 @@ class WantedGrid(DocumentModel):
     itl_max_ms: TargetMs | None = None
     itl_resolution: Resolution | None = None
     typical_isl: Tokens | None = Field(None, description="ISL of an aggregated grid without an isl axis.")
-    typical_osl: Tokens | None = Field(None, description="Output tokens beside the ISL, for an aggregated grid's ITL.")
+    typical_osl: Tokens | None = Field(
+        None, description="Output tokens assumed with the ISL, for an aggregated grid's ITL."
+    )
 
 
 class PoolProfiles(DocumentModel):

@@ -4,7 +4,7 @@ Rules
     1. *closed*: everything passes. Within ``window_ms``, ``failures_to_open`` failures that are also at least
        ``failure_share`` of the results open it.
     2. *open*: nothing passes for ``open_ms``, which doubles with each opening in a row, up to ``open_max_ms``.
-    3. *half-open*, from then on: at most ``probes`` requests are under way at a time. ``successes_to_close``
+    3. *half-open*, from then on: at most ``probes`` requests are in flight at a time. ``successes_to_close``
        successes in a row close it and reset the doubling; one failure opens it again.
     4. Every admission has a ticket; its result counts only in the state it was given in, so an answer that comes
        late, from before the opening, neither closes nor opens anything. A probe without a result after
@@ -74,7 +74,7 @@ class CircuitBreaker:
         self._open_until_ms = 0.0
         self._open_ms = float(settings.open_ms)
         self._probes: dict[int, float] = {}
-        """Deadline of each probe under way, by ticket number."""
+        """Deadline of each probe in flight, by ticket number."""
         self._successes = 0
         self._steps: list[BreakerStep] = []
 
@@ -83,7 +83,7 @@ class CircuitBreaker:
         return self._state
 
     def use(self, settings: CircuitBreakerSettings) -> None:
-        """Go on under other settings: what is open stays open, at most as long as they allow."""
+        """Apply other settings: what is open stays open, at most as long as they allow."""
         self._settings = settings
         self._open_ms = min(self._open_ms, float(settings.open_max_ms))
         if self._state is BreakerState.CLOSED:
@@ -97,7 +97,7 @@ class CircuitBreaker:
         return self._taken()
 
     def would_admit(self, now_ms: float) -> bool:
-        """Tell whether ``admit`` would give a ticket at ``now_ms``; changes nothing."""
+        """Return whether ``admit`` would give a ticket at ``now_ms``; changes nothing."""
         now = max(now_ms, self._now_ms)
         if self._state is BreakerState.CLOSED:
             return True
@@ -161,7 +161,7 @@ class CircuitBreaker:
         return Ticket(self._generation, self._number, probe)
 
     def _counts(self, ticket: Ticket) -> bool:
-        """Take a ticket back; tell whether its result counts. A probe's counts once."""
+        """Take a ticket back; return whether its result counts. A probe's counts once."""
         if ticket.generation != self._generation:
             return False
         return self._probes.pop(ticket.number, None) is not None if ticket.probe else True

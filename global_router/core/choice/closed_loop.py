@@ -5,7 +5,7 @@ Rules
        them, those that requests of the cell had on the pool that it spills to; over the last ``window_ms``. The cell's
        target is the middle of its range on the axes that are targets.
     2. *missed*: a p95 (nearest rank) of at least ``samples_min`` measurements is above its target. *met*: every p95
-       is at most ``return_below`` of its target. *quiet*: too few measurements to tell. *between*: anything else.
+       is at most ``return_below`` of its target. *quiet*: too few measurements to decide. *between*: anything else.
     3. Missed without interruption for ``spill_after_ms``: ``step_share`` more of the traffic spills, up to
        ``share_max``. Met or quiet for ``return_after_ms``: one step less. Between, nothing changes and no time is
        counted (hysteresis).
@@ -74,7 +74,7 @@ class CellKey:
 
 @dataclass(frozen=True, slots=True)
 class LoopMeasurement:
-    """A p95 beside its target."""
+    """A p95 and its target."""
 
     pool: str
     metric: str
@@ -360,7 +360,7 @@ def _next_faster(stage: GridStage, pool: str) -> str | None:
 
 
 def _is_unchanged(key: CellKey, spill_pool: str | None, old: GridStage, new: GridStage) -> bool:
-    """Tell whether what was measured of a cell under one document holds under another."""
+    """Return whether what was measured of a cell under one document holds under another."""
     ranks = new.speed_ranks()
     if old.axes != new.axes or old.pool_at(key.cell) != new.pool_at(key.cell) or key.pool not in ranks:
         return False

@@ -80,7 +80,7 @@ class Destination:
 
     def lane(self, model: str) -> str:
         """Return with whom the request waits: those of its model that may go to the same pools."""
-        # Names of models are anybody's: whatever is in them, two lanes are never written alike.
+        # Clients choose names of models: two lanes are never written alike, for any characters in them.
         return repr((model, *sorted(self.pools)))
 
     def after_loss(self, pool: str, faster_first: bool) -> Destination:
@@ -126,8 +126,8 @@ class Attribution:
         1. The TTFT counts where the prompt was computed first, the mean ITL where tokens were generated: for the cell
            that selection found in that stage, on the pool that served it, whether the request was meant to go there,
            spilled or fell back.
-        2. What a loss or a move delayed says nothing of a pool: the TTFT of a request whose first computation was in
-           vain and the ITL of one that moved count nowhere.
+        2. A time that includes a loss or a move is no measurement of a pool: the TTFT of a request whose first
+           computation was in vain and the ITL of one that moved count nowhere.
         3. After a priority override nothing counts: the cell was not used.
     """
 

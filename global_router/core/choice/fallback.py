@@ -9,7 +9,7 @@ Rules
        the slower ones. *none*: nothing.
     3. Equal speed is decided by the order of the document.
     4. A pool that is down, draining, saturated, not connected yet or behind an open circuit breaker is passed over, and
-       the record says why.
+       the record has the reason.
 
 Priority retry is another list: strictly faster pools from the slowest to the fastest (``retry_order``).
 """
@@ -70,7 +70,7 @@ class FallbackChoice:
 
     @property
     def may_have_room_later(self) -> bool:
-        """Tell whether waiting may help: no pool can be used, and some state will pass by itself (429, not 503)."""
+        """Return whether waiting may help: no pool can be used, and some state will pass by itself (429, not 503)."""
         return self.pool is None and any(fallen.state in PASSING for fallen in self.passed_over)
 
     def explanation(self) -> dict[str, Any]:

@@ -161,7 +161,7 @@ class OutputLengths:
         self._means: OrderedDict[str, _Mean] = OrderedDict()
 
     def finished(self, model: str, output_tokens: int) -> None:
-        """Learn from a request that ran to its end; cancelled and failed ones teach nothing and are not told."""
+        """Learn from a request that ran to its end; cancelled and failed ones teach nothing and are left out."""
         if not self._settings.learn or output_tokens < 0:
             return
         mean = self._means.setdefault(model, _Mean())

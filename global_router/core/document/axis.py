@@ -1,4 +1,4 @@
-"""The axes of grids as data: what each measures, which stages have it, what it is called wherever it appears.
+"""The axes of grids as data: what each measures, which stages have it, its names.
 
 Rules
     1. ``AXES`` is the one table. Keys of documents and profiles, names of hints and headers, ranks of speed and the
@@ -24,7 +24,7 @@ STAGES_OF_MODE: Mapping[str, tuple[StageName, ...]] = {
 }
 
 STEP_MIN = 1e-6
-"""Narrowest cell, in the axis's unit: below it, the formula divides by what a float cannot tell from nothing."""
+"""Narrowest cell, in the axis's unit: below it, the formula divides by a number that rounds to zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class AxisKind:
 
     @property
     def is_target(self) -> bool:
-        """Tell whether a request's value is a target that it asks for, and the closed loop watches."""
+        """Return whether a request's value is a target that it asks for, and the closed loop watches."""
         return self.faster_end is not None
 
     @property

@@ -47,7 +47,7 @@ RULES: frozenset[str] = frozenset(get_args(Accepted))
 SUGGESTIONS_MAX = 16
 """Suggestions for misspelt pools; with 256 long names, one takes 0.1 s."""
 _INVALID = "?"
-"""Stands for a pool that could not be resolved; the document is refused before anybody sees it."""
+"""Stands for a pool that could not be resolved; the document is refused before it is used."""
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class _Findings:
 
 @dataclass(slots=True)
 class _RawPools:
-    """What can be said of a stage's pools before they are known to be valid."""
+    """Facts of a stage's pools before they are known to be valid."""
 
     names: list[str]
     """One per pool; ``?`` when it has no usable name."""
@@ -261,7 +261,7 @@ def _check_axes(stage: StageName, raw: dict[str, Any], found: _Findings) -> list
 
 
 def _resolve(reference: Any, path: JsonPath, pools: _RawPools | None, found: _Findings) -> int | None:
-    """Return the index of the pool that a reference means; say what is wrong with it otherwise."""
+    """Return the index of the pool that a reference means; report what is wrong with it otherwise."""
     if not is_integer(reference) and not isinstance(reference, str):
         found.error(path, f"is {value_text(reference)}, must be a pool's name or its index (an integer)")
         return None
@@ -359,7 +359,7 @@ def _check_speed_order(
             if pools.declared:
                 found.broken("slower-pool-for-faster-target", path, text)
             else:
-                found.warning(path, f"{text}; ranks are the order of the pools, give them a priority to say otherwise")
+                found.warning(path, f"{text}; ranks are the order of the pools, give them a priority for another order")
 
 
 def _check_overrides(stage: str, raw: Sequence[Any], resolve: Resolve, found: _Findings) -> list[Any]:
@@ -443,7 +443,7 @@ def _check_defaults(defaults: dict[str, Any], sections: dict[StageName, dict[str
 
 
 def _given(model: type[DocumentModel], raw: dict[str, Any], key: str) -> Any:
-    """Return what a section says, or what its model takes when it says nothing; ``None`` for what cannot be."""
+    """Return a section's value, or its model's default; ``None`` for an invalid one."""
     return raw[key] if key in raw else model.model_fields[key].get_default()
 
 

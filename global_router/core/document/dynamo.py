@@ -48,7 +48,7 @@ _TOP_KEYS = ("mode", "enable_priority_retry", *(key for kind in KINDS for key in
 
 
 def is_dynamo_document(raw: dict[str, Any]) -> bool:
-    """Tell whether a document is in Dynamo's form: it has a key that only that form has, and none of our stages."""
+    """Return whether a document is in Dynamo's form: it has a key that only that form has, and none of our stages."""
     if any(stage in raw for stage in KINDS.values()):
         return False
     return raw.get("mode") == "agg" or any(key in raw for kind in KINDS for key in _kind_keys(kind))
@@ -73,7 +73,7 @@ class Translation:
         return path
 
     def is_explained(self, place: JsonPath) -> bool:
-        """Tell whether a place lies where the document's form itself was refused."""
+        """Return whether a place lies where the document's form itself was refused."""
         return any(place[: len(absent)] == absent for absent in self.absent)
 
     def error(self, path: JsonPath, text: str) -> None:

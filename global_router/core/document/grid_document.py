@@ -18,7 +18,7 @@ POOLS_MAX = 256
 RESOLUTION_MAX = 1024
 """Cells along one axis."""
 CELLS_MAX = 65_536
-"""Cells of one grid: 256 × 256, beyond which no person can tell why a cell is what it is."""
+"""Cells of one grid: 256 × 256, beyond which no person can review the cells."""
 OVERRIDES_MAX = 256
 TOKENS_MAX = 2**31 - 1
 """Prompt and context lengths; the longest context of any served model is 2,000 times shorter."""
@@ -267,7 +267,7 @@ class ClosedLoopSettings(DocumentModel):
     )
     step_share: float = Field(0.25, gt=0.0, le=1.0, description="Share of the cell's traffic that a step moves.")
     share_max: float = Field(
-        0.9, gt=0.0, le=0.95, description="Largest share that spills: what stays tells when the pool recovered."
+        0.9, gt=0.0, le=0.95, description="Largest share that spills: the rest shows when the pool has recovered."
     )
 
 
@@ -286,7 +286,7 @@ class GridDocument(DocumentModel):
         "total", description="Prompt length on the isl axis: all of it, or what a pool has not cached."
     )
     enable_priority_retry: bool = Field(
-        False, description="Retry towards faster pools before the first token, on errors that a retry can mend."
+        False, description="Retry towards faster pools before the first token, on errors that a retry can fix."
     )
     adapt: bool = Field(False, description="Closed loop: spill to the next faster pool while a cell misses its target.")
     closed_loop: ClosedLoopSettings = ClosedLoopSettings()

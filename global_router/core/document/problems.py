@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 from poolgrid.wire.strict_json import read_strictly
 
 PROBLEMS_MAX = 200
-"""More problems than anybody reads; the rest is counted."""
+"""More problems than an operator reads; the rest is counted."""
 
 
 class Severity(StrEnum):
@@ -113,5 +113,5 @@ def read_json(text: bytes | str) -> tuple[Any, list[Problem]]:
 
 
 def is_integer(value: Any) -> TypeGuard[int]:
-    """Tell whether a JSON value is an integer; ``true`` and ``1.0`` are none."""
+    """Return whether a JSON value is an integer; ``true`` and ``1.0`` are none."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -138,7 +138,7 @@ class Command(click.Command):
                 formatter.write_dl([*rows, ("--help-all", "Every option")])
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write what there is to say of environment variables, then the epilog."""
+        """Write the note about environment variables, then the epilog."""
         variables = {each.opts[0]: each.envvar for each in self.params if isinstance(each, Option) and each.envvar}
         for option, variable in list(variables.items())[:1]:
             formatter.write_paragraph()

@@ -61,7 +61,7 @@ def check(paths: Sequence[Path], as_json: bool = False) -> int:
     """Print every problem and warning of documents, one per line; return 1 if any cannot be used, else 0."""
     rows: dict[str, dict[str, Any]] = {}
     for path in paths:
-        # Of one document the lines are its problems alone; of several each says whose it is.
+        # Of one document the lines are its problems alone; of several each names its document.
         place = f"{path}: " if len(paths) > 1 else ""
         try:
             loaded = read_document_file(path)
@@ -176,7 +176,7 @@ def _convert_graph(path: Path, text: str, out: Path | None) -> int:
 
 
 def build(profiles: Path, out: Path, strict: bool = False, evidence: Path | None = None, as_json: bool = False) -> int:
-    """Build a grid from pool profiles into ``out``, with the evidence beside it (``out`` with ``.evidence.json``)."""
+    """Build a grid from pool profiles into ``out``, with the evidence next to it (``out`` with ``.evidence.json``)."""
     try:
         built = build_grid(load_profiles(read_bytes(profiles), str(profiles)), strict)
     except GridDocumentError as error:
@@ -212,7 +212,7 @@ def _write(path: Path, text: str) -> int:
 def schema() -> dict[str, Any]:
     """Return the JSON Schema of grid documents in our form.
 
-    It says what a single field may be; rules between fields (shapes, references, overlaps) are found by ``check``.
+    It covers single fields; rules between fields (shapes, references, overlaps) are found by ``check``.
     """
     made = GridDocument.model_json_schema()
     made["properties"] = {"$schema": {"type": "string"}, **made["properties"]}

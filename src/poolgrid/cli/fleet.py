@@ -3,7 +3,7 @@
 Rules
     1. Each pool is a router with the consolidator inside, and the workers that the pool's ``simulate`` describes; with
        a real engine they are as many, each with the mode of its stage and the engine file of its role. The global
-       router is told where the pools' routers really are; the document's urls are for real deployments.
+       router gets the real addresses of the pools' routers; the document's urls are for real deployments.
     2. With an event plane on NATS each pool has its journal there under its own name, and consolidators of its own.
     3. Consolidators start first, then routers, then workers, then the global router; ``ready URL`` follows once every
        pool can be used.
@@ -37,7 +37,7 @@ TYPED_PORTS = range(5701, 65_536)
 """Ports in the commands of a plan, in order; ``up`` itself takes any that are free."""
 
 NATS_NAME_CHARS_MAX = 64
-"""As ``nats_pool`` says."""
+"""In the form of ``nats_pool``."""
 
 
 class LocalFleet:

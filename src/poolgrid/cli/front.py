@@ -112,7 +112,7 @@ def make_plan(settings: UpSettings, servers: Sequence[FrontServer]) -> FrontPlan
     unknown = [url for url, size in sizes.items() if size is None]
     if unknown:
         raise FrontProblem(
-            f"engine_url {unknown[0]}: the server does not say how many tokens a KV block has: give --part-option "
+            f"engine_url {unknown[0]}: the server does not report its block size: give --part-option "
             "worker.kv-block-size=N"
         )
     block_size = _the_same(

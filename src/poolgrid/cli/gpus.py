@@ -17,7 +17,7 @@ CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 class GpusMissing(ValueError):
-    """The GPUs that are needed are not there; the message says which are."""
+    """Too few GPUs; the message lists the present ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ Read are its forms ``nvidia.com/v1alpha1`` (``services``, with ``resources`` and
 engine options, replicas, GPUs, requests, shared memory and autoscaling. Facts are of its own examples.
 
 What has no place in the chart is named, one remark each, and nothing is left out in silence. A worker is carried over
-when poolgrid runs its engine inside the worker (TensorRT-LLM, the mocker). Servers of vLLM and SGLang stay what they
-are, and workers stand beside them (docs/stock_engines.md).
+when poolgrid runs its engine inside the worker (TensorRT-LLM, the mocker). Servers of vLLM and SGLang stay as they
+are, and workers run next to them (docs/stock_engines.md).
 
 An engine file is carried over with its content, as ``engineArgs``: it comes out of a ConfigMap of the same file, or by
 ``read_file``. A name on a hub becomes the chart's model cache, an engine over several nodes a group with ``nodes``.
@@ -50,7 +50,7 @@ OWN_OPTIONS = frozenset({"model-path", "served-model-name", "disaggregation-mode
 
 
 class GraphDeploymentError(Exception):
-    """What makes a file unusable; the message says where, and what was expected."""
+    """What makes a file unusable; the message has the place, and what was expected."""
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class _Component:
 
 
 def is_graph_deployment(text: str) -> bool:
-    """Tell whether a file speaks of a DynamoGraphDeployment; JSON of a pool grid does not."""
+    """Return whether a file has a DynamoGraphDeployment; JSON of a pool grid does not."""
     return re.search(rf'^\s*"?kind"?:\s*"?{KIND}"?\s*,?\s*$', text, re.MULTILINE) is not None
 
 
@@ -120,7 +120,7 @@ def convert_graph(
     made = Conversion()
     others = sorted({str(each.get("kind")) for each in documents if each.get("kind") != KIND})
     if others or len(graphs) > 1:
-        made.remarks.append(f"only the first {KIND} is read; beside it there are {', '.join(others) or 'more of them'}")
+        made.remarks.append(f"only the first {KIND} is read; the file also has {', '.join(others) or 'more of them'}")
     spec = _dict(graphs[0].get("spec"))
     components = list(_components(spec))
     if not components:
@@ -199,7 +199,7 @@ def _worker(
     engine = ENGINES.get(program)
     if engine is None:
         if program in BESIDE:
-            why = f"{BESIDE[program]} servers stay what they are, and workers stand beside them: docs/stock_engines.md"
+            why = f"{BESIDE[program]} servers stay as they are, and workers run next to them: docs/stock_engines.md"
         else:
             why = f"its program {program or 'is not to be seen in its command'}; known are {', '.join(ENGINES)}"
         made.remarks.append(f"{name}: not carried over: {why}")
@@ -282,7 +282,7 @@ def _engine_args(name: str, options: dict[str, Any], engine_file: ReadFile, made
         return content
     if path:
         made.remarks.append(
-            f"{name}: the engine file {path} is not beside the manifest, nor in a ConfigMap of it: give its content as "
+            f"{name}: engine file {path} is neither in the manifest's folder nor in a ConfigMap: set its content as "
             "engineArgs of the group, or make an image that has it"
         )
     return {}

@@ -1,4 +1,4 @@
-"""What `poolgrid up` says first: what runs, and three things to try that show what a router is for.
+"""The first lines of `poolgrid up`: the processes it started, and three commands that show what a router is for.
 
 Rules
     1. Each command works as printed, in a terminal of any width, with keys and without.
@@ -27,7 +27,7 @@ def program() -> str:
 def two_turns(url: str, model: str, keyed: bool) -> str:
     """Return a command that sends two turns of a conversation and prints what was cached of each.
 
-    A turn adds a thousand numbers, some thousand tokens: more than a decode worker computes by itself.
+    A turn adds a thousand numbers, a few thousand tokens: more than a decode worker computes by itself.
     """
     authorization = [f'    -H "authorization: Bearer ${API_KEY_VARIABLE}" \\'] if keyed else []
     fields = f'\\"model\\": \\"{model}\\", \\"max_tokens\\": 8'
@@ -57,11 +57,11 @@ def greeting(what: str, url: str, model: str, keyed: bool, explained: str) -> st
         lines += ["", "0. Requests need a key; to look inside, an operator's", f"   export {API_KEY_VARIABLE}=pg-..."]
     lines += [
         "",
-        "1. Two turns of a conversation: of the second, what the first one sent is cached",
+        "1. Send two turns of a conversation: the second reuses the prompt of the first",
         *(f"   {line}" for line in two_turns(url, model, keyed).splitlines()),
-        f"2. Why they went where they went{explained}",
+        f"2. Show why each went to its worker{explained}",
         f"   {command} explain turn-2 --url {url}",
-        "3. Workers, what they hold, and the last decisions, live",
+        "3. Watch workers, their caches and the last decisions",
         f"   {command} top --url {url}",
         "",
     ]

@@ -1,4 +1,4 @@
-"""A journal's directory as commands read it: opened, its faults said in a line, the reading shown as it goes."""
+"""A journal's directory as commands read it: opened, its faults printed in a line, the reading shown as it goes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def journal_errors(what: str = "reading a journal") -> Iterator[None]:
         click.echo(f"{what}: {text}", err=True)
         raise SystemExit(2) from None
     except BrokenPipeError:
-        # Whoever read our rows has seen enough; nothing more can be written, not even at exit.
+        # The reader of our rows has closed the pipe; nothing more can be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except OSError as error:
@@ -58,7 +58,7 @@ class JournalFiles(ReadableDisk, Protocol):
     """A journal for those who only look: a directory, or a stream that reads like one."""
 
     def is_in_use(self) -> bool:
-        """Tell whether some process writes this journal now."""
+        """Return whether some process writes this journal now."""
         ...
 
 

@@ -102,12 +102,12 @@ def plan_real(
     """Return the workers that drive an engine with GPUs.
 
     ``common`` are options of all of them (``model-path``, ``host``, ...), ``usable`` the GPUs there are. Raises
-    ``GpusMissing``, ``OptionProblem``, and ``ValueError`` with what a worker would say of its arguments.
+    ``GpusMissing``, ``OptionProblem``, and ``ValueError`` with a worker's objection to its arguments.
     """
     from poolgrid.workers.engines.registry import engine_definition
 
     definition = engine_definition(engine)
-    assert definition.start_plan is not None, "an engine that needs GPUs says how many"
+    assert definition.start_plan is not None, "an engine that needs GPUs has their number"
     needs: list[Need] = []
     made: list[tuple[str, list[str], tuple[str, ...]]] = []
     of_environment = {
@@ -122,7 +122,7 @@ def plan_real(
         words = [f"{name}={value}" for name, value in options.items()] + list(group.options)
         given = {**of_environment, **options_as_settings(words), "consolidator": "tcp://127.0.0.1:1"}
         if given.get("event_plane") == "nats":
-            del given["consolidator"]  # NATS says where it is
+            del given["consolidator"]  # its address is on NATS
         try:
             settings = definition.settings.model_validate(given)
         except ValidationError as error:
@@ -165,7 +165,7 @@ def _in_words(error: ValidationError, name: str) -> str:
 
 
 def simulated_limits(engine_args: Path) -> list[str]:
-    """Return options of a simulated worker that is as large as an engine file says."""
+    """Return options of a simulated worker as large as in an engine file."""
     from poolgrid.workers.engines.registry import engine_definition, engines
 
     for name in engines():

@@ -59,7 +59,7 @@ WARM_UP_TIMEOUT_S = 600.0
 WARM_UP_TOKENS = 4
 
 TYPED_PORTS = (5701, 5702, 5703)
-"""Ports of the consolidator in the commands of a plan, for who types them; ``up`` itself takes any that are free."""
+"""Ports of the consolidator in the commands of a plan, to be typed; ``up`` itself takes any that are free."""
 
 WARM_UP_PROMPT = "poolgrid warms up " * 64
 """Longer than what is prefilled where it is decoded, whatever the tokenizer makes of it."""
@@ -294,7 +294,7 @@ class UpSettings(EventPlaneSettings):
         return self
 
     def _check_front(self) -> Self:
-        """Refuse what says of workers what servers that run already have settled."""
+        """Refuse options of workers that running servers have settled already."""
         for name in (*_OF_SIMULATED, "gpus", *_OF_OWN_WORKERS):
             if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(
@@ -380,7 +380,7 @@ class UpSettings(EventPlaneSettings):
         return LogChoice(self.log_level, self.log_format, default="warning")
 
     def router_arguments(self) -> list[str]:
-        """Return what a pool's router is told of choosing workers, and of clients."""
+        """Return a pool router's options for choosing workers, and for clients."""
         file = [] if self.settings_file is None else ["--settings-file", str(self.settings_file)]
         policy = self._unless_from_file("policy", "--policy", self.policy)
         return [*file, *policy, *self.options_of("router")]
@@ -392,11 +392,11 @@ class UpSettings(EventPlaneSettings):
 
     @property
     def key_arguments(self) -> list[str]:
-        """Return what the router that clients use is told of API keys."""
+        """Return the options for API keys of the router that clients use."""
         return [] if self.api_keys is None else ["--api-keys", str(self.api_keys)]
 
     def event_plane_arguments(self, pool: str = "") -> list[str]:
-        """Return what every part is told of the event plane; nothing when the journal is the consolidator's own.
+        """Return every part's options for the event plane; none when the journal is the consolidator's own.
 
         ``pool`` is the name on NATS of one that is not this settings' own.
         """
@@ -480,7 +480,7 @@ def simulated_arguments(
         *("--kv-block-size", str(settings.kv_block_size)),
         *output_arguments(settings, model),
         *("--drain-timeout-ms", "2000", *settings.log_choice.arguments),
-        # What the command line says last wins.
+        # The last option on the command line wins.
         *([] if group.engine_args is None else simulated_limits(group.engine_args)),
         *group.options,
     ]
@@ -505,14 +505,14 @@ class LocalPool:
         self._planned = workers
         self._environment = part_environment()
         if settings.engine_api_key:
-            # Not among the arguments, which everybody on the machine may read.
+            # Not among the arguments, which every user of the machine may read.
             self._environment[environment_name("engine_api_key")] = settings.engine_api_key
         self._consolidators: list[Part] = []
         self._router: Part | None = None
         self._workers: list[Part] = []
         self._ports = ReservedPorts(settings.host)
         self._ingest = ""
-        """Where workers push; with an event plane on NATS they are told there."""
+        """Where workers push; with an event plane on NATS they read it there."""
 
     async def start(self) -> str:
         """Start everything; return the URL of the OpenAI API."""
@@ -562,7 +562,7 @@ class LocalPool:
         """Return what a newcomer should know."""
         settings = self._settings
         apart = settings.prefill or settings.backends()["prefill"]
-        shown = ": one worker computed the prompt, another one goes on" if apart else ""
+        shown = ": one worker computed the prompt, another one continues" if apart else ""
         return greeting(self._what, url, settings.model_name, settings.api_keys is not None, shown)
 
     async def _start_worker(self, planned: PlannedWorker) -> Part:
@@ -573,7 +573,7 @@ class LocalPool:
         return part
 
     async def _start_standby(self, number: int) -> None:
-        """Start a consolidator that shares the pool with others; whichever is first is the active one."""
+        """Start a consolidator that shares the pool with others; the first is the active one."""
         settings = self._settings
         name = "consolidator" if settings.consolidators == 1 else f"consolidator-{number}"
         arguments = ["consolidator", "--host", settings.host, *settings.event_plane_arguments()]
@@ -697,7 +697,7 @@ async def warm_up(url: str, settings: UpSettings) -> None:
 
 
 def output_arguments(settings: UpSettings, model: PromptModel) -> list[str]:
-    """Return what simulated workers are told of their answers: which tokens there are, and how many come."""
+    """Return the settings of simulated workers for their answers: which tokens there are, and how many come."""
     return [
         *("--vocabulary-size", str(model.vocab_size)),
         *("--model-path", str(settings.model_path)),

@@ -74,7 +74,7 @@ def fetch(
 
 
 def verify(names: list[str], cache_dir: Path | None, as_json: bool) -> int:
-    """Read models and say what is wrong; return the exit status."""
+    """Read models and print faults; return the exit status."""
     cache = _cache(cache_dir)
     rows = []
     try:

@@ -44,7 +44,7 @@ def environment_name(field: str) -> str:
 
 
 def arguments_of(*instances: Settings) -> list[str]:
-    """Return options that give another process of ours these very settings, whatever its environment says."""
+    """Return options that give another process of ours these very settings, regardless of its environment."""
     arguments: dict[str, list[str]] = {}
     for instance in instances:
         for name, field in type(instance).model_fields.items():

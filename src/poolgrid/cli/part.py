@@ -8,8 +8,8 @@ Rules
     2. A part also ends when this process disappears, whatever became of it: it holds the other end of a pipe.
     3. What a part leaves behind when it dies goes with it: the processes of an engine hold GPUs, and the part that is
        started in its place needs them. A part and what it starts are a process group.
-    4. A part with a log file has all its words there. It is ready with the first line that says so: an engine's library
-       prints what it likes before.
+    4. A part with a log file writes all its output there. It is ready with the first line that reports it: an engine's
+       library prints what it likes before.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Part:
         self.stopping = False
 
     async def start(self) -> None:
-        """Start the process and wait until it says that it is ready; raises ``PartFailed``."""
+        """Start the process and wait until it reports ready; raises ``PartFailed``."""
         self._ready_s = None
         with ExitStack() as opened:
             log_file = None if self._log_file is None else opened.enter_context(self._log_file.open("ab"))
@@ -167,8 +167,7 @@ class Part:
                 return
             if self._pace.is_loud:
                 log.error(
-                    "%s keeps dying, %d times now, the last time with status %s: it restarts in %.1f s, and so on; "
-                    "the other parts keep running",
+                    "%s has ended %d times, last with status %s: it restarts in %.1f s; the other parts keep running",
                     self.name,
                     self._pace.deaths,
                     status,
@@ -190,7 +189,7 @@ class Part:
         return self._why_lost
 
     def word(self, key: str) -> str:
-        """Return what the ready line says about ``key`` (``key=value``)."""
+        """Return the value of ``key`` in the ready line (``key=value``)."""
         for word in self.ready_words:
             if word.startswith(f"{key}="):
                 return word.removeprefix(f"{key}=")

@@ -33,7 +33,7 @@ async def until_workers_are_ready(endpoint: str, workers: int, timeout_s: float)
         try:
             status = codec.from_pool.decode(frames[-1])
         except DecodeError:
-            return  # no router of ours; the timeout says so
+            return  # no router of ours; the timeout reports it
         if isinstance(status, PoolStatus) and is_complete(status, workers):
             complete.set()
 

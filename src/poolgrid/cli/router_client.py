@@ -1,4 +1,4 @@
-"""How commands reach a router: its address, also by name, the API key that they show, and what a refusal says.
+"""How commands reach a router: its address, also by name, the API key that they send, and refusals.
 
 A router is given by name as ``--url dyn://namespace.router.http``. Commands find it as processes do, by
 ``POOLGRID_NAMES`` and what goes with it in the environment. The name is looked up when they start; a command that
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 API_KEY_VARIABLE = "POOLGRID_API_KEY"
 
 KEY_NOTE = f"A router that takes API keys asks for one here too: put an operator's key into {API_KEY_VARIABLE}."
-"""What the help of commands says that ask a router."""
+"""Help text of commands that contact a router."""
 
 
 def api_key_headers() -> dict[str, str]:
@@ -94,7 +94,7 @@ async def other_url_of(url: str, silent: str) -> str:
 
 
 async def _takes_connections(url: str) -> bool:
-    """Return whether anybody listens at a URL."""
+    """Return whether a process listens at a URL."""
     parts = urlsplit(url)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -132,7 +132,7 @@ async def _urls_of(url: str) -> list[str]:
 
 
 def _settings(url: str) -> DiscoverySettings:
-    """Return how names are kept, as the environment says; raises ``ValueError``."""
+    """Return the service discovery of the environment; raises ``ValueError``."""
     variable = environment_name("names")
     kind = os.environ.get(variable, "none")
     if kind not in SETTINGS_OF:

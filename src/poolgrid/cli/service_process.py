@@ -94,7 +94,7 @@ def log_failure(error: Exception) -> None:
     else:
         for line in str(error).splitlines() or [type(error).__name__]:
             log.error("%s", line)
-    log.debug("where it happened", exc_info=True)
+    log.debug("where it failed", exc_info=True)
 
 
 def start_status(error: Exception) -> int:

@@ -107,7 +107,7 @@ def run_fleet(settings: UpSettings, path: Path, model: PromptModel | None, as_js
 
 
 class Local(Protocol):
-    """What runs on this machine until it is told to stop."""
+    """The processes on this machine, until they are stopped."""
 
     async def start(self) -> str:
         """Start every part; return the URL of the OpenAI API once it can serve."""
@@ -137,7 +137,7 @@ def _run(make: Callable[[Path], Local]) -> int:
                 await unless(stop, _start(pool), "start")
                 lost = None if stop.is_set() else await unless(stop, pool.given_up(), "watch over all parts")
                 if lost is not None:
-                    log.error("%s: everything is ended", lost)
+                    log.error("%s: all parts are stopped", lost)
                     status = 1
             except (PartFailed, TimeoutError, OSError, ValueError) as error:
                 # ValueError: keys of the ZMQ planes that cannot be used.

@@ -83,7 +83,7 @@ async def serve(
     ready: Callable[[ConsolidatorEndpoints], None],
     tuning: Tuning | None = None,
 ) -> None:
-    """Run a consolidator in a process of its own until ``stop`` is set; ``ready`` is told where it answers.
+    """Run a consolidator in a process of its own until ``stop`` is set; ``ready`` gets its address.
 
     With an event plane on NATS it is ready when it stands by, and answers on its planes while it is active.
     Whatever ends it, what was opened is closed again, in reverse order.

@@ -60,7 +60,7 @@ class FeedFollower:
         self._query.setsockopt(zmq.SNDHWM, 16)  # one question stands at a time
         self._query_inbox = BatchSocket(self._query, self._on_answers)
         self.heard_ms: float | None = None
-        """Monotonic time of the last message of the consolidator: it speaks at least every ``feed_keep_alive_ms``."""
+        """Monotonic time of the last message of the consolidator: it sends at least every ``feed_keep_alive_ms``."""
         self.undecodable = 0
         self._loading = LoadingTable()
 

@@ -1,4 +1,4 @@
-"""The live feed of a consolidator: records once they are in the journal, and signs of life."""
+"""The live feed of a consolidator: records once they are in the journal, and heartbeats."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FeedPublisher:
         self._telling_loading = False
 
     def start(self, keeper: JournalKeeper, pool: PoolState) -> None:
-        """Give signs of life from now on, while the journal takes records."""
+        """Give heartbeats from now on, while the journal takes records."""
         self._keep_alive(keeper, pool)
 
     # Records

@@ -1,4 +1,4 @@
-"""What a consolidator that runs alone says of itself over HTTP."""
+"""HTTP API of a standalone consolidator."""
 
 from __future__ import annotations
 

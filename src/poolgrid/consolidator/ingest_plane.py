@@ -1,4 +1,4 @@
-"""What workers push: received in turns of the core, answered once it is in the journal; and the workers' leases."""
+"""Messages pushed by workers: received in a turn of the core, answered once they are in the journal; and leases."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class IngestPlane:
         bulk: BulkWork,
         context: ServiceContext,
     ) -> None:
-        """``running_clock`` goes on where leases stand still."""
+        """``running_clock`` runs also where leases stand still."""
         socket.setsockopt(zmq.RCVHWM, INGEST_QUEUE_MAX)
         self.inbox = BatchSocket(socket, self.on_messages, bulk)
         self.paused = False
@@ -129,7 +129,7 @@ class IngestPlane:
         if self.paused:
             return
         if self.inbox.has_more and self._lease_put_off < LEASE_PUT_OFF_MAX:
-            # What waits in the socket may be the very sign of life that is missing.
+            # What waits in the socket may be the very heartbeat that is missing.
             self._lease_put_off += 1
             self._context.after("lease", 1.0, self._expire)
             return

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FILES_LOOK_MS = 1000.0
-"""How often the journal's directory is looked at for segments that somebody deleted, a scan of some twenty names, and
+"""How often the journal's directory is searched for deleted segments, a scan of about twenty names, and
 whether the journal is too large."""
 
 
@@ -125,11 +125,11 @@ class JournalKeeper:
         if writer.stalled:
             return (
                 f"the journal cannot be written since {writer.stalled_ms / 1000:.0f} s ({writer.stall_reason}); "
-                "what workers say waits with them"
+                "workers' events wait with them"
             )
         slow_ms = writer.slow_ms
         if slow_ms:
-            return f"disk slow: {slow_ms:.0f} ms for a write of the journal; what workers say is known that much later"
+            return f"disk slow: {slow_ms:.0f} ms for a write of the journal; workers' events are known that much later"
         return self._sync_trouble or self.damage
 
     # What was stored
@@ -141,7 +141,7 @@ class JournalKeeper:
             self._sync_later()
 
     def wake_waiters(self) -> None:
-        """Let those go on that wait for what is stored."""
+        """Release those that wait for stored records."""
         while self._until_stored and self._until_stored[0][0] <= self.stored_offset:
             self._until_stored.popleft()[1].set()
 
@@ -212,7 +212,7 @@ class JournalKeeper:
         else:
             log.info("journal snapshot at offset %d, %d old segments removed", offset, removed)
             if damage and self.damage == damage:
-                log.warning("%s: the snapshot at offset %d stands in for what is lost", damage, offset)
+                log.warning("%s: the snapshot at offset %d replaces the lost records", damage, offset)
                 self.damage = ""
         finally:
             self._snapshot_offset = offset
@@ -237,7 +237,7 @@ class JournalKeeper:
             self._context.spawn(self._find_lost_files(), "look at the journal's files")
 
     async def _make_room(self, stalled: bool) -> None:
-        """Make a journal smaller that is much larger than retention says, or takes nothing any more."""
+        """Make a journal smaller that is much larger than its retention, or takes nothing any more."""
         # A snapshot of the state may be waiting for records that the journal has no room for.
         journal, wall_ms = self.journal, self._context.clock.wall_ms()
         try:
@@ -258,7 +258,7 @@ class JournalKeeper:
             self._making_room = False
 
     async def _find_lost_files(self) -> None:
-        """Notice segments that somebody deleted or cut, and go on in a new one behind a new snapshot."""
+        """Notice deleted or cut segments, and continue in a new one behind a new snapshot."""
         try:
             lost = await self.writer.between_writes(self.journal.drop_lost)
         except JournalFenced as error:
@@ -270,7 +270,9 @@ class JournalKeeper:
         else:
             if lost:
                 self._context.counts["journal_lost_segments"] += len(lost)
-                self._note_damage(f"{len(lost)} journal segments were deleted or cut by somebody: {', '.join(lost)}")
+                self._note_damage(
+                    f"{len(lost)} journal segments were deleted or cut by another process: {', '.join(lost)}"
+                )
             elif self.damage:
                 self.snapshot_now()  # the last attempt failed
         finally:

@@ -1,13 +1,14 @@
 """Appends turns to the journal in their order, on a thread: the event loop never waits for a disk.
 
 Rules
-    1. Turns are stored in the order in which they were put, and told so (``on_stored``) in that order. A turn without
+    1. Turns are stored in the order in which they were put, and reported (``on_stored``) in that order. A turn without
        records waits behind those before it: what it answers may name what they hold.
-    2. One write is under way at a time; the next takes everything that waits, up to ``WRITE_BYTES_MAX``. What one has
-       stored is told bit by bit, in turn with all else that is done in bulk (``poolgrid.process.bulk_work``).
-    3. A write that fails is tried again every ``append_retry_ms``, for ever; nothing behind it is stored before it.
-    4. A journal that is somebody else's now (``JournalFenced``) takes nothing any more: what waits is never stored, and
-       ``on_fenced`` is told once.
+    2. One write is in progress at a time; the next takes everything that waits, up to ``WRITE_BYTES_MAX``. What one has
+       stored is published in slices, in turn with all other bulk work (``poolgrid.process.bulk_work``).
+    3. A write that fails is tried again every ``append_retry_ms``, without limit; nothing behind it is stored before
+       it.
+    4. A journal that another process has taken over (``JournalFenced``) takes nothing any more: what waits is never
+       stored, and ``on_fenced`` is called once.
     5. What waits is bounded by ``QUEUE_BYTES_MAX``: then ``on_full`` is called, and its owner takes nothing in until
        ``on_room``. Nothing is dropped.
 
@@ -46,7 +47,7 @@ WRITE_BYTES_MAX = 8 * 1024 * 1024
 """Records of one write, which is all or nothing."""
 
 TELL_BYTES = 12 * 1024
-"""Records told of between two turns of the event loop, each with ``RECORD_BYTES`` more: less than a millisecond for
+"""Records published between two turns of the event loop, each with ``RECORD_BYTES`` more: less than a millisecond for
 a router in the same process, and more than is taken in meanwhile, so that what waits does not grow."""
 
 RECORD_BYTES = 256
@@ -59,7 +60,7 @@ SLOW_TOLD_MS = 10_000.0
 """How long the word stands after the last slow write."""
 
 COMPLAIN_EVERY_MS = 30_000.0
-"""How often a journal that still cannot be written is said so in the log."""
+"""How often the log repeats that a journal still cannot be written."""
 
 
 @dataclass(slots=True)
@@ -109,7 +110,7 @@ class JournalWriter:
         self._fenced = False
         self._waiting: deque[_Item] = deque()
         self._stored: deque[_Item] = deque()
-        """Turns that are in the journal and not told of yet."""
+        """Turns that are in the journal and not published yet."""
         self._waiting_bytes = 0
         self._full = False
         self._task: asyncio.Task[None] | None = None
@@ -117,7 +118,7 @@ class JournalWriter:
         self._stop = asyncio.Event()
         self._appended_turns = 0
         self._appended = False
-        """Whether the records under way are in the journal, and only their sync is missing."""
+        """Whether the records being written are in the journal, and only their sync is missing."""
         self._stalled_since_ms = 0.0
         self._complained_ms = 0.0
         self._began_ms: float | None = None
@@ -136,7 +137,7 @@ class JournalWriter:
         if self._waiting_bytes > QUEUE_BYTES_MAX and not self._full:
             self._full = True
             log.warning(
-                "%d MiB wait for the journal's disk, the most that are kept: nothing is taken in until half are stored",
+                "%d MiB wait for the journal's disk, which is the limit: events are not accepted until half are stored",
                 QUEUE_BYTES_MAX // 2**20,
             )
             self._on_full()
@@ -160,7 +161,7 @@ class JournalWriter:
 
     @property
     def slow_ms(self) -> float:
-        """Return how long writes take, when that is long: the one under way, or the last one; else 0."""
+        """Return how long writes take, when that is long: the one in progress, or the last one; else 0."""
         now_ms = self._clock.monotonic_ms()
         under_way_ms = now_ms - self._began_ms if self._began_ms is not None else 0.0
         if under_way_ms >= SLOW_MS:
@@ -269,7 +270,7 @@ class JournalWriter:
             self._journal.append(payloads, wall_ms)
             self._appended = True
         if self._always:
-            # What a failed sync left on the disk is unknown; only another one can say that it is durable.
+            # What a failed sync left on the disk is unknown; only another one can confirm that it is durable.
             self._journal.sync()
 
     async def _work(self, job: Callable[[], Any], done: asyncio.Future[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Metrics of a consolidator, read from its counters when somebody asks: counting costs the stream nothing."""
+"""Metrics of a consolidator, read from its counters at a scrape: counting costs the stream nothing."""
 
 from __future__ import annotations
 

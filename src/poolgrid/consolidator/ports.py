@@ -14,7 +14,7 @@ from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 
 
 class PoolListener(Protocol):
-    """A reader of the pool: the same calls in the same order, whether it lives beside the consolidator or far away."""
+    """A reader of the pool: the same calls in the same order, whether it runs inside the consolidator or far away."""
 
     def on_snapshot(
         self,
@@ -90,12 +90,12 @@ class Journal(ABC):
 
     @property
     def crowded(self) -> bool:
-        """Say whether there is much more than retention keeps, so that it is worth a look of its own."""
+        """Return whether there is much more than retention keeps, so that it is worth a look of its own."""
         return False
 
     @property
     def snapshot_due(self) -> bool:
-        """Say whether a crowded journal could be made much smaller by a snapshot of now."""
+        """Return whether a crowded journal could be made much smaller by a snapshot of now."""
         return False
 
     @abstractmethod
@@ -107,7 +107,7 @@ class Journal(ABC):
         return self.retain(now_ms)
 
     def drop_lost(self) -> list[str]:
-        """Forget segments that somebody deleted or cut and return their names; call it where ``append`` is."""
+        """Drop deleted or cut segments and return their names; call it where ``append`` is."""
         return []
 
     @abstractmethod
@@ -159,5 +159,5 @@ class Disk(ReadableDisk, Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of open files and of the lock."""
+        """Close files and release the lock."""
         ...

@@ -1,4 +1,4 @@
-"""The publishers that a consolidator follows: what their followers say becomes turns of the core.
+"""The publishers that a consolidator follows: results of their followers become turns of the core.
 
 ``PubShell`` owns the sockets of one (``poolgrid.kv_events.publisher_sockets``). Two kinds of them: ``EngineShell`` for
 an engine that is a worker by itself, ``FurtherShell`` for a further source of a worker that joins by itself.
@@ -34,7 +34,7 @@ WAITING = "waiting"
 
 
 class FollowedSource(publisher_sockets.Followed, Protocol):
-    """Who follows a publisher for the pool: its inputs and effects, and what is shown of it."""
+    """Follower of a publisher for the pool: its inputs and effects, and what is shown of it."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -69,7 +69,7 @@ class PubShell(ABC):
         self._pool = pool
         self._followed = followed
         self._told = StreamState.SYNCING
-        """What the pool was last told of the stream."""
+        """Latest state of the stream that the pool has."""
         self._sockets = PublisherSockets(self.name, source, context, clock, lease_ms, followed, self._carry_out)
 
     @property
@@ -85,7 +85,7 @@ class PubShell(ABC):
     @property
     @abstractmethod
     def degraded(self) -> bool:
-        """Say whether the publisher's blocks are known in part only, or not at all."""
+        """Return whether the publisher's blocks are known in part only, or not at all."""
 
     @property
     def key(self) -> WorkerKey:
@@ -109,7 +109,7 @@ class PubShell(ABC):
 
     @property
     def blocks(self) -> int:
-        """Return how many blocks it says its worker holds, each tier counted."""
+        """Return how many blocks its worker holds by its reports, each tier counted."""
         worker = self._pool.workers.get(self.key)
         return worker.presence.count_of(self.source_name) if worker is not None else 0
 
@@ -133,7 +133,7 @@ class PubShell(ABC):
         self._sockets.close()
 
     def _open(self) -> None:
-        """Subscribe, or say why that fails: one publisher is no reason for the others' events to stay away."""
+        """Subscribe, or report why that fails: one publisher is no reason for the others' events to stay away."""
         try:
             self._sockets.open()
         except zmq.ZMQError as error:
@@ -197,7 +197,7 @@ class EngineShell(PubShell):
 
     @property
     def degraded(self) -> bool:
-        """Say whether the engine's blocks are known in part only, or not at all."""
+        """Return whether the engine's blocks are known in part only, or not at all."""
         return self._follower.degraded or self.refused is not None or self._follower.state is SourceState.ABSENT
 
     def start(self) -> None:
@@ -251,7 +251,7 @@ class FurtherShell(PubShell):
 
     @property
     def degraded(self) -> bool:
-        """Say whether a member's blocks at this source are known in part only, or not at all."""
+        """Return whether a member's blocks at this source are known in part only, or not at all."""
         if self.refused is not None:
             return True
         lacking = (StreamState.STALE, StreamState.ABSENT, StreamState.FORMER)

@@ -98,7 +98,7 @@ class ConsolidatorService:
         self._tuning = tuning or Tuning()
         self._clock = AwakeClock(clock, min(settings.lease_ms, self._tuning.stale_after_ms))
         self._running_clock = clock
-        """For how long things take: it goes on where leases stand still."""
+        """For durations: it runs also where leases stand still."""
         self._bulk = BulkWork(clock)
         self._parts = ServiceContext(self._clock)
         self._registry = registry
@@ -251,7 +251,7 @@ class ConsolidatorService:
 
     @property
     def stalled(self) -> bool:
-        """Say whether the journal does not take records at all."""
+        """Return whether the journal does not take records at all."""
         return self._core is not None and self._keeper.writer.stalled
 
     @property

@@ -53,7 +53,7 @@ class ServiceContext:
         return self.stopping or bool(self.broken)
 
     def undecodable(self, peer: str, error: WireError) -> None:
-        """Count a message that is none, and say so in the log now and then."""
+        """Count an unreadable message, and log it now and then."""
         self.counts["undecodable_frames"] += 1
         self.complaints.about(peer, error)
 
@@ -91,5 +91,5 @@ async def to_its_end(work: asyncio.Future[T]) -> T:
     except asyncio.CancelledError:
         await asyncio.wait({work})
         if not work.cancelled():
-            work.exception()  # taken, or asyncio would complain: whoever gave the start up knows why
+            work.exception()  # taken, or asyncio would complain: the caller that gave the start up knows why
         raise

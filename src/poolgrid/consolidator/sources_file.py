@@ -1,4 +1,4 @@
-"""The sources file: who publishes KV events over ZMQ PUB, and about which worker.
+"""The sources file: publishers of KV events over ZMQ PUB, each with its worker.
 
 A JSON list of two kinds of entries. One with a ``card`` is an engine that publishes itself: it becomes a worker of the
 pool. One with a ``source`` is a further source of a worker that joins by itself, under that worker's name and rank; it
@@ -53,12 +53,12 @@ class PubSource(Publisher, frozen=True, kw_only=True):
 
 
 class FurtherPub(Publisher, frozen=True, kw_only=True):
-    """A publisher that speaks about a worker which joins by itself."""
+    """A publisher of events about a worker that joins by itself."""
 
     source: str
     """Its name among the sources of the worker."""
     outlives_worker: bool = False
-    """Whether its blocks can still be used when the worker has begun another life."""
+    """Whether its blocks can still be used when the worker has begun another epoch."""
 
 
 _FIELDS: dict[str, type] = {
@@ -155,7 +155,7 @@ def _problem(source: PubSource | FurtherPub) -> str | None:
     if isinstance(source, FurtherPub):
         if source.source in (WORKER_SOURCE, CONSOLIDATOR_SOURCE):
             return (
-                f"source is {source.source!r}, the name of what the worker says of itself or of what the consolidator "
+                f"source is {source.source!r}, the name of the worker's own stream or of what the consolidator "
                 "says; allowed is any other"
             )
         if not 0 <= source.dp_rank <= U32_MAX:
@@ -177,7 +177,7 @@ def _name_problem(field: str, name: str) -> str | None:
 
 
 def _check_together(sources: list[PubSource | FurtherPub]) -> None:
-    """Raise for entries that are right by themselves and not beside each other."""
+    """Raise for entries that are valid alone and not together."""
     engines: dict[WorkerKey, int] = {}
     named: dict[tuple[WorkerKey, str], int] = {}
     counted: dict[WorkerKey, int] = {}
@@ -206,7 +206,7 @@ def _check_together(sources: list[PubSource | FurtherPub]) -> None:
         if counted[source.key] >= SOURCES_PER_WORKER_MAX:
             raise ValueError(
                 f"entry {position}: source {source.source!r} is number {counted[source.key]} of worker {source.key}, "
-                f"allowed are at most {SOURCES_PER_WORKER_MAX - 1} beside its own"
+                f"allowed are at most {SOURCES_PER_WORKER_MAX - 1} in addition to its own"
             )
 
 

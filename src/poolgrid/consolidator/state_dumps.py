@@ -1,4 +1,4 @@
-"""The pool's state at one offset, made into something in slices while records go on being applied."""
+"""Dumps of the pool's state at one offset, made in slices while further records are applied."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Part = list[tuple[int, BlockChain]]
 def cut_snapshot(frozen: FrozenPool) -> Iterator[Part | None]:
     """Yield the chains of all workers in parts; there is always at least one, if only for the workers.
 
-    ``None`` says that there is more to gather for the part under way: others may have their turn.
+    ``None`` means that there is more to gather for the current part: other work may have its turn.
     """
     part: Part = []
     room, step = PART_BYTES_MAX, STEP_BYTES

@@ -33,7 +33,7 @@ class Cause(Enum):
         "truncated-prompts",
         True,
         "the engine cuts prompts that the router hashes whole",
-        "raise the engine's context length, or refuse long prompts with --max-sequence-length",
+        "raise the engine's context length, or give the worker the real one with --max-seq-len",
     )
     TEMPLATE = (
         "template",

@@ -138,7 +138,7 @@ class _Figures:
         return before < LEAST_PARTED
 
     def only_in(self, domain: str) -> bool:
-        """Tell whether only requests of a domain disagree, and others agree, or it reused what it was never sent."""
+        """Return whether only requests of a domain disagree, and others agree, or it reused what it was never sent."""
         if any(each.domain != domain for each in self.parted):
             return False
         others = sum(each.domain != domain and not self.is_parted(each) for each in self.warm)
@@ -247,7 +247,7 @@ def _words(figures: _Figures, cause: Cause, parted: Sequence[Observation]) -> li
     if parted:
         first = parted[0]
         words.append(
-            f"first apart: request {first.request_id}, {first.promised_tokens:,} tokens promised and "
+            f"first difference: request {first.request_id}, {first.promised_tokens:,} tokens promised and "
             f"{first.reported_tokens:,} reported; {len(parted)} requests since"
         )
     if cause in _OF_LENGTHS:

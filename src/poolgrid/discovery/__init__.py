@@ -1,1 +1,1 @@
-"""Names instead of addresses: who of a deployment listens where, for as long as it says so."""
+"""Service discovery: the addresses of a deployment's processes, each valid while the process renews it."""

@@ -41,7 +41,7 @@ class DiscoveredConsolidator:
     ) -> None:
         """``addresses`` are ``dyn://`` names of endpoints of one component.
 
-        ``answers`` says whether the consolidator that was moved to last answers now; ``None`` = it was not asked.
+        ``answers``: whether the consolidator that was moved to last answers now; ``None`` = it was not asked.
         """
         self._names = names
         self._wanted = [parse_name(address) for address in addresses]

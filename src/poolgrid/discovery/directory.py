@@ -1,8 +1,8 @@
 """Registrations as files of one directory, for the processes of one host.
 
 Rules
-    1. An entry is a file that is written beside and renamed into place, so it is never read by half. It is renewed by
-       its time of modification; after ``kill -9`` it stays, and counts until its lease is over.
+    1. An entry is a file that is written under another name and renamed into place, so no reader sees half of it. It is
+       renewed by its time of modification; after ``kill -9`` it stays, and counts until its lease is over.
     2. A process that may write into the directory may register: it belongs to the user of the processes, has mode 0700
        when it is made here, and one into which any user may write is refused.
     3. What is read is bounded: regular files of at most ``ENTRY_BYTES_MAX`` bytes, no links, no pipes, at most
@@ -88,7 +88,7 @@ class DirectoryRegistrations:
 
     def _read(self, key: str, now_ns: int) -> Seen | None:
         try:
-            # Not through links, and without waiting for whoever would write into a pipe.
+            # Not through links, and without waiting for a writer of a pipe.
             number = os.open(self._directory / (key + SUFFIX), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             return None  # gone meanwhile, or nothing that is an entry
@@ -116,7 +116,7 @@ class DirectoryRegistrations:
                     os.utime(path)
                     return
             except FileNotFoundError:
-                pass  # it is new, or somebody swept it
+                pass  # it is new, or another process swept it
             number = os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
             with os.fdopen(number, "wb") as file:
                 file.write(data)
@@ -147,4 +147,4 @@ class DirectoryRegistrations:
             raise DiscoveryUnavailable(f"removing {key} from {self._directory}: {error.strerror or error}") from None
 
     async def close(self) -> None:
-        """Let go of nothing: no file stays open."""
+        """Release nothing: no file stays open."""

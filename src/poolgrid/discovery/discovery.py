@@ -157,7 +157,7 @@ class Discovery:
             try:
                 await self.store.remove(key)
             except DiscoveryUnavailable as error:
-                log.warning("taking the name %s back failed (%s): it ends with its lease", key, error)
+                log.warning("deregistering %s failed (%s): the entry expires with its lease", key, error)
         self._own.clear()
 
     async def _renew(self) -> None:
@@ -201,7 +201,7 @@ class Discovery:
                 was_away = True
                 self._metrics.failures.labels("read").inc()
                 self.trouble = str(error)
-                self._complain("looking who is there", error)
+                self._complain("reading registrations", error)
             else:
                 now_ms = self._clock.monotonic_ms()
                 if was_away:
@@ -252,7 +252,7 @@ class Discovery:
         return found[0]
 
     def _complain(self, doing: str, error: Exception) -> None:
-        words = "%s at %s failed (%s): it is tried again for ever, and what is known stays%s"
+        words = "%s at %s failed (%s): it is retried without limit, and the known entries stay%s"
         self._complaints.note(doing, words, doing, self.store.where, error)
 
 

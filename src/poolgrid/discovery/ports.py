@@ -55,5 +55,5 @@ class RegistrationStore(Protocol):
         ...
 
     async def close(self) -> None:
-        """Let go of it."""
+        """Release it."""
         ...

@@ -1,11 +1,11 @@
-"""Who has a name now: a fold of what was seen where registrations are kept. Pure; time is an argument.
+"""Current registrations: a fold of what was seen where they are kept. Pure; time is an argument.
 
 Rules
     1. A look brings all entries that there are. One that is missing from it is gone at once: its process took it back,
        or its keeper let it end.
     2. An entry counts for its lease after it was last renewed: after its mark was first seen, or had changed. Marks
        are compared with each other and never with a clock, so that a clock that jumps ends no lease. What is seen for
-       the first time is as old as its keeper says; keepers that end leases themselves say 0.
+       the first time is as old as its keeper reports; keepers that end leases themselves report 0.
     3. While nothing can be looked at, every process keeps the name it has: what could not be seen is not known to be
        gone. After such a time each has a whole lease again.
     4. An entry that cannot be read is refused, with its name, its field and its value, and keeps no other from
@@ -37,7 +37,7 @@ class Seen(NamedTuple):
     mark: int = 0
     """Changes whenever the entry is renewed."""
     age_ms: float = 0.0
-    """How long ago it was renewed, as its keeper says; 0 where the keeper itself ends leases."""
+    """How long ago it was renewed, by its keeper; 0 where the keeper itself ends leases."""
 
 
 @dataclass(slots=True)

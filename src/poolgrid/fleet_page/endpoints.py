@@ -1,8 +1,8 @@
 """``/ui`` and the streams behind it.
 
-The files of the page are open to anybody: a browser that follows a link carries no key, and there is nothing in them
-but the page. Everything that they show comes from ``/v1/fleet``, which needs an operator's key where there are keys.
-The page asks for it and sends it as a header; it is never part of an address.
+The files of the page are open to all clients: a browser that follows a link carries no key, and there is nothing in
+them but the page. Everything that they show comes from ``/v1/fleet``, which needs an operator's key where there are
+keys. The page asks for it and sends it as a header; it is never part of an address.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ SPAN_MS_MAX = 60 * 60 * 1000
 """Longest stretch of a playback: an hour, in at most ``FRAMES_MAX`` frames."""
 
 FRAMES_MAX = 240
-"""A frame every quarter of a second over a minute; more cannot be told apart on a slider."""
+"""A frame every quarter of a second over a minute; more cannot be distinguished on a slider."""
 
 _NO_STORE = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
@@ -110,7 +110,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, hub: FleetHub, resume: str) -> None:
-        # Proxies that gather answers before they pass them on are told not to.
+        # Proxies that gather answers before they pass them on get a header not to.
         super().__init__(headers={**_NO_STORE, "x-accel-buffering": "no"}, media_type=self.media_type)
         del self.headers["content-length"]
         self._hub = hub
@@ -119,7 +119,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until it is ended."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        if scope.get(BODILESS):  # nobody would ever read it
+        if scope.get(BODILESS):  # no client would ever read it
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             return
         left = asyncio.Event()
@@ -190,7 +190,7 @@ def add_fleet_page(app: FastAPI, hub: FleetHub, source: FleetSource) -> None:
 
     @app.get(REQUEST_PATH, tags=["fleet page"], responses=error_answers(_NOT_KEPT))
     async def one_request(request_id: Annotated[str, PathParameter(max_length=256)]) -> dict[str, Any]:
-        """Explain one request as `/v1/decisions/{request_id}` does, and say when each of its legs did what."""
+        """Explain one request as `/v1/decisions/{request_id}` does, with the times of each of its legs."""
         found = await source.request(request_id)
         if found is None:
             raise RequestError(

@@ -38,7 +38,7 @@ STEPS_SHOWN = 20
 """Last steps of the closed loop."""
 
 ASK_TIMEOUT_S = 15.0
-"""Longest wait for a pool's router to say what it knows of a request: it may read its journal for that, in a process
+"""Longest wait for a pool's router to report on a request: it may read its journal for that, in a process
 that takes half a second on an idle machine."""
 
 ANSWER_BYTES_MAX = 8 * 1024 * 1024

@@ -33,7 +33,7 @@ class FleetSource(Protocol):
         ...
 
     def end(self) -> None:
-        """There are no viewers any more: let go of it."""
+        """Release it: there are no viewers any more."""
         ...
 
     async def look(self) -> Picture:

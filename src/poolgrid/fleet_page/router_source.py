@@ -295,7 +295,7 @@ class RouterFleetSource:
 _STREAM_WORDS = {state: state.name.lower() for state in StreamState}
 _UNWATCHED = Leg("", "", "")
 _NO_SOURCES: list[tuple[str, str, str]] = []
-"""Of a worker that only speaks for itself, as nearly all do."""
+"""Of a worker without further sources, as nearly all are."""
 
 
 def open_router_page(

@@ -89,7 +89,7 @@ class FleetWatch:
                 if leg is not None:
                     leg.released = True
         except Exception:
-            # Whoever only looks on must not end what it looks at.
+            # A viewer must not end what it watches.
             self._broken = True
             log.exception("the fleet page no longer sees requests and caches: this is a bug")
 

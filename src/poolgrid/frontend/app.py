@@ -125,7 +125,7 @@ class Application(FastAPI):
         self._request_ids = request_ids
         self._clock = clock
         self.close = close
-        """Ends the threads and the process that endpoints use, and the media under way; a second time does nothing."""
+        """Ends the threads, the process and the media fetches of endpoints; a second time does nothing."""
         self.traffic = traffic
         self.direct: dict[str, InferenceEndpoint | AccessGate] = {}
         """Inference endpoints by path, each behind the gate when there is one."""
@@ -460,8 +460,8 @@ def _add_health(
         """Return the version of poolgrid."""
         return {"version": __version__}
 
-    @app.get("/ping", tags=["health"], responses={503: {"description": "Not yet: the body says what is missing"}})
-    @app.get("/ready", tags=["health"], responses={503: {"description": "Not yet: the body says what is missing"}})
+    @app.get("/ping", tags=["health"], responses={503: {"description": "Not ready: the body lists what is missing"}})
+    @app.get("/ready", tags=["health"], responses={503: {"description": "Not ready: the body lists what is missing"}})
     async def is_ready(
         response: Response,
         role: Annotated[
@@ -536,7 +536,7 @@ def _add_metrics(app: FastAPI, registry: CollectorRegistry) -> None:
     async def metrics(request: Request) -> Response:
         """Return the metrics of this process in Prometheus' text form."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        # In a thread, and one at a time: many scrapers at once cost no more than one, and streams go on meanwhile.
+        # In a thread, and one at a time: many scrapers at once cost no more than one, and streams continue meanwhile.
         async with turn:
             body = await asyncio.to_thread(encode, registry)
         return Response(body, headers={"content-type": content_type})
@@ -570,7 +570,7 @@ def _add_error_shape(app: FastAPI, metrics: FrontendMetrics, isolate_tenants: bo
         return _answer(request, invalid(param, f"{param} is {quoted(first['input'])}: {said[:1].lower()}{said[1:]}"))
 
     async def on_bug(request: Request, error: Exception) -> Response:
-        message = "serving the request failed inside the router; its log says where"
+        message = "serving the request failed inside the router; its log has the details"
         return _answer(request, RequestError(500, "internal_error", message))
 
     app.add_exception_handler(RequestValidationError, on_wrong_parameter)

@@ -67,7 +67,7 @@ class ApiDialect:
     overflow: Callable[[ContextOverflow], str] | None = None
     """What is said of a request that does not fit into the context, where it is not said as OpenAI does."""
     id_header: bytes = b""
-    """Header of an answer that has the request's id, beside ``x-request-id``."""
+    """Header of an answer that has the request's id, in addition to ``x-request-id``."""
 
     def named(self, error: RequestError) -> RequestError:
         """Return an error of the request with the names that its client wrote."""

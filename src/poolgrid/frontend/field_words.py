@@ -1,7 +1,7 @@
 """What a field of a request's body may be, in words: read off its type, for the message of who wrote something else.
 
-Numbers, texts, lists, objects and words to choose from say it by their type and its bounds. A field whose type says too
-little (``Any``) or too much has the words beside it: ``Annotated[Any, allowed("a regular expression")]``.
+Numbers, texts, lists, objects and words to choose from are described by their type and its bounds. A field whose type
+gives too little (``Any``) or too much has its words attached: ``Annotated[Any, allowed("a regular expression")]``.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _integer(low: int | None, high: int | None) -> str:
         return _WIDTHS[low, high]
     if low is None:
         return "an integer"
-    # The largest that fits the wire is no bound that anybody aims at.
+    # The largest that fits the wire is no bound that a client aims at.
     return f"an integer from {low}" if high is None or high == U32_MAX else f"an integer from {low} to {high}"
 
 

@@ -121,7 +121,7 @@ def guide_of(body: Any, nvext: Any) -> tuple[Guide, str]:
                 _found(found, f"{param}.{kind}", _KINDS[kind](value, f"{param}.{kind}"))
     if len(found) > 1:
         first, second = list(found)[:2]
-        raise invalid(second, f"{second} is set beside {first}: allowed is one guide. The request was not run.")
+        raise invalid(second, f"{second} is set together with {first}: allowed is one guide. The request was not run.")
     param, guide = next(iter(found.items()), ("", {}))
     return guide, param
 

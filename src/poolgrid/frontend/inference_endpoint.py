@@ -1,7 +1,7 @@
 """The inference endpoints, as plain ASGI: one request from its body to the last byte of its answer.
 
 Rules of this file
-- When the client leaves, the request's own task is cancelled, wherever it is (admission, tokenization, waiting for
+- When the client leaves, the request's own task is cancelled, at any stage (admission, tokenization, waiting for
   tokens, writing), and its streams are cancelled on the way out. Our server calls when that happens
   (``poolgrid.http.exchange.ON_DISCONNECT``); under another ASGI server such a request runs to its end.
 - A request with one sequence has no further task. One with several has a pump per sequence, for its whole life.
@@ -142,7 +142,7 @@ class InferenceEndpoint:
         self._metrics = metrics
         self._in_flight = metrics.in_flight.labels(self.name)
         for streaming in ("true", "false"):
-            # From 0 on: of a series that begins with its first errors nobody would see an increase.
+            # From 0 on: a series that begins with its first errors would show no increase.
             metrics.requests.labels(self.name, "500", streaming)
         self._settings = settings
         self._clock = clock
@@ -286,7 +286,7 @@ class InferenceExchange:
             trace_id = "" if self.trace is None else self.trace.trace_id
             named = about(request_id=str(self._wanted_id), trace_id=trace_id)
             log.exception("serving request %s failed: this is a bug", self._wanted_id, extra=named)
-            message = "serving the request failed inside the router; its log says where"
+            message = "serving the request failed inside the router; its log has the details"
             await self._answer_error(RequestError(500, "internal_error", message))
         finally:
             self.done = True
@@ -334,7 +334,7 @@ class InferenceExchange:
             prepared = self._endpoint._prepare(body, self._caller)
             return prepared if isinstance(prepared, PreparedRequest) else await prepared
         except RecursionError:
-            # The parser takes what is nested some hundred deep; what looks at it afterwards may take less.
+            # The parser takes what is nested several hundred levels deep; later code may take less.
             raise RequestError(
                 400, "invalid_json", f"reading the request body ({len(body)} bytes): it is nested too deeply"
             ) from None
@@ -827,7 +827,7 @@ class _Pumps:
     def close(self) -> None:
         """End the tasks that are still waiting.
 
-        They are let go of: a task that was cancelled holds the frames it was cancelled in, and these hold this.
+        They are dropped: a task that was cancelled holds the frames it was cancelled in, and these hold this.
         """
         tasks, self._tasks = self._tasks, []
         for task in tasks:
@@ -888,7 +888,7 @@ def _header_value(text: str) -> bytes:
 
 
 def _wait_for_room(outputs: Sequence[SequenceOutput]) -> bool:
-    """Tell whether every sequence waits in the queue once more."""
+    """Return whether every sequence waits in the queue once more."""
     return all(each.stream is not None and each.stream.waits_for_room for each in outputs)
 
 

@@ -411,5 +411,5 @@ def _decoded(arguments: str | dict[str, Any]) -> Any:
     try:
         return msgspec.json.decode(arguments or "{}")
     except (msgspec.DecodeError, RecursionError):
-        # Models write what is no JSON now and then; refused here, a conversation with it could never go on.
+        # Models write what is no JSON now and then; refused here, a conversation with it could never continue.
         return arguments

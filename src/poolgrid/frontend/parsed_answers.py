@@ -1,4 +1,4 @@
-"""Chat answers that are taken apart on their way out: reasoning and tool calls beside content.
+"""Chat answers that are parsed on their way out: reasoning and tool calls in addition to content.
 
 Used only when a model's format and the request need a parser; plain answers go through ``AnswerEncoder`` alone.
 """

@@ -147,7 +147,7 @@ class PreparedRequest(msgspec.Struct, eq=False):
 
     @property
     def counts_in_chunks(self) -> bool:
-        """Return whether each chunk of a stream carries the usage so far; only beside ``include_usage``."""
+        """Return whether each chunk of a stream carries the usage so far; only with ``include_usage``."""
         options = self.body.stream_options
         return options is not None and options.include_usage and options.continuous_usage_stats
 

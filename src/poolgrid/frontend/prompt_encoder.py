@@ -3,7 +3,7 @@
 Rules
     1. The answer is always the tokenizer's own answer for the whole text.
     2. A prompt is cut only in front of a *delimiter*: an added token at which the tokenizer itself cuts, whatever
-       stands beside it. ``_delimiters`` says which tokens are proven to be that; with none, nothing is ever cut.
+       stands next to it. ``_delimiters`` returns the tokens proven to be one; with none, nothing is ever cut.
     3. A segment keeps its delimiter at its front, so that what follows is tokenized as the continuation that it is
        (SentencePiece style tokenizers treat the start of a text differently).
     4. Cuts depend on the text before them only, so the prompts of one conversation are cut alike, turn after turn.
@@ -287,7 +287,7 @@ def _delimiters(document: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[str,
     """Return added tokens at which every text that holds them is cut.
 
     Proven for tokens that are matched in raw text with nothing swallowed around them, that no other added token can
-    overlap, and beside which no other token's word check can tell the token from the end of the text.
+    overlap, and next to which no other token's word check can tell the token from the end of the text.
     """
     model = document.get("model") or {}
     if model.get("type") not in _MODELS or model.get("dropout") or model.get("nbest_size") or model.get("alpha"):

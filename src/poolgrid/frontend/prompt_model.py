@@ -1,7 +1,7 @@
 """What the front end knows of a model: tokenizer, chat template, limits. Read from a Hugging Face style directory.
 
 ``tokenizer.json``          required
-``tokenizer_config.json``   chat template and special tokens (a ``chat_template.jinja`` beside it wins)
+``tokenizer_config.json``   chat template and special tokens (a ``chat_template.jinja`` in the same folder wins)
 ``config.json``             ``vocab_size``, ``max_position_embeddings``, ``eos_token_id``
 ``generation_config.json``  further ``eos_token_id``
 """

@@ -26,7 +26,7 @@ class FreshName(str):
 
 
 class RequestIds:
-    """Makes the request ids of one process. ``prefix`` tells processes apart (random, chosen by the shell)."""
+    """Makes the request ids of one process. ``prefix`` distinguishes processes (random, chosen by the shell)."""
 
     def __init__(self, prefix: str) -> None:
         if not prefix[:1].isalpha() or SEPARATOR in prefix:

@@ -54,11 +54,11 @@ PlainPriority = Annotated[
 
 
 class StreamOptions(Struct, frozen=True):
-    """What a stream carries beside text."""
+    """Content of a stream in addition to text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """Counts so far in every chunk, beside ``include_usage``."""
+    """Counts so far in every chunk, with ``include_usage``."""
 
 
 class AgentHints(Struct, frozen=True):
@@ -88,8 +88,8 @@ class KvCacheRetention(Struct, frozen=True):
     ] = None
     decode_retention_priority: RetentionPriority = RETENTION_DEFAULT
     decode_duration_ms: Count | None = None
-    transfer_mode: Annotated[Any, allowed("null: operators say where KV is offloaded to")] = None
-    directory: Annotated[Any, allowed("null: operators say where KV is offloaded to")] = None
+    transfer_mode: Annotated[Any, allowed("null: the engine's configuration sets where KV is offloaded to")] = None
+    directory: Annotated[Any, allowed("null: the engine's configuration sets where KV is offloaded to")] = None
 
 
 class LatencyTargets(Struct, frozen=True, forbid_unknown_fields=True):
@@ -124,7 +124,7 @@ class Nvext(Struct, frozen=True):
     annotations: list[str] | None = None
     """Those that ask for events next to the answer are ignored."""
     guided_decoding_backend: Annotated[Any, refused("workers are started with one")] = None
-    guided_whitespace_pattern: Annotated[Any, refused("say it in guided_regex or guided_grammar")] = None
+    guided_whitespace_pattern: Annotated[Any, refused("use guided_regex or guided_grammar")] = None
     extra_fields: Annotated[
         Any, refused("answers have no nvext; /v1/decisions/{id} has workers and times, logprobs the tokens", [])
     ] = None
@@ -255,7 +255,7 @@ class InferenceBody(SamplingFields, kw_only=True):
 
 
 class ImageUrl(Struct):
-    """Where an image is; ``detail`` and what else clients send beside it is for the engine's own resizing to decide."""
+    """Where an image is; ``detail`` and other fields of clients are for the engine's own resizing to decide."""
 
     url: str
 
@@ -364,7 +364,7 @@ class ChatBody(InferenceBody, kw_only=True):
     mm_processor_kwargs: Annotated[Any, refused("only text is served")] = None
     echo: Annotated[Any, refused("a chat prompt is not repeated; use /v1/completions", False)] = None
     include_reasoning: Annotated[Any, refused("reasoning is always in the answer, as reasoning_content", True)] = None
-    separate_reasoning: Annotated[Any, refused("reasoning is always told apart, as reasoning_content", True)] = None
+    separate_reasoning: Annotated[Any, refused("reasoning is always separate, as reasoning_content", True)] = None
 
 
 class CompletionBody(InferenceBody, kw_only=True):
@@ -417,7 +417,7 @@ _MISSING = re.compile(r"missing required field `(.*)`")
 
 
 def is_plain(body: ChatBody | CompletionBody) -> bool:
-    """Tell whether a body asks for nothing beyond ``USUAL``. Nearly every one does: one look in the place of one for
+    """Return whether a body asks for nothing beyond ``USUAL``. Nearly every one does: one look in the place of one for
     each field."""
     values = msgspec.structs.astuple(body)
     for where, nothing in _UNUSUAL[type(body)]:  # noqa: SIM110 - a generator costs what it compares

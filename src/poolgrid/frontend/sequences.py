@@ -163,7 +163,7 @@ def _max_tokens(job: PreparedRequest, isl: int) -> tuple[str, int]:
 def _sampling(job: PreparedRequest, prompt: Prompt) -> Sampling:
     body = job.body
     name, max_tokens = _max_tokens(job, len(prompt.token_ids) // TOKEN_BYTES)
-    # Engines read a prompt to generate: of nothing wanted they make one token, which nobody is shown.
+    # Engines read a prompt to generate: for zero tokens they make one, which is not returned.
     generated = max(1, max_tokens)
     if job.is_plain:
         return Sampling(

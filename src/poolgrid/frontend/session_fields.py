@@ -120,7 +120,7 @@ def clean(value: object) -> str:
 
 
 def answered_by(messages: Sequence[Message]) -> tuple[bool, int]:
-    """Tell whether messages end in results of tools, and return the key of the answer whose calls these are."""
+    """Return whether messages end in results of tools, and return the key of the answer whose calls these are."""
     after_tool = False
     for message in messages[: -TRAILING_MESSAGES_MAX - 1 : -1]:
         if message.role in ("tool", "function"):

@@ -11,7 +11,7 @@ from poolgrid.frontend.responses_api.kept import Store
 
 
 class Sharing(NamedTuple):
-    """Who shares, and how."""
+    """The sharing routers, and the kind of sharing."""
 
     scope: str
     """What routers of one pool agree on, and no others."""

@@ -97,7 +97,7 @@ class StreamHead:
     def close(self) -> None:
         """Send nothing more by itself; nothing uses it afterwards."""
         self._timer.cancel()
-        # Let go of: a task that was cancelled holds the frame it was cancelled in, which holds this.
+        # Dropped: a task that was cancelled holds the frame it was cancelled in, which holds this.
         task, self._task = self._task, None
         if task is not None:
             task.cancel()

@@ -280,7 +280,7 @@ class _Probes:
         ways = [{"reasoning": name} for name in REASONING_NAMES]
         if not (self.choose(calling, [_REASONING], ways) or self.choose(answering, [_REASONING], ways)):
             return
-        # Some take either reasoning or text beside calls.
+        # Some take either reasoning or text with calls.
         both = [_ASKS, msgspec.structs.replace(_SAYS_AND_CALLS, **thinks), _result()]
         ways_of_text = (self.found.text_with_calls, TextWithCalls.OWN_MESSAGE)
         words = [_USER, _SAID, _REASONING, _VALUE, _RESULT]
@@ -306,7 +306,7 @@ def probe(
         probes.run()
     except _TimeOver:
         log.warning(
-            "probing a chat template took more than %d ms: what was not probed follows the conventions", TIME_LIMIT_MS
+            "probing a chat template took more than %d ms: the remaining features follow the conventions", TIME_LIMIT_MS
         )
     return probes.found
 

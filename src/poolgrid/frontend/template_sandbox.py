@@ -1,9 +1,9 @@
 """Where chat templates run: Jinja's immutable sandbox, with bounds on steps and time.
 
-A template comes with a model and is as trusted as its weights; the messages come from anybody. So what may not hang is
-a template that was written in good faith, whatever it is given: turns of its loops and its calls are counted, and the
-clock is read between them. A thread cannot be stopped from outside, so a single operation is not interrupted; over the
-texts of a body, which is bounded, one takes milliseconds.
+A template comes with a model and is as trusted as its weights; the messages come from any client. So what may not hang
+is a template that was written in good faith, whatever it is given: turns of its loops and its calls are counted, and
+the clock is read between them. A thread cannot be stopped from outside, so a single operation is not interrupted; over
+the texts of a body, which is bounded, one takes milliseconds.
 """
 
 from __future__ import annotations

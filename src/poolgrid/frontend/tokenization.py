@@ -1,4 +1,4 @@
-"""Where prompts are rendered and tokenized: short ones on the event loop, long ones in a few threads beside it.
+"""Where prompts are rendered and tokenized: short ones on the event loop, long ones in a few threads.
 
 The tokenizer releases the GIL while it works, so a 60k-token prompt in a thread does not stall the streams of others.
 Waiting for a thread is bounded; what does not fit is answered 429.

@@ -35,7 +35,7 @@ REPORT_INTERVAL_S: Final = 10.0
 
 
 R = TypeVar("R")
-"""A request under way."""
+"""A request in flight."""
 
 
 class TokenTotals(NamedTuple):
@@ -79,7 +79,7 @@ class EndedRequest(NamedTuple):
 
 
 class Traffic(Generic[R]):
-    """The requests of one front end: those under way, and the sum of those that are over."""
+    """The requests of one front end: those in flight, and the sum of those that are over."""
 
     def __init__(
         self, each_request: bool, account_of: Callable[[R], TokenTotals], line_of: Callable[[R], EndedRequest]
@@ -109,7 +109,7 @@ class Traffic(Generic[R]):
             log.info("%s", request_line(ended), extra=EVERY_LINE | about(**fields_of(ended)))
 
     def totals(self) -> Totals:
-        """Return what was served so far, of requests under way too."""
+        """Return the tokens served so far, of requests in flight too."""
         accounts = [(self._prompt_tokens, self._cached_tokens, self._output_tokens)]
         accounts += map(self._account_of, self.running)
         return Totals(self._ended, len(self.running), TokenTotals(*map(sum, zip(*accounts, strict=True))))

@@ -48,7 +48,7 @@ def foreign_origin(headers: Headers, allowed: Collection[str] = ()) -> str:
 
 
 def is_from_page(headers: Headers) -> bool:
-    """Tell whether a browser sent a request for a page, whichever page it is."""
+    """Return whether a browser sent a request for a page, of any site."""
     return any(name in (b"origin", b"sec-fetch-site") for name, _ in headers)
 
 
@@ -65,7 +65,7 @@ class AllowedHosts:
         self._known: set[bytes] = set()
 
     def allow(self, value: bytes) -> bool:
-        """Tell whether a request with this ``Host`` is answered."""
+        """Return whether a request with this ``Host`` is answered."""
         if value in self._known:
             return True
         name = _name(value.decode("latin-1").lower())

@@ -191,7 +191,7 @@ class HttpConnection(asyncio.Protocol):
     # -- slices --------------------------------------------------------------------------------------------------------
 
     def _read_on_later(self, rest: bytearray) -> None:
-        """Go on with a body in the loop's next slice, and read nothing meanwhile."""
+        """Continue with a body in the loop's next slice, and read nothing meanwhile."""
         self._waiting = rest
         self.flow.block(True)
         self._settle()

@@ -232,7 +232,7 @@ class HttpConnections:
         late = []
         for connection, since_s in self.bodies.items():
             if since_s > now_s - self.limits.body_timeout_s:
-                break  # whoever came later has more time left than the least of all
+                break  # later connections have more time left than the least of all
             if connection.body_deadline_s(since_s, now_s) <= now_s:
                 late.append(connection)
         for connection in late:
@@ -241,7 +241,7 @@ class HttpConnections:
     # -- what is said --------------------------------------------------------------------------------------------------
 
     def note(self, reason: str, source: str, now_s: float) -> None:
-        """Count a refusal, and say so when it is time."""
+        """Count a refusal, and log it when it is time."""
         self._refused.labels(reason).inc()
         self._unsaid[reason] = self._unsaid.get(reason, 0) + 1
         if now_s >= self._say_at_s.get(reason, float("-inf")):

@@ -196,7 +196,7 @@ class HttpExchange:
         return {"type": "http.disconnect"}
 
     def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> Awaitable[None]:
-        """Write a whole answer; ``headers`` are without those that say how long it is and what comes after it."""
+        """Write a whole answer; ``headers`` are without those about its length and its connection."""
         if not self.keep_alive or self._method == "HEAD" or self._flow.is_write_blocked or self.is_disconnected:
             return self._answer_later(status, headers, body)
         head = b"\r\n".join(map(b": ".join, headers))

@@ -1,4 +1,4 @@
-"""Takes connections for an HTTP server, in turns between the addresses that they come from.
+"""Takes connections for an HTTP server, round robin over the addresses that they come from.
 
 The kernel hands connections out in the order of their coming. A client that opens thousands and resets them would make
 all others wait behind them while each is made a transport, a protocol and a parser, only to be taken apart again.
@@ -150,7 +150,7 @@ class FairAcceptor:
         if self._context is not None:
             source = source_of(address)
             if self._table.admit(source, self._loop.time()) is not None:
-                connection.close()  # nothing can be said before the handshake
+                connection.close()  # nothing can be sent before the handshake
                 return
         connection.setblocking(False)
         task = detached(self._connect(connection, source), "opening of a connection")

@@ -1,6 +1,6 @@
 """A lean HTTP/1.1 client: asyncio protocols, httptools, a keep-alive pool. For many long streams at a time.
 
-One ``Connection`` carries one ``ClientExchange`` at a time, which is told of each piece of the answer as it arrives: no
+One ``Connection`` carries one ``ClientExchange`` at a time, which gets each piece of the answer as it arrives: no
 task, queue or copy lies in between. Everything the network does wrong becomes ``RequestFailed`` with a kind that can be
 counted. A caller that stops waiting for an exchange closes its connection, which is how a stream is cancelled.
 """
@@ -91,7 +91,7 @@ class Connection(asyncio.Protocol):
     async def send(self, head_and_body: tuple[bytes, bytes], exchange: ClientExchange) -> None:
         """Send a request and fill ``exchange`` from the answer, to its end; raises ``RequestFailed``."""
         assert self._transport is not None
-        if not self.usable:  # whoever waits for an answer on it is never told that it has ended
+        if not self.usable:  # a caller that waits for an answer on it would never learn of its end
             raise RequestFailed("disconnect", "the server closed the connection before anything was sent")
         assert self._exchange is None, "one exchange at a time"
         self._exchange = exchange
@@ -127,7 +127,7 @@ class Connection(asyncio.Protocol):
         """Parse what arrived, with one look at the clock."""
         exchange = self._exchange
         if exchange is None:
-            self.close()  # nobody asked
+            self.close()  # no request is open
             return
         exchange.now_ms = self._clock.monotonic_ms()
         try:

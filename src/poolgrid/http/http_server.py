@@ -100,7 +100,7 @@ class HttpServer:
         """Begin to answer; connections that came before wait in the backlog."""
         self._listener.listen(BACKLOG)
         if self._tls is not None:
-            # Without a bound: the certificate that is in use goes on serving.
+            # Without a bound: the current certificate keeps serving.
             self._tasks.append(supervised(self._tls.watch, "certificate watch", Restart(limit=None)))
         self.connections.set_date(time.time())
         context = None if self._tls is None else self._tls.context

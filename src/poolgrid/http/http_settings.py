@@ -1,4 +1,4 @@
-"""What one HTTP server lets anybody do before it knows who that is: settings of every process that has one.
+"""Limits of an HTTP server for clients that it does not know yet: settings of every process that has one.
 
 Each limit holds for one process, also for each of those that share a port (``--http-workers``).
 """

@@ -10,11 +10,11 @@ class CacheShares(NamedTuple):
 
     tenants: int
     edition: int
-    """Grows with every change of who they are."""
+    """Grows with every change of the tenants."""
 
 
 class CacheDomain(NamedTuple):
-    """Who may find what a request leaves in a cache: requests of the same tenant with the same salt."""
+    """Requests that may find a request's blocks in a cache: those of the same tenant with the same salt."""
 
     tenant: str
     salt: str

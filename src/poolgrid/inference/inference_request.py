@@ -52,7 +52,7 @@ class InferenceRequest(msgspec.Struct, eq=False):
     """What the client asked of routing, as it came: ``nvext`` (the parts ``router`` and ``agent_hints``) and
     ``headers`` (those of ``HINT_HEADERS``, by name in lower case). Either may be absent."""
     session: SessionHint = NO_HINT
-    """What the client says of its session."""
+    """The client's hint about its session."""
     turn: SessionTurn | None = None
     """The turn of a session that it is, once its router has looked."""
     trace: TraceRecord | None = None

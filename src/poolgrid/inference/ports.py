@@ -56,18 +56,18 @@ class TokenStream(Protocol):
     async def next(self, until_end: bool = False) -> list[StreamDelta]:
         """Wait until something is new and return all of it; after the finishing delta, an empty list.
 
-        With ``until_end`` tokens alone are nothing new: they are kept for the delta that finishes, or that says more.
+        With ``until_end`` tokens alone are nothing new: they are kept for the delta that finishes, or that has more.
         The waiting may be cancelled (the client left); ``cancel`` follows.
         """
         ...
 
     def cancel(self) -> None:
-        """Give the request up: its worker is told at once. Safe at any time, also after the end."""
+        """Give the request up: its worker gets the cancellation at once. Safe at any time, also after the end."""
         ...
 
 
 class Refused(Exception):
-    """The router will not serve the request now. ``status`` is the HTTP status that says so."""
+    """The router will not serve the request now. ``status`` is the HTTP status for it."""
 
     def __init__(
         self,
@@ -95,9 +95,9 @@ class ServedModel:
     max_sequence_length: int
     loras: tuple[str, ...] = field(default=())
     media: MediaSpec = MediaSpec()
-    """Media that it takes beside text."""
+    """Media that it takes in addition to text."""
     chat: ChatSpec = NO_CHAT_SPEC
-    """How its chats are written and read, as far as its workers were told."""
+    """How its chats are written and read, as far as its workers were configured."""
     aliases: tuple[str, ...] = ()
     """Further names of it."""
     inabilities: tuple[Inability, ...] = ()

@@ -1,4 +1,4 @@
-"""What a client's request says of the session that it is a turn of."""
+"""A client's hint about the session that a request is a turn of."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ Rules
        ``resourceVersion=0`` asks for what the API server has in memory, which costs it little and may be a second old.
        Pages are asked for, and bounded, because a server may answer them all in one, or never end.
     2. A list that became too old between its pages (410) is begun again, ``LISTS_MAX`` times. A server that is
-       asked too much (429) or is not well (5xx) is left alone for as long as it says.
+       asked too much (429) or is not well (5xx) is left alone for as long as it asks.
     3. The service account's token and authority are files that are renewed under us. They are read again every
        ``ACCOUNT_READ_S``, and when the server no longer takes the token (401).
     4. Each process looks at a pace of its own, drawn when it begins, so that a fleet that started together does not
@@ -66,17 +66,17 @@ ACCOUNT_READ_S = 60.0
 """As often as clients of Kubernetes read their token; the kubelet renews it minutes before it ends."""
 
 ALONE_S = 5.0
-"""How long a server that is asked too much is left alone when it does not say."""
+"""Pause after an overloaded server's refusal without a time."""
 
 ALONE_MAX_S = 60.0
-"""At most, whatever it says."""
+"""Longest pause, for any answer."""
 
 SAID_BYTES = 300
 """How much of a refusal stands in an error."""
 
 
 class ServiceAccount(NamedTuple):
-    """Who this process is to the API server, and whom it takes for it."""
+    """Identity of this process for the API server, and the server's certificate authority."""
 
     token: str
     authority: str
@@ -104,7 +104,7 @@ class _Answer(ClientExchange):
         self.body += data
 
     def said(self) -> str:
-        """Return what a refusal says."""
+        """Return the text of a refusal."""
         try:
             return msgspec.json.decode(self.body, type=_Status).message[:SAID_BYTES]
         except msgspec.MsgspecError:
@@ -196,7 +196,7 @@ class KubernetesRegistrations:
     async def _pages(self, namespace: str, selector: str) -> list[EndpointSlice]:
         path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
         found: list[EndpointSlice] = []
-        # Only the first page may say as of when.
+        # Only the first page may have the version.
         question = {"labelSelector": selector, "limit": str(PAGE_SLICES), "resourceVersion": "0"}
         while True:
             answer = await self._ask(f"{path}?{urlencode(question)}")
@@ -245,12 +245,12 @@ class KubernetesRegistrations:
         self._alone_until_ms = self._clock.monotonic_ms() + 1000 * alone_s
 
     async def _read_account_again(self) -> bool:
-        """Read the account's files, and say whether they have changed; what cannot be read stays what it was."""
+        """Read the account's files, and return whether they have changed; an unreadable file keeps its value."""
         try:
             return await self._read_account()
         except (OSError, ValueError) as error:
             log.warning(
-                "reading the account in %s again failed (%s): what was read before holds", self._account_dir, error
+                "reading the account in %s again failed (%s): the previous one stays in use", self._account_dir, error
             )
             return False
 

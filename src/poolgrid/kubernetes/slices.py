@@ -1,4 +1,4 @@
-"""From EndpointSlices of Kubernetes to registrations: what a cluster says of pods, in words of names. Pure.
+"""From EndpointSlices of Kubernetes to registrations: pods of a cluster as registered processes. Pure.
 
 Rules
     1. A slice counts when it has the labels ``poolgrid/namespace`` and ``poolgrid/component``, which it has from its
@@ -7,9 +7,9 @@ Rules
     2. A pod has a name while it is ready and does not end. No process renews anything: the cluster's word is as good
        as the look that brought it, so each look renews all that it has (``Seen.mark``).
     3. The same pod may stand in several slices: of several Services, of both address families, or during a change. It
-       is one instance, told by its uid. It ends when any of them says so, and else is ready when any of them says so.
+       is one instance, by its uid. It ends when any of them reports it, and else is ready when any of them reports it.
        Its IPv4 address comes first.
-    4. A cluster does not say when a pod began. A life is made from the pod's uid alone, so that all readers see the
+    4. A cluster does not report when a pod began. A life is made from the pod's uid alone, so that all readers see the
        same lives in the same order.
 """
 
@@ -28,14 +28,14 @@ NAMESPACE_LABEL = "poolgrid/namespace"
 COMPONENT_LABEL = "poolgrid/component"
 
 LEASE_MS = 10_000
-"""What registrations say, because they must say something: five looks. None ends by it while looks succeed."""
+"""Lease of registrations, because they must have one: five looks. None ends by it while looks succeed."""
 
 FAMILIES = ("IPv4", "IPv6")
 """Types of addresses that are read, the one that is preferred first; names of hosts (FQDN) are no pods."""
 
 
 class Conditions(msgspec.Struct, frozen=True):
-    """What the cluster says of an endpoint; ``None`` = it does not say."""
+    """State of an endpoint in the cluster; ``None`` = not reported."""
 
     ready: bool | None = None
     terminating: bool | None = None
@@ -120,7 +120,7 @@ def seen_in(slices: Iterable[EndpointSlice], look: int) -> list[Seen]:
     """Return the entries that slices of one look make; ``look`` counts the looks of a reader."""
     pods: dict[tuple[str, str, str], _Pod] = {}
     read = [each for each in slices if each.address_type in FAMILIES]
-    # In an order that does not depend on the server's: an entry that says the same is the same.
+    # In an order that does not depend on the server's: equal entries are the same.
     read.sort(key=lambda each: (FAMILIES.index(each.address_type), each.metadata.namespace, each.metadata.name))
     for each in read:
         labels = each.metadata.labels or {}

@@ -11,7 +11,7 @@ import msgspec
 DEVICE_LEVEL = 0
 HOST_LEVEL = 1
 DEFAULT_PRIORITY = 35
-"""Retention priority of a block nobody gave one, on a scale of 0 to 100."""
+"""Retention priority of a block without one, on a scale of 0 to 100."""
 
 
 class StoredBlock(msgspec.Struct, frozen=True, gc=False):
@@ -28,7 +28,7 @@ class StoredBlock(msgspec.Struct, frozen=True, gc=False):
     media_keys: tuple[str, ...] = ()
     """The engine's own names of the media that touch it, in order; with them ``multimodal`` is set."""
     cache_salt: str | None = None
-    """Salt that its event names; ``None`` = it names none, which does not say that there is none."""
+    """Salt that its event names; ``None`` = it names none, which does not mean that there is none."""
     hash_seed: int | None = None
     """Seed of our block hashes, where its media tell it."""
 

@@ -4,23 +4,23 @@ Rules for this file:
 
 1. What comes out is a push stream like a worker's: lives (``NewLife``, with an epoch of ours) and batches numbered from
    0 without holes. The engine's own numbers end here.
-2. Live frames of one connection only grow. A live frame that does not is a restarted engine: a new life.
+2. Live frames of one connection only grow. A live frame that does not is a restarted engine: a new epoch.
 3. A hole is filled by a replay, which begins one frame early: if that frame is not the one we know, the engine
-   restarted unnoticed, and everything known belongs to its last life.
-4. What cannot be filled is a *loss*: the cache known so far is dropped with a new life, and the source is ``degraded``
-   (what it stores from then on is true, what it stored before is not known) until its next life begins at frame 0 or
+   restarted unnoticed, and everything known belongs to its last epoch.
+4. What cannot be filled is a *loss*: the cache known so far is dropped with a new epoch, and the source is ``degraded``
+   (what it stores from then on is true, what it stored before is not known) until its next epoch begins at frame 0 or
    its cache is cleared.
 5. During a replay live frames wait in a bounded queue; when it is full the oldest go, which is a hole again.
-6. A follower that is told of a *former* life of the engine (how far it had come) takes nothing in from that life; it
+6. A follower that starts with a *former* epoch of the engine (how far it had come) takes nothing in from that epoch; it
    reads on only to see that life end: by a restart, or by a cleared cache, behind which nothing of it is left. What the
-   first replay shows may have been said before that life ended elsewhere, so a cleared cache in it says nothing.
+   first replay shows may be older than the end of that epoch elsewhere, so a cleared cache in it means nothing.
 
     state        input                         what happens
     -----------  ----------------------------  ----------------------------------------------------------
     ABSENT       connected                     NewLife on the first connection, replay from where we are
     LIVE         live, next                    batch
                  live, already replayed        dropped
-                 live, not above the last      NewLife, then as in a fresh life
+                 live, not above the last      NewLife, then as in a fresh epoch
                  live, beyond next             kept, REPLAYING; without a replay socket: loss
                  undecodable                   loss
     REPLAYING    live                          kept
@@ -71,10 +71,10 @@ COUNTED = (
 """What a follower counts."""
 
 Position = tuple[int, int | None]
-"""How far a life of an engine is known: its next frame, and the digest of the frame before when that is known."""
+"""How far an epoch of an engine is known: its next frame, and the digest of the frame before when that is known."""
 
 NOWHERE: Position = (0, None)
-"""Nothing was heard of a life."""
+"""No frame of an epoch was received."""
 
 
 class SourceState(Enum):
@@ -137,18 +137,18 @@ class PubFollower:
         """What made it degraded."""
         self._epoch = 0
         self._epoch_floor = epoch_floor
-        """Epochs up to here are taken by earlier lives, perhaps of an earlier process of ours."""
+        """Epochs up to here are in use, perhaps by an earlier process of ours."""
         self._seq = 0
         self.is_former = former is not None
-        """Whether what is published belongs to a life that was told to be a former one."""
+        """Whether published events belong to an epoch that was given as a former one."""
         self.clears_count = former is None or former_is_behind
-        """Whether a cleared cache ends the former life: no frame that it was meant to say is still to come."""
+        """Whether a cleared cache ends the former epoch: no frame of it is still to come."""
         self._next, self._digest = former or NOWHERE
         """The next frame, and the digest of the one before it, when we have seen that."""
         self._past = NOWHERE
         """Where the engine stood when it was given up, which does not mean that it has ended."""
         self.began_ms: float | None = None
-        """When the life that is followed was met first, monotonic."""
+        """When the epoch that is followed was met first, monotonic."""
         self._now_ms = 0.0
         self._last_live = -1
         self._pending: deque[tuple[int, bytes]] = deque()
@@ -196,12 +196,12 @@ class PubFollower:
         self._drop_pending()
         if self.is_former:
             if not self._has_replay:
-                self._last_live = self._next - 1  # a number that goes back is then all that tells another life
+                self._last_live = self._next - 1  # a number that goes back is then the only sign of another epoch
                 self.clears_count = True
         elif first:
             self._begin_life("attached", wall_ms, effects)
         elif not self._has_replay:
-            # Whether it is the same life cannot be asked.
+            # Whether it is the same epoch cannot be asked.
             self._begin_life("reconnected, and the engine has no replay socket", wall_ms, effects)
         if self._has_replay:
             self._attempts = 0
@@ -317,11 +317,11 @@ class PubFollower:
             if not said:
                 return
             here = self._next, self._digest
-            self._begin_life("its cache was cleared: nothing is left of the life before", wall_ms, effects)
+            self._begin_life("its cache was cleared: nothing is left of the epoch before", wall_ms, effects)
             self.began_ms = self._now_ms
             self._next, self._digest = here
         elif is_live and _behind_the_last_clear(said):
-            self.began_ms = self._now_ms  # as good as another life: nothing that was said before is held
+            self.began_ms = self._now_ms  # as good as another epoch: nothing from before is held
         before = self._translator.ignored_blocks
         events = self._translator.translate(said)
         self.counts["source_ignored_blocks"] += self._translator.ignored_blocks - before + batch.ignored
@@ -334,8 +334,8 @@ class PubFollower:
 
     def _end_of_replay(self, now_ms: float, wall_ms: int, effects: list[PubEffect]) -> None:
         if not self._answered and (self._digest is not None or self.is_former):
-            # It does not even have the last frame that we saw: it is another life, or its buffer was cut. What this
-            # life has said is read from its beginning.
+            # It does not even have the last frame that we saw: it is another epoch, or its buffer was cut. What this
+            # epoch has is read from its beginning.
             self._restarted("the engine has no frame that was seen before: it restarted", wall_ms, effects)
             self._ask(now_ms, effects)
             return
@@ -359,7 +359,7 @@ class PubFollower:
                 self._ask(now_ms, effects)
 
     def _give_up(self, reason: str, wall_ms: int, effects: list[PubEffect]) -> None:
-        """Go on from what was kept, without what is missing."""
+        """Continue from what was kept, without what is missing."""
         self.state = SourceState.LIVE
         self.clears_count = True
         pending, self._pending, self._pending_bytes = self._pending, deque(), 0
@@ -371,7 +371,7 @@ class PubFollower:
                 self._apply(seq, payload, wall_ms, effects)
 
     def _restarted(self, reason: str, wall_ms: int, effects: list[PubEffect]) -> None:
-        """Begin another life of the engine: the one before has ended, whoever it spoke for."""
+        """Begin another epoch of the engine: the one before has ended."""
         self.counts["source_restarts"] += 1
         self._past = NOWHERE
         self.began_ms = self._now_ms
@@ -404,7 +404,7 @@ class PubFollower:
         self._attempts += 1
         self._answered = False
         self._heard_ms = now_ms
-        # The frame before tells whether it is still the same life.
+        # The frame before tells whether it is still the same epoch.
         self._asked = max(0, self._next - 1) if self._digest is not None or self.is_former else self._next
         self.counts["source_replays"] += 1
         effects.append(AskReplay(self._asked))

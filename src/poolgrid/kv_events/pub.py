@@ -225,15 +225,15 @@ def _stored(fields: dict[Any, Any]) -> EngineStored | None:
     lora = _name(fields.get("lora_name"))
     salt = _name(fields.get("cache_salt"))
     if fields.get("lora_id") is not None and not lora:
-        # A number says nothing about which adapter it is on another worker.
+        # A number may be another adapter on another worker.
         return None
     salt, of_text = _salt_of_keys(fields.get("extra_keys"), lora, salt, parent is None)
     if of_text is not None:
-        # The blocks from a picture on are nobody's by their tokens alone; those before it are as any others.
+        # The blocks from an image on cannot be named by their tokens alone; those before it are as any others.
         hashes = hashes[:of_text]
         # Of a window the event leaves blocks out, so which tokens these are is not known.
         token_bytes = token_bytes[: TOKEN_BYTES * of_text * block_size] if window is None else b""
-    # What goes on from a parent has the parent's adapter and salt, of which the event may name the first alone.
+    # A block below a parent has the parent's adapter and salt, of which the event may name the first alone.
     seed = hash_seed(lora, salt) if parent is None and (lora or salt) else None
     above = None if parent is None else _hash(parent)
     return EngineStored(hashes, above, token_bytes, block_size, seed, tier, group, window)
@@ -308,8 +308,8 @@ def _salt_of_keys(keys: Any, lora: str, salt: str, is_root: bool) -> tuple[str, 
     Refuses blocks whose engine hash covers more than tokens, adapter and salt, but for what comes before a medium.
 
     The keys of a block are untagged: adapter, media as pairs, the salt in the first block of a prompt only, embeddings.
-    So one text that nobody has named, in the first block and in no other, is a salt. Should it be a medium of an old
-    version, which wrote them as texts, nobody's prompt has the name that comes of it.
+    So one text without a name, in the first block and in no other, is a salt. Should it be a medium of an old
+    version, which wrote them as texts, no prompt has the resulting name.
     """
     if not keys:
         return salt, None

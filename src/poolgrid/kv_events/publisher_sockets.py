@@ -1,6 +1,6 @@
 """The sockets of one publisher of KV events: a subscription, its monitor, and a DEALER for replays.
 
-They carry what comes to whoever follows the publisher (``poolgrid.kv_events.follower``), hand its effects to
+They carry messages to the follower of the publisher (``poolgrid.kv_events.follower``), hand its effects to
 their owner, and ask for the replays among them.
 """
 
@@ -35,7 +35,7 @@ _monitors = itertools.count()
 
 
 class PublisherAddress(Protocol):
-    """Where a publisher is heard."""
+    """Addresses of a publisher."""
 
     @property
     def endpoint(self) -> str:
@@ -54,7 +54,7 @@ class PublisherAddress(Protocol):
 
 
 class Followed(Protocol):
-    """Who follows a publisher: inputs in order, effects out."""
+    """Follower of a publisher: inputs in order, effects out."""
 
     def connected(self, now_ms: float, wall_ms: int) -> Sequence[PubEffect]:
         """The subscription reached the publisher (again)."""
@@ -126,7 +126,7 @@ class PublisherSockets:
                 inbox.pause()
 
     def resume(self) -> None:
-        """Go on."""
+        """Continue."""
         self._paused = False
         for inbox in (*self._inboxes, self._replay_inbox):
             if inbox is not None:
@@ -160,7 +160,7 @@ class PublisherSockets:
     def open(self) -> None:
         """Subscribe; raises ``zmq.ZMQError`` where the endpoint is none.
 
-        A publisher that says nothing for the lease, not even its socket, has lost its connection.
+        A publisher that is silent for the lease, not even its socket, has lost its connection.
         """
         subscription: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
         self._subscription = subscription
@@ -170,7 +170,7 @@ class PublisherSockets:
         subscription.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
         subscription.setsockopt(zmq.SUBSCRIBE, self._address.topic.encode())
         look_again_soon(subscription)
-        # ZMQ's own sign of life: one whose machine vanished, or that stands still, never ends its connection.
+        # ZMQ's own heartbeat: one whose machine vanished, or that stands still, never ends its connection.
         subscription.setsockopt(zmq.HEARTBEAT_IVL, max(1, self._lease_ms // 3))
         subscription.setsockopt(zmq.HEARTBEAT_TIMEOUT, self._lease_ms)
         self._monitor = self._monitored(subscription)
@@ -184,8 +184,8 @@ class PublisherSockets:
     def _monitored(self, subscription: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
         """Return a socket that tells of the subscription's connection.
 
-        ZMQ's thread waits when it cannot tell: with the subscription's lock, so that whoever closes it waits for ever.
-        The queue has no bound therefore (two events a connection), and the socket outlives the monitoring.
+        ZMQ's thread waits when it cannot report: with the subscription's lock, so that closing it would wait without
+        end. The queue has no bound therefore (two events a connection), and the socket outlives the monitoring.
         """
         address = f"inproc://pub-monitor-{next(_monitors)}"
         subscription.monitor(address, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)

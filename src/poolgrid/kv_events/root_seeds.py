@@ -8,7 +8,7 @@ first block is computed and remembered with the wire's hash seed. A first block 
 2. of the salt that its event names, where no request with an adapter began with its tokens;
 3. no tenant's, when its hash is that of the bare tokens;
 4. not known, when its hash is not that of the bare tokens and this engine's hash of bare tokens is known to be ours;
-5. not known, when a request with a salt or an adapter began with its tokens. An event without a salt says nothing,
+5. not known, when a request with a salt or an adapter began with its tokens. An event without a salt proves nothing,
    unless this engine has named salts and no request with an adapter began with these tokens;
 6. no tenant's, otherwise: an engine that hashes otherwise.
 
@@ -59,7 +59,7 @@ class RootSeeds:
             _remember(self._adapted, first, None)
 
     def __call__(self, block: StoredBlock) -> int | None:
-        """Return the wire's hash seed of a chain's first block, or ``None`` when it cannot be told."""
+        """Return the wire's hash seed of a chain's first block, or ``None`` when it is unknown."""
         if block.media_hashes:
             # The engine has other tokens for media than the request, and its hash covers more: neither tells.
             return block.hash_seed

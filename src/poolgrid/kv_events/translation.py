@@ -31,11 +31,11 @@ from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, GROUPS_PER_WORKER_MAX
 
 RootSeed = Callable[[bytes], int | None]
-"""Says which seed (LoRA and salt) a chain was hashed with that does not say it itself, by the tokens of its first block
-(u32 little-endian); ``None`` = nobody knows."""
+"""Returns which seed (LoRA and salt) a chain without a seed of its own was hashed with, by the tokens of its first
+block (u32 little-endian); ``None`` = unknown."""
 
 ENGINE_GROUPS_MAX = 64
-"""Groups of layers of one engine that are told apart; models have up to a dozen. More are of no known kind."""
+"""Groups of layers of one engine that are distinguished; models have up to a dozen. More are of no known kind."""
 
 NOT_RESUMABLE = KvGroup(0)
 """Of layers whose kind is not known."""
@@ -137,7 +137,7 @@ class EngineTranslator:
         return out
 
     def _look_ahead(self, events: list[EngineEvent]) -> _Ahead:
-        """Name what full attention stores in a message: it names the blocks of other groups, whichever come first."""
+        """Name what full attention stores in a message: it names the blocks of other groups, in either order."""
         named = {
             id(event): self._name(event)
             for event in events

@@ -1,17 +1,17 @@
 """TensorRT-LLM's dialect: KV cache events as ``LLM.get_kv_cache_events`` gives them (1.2.1), created, stored, removed,
 updated, each a dict. ``all_cleared`` comes from the fan-out of ``trtllm-serve`` (1.4) in place of lost events.
 
-The second cache manager (1.3) says more, in another way:
+The second cache manager (1.3) has more fields, in another form:
 
 1. a block's hash may be a SHA-256 digest, as hexadecimal digits: its last 8 bytes stand for it here;
 2. an event names the group of layers that it is about (``layer_group_id``);
 3. a medium is among the tokens of its blocks: the digest of its content, then numbers beyond the vocabulary.
 
 A block may name the salt that it was stored under (``cache_salt``). Where it names none, the engine may not have had
-one, or not said it: the first cache manager of 1.3 names salts, some builds of the second never do.
+one, or not named it: the first cache manager of 1.3 names salts, some builds of the second never do.
 
 A block that media touch names each of them in ``mm_keys``: by the name that the request gave it
-(``multi_modal_uuids``, after 1.2), else by a digest of its content. The second cache manager says both, the name as
+(``multi_modal_uuids``, after 1.2), else by a digest of its content. The second cache manager has both, the name as
 ``uuid``.
 """
 
@@ -44,7 +44,7 @@ Name = int | str
 
 DIGEST_BYTES = 32
 MEDIA_KEY_CHARS_MAX = 256
-"""Longest name of a medium: digests have 64 characters, ours 32; whoever else asks the engine chooses his own."""
+"""Longest name of a medium: digests have 64 characters, ours 32; other clients of the engine choose their own."""
 U64_MAX = 2**64 - 1
 EVENT_ID_MAX = 2**53
 """Largest number of an event: what is missing between two is counted in floats."""

@@ -283,5 +283,5 @@ def key_of(message: NatsMessage, bucket: BucketSpec) -> str:
 
 
 def is_deleted(message: NatsMessage) -> bool:
-    """Tell whether a message says that its key is gone."""
+    """Return whether a message says that its key is gone."""
     return "KV-Operation" in message.headers or "Nats-Marker-Reason" in message.headers

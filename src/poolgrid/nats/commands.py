@@ -22,7 +22,7 @@ from poolgrid.process.tasks import wait_from_thread
 T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 10.0
-"""How long a command waits for a server that does not answer; services wait for ever."""
+"""How long a command waits for a server that does not answer; services wait without limit."""
 
 CLOSE_TIMEOUT_S = 2.0
 
@@ -48,7 +48,7 @@ class CommandConnection:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True, name="NATS").start()
         self.nats = NatsConnection(settings, "poolgrid journal", SystemClock())
-        # Also at the end of the process, for whoever keeps it that long.
+        # Also at the end of the process, if it is kept that long.
         end = weakref.finalize(self, _end, self.loop, self.nats)
         try:
             self.wait(self._open(), CONNECT_TIMEOUT_S + CLOSE_TIMEOUT_S)
@@ -88,5 +88,5 @@ def _end(loop: asyncio.AbstractEventLoop, connection: NatsConnection) -> None:
     try:
         wait_from_thread(loop, connection.close(), "end of the connection", CLOSE_TIMEOUT_S)
     except TimeoutError:
-        pass  # the process, or somebody else's patience, ends anyway
+        pass  # the process, or another time-out, ends anyway
     loop.call_soon_threadsafe(loop.stop)

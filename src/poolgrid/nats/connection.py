@@ -1,4 +1,4 @@
-"""A process's connection to NATS: made of its settings, kept up for ever, and known to be down when it is.
+"""A process's connection to NATS: made from its settings, re-established without limit, and its state is known.
 
 Rules
     1. Connecting never gives up: a process that starts first waits for the servers. A server that cannot be used at
@@ -183,7 +183,7 @@ class NatsConnection:
 
     @property
     def body_bytes_max(self) -> int:
-        """Return how large a message may be beside its headers."""
+        """Return the largest body of a message without its headers."""
         return max(1, self.client.max_payload - 1024)
 
     def on_connected(self, call: Callable[[], None]) -> None:
@@ -308,7 +308,7 @@ class NatsConnection:
             raise NatsUnavailable(f"{what}: {str(error) or type(error).__name__}") from error
         return _publish_answer(message.data)
 
-    # What the client says
+    # Callbacks of the client
 
     def _where(self) -> str:
         return ", ".join(url.rpartition("@")[2] for url in self._settings.nats_url)
@@ -324,7 +324,7 @@ class NatsConnection:
     async def _reconnected(self) -> None:
         self.reconnects += 1
         log.warning(
-            "the connection to NATS at %s stands again, after %.1f s",
+            "the connection to NATS at %s is back after %.1f s",
             self._where(),
             (self._clock.monotonic_ms() - self._since_ms) / 1000,
         )

@@ -102,7 +102,7 @@ class LeaderElection:
         """Stand by and be active in turn until ``stop`` is set. Raises ``JournalCorrupt``."""
         while not stop.is_set():
             try:
-                await unless(stop, self._live(), "life of the consolidator")
+                await unless(stop, self._live(), "run of the consolidator")
             except OSError as error:
                 log.error("this consolidator cannot begin (%s); it is tried again", error)
                 try:
@@ -132,7 +132,7 @@ class LeaderElection:
             self._metrics.active.set(1)
             self._metrics.lives.inc()
             log.info("consolidator %s is the active one of pool %s", consolidator_id, self._journal.connection.pool)
-            await unless(lease.lost, fenced.wait(), "end of this life")
+            await unless(lease.lost, fenced.wait(), "end of this lease")
             if fenced.is_set():
                 self._metrics.fenced.inc()
         finally:

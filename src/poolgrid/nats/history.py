@@ -164,7 +164,7 @@ class StreamHistory:
             yield message, body
 
     def usable_snapshots(self, facts: StreamFacts) -> list[Anchor]:
-        """Return the snapshots that belong to this stream, oldest first: their last message is where they say."""
+        """Return the snapshots that belong to this stream, oldest first: their last message is at its place."""
         usable = []
         for anchor in self._stream.snapshots():
             if anchor.sequence < facts.first_sequence or anchor.sequence > facts.last_sequence:

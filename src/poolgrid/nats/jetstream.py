@@ -44,8 +44,8 @@ DUPLICATE_WINDOW_S = 120.0
 """How long a server knows the names of messages; a writer asks what is stored before it sends anything again."""
 
 BEGINNINGS_BYTES = 4 * 1024 * 1024
-"""What the servers keep room for beside records: a stream that is full takes the first messages of thousands of writers
-more, so that the next writer can make room."""
+"""Room that the servers keep in addition to records: a stream that is full takes the first messages of thousands of
+writers more, so that the next writer can make room."""
 
 SNAPSHOTS_MAX = 1024
 """Objects that are looked at; two are kept."""
@@ -278,7 +278,7 @@ class JetStreamJournal:
         await self._ensure(
             api.StreamConfig(
                 name=self._bucket_stream,
-                description="who does what in a poolgrid pool",
+                description="leader and shares of a poolgrid pool",
                 subjects=[f"$KV.{self._bucket}.>"],
                 storage=api.StorageType.FILE,
                 discard=api.DiscardPolicy.NEW,

@@ -6,12 +6,12 @@ Rules
        is the state read.
     2. Every message is stored behind the one before it, which must be the writer's own, or not at all. A stream that
        does not end where the writer left it has another writer, or lost its end: ``JournalFenced``, and nothing of
-       this writer is stored any more. The sequence alone does not say so: where an end was lost another writer may
+       this writer is stored any more. The sequence alone does not ensure it: where an end was lost another writer may
        have written as many messages as were lost.
     3. What was sent and not answered may be stored. Before anything else is sent the stream is asked: messages of ours
        count, and what they do not hold is sent again under new names. So nothing is stored twice.
     4. Retention removes messages, oldest first, and only what is behind a snapshot that a power failure cannot take
-       any more (``durable_after_ms``), with a newer one beside it in case it is damaged. Otherwise servers that lose
+       any more (``durable_after_ms``), with a newer one kept in case it is damaged. Otherwise servers that lose
        the end of the stream could lose every snapshot's message with it, and keep records that nothing comes before.
        A power failure may have taken it before it was durable, without a word to the writer: so it is read back once,
        when it has become durable by its age, before anything relies on it.
@@ -97,7 +97,7 @@ class StreamJournalSettings:
     body_bytes: int = BODY_BYTES
     durable_after_ms: float = 150_000.0
     """How long after it was kept a snapshot counts as durable: servers write their files to the disk every two minutes
-    unless told otherwise, and each at its own time."""
+    by default, and each at its own time."""
 
 
 class KeptSnapshots:
@@ -132,7 +132,7 @@ class KeptSnapshots:
         return self._kept[-1] if self._kept else None
 
     def is_old(self, anchor: Anchor) -> bool:
-        """Say whether a snapshot is durable by its age."""
+        """Return whether a snapshot is durable by its age."""
         return self._kept_since_ms[anchor] <= self._clock.monotonic_ms() - self._durable_after_ms
 
     def keep(self, anchor: Anchor, content: bytes) -> None:
@@ -163,7 +163,7 @@ class KeptSnapshots:
                 self._forget(each)
 
     def durable(self) -> Anchor | None:
-        """Return the newest snapshot that is durable and has a newer one beside it, or the only one."""
+        """Return the newest snapshot that is durable and has a newer one kept with it, or the only one."""
         while True:
             candidates = self._kept[:-1] or self._kept
             durable = [each for each in candidates if self.is_old(each)]
@@ -171,7 +171,7 @@ class KeptSnapshots:
                 return durable[-1] if durable else None
 
     def _is_there(self, anchor: Anchor) -> bool:
-        """Tell whether a snapshot that is durable by its age is there and whole; one that is not is none any more."""
+        """Return whether a snapshot that is durable by its age is there and whole; one that is not is none any more."""
         if anchor in self._whole:
             return True
         name = snapshot_file.name_of(anchor.offset)
@@ -220,7 +220,7 @@ class StreamJournal(Journal):
         self._next = 0
         """Offset behind the last record that is stored."""
         self._done = 0
-        """Offset behind the last record of which ``append`` has said so."""
+        """Offset behind the last record that ``append`` has confirmed."""
         self._oldest = 0
         self._end = (0, "")
         """Sequence and name of the last message that is known to be stored: together, for threads that read."""
@@ -397,7 +397,7 @@ class StreamJournal(Journal):
     def _settle(self) -> None:
         """Find out what of the messages without an answer is stored.
 
-        Raises ``JournalFenced`` when anybody else stored something, or the stream ends before the last answer.
+        Raises ``JournalFenced`` when another writer stored something, or the stream ends before the last answer.
         """
         facts = self._look()
         self._check_end(facts)
@@ -420,7 +420,9 @@ class StreamJournal(Journal):
         if facts.last_sequence < sequence:
             self._fence(f"it ends at message {facts.last_sequence}, {sequence} was acknowledged: its end is lost")
         if facts.first_sequence > sequence:
-            self._fence(f"it begins at message {facts.first_sequence}, {sequence} was the last: another writer goes on")
+            self._fence(
+                f"it begins at message {facts.first_sequence}, {sequence} was the last: another writer has taken over"
+            )
         found = self._history.message(sequence)
         if found.message_id != last_id:
             self._fence(f"message {sequence} is of another writer, {found.message_id!r}: its end was lost")
@@ -428,7 +430,7 @@ class StreamJournal(Journal):
     def _fence(self, why: str) -> None:
         self._fenced = (
             f"stream {self._stream.name} is not what consolidator {self._writer} left behind record {self._done - 1}: "
-            f"{why}; nothing of this life is stored any more, and the next one reads the stream anew"
+            f"{why}; this writer stores nothing any more, and the next one reads the stream from the start"
         )
         self._check()
 
@@ -484,7 +486,7 @@ class StreamJournal(Journal):
 
     @property
     def snapshot_due(self) -> bool:
-        """Say whether a good part of a crowded stream is behind the newest snapshot."""
+        """Return whether a good part of a crowded stream is behind the newest snapshot."""
         if not self.crowded:
             return False
         last = self._end[0]
@@ -509,7 +511,7 @@ class StreamJournal(Journal):
         if newest is None or newest.offset < self._next:
             self.write_snapshot(StreamHistory(self._stream).recover(blocks_per_worker_max, known).freeze())
         elif self._snapshots.is_old(newest):
-            # Everything is behind it, and no newer one can come beside it.
+            # Everything is behind it, and no newer one can be stored with it.
             self._snapshots.read_back(newest, blocks_per_worker_max)
             return self._retain(newest, now_ms)
         return self.retain(now_ms)

@@ -8,7 +8,7 @@ Rules
        whatever the server answers later.
     3. A process that waits for it asks twice a second, so it is taken over at most ``lease_s`` + 1 s after its last
        renewal (the server looks for entries that are over once a second).
-    4. The lease says who *may* write; what keeps two from writing is the sequence of the stream.
+    4. The lease elects the writer; the sequence of the stream keeps two from writing.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ LEASE_S_MAX = 600
 RENEWALS_PER_LEASE = 3
 
 ASK_S = 0.5
-"""How often who waits looks whether the lease is free."""
+"""How often a standby checks whether the lease is free."""
 
 LOOK_S = 2.0
-"""Silence after which who follows looks at the entry itself: one that is over is not told of."""
+"""Silence after which a follower reads the entry itself: an expired one is not announced."""
 
 
 def bucket_stream(pool: str) -> str:
@@ -49,7 +49,7 @@ def bucket_stream(pool: str) -> str:
 
 
 def told_subject(pool: str, key: str) -> str:
-    """Return the subject on which entries of the bucket are told once they are stored."""
+    """Return the subject on which entries of the bucket are published once they are stored."""
     return f"poolgrid.{pool}.told.{key}"
 
 
@@ -58,7 +58,7 @@ def _subject(pool: str) -> str:
 
 
 async def read_leader(connection: NatsConnection) -> tuple[int, Leader | None]:
-    """Return the entry's number and what it says; 0 and ``None`` when there is none, ``None`` when it was taken back.
+    """Return the entry's number and its content; 0 and ``None`` when there is none, ``None`` when it was taken back.
 
     Raises ``NatsUnavailable``.
     """
@@ -133,14 +133,14 @@ class LeaderLease:
             return
         self.lost.set()
         try:
-            # Asked for anew: a renewal that was cut off just now may have been stored.
+            # Read again: a renewal that was cut off just now may have been stored.
             number, leader = await read_leader(self._connection)
             if leader is None or leader.consolidator_id != self._leader.consolidator_id:
                 return
             subject = _subject(self._connection.pool)
             await put(self._connection, subject, b"", {"KV-Operation": "DEL"}, after=number)
         except NatsUnavailable as error:
-            log.warning("giving the pool's lease back failed (%s): it ends by itself in %d s", error, self._lease_s)
+            log.warning("releasing the pool's lease failed (%s): it expires in %d s", error, self._lease_s)
 
     async def _renew(self) -> None:
         while not self.lost.is_set():
@@ -169,7 +169,7 @@ class LeaderLease:
             self.lost.set()
 
     async def _write(self, number: int) -> bool:
-        """Write the entry behind the one with a number; say whether that was still the last."""
+        """Write the entry behind the one with a number; return whether that was still the last."""
         sent_ms = self._clock.monotonic_ms()
         subject, entry = _subject(self._connection.pool), codec.leader.encode(self._leader)
         try:
@@ -181,7 +181,7 @@ class LeaderLease:
 
 
 class LeaderWatch:
-    """Who the leader is, for those who follow it."""
+    """The leader, for its followers."""
 
     def __init__(self, connection: NatsConnection, on_change: Callable[[Leader | None], None]) -> None:
         self._connection = connection
@@ -230,4 +230,4 @@ class LeaderWatch:
                 async with asyncio.timeout(LOOK_S):
                     await self._heard.wait()
             except TimeoutError:
-                self._asks = True  # an entry that is over is not told of
+                self._asks = True  # an expired entry is not announced

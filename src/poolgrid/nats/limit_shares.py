@@ -1,13 +1,13 @@
 """Which part of each tenant's limits a router may grant, so that the routers of a pool together grant no more than all.
 
 Rules
-    1. A *row* says how much of one tenant's limits each router has: its *shares*, whole numbers. Rows are kept in
+    1. A *row* has each router's part of one tenant's limits: its *shares*, whole numbers. Rows are kept in
        *pages*, each a value that is replaced as a whole, and only behind the value that its writer read.
     2. The shares of a row are never more than the limit. Only who has a share makes it smaller, in favour of another
        one; a router that is gone, which all others judge for themselves, loses its shares to the first that sees it.
     3. A router that is about to give uses the smaller share before it writes that, and the larger one only when it
        knows that what it wrote did not count. So a router uses at most what the latest value of the page gives it, and
-       the sum of what all go by is at most the limit, however late anybody reads.
+       the sum of all shares in use is at most the limit, however late a router reads.
     4. A router gives what another one *wants* and it can spare. Each router that wants has a right to an equal part.
        What none wants is divided equally. An idle router keeps an eighth of its equal part, and at least one.
     5. Requests in flight count against the share they began with: such a share is given once they have ended, and
@@ -156,7 +156,7 @@ def _settled_kind(
     limit, had = terms.limit, mine.shares[kind]
     free = limit - had - sum(held.shares[kind] for held in others.values())
     if free < 0:
-        # The limit has become smaller: everybody gives up in proportion.
+        # The limit has become smaller: all routers give up in proportion.
         less = had * limit // (limit - free)
         return _Turn(less, less, {})
     fair = equal_part(limit, terms.routers)
@@ -188,7 +188,7 @@ def _given(kind: int, terms: _Terms, had: int, fair: int, others: Mapping[str, H
 
 
 def _told(told: int, wanted: int, share: int) -> int:
-    """Return what to say that is wanted: the same as before while that is about right, for each change is a message."""
+    """Return the demand to publish: the same as before while that is about right, for each change is a message."""
     if wanted <= share:
         return told if told <= share else 0
     return told if told > share and abs(told - wanted) * STEP_PARTS <= 2 * wanted else wanted
@@ -215,7 +215,7 @@ class SharePage:
         """Whether a value was sent of which it is unknown whether it counts."""
 
     def saw(self, revision: int, page: Page) -> dict[str, Amounts]:
-        """Take a value that is there; one that is no later than the known one says nothing new.
+        """Take a value that is there; one that is no later than the known one changes nothing.
 
         Returns what is to be charged as used up, by tenant.
         """
@@ -227,7 +227,7 @@ class SharePage:
             more = _amounts(max(0, new.used[kind] - old.used[kind]) for kind in KINDS)
             planned = self._planned.get(tenant)
             if planned is not None:
-                # Whether it counted cannot be told from what others have made of it since.
+                # Whether it counted cannot be seen after others' changes since.
                 more = _amounts(more[kind] + planned.handed[kind] for kind in KINDS)
             if more != NOTHING:
                 charged[tenant] = more
@@ -316,24 +316,24 @@ class Routers:
         self._heard: dict[str, _Heard] = {}
 
     def heard(self, life: str, place: str, mark: int, now_ms: float) -> None:
-        """Note a sign of life; of whom this router has the place, it is not: that one is gone."""
+        """Note a heartbeat; of whom this router has the place, it is not: that one is gone."""
         known = self._heard.get(life)
         if life != self._me and (known is None or known.mark != mark):
             self._heard[life] = _Heard(place, mark, now_ms)
 
     def named(self, lives: Iterable[str], now_ms: float) -> None:
-        """Note who has shares: who never gave a sign has a lease's time for it."""
+        """Note the owners of shares: one without a heartbeat has a lease's time for it."""
         for life in lives:
             if life != self._me and life not in self._heard:
                 self._heard[life] = _Heard("", 0, now_ms)
 
     def left(self, life: str) -> None:
-        """Note that one has said that it goes."""
+        """Note that a router has announced its exit."""
         if life in self._heard:
             self._heard[life] = _Heard("", -1, float("-inf"))
 
     def looked_again(self, now_ms: float) -> None:
-        """Note that no router could be heard so far: the leases begin again."""
+        """Note that no router could be read so far: the leases begin again."""
         self._heard = {
             life: each._replace(since_ms=now_ms) if each.mark >= 0 else each for life, each in self._heard.items()
         }

@@ -1,10 +1,10 @@
 """Limits of tenants over all routers of a pool: shares of them in a key-value bucket of NATS JetStream.
 
 Rules
-    1. Twice a second a router reads what has changed, says what it wants, and gives what others want and it can spare
+    1. Twice a second a router reads what has changed, publishes its demand, and gives what others want and it can spare
        (``poolgrid.nats.limit_shares``). Requests use the shares that are there, without a question to NATS.
     2. A value is written only behind the one that was read (``Nats-Expected-Last-Subject-Sequence``).
-    3. A router gives a sign of life three times per lease. A router that was silent for a lease while others could
+    3. A router gives a heartbeat three times per lease. A router that was silent for a lease while others could
        read has its shares taken; when it comes back it finds that out with its first look. While NATS is away no
        router takes any, and each continues with what it has. So it is while only replicas answer that are behind.
     4. A router that has not reached NATS since it started has no shares, and refuses tenants that have limits.
@@ -61,14 +61,14 @@ LOOK_S = 0.5
 BEATS_PER_LEASE = 3
 
 MESSAGE_BYTES_MAX = 1024 * 1024
-"""Largest value: what NATS servers take unless they are told otherwise. Tenants of a larger page keep the shares that
+"""Largest value: what NATS servers take by default. Tenants of a larger page keep the shares that
 they have; it takes a hundred routers, or as many tenants as are allowed."""
 
 BUCKET_BYTES_MAX = 256 * 1024 * 1024
 """What the servers keep for all pools of an account."""
 
 ENTRIES_MAX = 65_536
-"""Values of one pool that a look reads: its pages, and signs of life."""
+"""Values of one pool that a look reads: its pages, and heartbeats."""
 
 ATTEMPTS = 4
 """How often a value is made again because another router was faster; then it waits for the next look."""
@@ -212,7 +212,7 @@ class LimitsOnNats:
                 self._was_away = True
                 self._metrics.failures.inc()
                 self._complaints.note(
-                    "sharing", "sharing limits failed (%s): it is tried again for ever, and the shares stay%s", error
+                    "sharing", "sharing limits failed (%s): it is retried without limit, and the shares stay%s", error
                 )
             await asyncio.sleep(LOOK_S)
 
@@ -347,7 +347,7 @@ class LimitsOnNats:
                 return
 
     async def _wrote(self, index: int, page: SharePage, made: Page) -> bool:
-        """Write a page behind the value that is known; say whether that was still the last. Raises
+        """Write a page behind the value that is known; return whether that was still the last. Raises
         ``NatsUnavailable``."""
         data = _encode(made)
         if len(data) > min(MESSAGE_BYTES_MAX - 1024, self._connection.body_bytes_max):

@@ -2,7 +2,8 @@
 
 Rules
     1. A *body* is what a segment of a directory is (``journal.framing``): a header with the offset of the first record,
-       and an entry for each record, tied to its offset by a checksum. A body without entries says where a writer began.
+       and an entry for each record, tied to its offset by a checksum. A body without entries marks the start of a
+       writer.
     2. A body that is larger than one message is cut into *pieces*, in messages that follow each other. A body whose
        last piece is missing was never acknowledged; the next message with a first piece begins another one.
     3. Every message has a name (``Nats-Msg-Id``: the writer's life, and a number that it never uses again). A server
@@ -34,11 +35,11 @@ PIECE = "Poolgrid-Piece"
 MORE = "Poolgrid-More"
 
 BODY_BYTES = 256 * 1024
-"""Records that are put into one message: far below the 1 MiB that servers take unless told otherwise, and few enough
+"""Records that are put into one message: far below the 1 MiB that servers take by default, and few enough
 that a reader decodes one in some milliseconds. A larger record goes alone, in pieces."""
 
 MESSAGE_BYTES = 512
-"""What servers count of a message beside its body, at most: its subject, its headers, and what files need."""
+"""Size that servers count for a message in addition to its body, at most: subject, headers, and file overhead."""
 
 PIECES_MAX = 1024
 """Pieces of one body: the largest record that the contract allows, on a server that takes 64 KiB."""
@@ -58,7 +59,7 @@ class Outgoing:
     body: bytes
 
     def headers(self) -> dict[str, str]:
-        """Return what travels beside the body."""
+        """Return the headers of the message."""
         headers = {MESSAGE_ID: self.message_id}
         if self.piece:
             headers[PIECE] = str(self.piece)
@@ -169,7 +170,7 @@ def _header(sequence: int, data: bytes) -> tuple[int, int]:
         raise Damaged(f"message {sequence}: {len(data)} bytes, a header has {FILE_HEADER.size}")
     magic, version, check, first, created_ms = FILE_HEADER.unpack_from(data)
     if magic != SEGMENT_MAGIC or check != header_check(magic, version, first, created_ms):
-        raise Damaged(f"message {sequence}: the header says {magic!r}, first record {first}")
+        raise Damaged(f"message {sequence}: the header has {magic!r}, first record {first}")
     if version != VERSION:
         raise Damaged(f"message {sequence}: format version {version}, this poolgrid reads version {VERSION}")
     return int(first), int(created_ms)

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 BUCKET = "poolgrid-responses"
 
 PART_BYTES = 512 * 1024
-"""Of a response in one message: half of what NATS servers take unless they are told otherwise."""
+"""Of a response in one message: half of what NATS servers take by default."""
 
 PARTS_MAX = 128
 """Of one response: 64 MiB, four times what a request may have unless it is allowed more."""
@@ -95,7 +95,7 @@ class NatsResponseStore:
     ) -> None:
         spec = BucketSpec(
             BUCKET,
-            "responses that poolgrid's clients may go on from",
+            "responses that poolgrid's clients may continue",
             budget_bytes,
             PART_BYTES + 1024,
             replicas=replicas,
@@ -116,7 +116,7 @@ class NatsResponseStore:
         self._bucket.start("share_state")
 
     def close(self) -> None:
-        """Do nothing: answers that are under way may still be kept (``disconnect``)."""
+        """Do nothing: answers in flight may still be kept (``disconnect``)."""
 
     async def disconnect(self) -> None:
         """End the connection."""

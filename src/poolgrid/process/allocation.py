@@ -48,7 +48,7 @@ _OF_THE_OPERATOR = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_T
 
 
 def return_large_blocks() -> bool:
-    """Have freed large blocks returned; False where the C library cannot be told, or the environment has told it."""
+    """Have freed large blocks returned; False where the C library has no such setting, or it is set already."""
     if any(name in os.environ for name in _OF_THE_OPERATOR):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

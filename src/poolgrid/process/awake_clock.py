@@ -6,7 +6,7 @@ sockets. ``AwakeTime`` therefore counts a stretch without a sign of its own life
 failure detector ignores a "local pause" in the same way.
 
 Judged by it: leases, links, reservations, pools, questions without an answer, places in queues. A verdict needs a
-timeout of several gaps, so sockets have been read before it is reached. Times that people see, and when to speak
+timeout of several gaps, so sockets have been read before it is reached. Times that people see, and when to send
 oneself, go by the ordinary clock.
 """
 
@@ -28,10 +28,10 @@ _monotonic_ns: Final = monotonic_ns
 _time_ns: Final = time_ns
 
 BEAT_MAX_MS: Final = 50.0
-"""Longest time between two signs of life: twenty wake-ups a second cost an idle process a thousandth of a core."""
+"""Longest time between two heartbeats: twenty wake-ups a second cost an idle process a thousandth of a core."""
 
 BEATS_PER_TIMEOUT: Final = 8
-"""Signs of life within the shortest timeout that is judged."""
+"""Heartbeats within the shortest timeout that is judged."""
 
 BEATS_PER_GAP: Final = 2.0
 """A beat that is late by one beat still counts in full: a loop with much to do is not standing still."""
@@ -41,7 +41,7 @@ PAUSE_TOLD_MS: Final = 1000.0
 
 
 class AwakeTime:
-    """Milliseconds in which a process ran, out of a monotonic clock's; it must give a sign of life every beat.
+    """Milliseconds in which a process ran, out of a monotonic clock's; it must give a heartbeat every beat.
 
     Reading changes nothing, and costs a comparison: only beats move the state.
     """
@@ -61,7 +61,7 @@ class AwakeTime:
         return (now_ms if now_ms <= self.until_ms else self.until_ms) - self.left_out_ms
 
     def beat(self, now_ms: float) -> float:
-        """Take a sign of life; return how long the process stood still before it."""
+        """Take a heartbeat; return how long the process stood still before it."""
         paused_ms = max(0.0, now_ms - self.until_ms)
         self.left_out_ms += paused_ms
         self.until_ms = now_ms if self._held else now_ms + self._gap_max_ms
@@ -94,7 +94,7 @@ class AwakeClock:
 
     @property
     def stood_still_ms(self) -> float:
-        """Return how long the process stood still, or did not listen, up to its last sign of life."""
+        """Return how long the process stood still, or did not listen, up to its last heartbeat."""
         return self._time.left_out_ms
 
     def start(self) -> AwakeClock:
@@ -128,7 +128,7 @@ class AwakeClock:
         return self._time.at(read())
 
     def hold(self) -> None:
-        """Stand still until ``go_on``: what others say is not read."""
+        """Stand still until ``go_on``: messages of others are not read."""
         self._time.hold(self._monotonic_ms())
 
     def go_on(self) -> None:

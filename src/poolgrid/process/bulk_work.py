@@ -1,8 +1,8 @@
 """Work in bulk on an event loop: a slice in each of its turns, for all who ask.
 
 A token waits for up to two turns of the loop: until its frame is read, and until the task runs that writes it. What is
-done besides (taking in what workers store, telling of it, snapshots, letting go of memory) comes in slices of about a
-millisecond. Where several such things were under way, each did a slice in every turn, and tokens waited for all of
+else is done (taking in workers' blocks, publishing them, snapshots, freeing memory) comes in slices of about a
+millisecond. Where several such jobs were running, each did a slice in every turn, and tokens waited for all of
 them. Here they have the turns one after the other.
 
 Rules

@@ -25,12 +25,12 @@ Shares = tuple[int, int]
 
 
 class BudgetedLru(Generic[K, V]):
-    """Values by key; ``size`` says what an entry takes of the budget, the same each time it is asked."""
+    """Values by key; ``size`` returns what an entry takes of the budget, the same each time it is asked."""
 
     def __init__(
         self, budget: int, size: Callable[[K, V], int], on_evict: Callable[[K, V], None] = lambda key, value: None
     ) -> None:
-        """``on_evict`` is told of each entry that is pushed out or dropped, not of those that ``clear`` forgets."""
+        """``on_evict`` is called for each entry that is pushed out or dropped, not of those that ``clear`` forgets."""
         self.budget = budget
         self.used = 0
         """What is taken of the budget."""
@@ -38,7 +38,7 @@ class BudgetedLru(Generic[K, V]):
         self._on_evict = on_evict
         self._kept: OrderedDict[K, V] = OrderedDict()
         self.touch: Callable[[K], None] = self._kept.move_to_end
-        """Counts a key that is kept as used now; without a call of ours, for who finds values in another way."""
+        """Counts a key that is kept as used now; without a look-up, for callers that find values in another way."""
 
     def get(self, key: K) -> V | None:
         """Return what is kept under a key; it counts as used now."""
@@ -87,7 +87,7 @@ class TenantCaches(Generic[C]):
     def __init__(
         self, budget_bytes: int, make: Callable[[int], C], on_forget: Callable[[C], None] = lambda cache: None
     ) -> None:
-        """``on_forget`` is told of each cache that a new edition of the tenants ends."""
+        """``on_forget`` is called for each cache that a new edition of the tenants ends."""
         self._budget = budget_bytes
         self._make = make
         self._on_forget = on_forget

@@ -1,7 +1,7 @@
 """Complaints about what peers send: one line in the log per peer and period, with the number of those left out.
 
-A peer decides how often it sends what cannot be read, and on a plane without CURVE anybody is a peer. A line for each
-would fill a disk, and hide what matters.
+A peer decides how often it sends what cannot be read, and on a plane without CURVE any process is a peer. A line for
+each would fill a disk, and hide what matters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Said:
 
 
 class Complaints:
-    """What one receiver has said of its peers."""
+    """Log lines of one receiver about its peers."""
 
     def __init__(self, log: logging.Logger, clock: Clock) -> None:
         self._log = log
@@ -35,7 +35,7 @@ class Complaints:
         self._said: OrderedDict[str, _Said] = OrderedDict()
 
     def about(self, peer: str, what: object) -> None:
-        """Say that a message of ``peer`` was dropped and why, unless that was said of this peer a moment ago."""
+        """Log that a message of ``peer`` was dropped and why, unless it was logged a moment ago."""
         self.note(peer, "a message from %s was dropped: %s%s", peer, what)
 
     def note(self, about: str, line: str, *what: object, level: int = logging.WARNING) -> None:

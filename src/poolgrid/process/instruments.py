@@ -24,7 +24,7 @@ from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 DEFAULT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
-"""Seconds: what ``prometheus_client`` takes when nothing is said."""
+"""Seconds: the defaults of ``prometheus_client``."""
 
 
 OTHER: Final = "other"

@@ -56,7 +56,7 @@ class LoopFaults:
         """Take what the loop reports."""
         loop.default_exception_handler(context)
         if "handle" not in context:
-            return  # a task that nobody awaited, or a transport, which the loop has closed
+            return  # a task that was never awaited, or a transport, which the loop has closed
         self.count()
         error = context.get("exception")
         if not isinstance(error, BaseException) or isinstance(error, OSError):

@@ -30,10 +30,10 @@ FIELD_CHARS_MAX = 1024
 """Of one field: four times the longest identifier."""
 
 TRACEBACK_MARK = "  | "
-"""Before each line of a traceback: what an exception says of a client's text cannot pass for an event."""
+"""Before each line of a traceback: a client's text in an exception cannot pass for an event."""
 
 TRACEBACK_LINES_MAX = 200
-"""Of a traceback in JSON, the last ones: where it happened is at the end."""
+"""Of a traceback in JSON, the last ones: where it failed is at the end."""
 
 ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 

@@ -1,12 +1,12 @@
 """The log of a process: on standard error, so that standard output stays for answers, and in bounded number.
 
-``poolgrid.process.log_lines`` says what a line looks like, ``poolgrid.process.logs`` which are written.
+``poolgrid.process.log_lines`` defines the form of a line, ``poolgrid.process.logs`` which are written.
 
 Rules
-    1. What one place in the code says again in the same words within ``PERIOD_S`` is counted and not written; ``N more
-       like this`` follows when the period is over. ``REPEATS_MAX`` lines are remembered so, the oldest gives way.
+    1. A line that one place in the code repeats with the same text within ``PERIOD_S`` is counted and not written; ``N
+       more like this`` follows when the period is over. ``REPEATS_MAX`` lines are remembered so, the oldest gives way.
     2. One place in the code writes at most ``LINES_PER_PERIOD`` lines in ``PERIOD_S``, whatever their words. What is
-       left out is counted, and the number said when the period is over.
+       left out is counted, and the number logged when the period is over.
     3. Lines that an operator has asked for one by one (``EVERY_LINE``) are neither counted nor left out.
 
 How severe a line must be to be written: one level for all, and others for some loggers. Only finding modules is I/O.
@@ -49,7 +49,7 @@ NAMED_MAX = 100
 
 
 class LogLevels(NamedTuple):
-    """What a command was told of its log."""
+    """A command's settings of its log."""
 
     all: str
     """The level of every logger that is not named, and below no named one."""
@@ -58,7 +58,7 @@ class LogLevels(NamedTuple):
 
 
 def read_levels(text: str, default: str = "info") -> LogLevels:
-    """Return what an option says; ``default`` is the level of all where it names none.
+    """Return the levels in an option; ``default`` is the level of all where it names none.
 
     Raises ``ValueError`` with what is wrong.
     """
@@ -66,7 +66,7 @@ def read_levels(text: str, default: str = "info") -> LogLevels:
     for number, part in enumerate(text.split(",")):
         name, equals, level = (each.strip() for each in part.rpartition("="))
         if not equals and number:
-            raise _wrong(text, f"{level!r} says not whose level it is: after the first, each is LOGGER=LEVEL")
+            raise _wrong(text, f"{level!r} names no logger: after the first, each is LOGGER=LEVEL")
         if level.lower() not in LEVELS:
             raise _wrong(text, f"level {level!r} is none, allowed are {', '.join(LEVELS)}")
         if not equals:
@@ -131,7 +131,7 @@ class _Period:
 
     began_s: float
     words: str
-    """How it is said that some were left out; the number and the last line are put in."""
+    """Text about lines that were left out; the number and the last line are put in."""
     lines: int = 0
     left_out: int = 0
     last: logging.LogRecord | None = None
@@ -198,7 +198,7 @@ class BoundedHandler(logging.StreamHandler[TextIO]):
         self._repeats[same] = _Period(now_s, "%d more like this: %s")
         self._repeats.move_to_end(same)
         if len(self._repeats) > REPEATS_MAX:
-            self._repeats.popitem(last=False)  # what it left out is still said, at its time
+            self._repeats.popitem(last=False)  # what it left out is still logged, at its time
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         """Say that a line could not be written, without what was to be in it."""
@@ -217,7 +217,7 @@ class BoundedHandler(logging.StreamHandler[TextIO]):
             self.stream.write(self.format(said) + self.terminator)
             self.flush()
         except (OSError, ValueError):
-            pass  # there is nowhere to say it
+            pass  # there is nowhere to log it
 
     def close(self) -> None:
         """End; what was left out so far is logged."""
@@ -289,7 +289,7 @@ def configure(
 
 
 def format_wanted(given: str | None, environment: Mapping[str, str]) -> LogFormat:
-    """Return how lines are to be written: as was said, else as scripts for Dynamo say it, else for people.
+    """Return how lines are to be written: by the option, else as scripts for Dynamo set it, else for people.
 
     Raises ``ValueError`` for what is neither.
     """

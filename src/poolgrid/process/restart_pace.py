@@ -24,7 +24,7 @@ STEADY_S = 30.0
 """Twice the longest pause: a part that dies more often than that waits ever longer."""
 
 DEATHS_LOUD = 5
-"""From this exit on the log warns that the part keeps dying, and that the others serve."""
+"""From this exit on the log warns that the part ends again and again, and that the others serve."""
 
 
 class RestartPace:

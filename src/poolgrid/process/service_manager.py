@@ -1,10 +1,10 @@
-"""systemd's notification protocol: it is told when a process is ready, that it lives, and that it ends.
+"""systemd's notification protocol: it gets when a process is ready, its heartbeats, and its end.
 
 The protocol is a datagram of ``NAME=value`` lines to the Unix socket in ``NOTIFY_SOCKET`` (sd_notify(3)). A process
-started without that variable sends nothing and pays nothing. Signs of life come from the event loop itself, so that a
+started without that variable sends nothing and pays nothing. Heartbeats come from the event loop itself, so that a
 loop that hangs is noticed (``WatchdogSec=``), and not only a process that is gone.
 
-The variables are taken out of the environment: what this process starts is not to speak in its name.
+The variables are taken out of the environment: what this process starts must not send in its name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextvars import ContextVar
 log = logging.getLogger(__name__)
 
 SIGNS_PER_TIMEOUT = 3
-"""Signs of life in the time after which the manager takes the process for hung: two may be late."""
+"""Heartbeats in the time after which the manager takes the process for hung: two may be late."""
 
 
 class ServiceManager:

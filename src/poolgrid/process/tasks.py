@@ -2,8 +2,8 @@
 
 Rules
     1. *Supervised* tasks run in the background. One that raises, or ends without being cancelled, is logged with its
-       place; then it starts again, with a growing pause and a bound, or the process ends in order, as its starter said.
-       The manager of the process (systemd, Kubernetes, ``poolgrid up``) starts it again.
+       place; then it starts again, with a growing pause and a bound, or the process ends in order, as its starter
+       chose. The manager of the process (systemd, Kubernetes, ``poolgrid up``) starts it again.
     2. *Owned* tasks have a task that awaits them and gets what they raise.
     3. *Detached* tasks belong to something that may cancel them and never awaits them. What they raise is logged with
        its place at once: it is a bug, since such a task deals with what it expects.
@@ -52,7 +52,7 @@ it for each worker, to end that worker only."""
 def owned(work: Coroutine[Any, Any, T], name: str, loop: asyncio.AbstractEventLoop | None = None) -> asyncio.Task[T]:
     """Start a task that the caller, or a task it hands it to, awaits.
 
-    Who has the running loop may name it: until Python 3.12 each question for it is a system call.
+    A caller that has the running loop may pass it: until Python 3.12 each question for it is a system call.
     """
     return (loop or asyncio.get_running_loop()).create_task(work, name=name)
 
@@ -113,8 +113,8 @@ async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
 def keep_cancellation() -> Iterator[None]:
     """End the running task at the end of the block if it was cancelled within, also where a library lost that.
 
-    ``asyncio.wait_for`` does until Python 3.12 when what it waits for is there in the same turn: it returns that, and
-    who waits for the task's end waits for ever.
+    ``asyncio.wait_for`` does until Python 3.12 when what it waits for is there in the same turn: it returns that, and a
+    caller that waits for the task's end waits without end.
     """
     task = asyncio.current_task()
     assert task is not None, "only a task is cancelled"
@@ -197,6 +197,6 @@ def breathe() -> None:
     """Let other threads run Python; for threads other than the event loop's.
 
     A thread that computes for long keeps the interpreter's lock for a switch interval each time the event loop has
-    let go of it, which the loop does a dozen times for a short request.
+    released it, which the loop does a dozen times for a short request.
     """
     _NEVER.wait(BREATH_S)

@@ -7,15 +7,15 @@ Rules
        work.
     3. A tenant is charged a request's prompt tokens when it leaves the queue for a worker, and its output tokens when
        they are known. A tenant that begins to wait takes over at least the count of the least served one that waits:
-       nobody saves up turns by being away. This is the virtual token counter of Sheng et al., "Fairness in Serving
-       Large Language Models", OSDI 2024. While two tenants both wait, what they are served differs by no more than
-       the longest prompt, plus the output that was still under way.
+       a tenant cannot save up turns by being idle. This is the virtual token counter of Sheng et al., "Fairness in
+       Serving Large Language Models", OSDI 2024. While two tenants both wait, what they are served differs by no more
+       than the longest prompt, plus the output in flight.
     4. Least uncached work first ages: a request may be overtaken only by such that came at most
        ``work difference / aging_tokens_per_s`` later. So every request's turn comes, however many short ones arrive.
     5. The queue is bounded by requests and by prompt tokens, over all lanes. On overflow the lowest priority gives way;
        in it the tenant with the most waiting (of what overflowed, divided by its weight); of that the last arrival. The
        newcomer takes part in this, and loses ties. A request that is alone may have any length.
-    6. *Resumed* requests (their clients are being served already) stand before everybody, in order of arrival, are not
+    6. *Resumed* requests (their clients are being served already) stand before all others, in order of arrival, are not
        counted against the bounds and never give way.
     7. A request that left (cancelled, timed out) gives up its place at once.
     8. Where it takes time to see whether there is room, the request that has the turn is *taken* meanwhile: its tenant
@@ -82,7 +82,7 @@ class Backlog(Generic[T]):
 
     @property
     def has_turn(self) -> bool:
-        """Tell whether somebody waits who is not taken."""
+        """Return whether a request waits that is not taken."""
         return self.live > len(self.taken)
 
     def waiting(self) -> Iterator[QueuedRequest[T]]:
@@ -116,7 +116,7 @@ class Backlog(Generic[T]):
             heapify(self.heap)
 
     def first(self) -> QueuedRequest[T]:
-        """Return whose turn it is; there must be somebody."""
+        """Return the tenant whose turn it is; at least one must wait."""
         while not self.heap[0][2].waits:
             heappop(self.heap)
         return self.heap[0][2]
@@ -131,7 +131,7 @@ class Band(Generic[T]):
     served: dict[str, float] = field(default_factory=dict)
     """Tokens charged to each tenant, divided by its weight; only grows, and is forgotten with the band."""
     turns: list[tuple[float, int, str]] = field(default_factory=list)
-    """Heap of (served, began, tenant). An entry may be older than the count it speaks of: it is mended at the top."""
+    """Heap of (served, began, tenant). An entry may be older than its tenant's count: it is corrected at the top."""
 
     def begin(self, tenant: str, arrival: int) -> Backlog[T]:
         """Let a tenant begin to wait, with at least the count of the least served one that waits."""
@@ -151,7 +151,7 @@ class Band(Generic[T]):
         self.await_turn(tenant)
 
     def await_turn(self, tenant: str) -> None:
-        """Enter a tenant among the turns: its count is smaller than it was, or it has somebody again."""
+        """Enter a tenant among the turns: its count fell, or it has a waiting request again."""
         backlog = self.backlogs.get(tenant)
         if backlog is None:
             return
@@ -216,7 +216,7 @@ class FairQueue(Generic[T]):
 
     def divide(self, parts: int) -> None:
         """Have one of so many equal parts of the bounds from now on, and room for one request at least where there is
-        any; whoever waits already goes on waiting."""
+        any; requests that already wait stay."""
         requests_max, prompt_tokens_max = self._bounds
         self.requests_max = max(min(1, requests_max), requests_max // parts)
         self.prompt_tokens_max = prompt_tokens_max // parts
@@ -233,7 +233,7 @@ class FairQueue(Generic[T]):
         return not (self._lanes or self._resumed)
 
     def has_room(self, request: QueuedRequest[T], requests_max: int) -> bool:
-        """Tell whether a request may enter and nobody has to give way, nor do more than ``requests_max`` wait then."""
+        """Return whether a request may enter without displacing another, and at most ``requests_max`` wait then."""
         return (
             self._requests < min(self.requests_max, requests_max)
             and self._prompt_tokens + request.prompt_tokens <= self.prompt_tokens_max
@@ -271,7 +271,7 @@ class FairQueue(Generic[T]):
         return evicted
 
     def take(self, lane: str) -> QueuedRequest[T] | None:
-        """Take the request of a lane whose turn it is, to see whether there is room; ``None``: nobody has a turn there.
+        """Take the request of a lane whose turn it is, to see whether there is room; ``None``: no turn there.
 
         ``leave`` or ``put_back`` must follow.
         """
@@ -293,7 +293,7 @@ class FairQueue(Generic[T]):
             band.discharge(request.tenant, _charge_of(request))
 
     def leave(self, request: QueuedRequest[T], dispatched: bool = False) -> None:
-        """Take a request out, wherever it stands; ``dispatched``: to a worker, and its tenant is charged.
+        """Take a request out, from any place; ``dispatched``: to a worker, and its tenant is charged.
 
         One that does not wait is ignored.
         """
@@ -333,7 +333,7 @@ class FairQueue(Generic[T]):
                     del self._lanes[request.lane]
 
     def charge(self, lane: str, tenant: str, weight: float, priority: int, output_tokens: int) -> None:
-        """Count output against a tenant; without effect when nobody waits at that priority."""
+        """Count output against a tenant; without effect when no request waits at that priority."""
         band = self._lanes.get(lane, {}).get(priority)
         if band is not None:
             band.served[tenant] = band.served.get(tenant, 0.0) + output_tokens / weight

@@ -92,7 +92,7 @@ class Dispatch(msgspec.Struct, eq=False):
     endpoint: str
     stage: Stage
     states_load: bool = False
-    """Whether it stated the load that its worker was believed to have, so that the worker may refuse for that."""
+    """Whether it stated the worker's expected load, so that the worker may refuse because of it."""
     position: int = 0
     """Tokens received."""
     repeated: bytes = b""
@@ -156,7 +156,7 @@ class WorkerOvercommitted(msgspec.Struct):
 
 
 class PlaceNext(msgspec.Struct):
-    """Place what ``RequestMachine.plan`` says comes next."""
+    """Place the next leg by ``RequestMachine.plan``."""
 
     why: str
     after: Dispatch
@@ -272,7 +272,7 @@ class LegPlan:
         """Start the next dispatch and return the message for its worker: prompt plus what was already generated.
 
         ``overlap_tokens`` and ``expected_prefill_tokens`` are what the choice was made on
-        (``poolgrid.wire.requests.Routing``), ``trace`` is what the worker is told of the request's trace.
+        (``poolgrid.wire.requests.Routing``), ``trace`` is the trace context for the worker.
         """
         request = self.request
         states_load = expected_prefill_tokens is not None
@@ -283,7 +283,7 @@ class LegPlan:
         emitted = len(output) // 4
         if stage is Stage.DECODE:
             # It continues the prompt that the prefill leg was given, whose first token is out already. Some engines
-            # leave that token to whoever decodes.
+            # leave that token to the decode worker.
             if self.prefill_emitted:
                 emitted -= 1
                 dispatch.repeated = bytes(output[-4:])

@@ -8,9 +8,9 @@ Rules of a link
     4. A frame whose taking is long is taken in several turns of the loop, and what comes after it waits. When the link
        goes down, what has come is taken first.
 
-A card that anyone publishes makes every router of the pool open a connection for it. Connections that took the last
-descriptor would keep clients out. So links have a share of their own (``links_that_fit``), and a worker beyond it is
-unreachable and reported as such.
+A card that any process publishes makes every router of the pool open a connection for it. Connections that took the
+last descriptor would keep clients out. So links have a share of their own (``links_that_fit``), and a worker beyond it
+is unreachable and reported as such.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class WorkerLink:
         self._heard_ms = clock.monotonic_ms()
         """When that was last found."""
         self._refused = ""
-        """Why what is there was last not taken for a worker; it is tried once a second, and said once."""
+        """Why what is there was last not taken for a worker; it is tried once a second, and logged once."""
         self._dealer = connect_dealer(context, endpoint, self)
         self.ping()
 
@@ -126,7 +126,7 @@ class WorkerLink:
             self._dealer.send(codec.to_worker.encode(Cancel(answers[0].request_id, tuple(answers))))
 
     def drain(self, timeout_ms: int | None) -> bool:
-        """Tell the worker to drain, within ``timeout_ms`` or its own time; return False when it cannot be told now."""
+        """Order the worker to drain, within ``timeout_ms`` or its own time; return False when it is unreachable."""
         return self.is_up and self._dealer.send(codec.to_worker.encode(Drain(timeout_ms)))
 
     def ping(self) -> bool:
@@ -155,7 +155,7 @@ class WorkerLink:
         self.ping()
 
     def close(self) -> None:
-        """End the connection; nobody is told."""
+        """End the connection without a message."""
         self.is_up = False
         self._waiting.clear()
         self._stop_trying()
@@ -289,7 +289,7 @@ class LinkTable:
         return len(self._links)
 
     def close(self) -> None:
-        """Close every link; no worker is told."""
+        """Close every link, without a message to workers."""
         for link in self._links.values():
             link.close()
         self._links.clear()
@@ -359,7 +359,7 @@ class LinksOnDemand(LinkTable):
                 del self._links[endpoint], self._used_ms[endpoint]
 
     def close(self) -> None:
-        """Close every link; no worker is told."""
+        """Close every link, without a message to workers."""
         super().close()
         for endpoint in list(self._waiters):
             self._resolve(endpoint)

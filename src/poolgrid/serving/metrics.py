@@ -90,7 +90,7 @@ class LegTimes:
         2. ``encode`` is from the dispatch to the embeddings; ``prefill`` from the dispatch to the first token, the
            wait in the worker's own queue included; ``transfer`` from the dispatch of a decode leg to its first output,
            which proves that the KV has arrived; ``decode`` from there, or from the first token, to the last one.
-        3. A leg that ends without what it was for (its worker was lost, the client left) is not counted: its time says
+        3. A leg that ends without what it was for (its worker was lost, the client left) is not counted: its time shows
            how long a failure took.
         4. At each of these moments one number is counted, by ``time.perf_counter``, which costs least. Nothing is done
            per token.

@@ -1,7 +1,7 @@
 """The sequence hashes of prompts, computed once for the parts that prompts share, for each tenant by itself.
 
 Rules
-    1. A path is always what ``poolgrid.wire.hashing`` says, to the bit.
+    1. A path is always the result of ``poolgrid.wire.hashing``, to the bit.
     2. It is computed in stretches of ``STRETCH_BLOCKS`` whole blocks. What a stretch adds depends on nothing but the
        sequence hash before it, the seed, the block size and the stretch's own tokens; these are its key, whole and
        unhashed, so two different stretches can never be taken for each other.
@@ -162,7 +162,7 @@ class PromptPaths:
         """Return the sequence hashes of the whole blocks of a prompt (u32 little-endian token ids).
 
         ``block_size`` is in tokens; ``multimodal_hashes`` as in ``poolgrid.wire.hashing.block_hashes``: prompts with
-        such objects are computed anew.
+        such objects are computed again.
         """
         stretch_bytes = STRETCH_BLOCKS * block_size * TOKEN_BYTES
         if multimodal_hashes:

@@ -2,7 +2,7 @@
 
 Both routers drive it. Events go in: what a worker sent (``on_delta``), a lost worker or connection (``on_lost``), the
 client, a deadline, the end of the process (``end``). Effects come out, in the order in which they are to be carried
-out; ``poolgrid.serving.request_tracker`` does so. ``TABLE`` says which effects: one row for each state of a leg and
+out; ``poolgrid.serving.request_tracker`` does so. ``TABLE`` has the effects: one row for each state of a leg and
 event.
 
 Rules
@@ -71,7 +71,7 @@ EVENT_OF: Final = {
 """``INVALID`` is not among them: it ends the request like any last delta."""
 
 ENDED_THERE: Final = frozenset({LegEvent.FINISHED, LegEvent.CANCELLED, *EVENT_OF.values()})
-"""After these the worker has nothing of the leg any more, and is not told to stop it."""
+"""After these the worker has nothing of the leg any more, and gets no order to stop it."""
 
 LOSSES_MAX: Final = 2
 """Workers that may be lost with one request on them before its first token. One is chance, and under load hundreds of
@@ -183,7 +183,7 @@ class RequestMachine:
             dispatch is None
             or dispatch.id != delta.request_id
             or delta.position != dispatch.position
-            or not dispatch.position  # the first output says more: what other legs kept has arrived
+            or not dispatch.position  # the first output means more: what other legs kept has arrived
             or delta.finish_reason is not None
             or delta.cached_tokens is not None
             or delta.logprobs is not None
@@ -263,7 +263,7 @@ class RequestMachine:
         delta: TokenDelta | None,
         client_delta: StreamDelta | None,
     ) -> tuple[Effect, ...]:
-        """Do what the table says, and return the effects for the router to carry out."""
+        """Apply the table, and return the effects for the router to carry out."""
         transition = Transition(dispatch, event, why, delta, client_delta)
         for step in TABLE[state, event]:
             step(self, transition)
@@ -292,7 +292,7 @@ class RequestMachine:
         )
 
     def _failure(self, message: str, retry_after_s: float | None = None, no_worker: bool = False) -> StreamDelta:
-        """Return the last delta of a request that cannot go on after a worker failed it."""
+        """Return the last delta of a request that cannot continue after a worker failed it."""
         refusal = self.refusal
         if refusal is None:
             error = FinishReason.ERROR
@@ -306,7 +306,7 @@ class RequestMachine:
         )
 
     def _read(self, dispatch: Dispatch, delta: TokenDelta) -> StreamDelta | None:
-        """Return what a delta says to the client; ``None`` when it does not continue what came before."""
+        """Return the client's part of a delta; ``None`` when it does not continue what came before."""
         tokens = delta.token_ids
         finish = delta.finish_reason
         if delta.position != dispatch.position or finish not in ENDS_OF[dispatch.stage]:
@@ -560,7 +560,7 @@ ROWS = (
         "decode comes next, and the embeddings are used up",
     ),
     Row(LEGS, LegEvent.FINISHED, (notify, withdraw, end), "whatever other legs keep is released"),
-    # -- a worker says no --------------------------------------------------------------------------------------------
+    # -- a worker refuses --------------------------------------------------------------------------------------------
     Row(
         LEGS,
         LegEvent.BUSY,

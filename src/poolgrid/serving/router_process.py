@@ -1,4 +1,4 @@
-"""The parts that the processes of both routers open in the same way; each says how it ends.
+"""The parts that the processes of both routers open in the same way; each has its way to end.
 
 A router's ``bootstrap`` decides the order; what is opened is closed again in reverse order.
 """
@@ -96,7 +96,7 @@ class RouterProcess:
         return context
 
     def warn_of_exposures(self, planes: str) -> None:
-        """Warn of sockets that anybody on the network can use; ``planes`` names those of ZMQ."""
+        """Warn of sockets that any host of the network can use; ``planes`` names those of ZMQ."""
         settings = self.settings
         for warning in settings.exposures(
             settings.host, http=True, planes=planes, keyed=self.frontend.api_keys is not None
@@ -119,7 +119,7 @@ class RouterProcess:
         settings = self.settings
         if settings.share_state == "none":
             return
-        # A port that is given has one process at a time; one of the system's choice may have been anybody's.
+        # A port that is given has one process at a time; one of the system's choice may have been another process's.
         address = settings.advertise_host or settings.host
         where = f"{socket.gethostname()} {address}:{settings.port} {instance}" if settings.port else ""
         sharing = Sharing(scope, where, settings.names_lease_ms // 1000, settings.nats_replicas)

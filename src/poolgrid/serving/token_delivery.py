@@ -1,4 +1,4 @@
-"""One request's tokens on their way to the client: in order, without holes, whichever workers they come from.
+"""One request's tokens on their way to the client: in order, without holes, from any number of workers.
 
 Rules
     1. What was delivered is never delivered again: ``output`` only grows, and each part of it is handed over once.
@@ -26,9 +26,10 @@ class TokenDelivery:
         on_cancel: Callable[[TokenDelivery], None],
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """``on_cancel`` is told when the client gives the request up before its end.
+        """``on_cancel`` is called when the client gives the request up before its end.
 
-        ``loop`` is the running one, of who has it: until Python 3.12 each question for it is a system call.
+        ``loop`` is the running one, passed in by a caller that has it: until Python 3.12 each look-up of it is a system
+        call.
         """
         self.request_id = request_id
         self.worker = ""
@@ -36,7 +37,7 @@ class TokenDelivery:
         self.decision_reason = ""
         """Short reason code of the last decision."""
         self.promised_tokens = 0
-        """Prompt tokens that the worker was believed to hold."""
+        """Prompt tokens that the worker held according to the router."""
         self.pool = ""
         """The pools that serve it, where there are several."""
         self.output = bytearray()
@@ -65,7 +66,7 @@ class TokenDelivery:
     async def next(self, until_end: bool = False) -> list[StreamDelta]:
         """Wait until something is new and return all of it; an empty list after the end.
 
-        With ``until_end`` tokens alone are nothing new: they are kept for the delta that finishes, or that says more.
+        With ``until_end`` tokens alone are nothing new: they are kept for the delta that finishes, or that has more.
         """
         if not self._deltas:
             if self.finished:
@@ -102,7 +103,7 @@ class TokenDelivery:
                 waiter.set_result(None)
 
     def deliver(self, delta: StreamDelta) -> None:
-        """Take a delta that says more than tokens."""
+        """Take a delta that has more than tokens."""
         self.output += delta.token_ids
         if self._until_end:
             self._until_end = False

@@ -173,7 +173,7 @@ def _place(parents: Sequence[tuple[int, str | int]], at: int) -> str:
 
 
 def _target(root: Any, reference: str, numbers: dict[int, int]) -> int | None:
-    """Return the node that a reference leads to by its path; ``None`` when that cannot be told."""
+    """Return the node that a reference leads to by its path; ``None`` when there is none."""
     base, _, fragment = reference.partition("#")
     if base or (fragment and not fragment.startswith("/")):
         return None

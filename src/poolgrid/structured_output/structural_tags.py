@@ -1,7 +1,7 @@
 """Structural tags as a grammar: for engines and checks whose library takes grammars and no tags.
 
-A structural tag says in JSON what an output is made of: texts that are given, JSON that keeps to a schema, free text up
-to an end. XGrammar takes it as it is. ``llguidance`` takes a grammar in its own form of Lark, which is made here.
+A structural tag describes in JSON the parts of an output: texts that are given, JSON that keeps to a schema, free text
+up to an end. XGrammar takes it as it is. ``llguidance`` takes a grammar in its own form of Lark, which is made here.
 
 | ``type`` of a part | what the output has there |
 |---|---|
@@ -15,7 +15,7 @@ to an end. XGrammar takes it as it is. ``llguidance`` takes a grammar in its own
 
 An older form, ``structures`` and ``triggers`` at the top, is ``triggered_tags`` with schemas.
 
-A request's guide as ``llguidance`` takes it: for the simulated engine, and for who tries a guide before a worker.
+A request's guide as ``llguidance`` takes it: for the simulated engine, and for the check of a guide before a worker.
 
 Both go one way, so that what the one has compiled the other can compile. Nothing of the library is loaded on import.
 """
@@ -42,14 +42,14 @@ def newer_form(text: str) -> str:
         if isinstance(tag, dict) and "structures" in tag and "format" not in tag:
             return json.dumps({"type": "structural_tag", "format": _of_older_form(tag)}, ensure_ascii=False)
     except (ValueError, RecursionError):
-        pass  # for the engine to say
+        pass  # for the engine to refuse
     return text
 
 
 def lark_grammar(text: str, *, terse: bool = False) -> str:
-    """Return the grammar of a structural tag, given as JSON; raises ``ValueError`` for what cannot be said in one.
+    """Return the grammar of a structural tag, given as JSON; raises ``ValueError`` for what a grammar cannot express.
 
-    ``terse`` is for who writes at random and has to come to an end: no white space between the tokens of JSON, and in
+    ``terse`` is for random text that has to come to an end: no white space between the tokens of JSON, and in
     text that a tag ends neither quotes nor the character that its end begins with.
     """
     tag = json.loads(text)
@@ -230,7 +230,7 @@ def matcher(tokenizer: Any, sampling: Sampling) -> Any:
 
 
 def error_of(matcher: Any) -> str:
-    """Return what a matcher in error reports, without the library's state, which says nothing to a client."""
+    """Return what a matcher in error reports, without the library's state, which is of no use to a client."""
     text: str = matcher.get_error()
     said = " ".join(text.partition("<state>")[0].split())
     return NOTHING_KEEPS_TO_IT if said in ("", "NoExtensionBias") else said

@@ -2,7 +2,7 @@
 
 Over TCP without CURVE the event loop reads and writes the socket itself (``StreamDealer``): no thread, and one system
 call for all that is sent in a turn of the loop. Otherwise libzmq does (``ZmqDealer``). Both speak ZMTP, so a server
-cannot tell them apart. Both connect again whenever the connection breaks, with the pauses of
+cannot distinguish them. Both connect again whenever the connection breaks, with the pauses of
 ``poolgrid.transport.zmq_socket``.
 """
 

@@ -44,7 +44,7 @@ ZAP_FRAMES = 7
 """Version, request id, domain, address, identity, mechanism, and CURVE's one credential."""
 
 REFUSAL_LOGS_MAX = 20
-"""Refused peers are logged this often, then only counted: a peer that tries for ever must not fill a disk."""
+"""Refused peers are logged this often, then only counted: a peer that tries without end must not fill a disk."""
 
 FRAME_BYTES_OF_PLANE = {
     "ingest": FRAME_BYTES_MAX,
@@ -181,7 +181,7 @@ class PlaneSocket(zmq.Socket[bytes]):
             self.curve_publickey = context.keys.own.public
             self.curve_server = True
             self.setsockopt_string(zmq.ZAP_DOMAIN, f"{ZAP_DOMAIN}:{self.plane}")
-            # Without anybody to judge keys, nobody gets in.
+            # Without a process that checks keys, no peer gets in.
             self.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
             self._watch(context)
         return super().bind(addr)
@@ -304,7 +304,7 @@ class PlaneContext(zmq.Context[PlaneSocket]):
 
 
 def _has_one_core() -> bool:
-    """Tell whether the process may run on one core only; where more are idle, threads do not wait for each other."""
+    """Return whether the process may run on one core only; where more are idle, threads do not wait for each other."""
     return hasattr(os, "SCHED_BATCH") and len(os.sched_getaffinity(0)) == 1
 
 

@@ -63,7 +63,7 @@ class SecuritySettings(Settings):
         return self.tls_certificate, self.tls_key
 
     def exposures(self, host: str, http: bool, planes: str, keyed: bool = True) -> list[str]:
-        """Return what should be said at the start about sockets at ``host`` that anybody on the network can use.
+        """Return warnings for the start about sockets at ``host`` that any host of the network can use.
 
         ``http``: there is an HTTP server; ``planes``: the ZMQ planes, in words (empty = none); ``keyed``: HTTP asks for
         API keys, or shows nothing that needs one.
@@ -72,11 +72,13 @@ class SecuritySettings(Settings):
             return []
         warnings = []
         if planes and self.curve_key is None:
-            warnings.append(f"{planes} at {host}: open to whoever can connect, and unencrypted; set --curve-key")
+            warnings.append(
+                f"{planes} at {host}: open to every client that can connect, and unencrypted; set --curve-key"
+            )
         if http and self.tls_certificate is None:
             warnings.append(f"HTTP at {host} is unencrypted; set --tls-certificate and --tls-key, or put TLS in front")
         if http and not keyed and self.tls_client_ca is None:
-            warnings.append(f"HTTP at {host} is open to whoever can connect; set --api-keys")
+            warnings.append(f"HTTP at {host} is open to every client that can connect; set --api-keys")
         return warnings
 
 

@@ -51,7 +51,7 @@ class Subscriptions:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled = False
         socket.setsockopt(zmq.RCVHWM, QUEUED_MAX)
-        socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # also of a topic that somebody else has named: it costs as much
+        socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # also of a topic that another subscriber has named: it costs as much
 
     @property
     def has_readers(self) -> bool:
@@ -88,7 +88,7 @@ class Subscriptions:
     def _take(self, message: zmq.Frame) -> None:
         word = message.bytes
         if len(word) <= len(self._topic) + 1 and self._topic.startswith(word[1:]):
-            # ZMQ tells of each who begins to listen, and of the last who ends.
+            # ZMQ reports each new subscription, and the last unsubscription of a topic.
             if word[:1] == b"\x01":
                 self._wanted.add(word[1:])
             else:

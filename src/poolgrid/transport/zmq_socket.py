@@ -91,7 +91,7 @@ def message_sender(socket: zmq.Socket[bytes]) -> Callable[[Sequence[bytes]], obj
 
 
 class _LoopSocket:
-    """A socket on an event loop: watched, read in turns, and what fails over a message costs that message alone."""
+    """A socket on an event loop: watched, read a turn at a time; a failed message costs that message alone."""
 
     def __init__(self, socket: zmq.Socket[bytes], handle: Callable[[Any], None]) -> None:
         self.socket = socket
@@ -158,8 +158,8 @@ class _MessageSocket(_LoopSocket):
         except zmq.Again:
             self.check()
             return False
-        # Sending may have used up the signal of what came meanwhile; what comes from here on signals anew. Asking costs
-        # a quarter of a look in the loop's next turn.
+        # Sending may have used up the signal of what came meanwhile; what comes from here on signals again. Asking
+        # costs a quarter of a look in the loop's next turn.
         if not self._scheduled and self._has_message():
             self.check()
         return True
@@ -183,7 +183,7 @@ class _MessageSocket(_LoopSocket):
             try:
                 self._handle(message)
             except Exception:
-                # One message must not end the reading of all others; whoever handles messages catches what it expects.
+                # One message must not end the reading of all others; the handler catches what it expects.
                 log.exception("handling a message failed; it was dropped")
             if number >= WITHOUT_A_CLOCK:
                 if number == WITHOUT_A_CLOCK:

@@ -177,9 +177,7 @@ class Session:
         elif name == b"ERROR":
             raise ZmtpError(f"shaking hands: the peer refuses with {_shown(body[1:])}; the connection is closed")
         elif not self.is_ready:
-            raise ZmtpError(
-                f"shaking hands: the peer said {_shown(name)} in the place of READY; the connection is closed"
-            )
+            raise ZmtpError(f"shaking hands: the peer sent {_shown(name)} instead of READY; the connection is closed")
         # Other commands are of other patterns, or of versions to come.
 
 

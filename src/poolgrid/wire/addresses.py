@@ -1,8 +1,8 @@
-"""Addresses that one process gives another: what they must look like before anybody opens a socket to them.
+"""Addresses that one process gives another: their form, checked before a socket to them is opened.
 
 A worker's card, a sources file and a command line all carry addresses that other processes connect to. ZMQ reports what
 is wrong with one only when a socket is made, in the process that reads it; these checks report it at the door. They
-look at the form alone: whether anybody listens there is found out by connecting.
+look at the form alone: whether a process listens there is found out by connecting.
 
 Each ``..._problem`` returns why an address cannot be used, in words that follow the address (``'tcp://w' names no
 port``), or ``None``.
@@ -56,7 +56,7 @@ def host_problem(host: str) -> str | None:
             return None
         return f"has the host {host!r}, allowed are an IP address or a name of letters, digits, '.', '-' and '_'"
     if ip.is_unspecified:
-        return f"has the host {host!r}, which stands for every address of a machine: nobody can connect to it"
+        return f"has the host {host!r}, which stands for every address of a machine: no process can connect to it"
     return None
 
 

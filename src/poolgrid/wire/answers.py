@@ -26,7 +26,7 @@ class AnswerRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueRow(AnswerRow, frozen=True, kw_only=True):
-    """Who waits in a router's queue, and how many it refused."""
+    """Requests in a router's queue, and the number that it refused."""
 
     requests: int
     requests_max: int
@@ -277,7 +277,7 @@ class RetainedRow(AnswerRow, frozen=True, kw_only=True):
     """The token behind its last one; ``null`` = all that follow."""
     priority: int
     duration_ms: int | None
-    """How long the priority holds; ``null`` = until something else is said."""
+    """How long the priority holds; ``null`` = until another request changes it."""
 
 
 class RetentionRow(AnswerRow, frozen=True, kw_only=True):
@@ -532,7 +532,7 @@ class PlacementRow(AnswerRow, frozen=True, kw_only=True):
 
 
 class ExpectedOutputRow(AnswerRow, frozen=True, kw_only=True):
-    """How many tokens an output was expected to have, and who said so."""
+    """How many tokens an output was expected to have, and the source of the number."""
 
     tokens: int
     source: str
@@ -564,7 +564,7 @@ class ReloadRow(ReloadAnswer, frozen=True, kw_only=True):
 
 
 class MeasuredRow(AnswerRow, frozen=True, kw_only=True):
-    """A 95th percentile beside its target."""
+    """A 95th percentile and its target."""
 
     pool: str
     metric: str

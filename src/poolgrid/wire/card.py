@@ -124,7 +124,7 @@ class MediaSpec(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ChatSpec(msgspec.Struct, array_like=True, frozen=True):
-    """How chats with a model are written and read, where its workers were told; empty = the routers find out."""
+    """How chats with a model are written and read, where its workers were configured; empty = the routers find out."""
 
     reasoning_parser: Identifier = ""
     """``poolgrid.wire.card.ReasoningParser`` but for ``auto``."""
@@ -134,7 +134,7 @@ class ChatSpec(msgspec.Struct, array_like=True, frozen=True):
     """Source in Jinja, in place of the model's own. Of several ranks of a worker the first has it."""
 
     def filled(self, other: ChatSpec) -> ChatSpec:
-        """Return this with what ``other`` says where this says nothing."""
+        """Return this, completed by ``other`` where it is empty."""
         if other == NO_CHAT_SPEC or self == other:
             return self
         return ChatSpec(
@@ -194,9 +194,9 @@ class WorkerCard(msgspec.Struct, array_like=True, frozen=True):
     endpoint_name: Identifier = ""
     """``namespace.component.endpoint``: what the worker is called in a deployment; empty = it has no such name."""
     simulated_speedup: float = 0.0
-    """How many times faster than real ones its simulated engine is; 0 = it is a real one, or does not say."""
+    """How many times faster than real ones its simulated engine is; 0 = it is a real one, or not reported."""
     chat: ChatSpec = NO_CHAT_SPEC
-    """How chats with its model are written and read, where it was told."""
+    """How chats with its model are written and read, where it was configured."""
     step_times: StepTimes = NO_STEP_TIMES
     """What its steps take, where that is known."""
     takes_retention: bool = False

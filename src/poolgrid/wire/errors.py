@@ -1,7 +1,7 @@
 """What can be wrong with bytes or values that come from another process.
 
 ``WireError``
-    ``DecodeError``   untrusted bytes are not what the contract says; the frame is dropped, the process lives
+    ``DecodeError``   untrusted bytes break the contract; the frame is dropped, the process continues
     ``LimitError``    a value of our own is beyond a named limit of ``poolgrid.wire.limits``; nothing was sent
 """
 

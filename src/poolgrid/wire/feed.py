@@ -2,7 +2,7 @@
 
 ``poolgrid.wire.feed_frames`` lays their frames out. A router subscribes first, then asks for the snapshot, drops feed
 records below the snapshot's offset and applies the rest; a hole between two offsets is filled by ``Replay``. Answers
-come in parts, each one frame; the last part says so.
+come in parts, each one frame; the last part is marked.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class SourceStream(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class WorkerState(msgspec.Struct, array_like=True, frozen=True):
-    """Everything the stream says of one worker rank, without its blocks."""
+    """All facts of the stream about one worker rank, without its blocks."""
 
     worker_id: Identifier
     dp_rank: U32

@@ -1,4 +1,4 @@
-"""The frames of the feed and of its answers, around the messages of ``poolgrid.wire.feed``: layout, and who writes it.
+"""The frames of the feed and of its answers, around the messages of ``poolgrid.wire.feed``: layout and writers.
 
     message      frames, in this order
     -----------  ------------------------------------------------------------------------------------------------

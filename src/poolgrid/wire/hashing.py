@@ -120,7 +120,7 @@ def sequence_hashes(hashes: Sequence[int], parent: int | None = None) -> list[in
 def path_of(token_bytes: bytes, block_size: int, seed: int = BASE_SEED) -> array[int]:
     """Return the sequence hashes of the whole blocks of a short prompt.
 
-    What ``sequence_hashes(block_hashes(...))`` says, as bytes from the first to the last: a number for each would be
+    The result of ``sequence_hashes(block_hashes(...))`` as bytes from the first to the last: a number for each would be
     made, and taken apart again, three times.
     """
     stride = block_size * TOKEN_BYTES
@@ -138,8 +138,8 @@ def path_of(token_bytes: bytes, block_size: int, seed: int = BASE_SEED) -> array
 def child_hash(token_bytes: bytes, parent: int, seed: int = BASE_SEED) -> int:
     """Return the sequence hash of one whole block behind ``parent``.
 
-    What ``sequence_hashes(block_hashes(token_bytes, ...), parent)`` says of one block, in a tenth of its time: engines
-    that generate store their blocks one by one.
+    The result of ``sequence_hashes(block_hashes(token_bytes, ...), parent)`` for one block, in a tenth of its time:
+    engines that generate store their blocks one by one.
     """
     return _digest(_pair.pack(parent, _digest(token_bytes, seed)), BASE_SEED)
 

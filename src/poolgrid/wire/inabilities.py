@@ -23,7 +23,7 @@ Inabilities = Annotated[tuple[Inability, ...], Meta(max_length=32)]
 
 
 def is_greedy(sampling: Sampling) -> bool:
-    """Tell whether nothing is drawn, so that a seed makes no difference."""
+    """Return whether nothing is drawn, so that a seed makes no difference."""
     return sampling.temperature == 0 or sampling.top_p == 0 or sampling.top_k == 1
 
 

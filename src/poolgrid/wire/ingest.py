@@ -6,8 +6,8 @@
    control messages come behind ``b"C"``. The consolidator answers ``Acknowledged`` once a batch is in the journal.
 3. The worker keeps what is not acknowledged. ``Resend`` asks for it again from a sequence number; when the worker's
    bounded outbox no longer reaches back that far it sends a snapshot of itself (``SnapshotBegan`` ...) instead.
-4. ``Heartbeat`` keeps the worker's lease when it has nothing to say; ``Goodbye`` ends it.
-5. Before ``Hello``, while it loads, a worker may say so behind another tag frame (``poolgrid.wire.loading``).
+4. ``Heartbeat`` keeps the worker's lease when it has no events; ``Goodbye`` ends it.
+5. Before ``Hello``, while it loads, a worker may report it behind another tag frame (``poolgrid.wire.loading``).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True, tag=True):
     epoch: U64
     next_seq: U64
     consolidator_id: Identifier
-    """One life of the consolidator: a change tells the worker to say ``Hello`` again."""
+    """Id of the running consolidator: after a change the worker sends ``Hello`` again."""
     lease_ms: U32
     """Silence after which the worker counts as gone."""
 
@@ -88,7 +88,7 @@ class Resend(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class Unknown(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """The consolidator does not know this worker life (it restarted, or the lease ran out): say ``Hello`` again."""
+    """The consolidator does not know this epoch (it restarted, or the lease ran out): send ``Hello`` again."""
 
     worker_id: Identifier
     dp_rank: U32

@@ -31,7 +31,7 @@ EVENTS_PER_BATCH_MAX = 65_536
 """Events in one batch: one engine step of the largest batch sizes in use stays two orders below."""
 
 TOKENS_TOGETHER_MAX = 4096
-"""Tokens of one request that a worker may be told to send together; a kept token takes 4 bytes."""
+"""Tokens of one request that a worker may be configured to send together; a kept token takes 4 bytes."""
 
 TOKEN_DELTAS_PER_BATCH_MAX = 65_536
 """Requests that one engine step can report to one peer."""
@@ -46,13 +46,13 @@ TRACEPARENT_CHARS_MAX = 55
 """The span that a message was sent from, as version 00 of W3C's Trace Context writes it."""
 
 TRACE_STATE_CHARS_MAX = 512
-"""What tracing systems give on beside it: as much as W3C asks of everyone."""
+"""State that tracing systems pass on: the size that W3C requires of all of them."""
 
 RETAINED_RANGES_MAX = 64
 """Ranges of one prompt whose blocks are to stay longer or shorter than others: a system prompt, tools, documents."""
 
 OPAQUE_BYTES_MAX = 16 * 1024 * 1024
-"""Disaggregation parameters, opaque to everyone but the two engines."""
+"""Disaggregation parameters, opaque to all but the two engines."""
 
 MULTIMODAL_BYTES_MAX = 56 * 1024 * 1024
 """All media of one request, encoded (``Generate.multimodal``): one file of 50 MiB and its prompt text, with room in the
@@ -72,7 +72,7 @@ RESULT_BYTES_MAX = MULTIMODAL_BYTES_MAX
 high rate. 2,048 embeddings of 4,096 numbers take 32 MiB."""
 
 PROMPT_CHARS_MAX = 16 * 1024 * 1024
-"""Rendered prompt text beside the token ids of a multimodal request; about four characters a token."""
+"""Rendered prompt text next to the token ids of a multimodal request; about four characters a token."""
 
 MEDIA_KINDS_MAX = 16
 """Kinds of media that a card lists."""
@@ -96,7 +96,7 @@ TENSOR_BYTES_MAX = 1024 * 1024 * 1024
 """One tensor between workers: the embeddings of a very large image are some tens of megabytes."""
 
 TENSOR_CHUNK_BYTES_MAX = 4 * 1024 * 1024
-"""A piece of a tensor in one message: large enough that messages cost nothing beside bytes, small enough that others'
+"""A piece of a tensor in one message: large enough that messages cost nothing next to bytes, small enough that others'
 messages get their turn."""
 
 TENSOR_DIMENSIONS_MAX = 8
@@ -106,7 +106,7 @@ TENSORS_PER_REQUEST_MAX = 1024
 """Tensors of one request: some per medium."""
 
 NIXL_METADATA_BYTES_MAX = 65_536
-"""What one NIXL agent says of itself to another; about a kilobyte with UCX."""
+"""Description of one NIXL agent for another; about a kilobyte with UCX."""
 
 REPLAY_RECORDS_MAX = 4096
 """Journal records in one answer to a replay request; the asker comes back for the rest."""
@@ -116,7 +116,7 @@ FEED_RECORDS_PER_MESSAGE_MAX = 64
 cheaper."""
 
 SOURCES_PER_WORKER_MAX = 64
-"""Event sources of one worker rank that a snapshot may list; far more than anyone configures."""
+"""Event sources of one worker rank that a snapshot may list; far more than a pool has."""
 
 SNAPSHOT_CHAINS_PER_PART_MAX = 4096
 """Block chains in one part of a snapshot: a part stays below ``FRAME_BYTES_MAX`` with 2,048-block chains."""
@@ -155,7 +155,7 @@ RENEWALS_MAX = 65_536
 """Reservations in one ``Renew``; the sender splits."""
 
 DRAIN_TIMEOUT_MS_MAX = 86_400_000
-"""Longest that a worker may be told to drain: a day, in which the longest answer ends."""
+"""Longest drain time of a worker: a day, in which the longest answer ends."""
 
 GROUPS_PER_WORKER_MAX = 15
 """KV groups of a worker besides full attention that differ in what they need; models have one to three."""

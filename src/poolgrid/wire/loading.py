@@ -1,9 +1,9 @@
-"""What a worker that still loads says of itself: it is no member of its pool yet, and nothing of it is in the journal.
+"""Reports of a worker that still loads: it is no member of its pool yet, and nothing of it is in the journal.
 
 1. A worker that loads sends ``LoadingWorker`` behind the tag frame ``LOADING_FRAME`` to the consolidator, again and
-   again (``TELL_EVERY_S``). There is no answer. With ``Hello`` it becomes a member, and says no more.
-2. The consolidator keeps the last word of each for ``LOADING_TTL_S``, and publishes all of them beside the feed, under
-   ``LOADING_TOPIC``, whenever it has been told something. Readers keep the last list as long.
+   again (``TELL_EVERY_S``). There is no answer. With ``Hello`` it becomes a member, and stops sending.
+2. The consolidator keeps the last message of each for ``LOADING_TTL_S``, and publishes all of them with the feed, under
+   ``LOADING_TOPIC``, whenever one arrives. Readers keep the last list as long.
 3. What is lost is sent again. Nothing is decided by it: a worker that loads cannot be chosen.
 """
 
@@ -36,7 +36,7 @@ class LoadingWorker(msgspec.Struct, array_like=True, frozen=True):
 
     worker_id: Identifier
     model: Identifier
-    """As far as its settings say."""
+    """As far as its settings have it."""
     role: Identifier
     phase: Identifier
     """``wait``, ``fetch``, ``verify``, ``load``, ``warm_up``."""

@@ -29,7 +29,7 @@ class MediaKind(StrEnum):
     """What the bytes of an item are."""
 
     IMAGE = "image"
-    """An encoded picture, as ``media_type`` says (PNG, JPEG, …)."""
+    """An encoded image of the type ``media_type`` (PNG, JPEG, …)."""
     EMBEDDINGS = "embeddings"
     """A file of precomputed embeddings: ``.safetensors``."""
 
@@ -49,12 +49,12 @@ class MediaItem(msgspec.Struct, array_like=True, frozen=True, gc=False):
     token_count: U32 = 0
     """How many tokens stand for it; 0 = not known before the engine has looked at it."""
     width: U32 = 0
-    """Pixels of an image, as its header says; 0 = no image, or not known."""
+    """Pixels of an image, by its header; 0 = no image, or not known."""
     height: U32 = 0
 
 
 class MultimodalInput(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
-    """What a multimodal engine is given beside the token ids."""
+    """Input of a multimodal engine in addition to the token ids."""
 
     prompt_text: Annotated[str, Meta(max_length=PROMPT_CHARS_MAX)]
     """The rendered prompt, with one placeholder per item as the model's chat template writes it."""

@@ -41,7 +41,7 @@ class EndpointName(NamedTuple):
 
 
 def is_name(address: str) -> bool:
-    """Tell whether an address is a name, well formed or not."""
+    """Return whether an address is a name, well formed or not."""
     return address.startswith(SCHEME)
 
 

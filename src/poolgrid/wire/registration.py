@@ -80,7 +80,7 @@ def encode_registration(registration: Registration) -> bytes:
 
 
 def decode_registration(key: str, data: bytes) -> Registration:
-    """Return what an entry says; raises ``RegistrationRefused``."""
+    """Return the registration of an entry; raises ``RegistrationRefused``."""
     what = f"the entry {_shown(key)}"
     if len(data) > ENTRY_BYTES_MAX:
         raise RegistrationRefused(f"{what} has {len(data)} bytes or more, allowed are {ENTRY_BYTES_MAX}")
@@ -93,7 +93,7 @@ def decode_registration(key: str, data: bytes) -> Registration:
         raise RegistrationRefused(f"{what}: {problem}")
     if found.key != key:
         raise RegistrationRefused(
-            f"{what} says that it is {_shown(found.key)}: an entry belongs under its own namespace, component and epoch"
+            f"{what} has the key {_shown(found.key)}: an entry belongs under its own namespace, component and epoch"
         )
     return found
 

@@ -78,7 +78,7 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def guide(self) -> str:
-        """Return the name of the field that says what the output must keep to; empty = none does."""
+        """Return the name of the field with the constraint of the output; empty = none does."""
         for name in ("guided_json", "guided_regex", "guided_grammar", "guided_choice", "structural_tag"):
             if getattr(self, name) is not None:
                 return name
@@ -86,7 +86,7 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Routing(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What the router decided or was told, for the worker to honour."""
+    """Decisions and settings of the router for the worker to honour."""
 
     dp_rank: U32 = 0
     priority: int = 0
@@ -99,7 +99,7 @@ class Routing(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Prompt tokens that the router expects to be reused."""
     expected_prefill_tokens: U32 | None = None
     """What the rank, by the router's count, has still to compute for others. A worker that has promised far more
-    refuses, and says how much (``TokenDelta.booked_prefill_tokens``); ``None`` = it must not refuse for that."""
+    refuses, and reports how much (``TokenDelta.booked_prefill_tokens``); ``None`` = it must not refuse for that."""
     tokens_together: Annotated[int, Meta(ge=1, le=TOKENS_TOGETHER_MAX)] = 1
     """Up to how many tokens of several engine steps may come in one delta: more than 1 where the answer is not read
     before its end. The first token, and the end, are never kept back."""
@@ -137,7 +137,7 @@ class KvRetention(msgspec.Struct, array_like=True, frozen=True, gc=False):
     ) -> list[tuple[int | None, int | None]]:
         """Return priority and duration of the blocks ``start`` to ``end`` of a request, by where each begins.
 
-        Of a prompt block in no range nothing is said (``None``): a new one stays as long as usual, one that is there
+        Of a prompt block in no range nothing is asked (``None``): a new one stays as long as usual, one that is there
         keeps its priority.
         """
         of_prompt = min(end, -(-prompt_tokens // block_size))
@@ -212,19 +212,19 @@ class FetchKv(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
 
 
 class ReleaseKv(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
-    """The transfer is over (done, or given up): the prefill worker may let go of the blocks. Needs no answer."""
+    """The transfer is over (done, or given up): the prefill worker may free the blocks. Needs no answer."""
 
     transfer_id: Identifier
 
 
 class Drain(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
-    """Take no new request from anybody, hand over what does not finish in time, and wait to be ended.
+    """Take no new requests, hand over what does not finish in time, and wait to be ended.
 
-    Needs no answer: the worker's events say that it drains. Said again, the earlier end of the time holds.
+    Needs no answer: the worker's events report the drain. If it is sent again, the earlier deadline holds.
     """
 
     timeout_ms: Annotated[int, Meta(ge=0, le=DRAIN_TIMEOUT_MS_MAX)] | None = None
-    """How long running requests may take to finish; ``None`` = as long as the worker was told at its start."""
+    """How long running requests may take to finish; ``None`` = the worker's own setting."""
 
 
 ToWorker = Generate | Cancel | Ping | FetchKv | ReleaseKv | Drain
@@ -245,7 +245,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     CANCELLED = "cancelled"
     ERROR = "error"
-    """It failed, or was refused: ``RefusalKind`` says what the router may do next."""
+    """It failed, or was refused: ``RefusalKind`` decides what the router may do next."""
     PREFILLED = "prefilled"
     """The prompt is computed; another worker continues with ``disaggregated_params``."""
     ENCODED = "encoded"

@@ -1,6 +1,6 @@
 """The select plane: a global router's DEALER socket talks to a pool router's ROUTER socket in these messages.
 
-1. The global router asks ``AskStatus`` again and again; ``PoolStatus`` says what the pool serves and how busy it is.
+1. The global router asks ``AskStatus`` again and again; ``PoolStatus`` has the pool's models and its load.
    It is also how each learns that the other lives.
 2. ``Select`` chooses a worker and reserves it, in one go; the answer is ``Selected`` or ``SelectRefused``. ``Probe``
    asks what a ``Select`` would find and reserves nothing.

@@ -1,4 +1,4 @@
-"""The health of a source's event stream, and what each event of the journal says about it.
+"""The health of a source's event stream, and what each event of the journal means for it.
 
     state          the source ...
     -------------  ------------------------------------------------------------------------------------------
@@ -6,9 +6,9 @@
     LIVE           is followed without a hole
     REPLAYING      has a hole that it was asked to fill
     SNAPSHOTTING   restates its whole cache
-    STALE          has a hole that is not filled, or cannot be heard: what is known of its cache is not trusted
-    ABSENT         is a further source and has not been heard for the lease: nothing that it said is held
-    FORMER         is a further source and speaks for a life of the worker that has ended: nothing of it is taken in
+    STALE          has a hole that is not filled, or is not connected: what is known of its cache is not trusted
+    ABSENT         is a further source and has been silent for the lease: nothing that it reported is held
+    FORMER         is a further source and belongs to an epoch of the worker that has ended: nothing of it is taken in
 
 A worker's own stream (``WORKER_SOURCE``) decides how far the worker can be trusted. What a further source reports is
 true or taken away, so one that fails makes the worker's view smaller and not wrong.
@@ -69,7 +69,7 @@ def fold(streams: dict[str, SourceStream], source: str, events: Iterable[AnyEven
 
 
 def own_stream(streams: Iterable[SourceStream]) -> SourceStream:
-    """Return the stream that decides how far a worker can be trusted: what it says of itself."""
+    """Return the stream that decides how far a worker can be trusted: its own."""
     return next((one for one in streams if one.source == WORKER_SOURCE), _UNHEARD)
 
 

@@ -2,7 +2,7 @@
 
 Refused: text that is not JSON or not UTF-8, keys that are written twice (of which parsers silently keep the last),
 nesting and sizes beyond what the caller allows, integers of thousands of digits. NaN and infinities, which Python reads
-and JSON does not know, are faults where the caller says so.
+and JSON does not know, are faults where the caller asks for it.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class FetchTensor(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=Fal
 
 
 class ReleaseTensor(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
-    """I have it, or gave up: the source may let go of it. Needs no answer."""
+    """Received, or given up: the source may free it. Needs no answer."""
 
     tensor_id: Identifier
 

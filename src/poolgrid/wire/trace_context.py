@@ -1,7 +1,7 @@
 """Where a request stands in a distributed trace, as W3C's Trace Context writes it: what processes hand to each other.
 
 A span is made by the process that did the work. What crosses between processes is only the name of the span that asked
-for it, and whether anybody keeps the trace.
+for it, and whether the trace is kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TraceContext(msgspec.Struct, array_like=True, frozen=True, gc=False):
     traceparent: Annotated[str, Meta(max_length=TRACEPARENT_CHARS_MAX)]
     """``00-TRACE-SPAN-FLAGS`` in lower-case hex: 16 bytes, 8 bytes, 1 byte."""
     tracestate: Annotated[str, Meta(max_length=TRACE_STATE_CHARS_MAX)] = ""
-    """What tracing systems say to themselves; given on unread."""
+    """State of tracing systems; passed on unread."""
 
     @property
     def headers(self) -> dict[str, str]:

@@ -109,7 +109,7 @@ def test_placeholders_that_a_router_has_multiplied_are_one_token_again(dialect: 
     ("request_", "error", "words"),
     [
         (seeing([IMAGE_TOKEN], picture(CAT, kind=MediaKind.EMBEDDINGS)), UnableError, "media 0 are embeddings"),
-        (seeing([IMAGE_TOKEN], picture(b"")), UnableError, "picture 0 comes without its bytes"),
+        (seeing([IMAGE_TOKEN], picture(b"")), UnableError, "image 0 comes without its bytes"),
         (seeing([IMAGE_TOKEN], picture(CAT), prompt_logprobs=1), UnableError, "prompt_logprobs are set"),
         (msgspec.structs.replace(seeing([1], picture(CAT)), stage=Stage.PREFILL), UnableError, "whole requests only"),
         (msgspec.structs.replace(seeing([1], picture(CAT)), stage=Stage.DECODE), UnableError, "whole requests only"),

@@ -4,7 +4,7 @@ Rules:
 
 1. The library is imported, and its engine made, called and shut down, in this thread and no other: MPI and CUDA bind
    what they do to a thread, and asynchronous results to an event loop.
-2. A call that does not return stops this thread, and nobody else. ``beat`` asks for a sign of life; ``silent_ms`` says
+2. A call that does not return stops this thread alone. ``beat`` asks for a heartbeat; ``silent_ms`` says
    for how long none has come.
 3. The thread never keeps the process alive: one that hangs is left behind at the end.
 """
@@ -25,20 +25,20 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """The thread of one engine; made on the event loop that everything is told to."""
+    """The thread of one engine; made on the event loop that gets all results."""
 
     def __init__(self, name: str = "engine") -> None:
         self._caller = asyncio.get_running_loop()
         self._loop = asyncio.new_event_loop()
         self._asked_ms: float | None = None
-        """When the sign of life was asked for that has not come."""
+        """When the heartbeat was asked for that has not come."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     # -- from the caller's loop ----------------------------------------------------------------------------------------
 
     def post(self, call: Callable[..., object], *arguments: Any) -> None:
-        """Have a call made in the thread, after what was posted before; nobody waits for it."""
+        """Have a call made in the thread, after what was posted before; no caller waits for it."""
         try:
             self._loop.call_soon_threadsafe(call, *arguments)
         except RuntimeError:
@@ -91,7 +91,7 @@ class EngineThread:
             raise
 
     def beat(self, now_ms: float, look: Callable[[], T], seen: Callable[[T], object]) -> None:
-        """Ask for a sign of life, unless one is due: what ``look`` returns in the thread is given to ``seen`` here."""
+        """Ask for a heartbeat, unless one is due: what ``look`` returns in the thread is given to ``seen`` here."""
         if self._asked_ms is not None:
             return
         self._asked_ms = now_ms
@@ -117,7 +117,7 @@ class EngineThread:
         try:
             self._caller.call_soon_threadsafe(call, *arguments)
         except RuntimeError:
-            log.debug("no receiver is left")
+            log.debug("no receiver")
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -150,7 +150,7 @@ class _Handover(Generic[T]):
         self._abandoned = False
 
     def give(self, made: T) -> bool:
-        """Leave what was made; say whether anybody will take it."""
+        """Leave what was made; return whether a caller will take it."""
         with self._lock:
             if not self._abandoned:
                 self._made.append(made)
@@ -177,7 +177,7 @@ async def start_engine(thread: EngineThread, make: Callable[[], T], shut_down: C
         try:
             made = make()
             if not handover.give(made):
-                log.warning("nothing waits for the engine any more: shutting it down")
+                log.warning("no start waits for the engine any more: shutting it down")
                 _shut_down(shut_down, made)
         finally:
             over.set()

@@ -2,14 +2,14 @@
 
 Rules:
 
-1. An engine that has shut down, or says that it is not healthy, is *broken*: ``broken`` gets the error, and nothing
+1. An engine that has shut down, or reports that it is not healthy, is *broken*: ``broken`` gets the error, and nothing
    heals it.
 2. An engine whose thread or whose reader has not come back from a call for ``answer_timeout_ms`` is *silent*: nothing
    that it has can be expected of it. So is one in which nothing at all moves, and one that generates no token for
-   nobody but its worker.
+   request but its worker's own.
 3. An engine that is idle proves itself by generating a token every now and then; one that is busy by its progress
    (``poolgrid.workers.engines.lifecycle.progress``). One that is ill is asked again and again.
-4. ``unhealthy_reason`` says what is wrong; silence is wrong too. Progress and proofs heal it, but no proof counts
+4. ``unhealthy_reason`` is the fault; silence is wrong too. Progress and proofs heal it, but no proof counts
    while a call is out.
 """
 
@@ -37,7 +37,7 @@ class EngineBrokenError(RuntimeError):
 
 
 class EngineHealth:
-    """What is known of an engine's health; the loop of whoever made it calls ``check`` every ``check_interval_s``."""
+    """State of an engine's health; the loop of its owner calls ``check`` every ``check_interval_s``."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class EngineHealth:
         self._metrics = metrics
         self._progress = [ProgressMonitor(progress_timeout_ms) for _ in range(dp_size)]
         self._proved_ms = clock.monotonic_ms()
-        """When the engine last did something for somebody."""
+        """When the engine last did work for a request."""
         self._probe_failed = ""
         self._probing: asyncio.Task[None] | None = None
         self._changed: Callable[[], None] = _nobody
@@ -103,24 +103,24 @@ class EngineHealth:
         self._progress[rank].given_up(request_id, now_ms)
 
     def proved(self, now_ms: float) -> None:
-        """Note that the engine did something for somebody."""
+        """Note that the engine did work for a request."""
         self._proved_ms = now_ms
         self._probe_failed = ""
         if self.unhealthy_reason and not self._unanswered(now_ms):
             self._set("", silent=False)
 
     def seen(self, alive: bool, error: BaseException | None = None) -> bool:
-        """Take what the engine says of its life; ``broken`` ends with ``error`` if it is dead. Return whether it is."""
+        """Take the engine's report of its life; a dead one ends ``broken`` with ``error``. Return whether it is."""
         if self.broken.done():
             return True
         if alive:
             return False
-        reason = error or RuntimeError("it says that it is not healthy")
+        reason = error or RuntimeError("it reports that it is not healthy")
         self.broken.set_exception(EngineBrokenError(f"the engine has shut down: {reason}"))
         return True
 
     def lose(self, reason: str) -> None:
-        """Take it from whoever watches the engine's processes that it is broken, which itself may never say."""
+        """Take a broken engine from the watcher of its processes; the engine may never report it itself."""
         if not self.broken.done():
             self._set(reason, silent=False)
             self.broken.set_exception(EngineBrokenError(reason))
@@ -128,7 +128,7 @@ class EngineHealth:
     # -- what time tells -----------------------------------------------------------------------------------------------
 
     def check(self, now_ms: float, busy: bool) -> None:
-        """Ask for a sign of life; look whether a busy engine makes progress; have an idle or ill one prove itself."""
+        """Ask for a heartbeat; look whether a busy engine makes progress; have an idle or ill one prove itself."""
         self._thread.beat(now_ms, self._is_alive, self.seen)
         self._metrics.engine_silence_seconds.set(max(each.silent_ms(now_ms) for each in self._progress) / 1e3)
         unanswered = self._unanswered(now_ms)
@@ -162,7 +162,7 @@ class EngineHealth:
             raise group.exceptions[0] from None
 
     async def close(self) -> None:
-        """End what is under way."""
+        """End the check in progress."""
         if self._probing is not None:
             self._probing.cancel()
             await asyncio.wait({self._probing})
@@ -206,7 +206,7 @@ class EngineHealth:
 
     def _set(self, unhealthy_reason: str, *, silent: bool) -> None:
         if unhealthy_reason and not self.unhealthy_reason:
-            log.error("the engine is not well: %s; new requests are refused", unhealthy_reason)
+            log.error("the engine is unhealthy: %s; new requests are refused", unhealthy_reason)
         elif self.unhealthy_reason and not unhealthy_reason:
             log.warning("the engine is well again")
         before = (bool(self.unhealthy_reason), self.is_silent)

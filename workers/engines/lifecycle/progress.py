@@ -1,4 +1,4 @@
-"""Whether an engine does its work: not only that it lives, but that what it was given goes on. Pure.
+"""Whether an engine does its work: not only that it lives, but that its requests make progress. Pure.
 
 An engine whose KV transfers are stuck answers every question and finishes nothing. It is *stalled* when
 
@@ -83,7 +83,7 @@ class ProgressMonitor:
         self._remove(request_id)
 
     def given_up(self, request_id: str, now_ms: float) -> None:
-        """Note that a request is over because somebody did not want it any more, or because it failed."""
+        """Note that a request is over because it was cancelled, or because it failed."""
         self._remove(request_id)
         if not len(self):
             self._owed_ms += max(0.0, now_ms - self._since_ms)

@@ -52,7 +52,7 @@ class RankLoad:
             self._prefill_tokens += prompt_tokens
 
     def grew(self, request_id: str, tokens: int) -> tuple[bool, int | None]:
-        """Book a sequence's length, prompt and output; say whether it began now, and its blocks if they changed."""
+        """Book a sequence's length, prompt and output; return whether it began now, and its blocks if they changed."""
         entry = self._entries[request_id]
         began = not entry.begun
         if began:
@@ -103,7 +103,7 @@ class RankLoad:
         """Return the rank's load now.
 
         The engine's statistics count only while it works, and from its first step on: they are those of its last step,
-        and an idle engine makes none. ``cached_blocks`` is what the cache events say.
+        and an idle engine makes none. ``cached_blocks`` is the number by the cache events.
         """
         if self._engine is not None and self._entries:
             return msgspec.structs.replace(

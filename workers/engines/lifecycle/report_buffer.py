@@ -18,7 +18,7 @@ class ReportBuffer:
     def __init__(self, load: Callable[[int], LoadReported], lose: Callable[[Exception], None], steps: int = 0) -> None:
         """``load`` returns a rank's statistics; ``lose`` is called with what a report was lost by.
 
-        ``steps`` is how many steps a report stands for, where the engine does not say.
+        ``steps`` is how many steps a report stands for, where the engine does not report it.
         """
         self._steps = steps
         self._load = load

@@ -1,11 +1,11 @@
 """The cache events of all ranks of an engine server: none, followed over ZMQ, or drained over HTTP.
 
-Rules of draining, where a server hands events out to whoever asks first:
+Rules of draining, where a server hands events out to the first reader:
 
-1. Reading takes events away, so nobody else may read them: what another reader has taken is a hole in the numbers,
+1. Reading takes events away, so there may be no other reader: events that another one took are a hole in the numbers,
    after which claims are learnt again (``workers.core.event_translation``).
 2. A server that has events is asked again at once, one that has none after ``IDLE_PAUSE_S``.
-3. While a server cannot be asked nothing is known to have changed. One that comes back begins its numbers anew.
+3. While a server cannot be asked nothing is known to have changed. One that comes back restarts its numbers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ REPLAY_TIMEOUT_MS = 5_000
 step with a long prompt takes seconds."""
 
 LEASE_MS = 30_000
-"""How long the connection may be gone before what was claimed is taken back: a server that restarts is told apart by
+"""How long the connection may be gone before what was claimed is taken back: a server that restarts is distinguished by
 what it replays, so this is for one that has gone for good."""
 
 BLOCKS_MAX = 4_194_304
@@ -48,10 +48,10 @@ BLOCKS_MAX = 4_194_304
 
 
 class RankEvents:
-    """Follows the publisher of one rank as a consolidator does (``poolgrid.kv_events.follower``); keeps what it said.
+    """Follows the publisher of one rank as a consolidator does (``poolgrid.kv_events.follower``); keeps its blocks.
 
     The publisher's epochs and numbers end here. A new life of it, a loss that no replay repairs, and a connection that
-    is gone for the lease are told as ``CacheCleared``. ``told`` holds exactly what was told.
+    is gone for the lease are reported as ``CacheCleared``. ``told`` holds exactly what was reported.
     """
 
     def __init__(
@@ -152,13 +152,13 @@ class RankEvents:
 
 
 IDLE_PAUSE_S = 0.05
-"""Time between two questions to a server that has said nothing: events as late cost a choice now and then."""
+"""Time between two questions to a server without an event: events as late cost a choice now and then."""
 
 FAILED_PAUSE_S = 1.0
 """Time between two questions to a server that does not answer."""
 
 DRAIN_TIMEOUT_S = 30.0
-"""How long an answer may take: some servers wait for an event for seconds before they say that there is none."""
+"""How long an answer may take: some servers wait for an event for seconds before they answer that there is none."""
 
 
 class CacheEvents:
@@ -305,10 +305,10 @@ class DrainedEvents(CacheEvents):
                     self._undecodable += 1
                     wrong = error
             if wrong is not None:
-                log.warning("%s; the hole that it leaves clears what is claimed", wrong)
+                log.warning("%s; the gap clears the claims", wrong)
             told: list[AnyEvent] = []
             if 0 < self._kept_events_max <= len(items):
-                told.append(self._translator.lose())  # older events may have been dropped, and no hole says so
+                told.append(self._translator.lose())  # older events may have been dropped, and no hole shows it
             if events:
                 told += self._translator.translate(events).events
             if told:

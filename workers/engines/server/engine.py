@@ -7,13 +7,13 @@ Rules:
 2. A request is cancelled by closing its connection; it is over at once, whatever the server does meanwhile.
 3. A request's last delta goes out when its answer is whole: how much was reused may come after the last token.
 4. What the server refuses, another worker may be able to do (``CANNOT_DO``). A connection that ends, a stream without
-   an end, and an error amid an answer are the server's fault: the request moves (``BROKEN``), and the server is asked
-   how it is. A server without room is left alone for the time that it asks for (``BUSY``).
+   an end, and an error within an answer are the server's fault: the request moves (``BROKEN``), and the server's health
+   is checked. A server without room is left alone for the time that it asks for (``BUSY``).
    An answer ends with its end mark, or a moment after its finish reason, whether or not its connection does.
 5. A server that is silent has its requests taken away, each ending as broken.
-6. A prefill leg whose KV stays is *kept* until its router says that it is over, or for ``kv_transfer_timeout_ms``.
-   Nobody can give such KV up: the server lets go of it by its own time-out. Where both legs run at the same time
-   (``Call.left_at_once``), the leg is kept while its exchange goes on.
+6. A prefill leg whose KV stays is *kept* until its router reports that it is over, or for ``kv_transfer_timeout_ms``.
+   No call can free such KV: the server frees it by its own time-out. Where both legs run at the same time
+   (``Call.left_at_once``), the leg is kept during its exchange.
 7. Loads are the worker's own books (``lifecycle.rank_load``): what others send to the server is not in them.
 8. An answer ends at ``max_tokens``, whatever the server sends: the rest is cut off, and the connection closed.
 9. An exception while one answer is read ends that request as broken. One in a callback for all of them is not caught:
@@ -87,7 +87,7 @@ END_WAIT_MS = 500.0
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Times and bounds; they are settings of the worker, or constants beside them."""
+    """Times and bounds: settings of the worker, or constants next to them."""
 
     max_requests: int
     kept_transfers_max: int
@@ -184,7 +184,7 @@ class ServerEngine:
         return self._books.load(dp_rank)
 
     def resident_blocks(self, dp_rank: int) -> list[BlocksStored]:
-        raise NotImplementedError("an engine server cannot say what its cache holds; only its events tell")
+        raise NotImplementedError("an engine server cannot list its cache; only its events show it")
 
     def restate(self, dp_rank: int) -> Sequence[RestatedEvent]:
         return self._events.restate(dp_rank)
@@ -221,14 +221,14 @@ class ServerEngine:
         self._exchanges[exchange] = active
         exchange.add_done_callback(self._exchanges.pop)
         if call.left_at_once is not None:
-            # Another worker may go on while the server still computes the prompt.
+            # Another worker may continue while the server still computes the prompt.
             self._loop.call_soon(self._left, active, call.left_at_once)
 
     def cancel(self, request_id: str) -> None:
         """Stop a request by closing its connection; kept KV is given up."""
         kept = self._kept.get(request_id)
         if kept is not None:
-            # The usual way for a leg to end: its router says so when the decode worker has the KV.
+            # The usual way for a leg to end: its router reports it when the decode worker has the KV.
             self._release(kept, PREFILLED)
             return
         active = self._active.get(request_id)
@@ -305,7 +305,7 @@ class ServerEngine:
     def _take(self, active: ServerRequest, piece: ServerAnswerPiece) -> None:
         cached = piece.cached_tokens
         if cached is not None:
-            # The server counts the tokens of pictures too, and nobody else knows how many those are.
+            # The server counts the tokens of images too, and only it knows how many those are.
             active.cached_tokens = cached if cached <= active.prompt_tokens else active.prompt_tokens
         if piece.failure is not None:
             self._close(active)  # the server may say more, or nothing ever
@@ -412,7 +412,7 @@ class ServerEngine:
         self._report.flush_soon()
 
     def _release(self, active: ServerRequest, reason: FinishReason) -> None:
-        """Take a kept prefill leg off the books; the server lets go of its KV by itself."""
+        """Take a kept prefill leg off the books; the server frees its KV by itself."""
         del self._kept[active.request_id]
         self._report.kept_transfers = len(self._kept)
         self._close(active)
@@ -447,7 +447,7 @@ class ServerEngine:
                 self._finish(active, ERROR, failure=Failure(SILENT, BROKEN))
             for active in list(self._kept.values()):
                 self._release(active, EXPIRED)
-            # At once: what the worker says next is that it leaves.
+            # At once: the worker's next message is its exit.
             self._report.flush()
         if self._observer is not None:
             self._observer()
@@ -462,7 +462,7 @@ class ServerEngine:
                 exchange.cancel()
 
     async def _expire(self) -> None:
-        """Give up kept KV that nobody came for, and answers that do not end."""
+        """Release kept KV that was never fetched, and answers that do not end."""
         while True:
             await asyncio.sleep(EXPIRY_CHECK_S)
             now_ms = self._clock.monotonic_ms()

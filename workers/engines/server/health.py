@@ -5,12 +5,12 @@ Rules:
 1. A server that cannot be reached, or says that it is not well, is *silent*: nothing can be expected of it. One that
    does not answer in time is too.
 2. A silent server is asked again and again. It is well when it answers, is the same server as before (``confirm``), and
-   its cache events are read up to date (``is_current``): until then nobody knows what it holds.
-3. A server that comes back as another one, with another model or block size, is broken: what the worker said of itself
+   its cache events are read up to date (``is_current``): until then its cache is unknown.
+3. A server that comes back as another one, with another model or block size, is broken: the worker's card
    is not true any more, so it ends and is started again.
 4. The same is asked now and then of a server that is well: its adapters come and go, and a quick restart is not noticed
    otherwise. A server that does not take the API key any more is silent.
-5. A server whose answer to the question is late is well all the same while it shows signs of life.
+5. A server whose answer to the question is late is well all the same while it shows heartbeats.
 6. Requests that are in it and do not move for ``progress_timeout_ms`` make it silent as well.
 """
 
@@ -59,7 +59,7 @@ class ServerHealth:
     ) -> None:
         """``confirm`` asks a server what it serves, or with ``True`` all that it is, and says in what it differs from
         before; ``stalled`` says what has not
-        moved for too long, ``lives_since`` whether there was a sign of life after a time.
+        moved for too long, ``lives_since`` whether there was a heartbeat after a time.
 
         ``excuse`` says why a server does not answer, where that is known.
         """
@@ -158,4 +158,4 @@ class ServerHealth:
 
 
 def _nobody() -> None:
-    """Tell nobody."""
+    """Report nothing."""

@@ -55,7 +55,7 @@ class ServerKind:
     block_size_option: str
     """What to start it with for blocks of N tokens."""
     pictures_missing: Callable[[ServerClient], Awaitable[str]]
-    """Ask why a server takes no pictures beside token ids, and what to do; empty = it takes them, or does not say.
+    """Ask why a server takes no images next to token ids, and what to do; empty = it takes them, or does not report it.
 
     Raises ``ServerError``.
     """
@@ -91,7 +91,7 @@ class UnknownServer(ValueError):
 async def learn(
     client: ServerClient, kinds: Mapping[str, ServerKind], wanted_kind: str = "", wanted_model: str = ""
 ) -> ServerFacts:
-    """Return what a server says of itself.
+    """Return the facts of a server.
 
     ``wanted_kind`` is taken instead of what the server looks like; ``wanted_model`` is one of its model names, empty =
     the first that is no adapter. Raises ``ServerError`` when it does not answer, ``UnknownServer`` when it is of no
@@ -105,7 +105,7 @@ async def learn(
         found = [each for each in kinds.values() if each.owned_by == model.owned_by]
         if not found:
             raise UnknownServer(
-                f"{client.target.url} says that its models are owned by {model.owned_by!r}, known are "
+                f"{client.target.url} reports models owned by {model.owned_by!r}, known are "
                 f"{', '.join(f'{each.owned_by} ({each.name})' for each in kinds.values())}; name its engine"
             )
         kind = found[0]

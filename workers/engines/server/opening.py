@@ -180,17 +180,17 @@ async def _first_facts(client: ServerClient, kind: ServerKind, settings: EngineS
 
 
 async def _check_pictures(client: ServerClient, kind: ServerKind, settings: EngineServerSettings) -> None:
-    """Raise ``ValueError`` when pictures are to be taken, and the server takes none."""
+    """Raise ``ValueError`` when images are to be taken, and the server takes none."""
     missing = await kind.pictures_missing(client)
     if missing:
         raise ValueError(
             f"image_placeholder is {settings.image_placeholder!r}, and {kind.title} at {client.target.url} takes no "
-            f"pictures: {missing}, or leave image_placeholder out"
+            f"images: {missing}, or leave image_placeholder out"
         )
 
 
 def completed(facts: ServerFacts, settings: EngineServerSettings, kind: ServerKind) -> ServerFacts:
-    """Return what a server says with what was said of it; raises ``ValueError`` for what nobody said."""
+    """Return a server's facts, completed by options; raises ``ValueError`` for facts that neither gives."""
     facts = replace(
         facts,
         block_size=settings.kv_block_size or facts.block_size,
@@ -214,9 +214,7 @@ def completed(facts: ServerFacts, settings: EngineServerSettings, kind: ServerKi
             "kv_events_endpoint for each rank",
         )
     if facts.block_size is None:
-        raise ValueError(
-            f"{kind.title} at {settings.server_url} does not say how many tokens a KV block has: give kv_block_size"
-        )
+        raise ValueError(f"{kind.title} at {settings.server_url} does not report its block size: give kv_block_size")
     return facts
 
 
@@ -228,8 +226,8 @@ def make_card(
     http_port: int,
     started: bool = False,
 ) -> WorkerCard:
-    """Return what a worker in front of a server says of itself; ``started``: the server is its own."""
-    assert facts.block_size is not None, "nobody joins without"
+    """Return the card of a worker in front of a server; ``started``: the server is its own."""
+    assert facts.block_size is not None, "no worker joins without"
     return WorkerCard(
         model=facts.model,
         role=ROLES[settings.role],
@@ -238,7 +236,7 @@ def make_card(
             max_batch_size=facts.max_batch_size or settings.max_batch_size,
             max_num_tokens=facts.max_num_tokens or settings.max_num_tokens,
             total_kv_blocks=facts.total_blocks or 0,
-            # Where nobody says, the server itself refuses what is too long for it.
+            # Without a known limit, the server itself refuses what is too long for it.
             max_sequence_length=facts.max_sequence_length or PROMPT_TOKENS_MAX,
         ),
         request_endpoint=f"tcp://{settings.advertised_host}:{request_port}",
@@ -246,7 +244,7 @@ def make_card(
         loras=facts.loras,
         aliases=facts.aliases,
         dp_size=facts.ranks,
-        # How many tokens a picture becomes is not said: a router compares the blocks before the first one.
+        # How many tokens an image becomes is not said: a router compares the blocks before the first one.
         media=MediaSpec((MediaKind.IMAGE,), settings.image_placeholder) if settings.image_placeholder else MediaSpec(),
         engine=f"{kind.title} {facts.version}".strip(),
         serving_endpoints=_serving(settings, started),
@@ -255,7 +253,7 @@ def make_card(
 
 
 def _serving(settings: EngineServerSettings, started: bool) -> tuple[str, ...]:
-    """Return where gateways reach the server; empty where nobody said, and its URL does not tell."""
+    """Return where gateways reach the server; empty where no option gives it, and its URL does not show it."""
     if settings.serving_endpoint:
         return settings.serving_endpoint
     target = HttpTarget(settings.server_url)

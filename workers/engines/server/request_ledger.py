@@ -32,10 +32,10 @@ from poolgrid.workers.engines.server.core.calls import Call, Failure, ServerAnsw
 PREFILLED = FinishReason.PREFILLED
 
 LIFE_FACTOR = 10.0
-"""Signs of life without a token count for so many times the progress time-out: then a rank is stalled all the same."""
+"""Heartbeats without a token count for so many times the progress time-out: then a rank is stalled all the same."""
 
 PREFILL_TOKENS_PER_S_MIN = 250.0
-"""Slowest rate at which an engine is believed to compute a prompt, where nothing shows its progress."""
+"""Slowest rate assumed for an engine that computes a prompt without a sign of progress."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +86,7 @@ class RequestLedger:
         cached_blocks: Callable[[int], int],
         lose: Callable[[Exception], None],
     ) -> None:
-        """``cached_blocks`` tells what a rank's cache holds; ``lose`` is told what a report was lost by."""
+        """``cached_blocks`` tells what a rank's cache holds; ``lose`` gets what a report was lost by."""
         self.report = ReportBuffer(self.load, lose, steps=1)
         self._timeout_ms = progress_timeout_ms
         self._tells_reuse_first = tells_reuse_first
@@ -219,7 +219,7 @@ class RequestLedger:
         return ""
 
     def _lives(self, dp_rank: int, active: Collection[ServerRequest], stall: Stall, now_ms: float) -> bool:
-        """Tell whether a rank without output is at work: on a long prompt, or its events or answers show it."""
+        """Return whether a rank without output is at work: on a long prompt, or its events or answers show it."""
         life_ms, prompt_tokens = self._cache_ms[dp_rank], 0
         for each in active:
             if each.rank == dp_rank:
@@ -231,5 +231,5 @@ class RequestLedger:
         return stall.silent_ms <= self._timeout_ms + prompt_tokens / PREFILL_TOKENS_PER_S_MIN * 1e3
 
     def lives_since(self, active: Collection[ServerRequest], since_ms: float) -> bool:
-        """Tell whether anything came from the server after a time: of an answer, or of its cache."""
+        """Return whether anything came from the server after a time: of an answer, or of its cache."""
         return max(*self._cache_ms, *(each.answer.now_ms for each in active), 0.0) > since_ms

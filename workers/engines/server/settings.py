@@ -248,8 +248,8 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
         roles = {role_and_url(each, self.role)[0] for each in self.engine_url} or {self.role}
         if self.image_placeholder and roles != {"aggregated"}:
             raise ValueError(
-                f"image_placeholder is {self.image_placeholder!r} with role {', '.join(sorted(roles))}: servers are "
-                "given pictures with whole requests only, allowed is role aggregated"
+                f"image_placeholder is {self.image_placeholder!r} with role {', '.join(sorted(roles))}: servers "
+                "take images with whole requests only, allowed is role aggregated"
             )
         return self
 

@@ -5,7 +5,7 @@ Rules
 1. A server that does not start the first time ends the worker, with the last lines of its log: what is wrong with its
    arguments stays wrong. One that dies later is started again, at growing intervals (``poolgrid.process.restart_pace``)
    and a few times in a row; then the worker ends.
-2. It keeps its addresses over its lives: who connects to it finds it again. Its port is held for it while it is down.
+2. It keeps its addresses over its restarts: clients find it again. Its port is held for it while it is down.
 3. It never outlives the worker, whatever becomes of that: a process between the two (``poolgrid.process.leash``) holds
    the end of a pipe, and ends it. The two and all that they start are a process group, and what is left of that when
    one of them has ended is killed: it would hold GPUs that the next life needs.
@@ -256,7 +256,7 @@ class StartedServer:
         """Return how its words are shown below an error."""
         lines = self._last_words()
         where = f"; its log is {self._log_file}"
-        return where + "".join(f"\n    {line}" for line in lines) if lines else f"{where}, which has no word of it"
+        return where + "".join(f"\n    {line}" for line in lines) if lines else f"{where}, which is empty"
 
 
 @asynccontextmanager
@@ -275,7 +275,7 @@ async def start_server(
             try:
                 yield server
             except asyncio.CancelledError:
-                patience_s = 0.0  # asked a second time: nobody wants to wait
+                patience_s = 0.0  # asked a second time: end at once
                 raise
         finally:
             await server.end(patience_s)
@@ -365,7 +365,7 @@ def _ports_in_a_row(count: int, opened: ExitStack) -> int:
 
 
 def _usual_name(model_path: str) -> str:
-    """Return the name under which routers serve a model that nobody named: that of its directory."""
+    """Return the name under which routers serve a model without a given name: that of its directory."""
     path = Path(model_path)
     return path.resolve().name if path.is_dir() else model_path
 

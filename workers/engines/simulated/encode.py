@@ -1,4 +1,4 @@
-"""The simulated encode engine: images in, embeddings offered to whoever computes the prompt.
+"""The simulated encode engine: images in, embeddings offered to the worker that computes the prompt.
 
 Rules
     1. Requests are taken in order, as many images at a time as the batch holds; each takes ``ms_per_image``.
@@ -76,7 +76,7 @@ class SimulatedEncodeEngine(AlwaysWell):
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
-        """Stop a request soon, or let go of what it left."""
+        """Stop a request soon, or release what it left."""
         if self._waiting.pop(request_id, None) is not None:
             self._deltas.append(TokenDelta(request_id, 0, b"", FinishReason.CANCELLED))
             self._facts.append(RequestFinished(request_id, FinishReason.CANCELLED))

@@ -84,7 +84,7 @@ class _Loaded:
 
     def open(self, sampling: Sampling) -> TokenGuide:
         """Return the guide that a request asks for; raises ``UnsupportedError``."""
-        # Front ends have looked already; whoever reaches the request plane past them must not end the process either.
+        # Front ends have looked already; a client that bypasses them must not end the process either.
         wrong = objection(sampling)
         if wrong is None:
             try:

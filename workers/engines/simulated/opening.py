@@ -172,7 +172,7 @@ def make_card(
     timing: TimingModel | None = None,
     eos_token_id: int = SimulatedWorkerSettings.eos_token_id,
 ) -> WorkerCard:
-    """Return what the worker says of itself, with the ports it got; an encode worker has no ``timing``."""
+    """Return the worker's card, with the ports it got; an encode worker has no ``timing``."""
     host = settings.advertised_host
     return WorkerCard(
         model=settings.served_model_name,
@@ -199,7 +199,7 @@ def make_card(
 
 
 def media_spec(settings: SimulatedWorkerSettings) -> MediaSpec:
-    """Return what the card says of media."""
+    """Return the media part of the card."""
     if settings.modality == "text":
         return MediaSpec()
     # The simulated engine's own placeholder and filler: no tokenizer needs to know them.

@@ -3,7 +3,7 @@
 Steps follow each other by absolute deadlines: a wake-up that comes late shortens the next wait, so the engine is as
 fast as its timing model says as long as the machine keeps up. An idle engine waits for ``submit`` and costs nothing.
 
-A guide is opened in a thread, as a real engine compiles it beside its steps: a huge one takes a quarter of a second,
+A guide is opened in a thread, as a real engine compiles it next to its steps: a huge one takes a quarter of a second,
 which the streams of others must not wait for. So are the log probabilities of a long prompt made, which take some
 microseconds a token. The request is the engine's only then; until then it can be cancelled.
 """
@@ -48,7 +48,7 @@ LAG_FORGIVEN_MS = 250.0
 class RealTimeSimulatedEngine(AlwaysWell):
     """``poolgrid.workers.engines.protocol.Engine`` of one rank over the pure core.
 
-    It is a ``KvHandover`` too: ``source`` is what tickets for decode workers say of this worker.
+    It is a ``KvHandover`` too: ``source`` names this worker in tickets for decode workers.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RealTimeSimulatedEngine(AlwaysWell):
         self._take(request)
 
     def cancel(self, request_id: str) -> None:
-        """Stop a request; the step under way still delivers what it made."""
+        """Stop a request; the step in progress still delivers what it made."""
         opening = self._opening.pop(request_id, None)
         if opening is not None:
             opening.cancel()
@@ -240,7 +240,7 @@ class RealTimeSimulatedEngine(AlwaysWell):
 
 
 def _is_long_to_report(request: Generate) -> bool:
-    """Tell whether a request asks for the log probabilities of a prompt that is not short, and has no media."""
+    """Return whether a request asks for the log probabilities of a prompt that is not short, and has no media."""
     return (
         request.sampling.prompt_logprobs is not None
         and len(request.token_ids) > TOKEN_BYTES * PROMPT_REPORTED_AT_ONCE

@@ -112,7 +112,7 @@ class SimulatedWorkerSettings(TensorSettings):
     output_tokens_stddev: ClassVar[float] = STDDEV_DEFAULT
     """Standard deviation of the lengths of outputs."""
     eos_probability: ClassVar[float] = 0.0
-    """Chance of the end-of-sequence token at each position, beside the lengths of answers."""
+    """Chance of the end-of-sequence token at each position, in addition to the lengths of answers."""
     model_path: str = Field(
         "",
         max_length=4096,

@@ -39,7 +39,7 @@ class TokenizerWords(NamedTuple):
 
 
 def surviving_words(path: Path) -> tuple[int, ...]:
-    """Return token ids that come back from their text, whichever of them follow each other; lowest first."""
+    """Return token ids that come back from their text, in any order; lowest first."""
     return read_words(path).words
 
 

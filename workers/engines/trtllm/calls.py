@@ -49,7 +49,7 @@ from poolgrid.workers.engines.trtllm.logits import ProcessorsOfRequests
 log = logging.getLogger(__name__)
 
 HEALTH_SALT = "poolgrid-health"
-"""Cache salt of the worker's own requests: what they leave in the cache is of use to nobody."""
+"""Cache salt of the worker's own requests: no other request can reuse what they leave in the cache."""
 
 PROMPT_SALT = "\0prompt-logprobs\0"
 """Between a tenant's salt and the id of a request whose prompt must be computed as a whole."""
@@ -128,7 +128,7 @@ class TrtllmCalls:
             raise UnableError(f"{given} is given, and {BY_TOKENS}: start workers without it for such requests")
         salt = routing.cache_salt
         if request.sampling.prompt_logprobs is not None and request.stage is not Stage.DECODE and has_salts:
-            # The engine tells them of what it computes: with a salt of its own a request reuses nothing.
+            # The engine reports the blocks that it computes: with a salt of its own a request reuses nothing.
             salt = f"{salt}{PROMPT_SALT}{request.request_id}"
         if request.retention is not None and not self.takes_retention:
             raise UnableError(
@@ -142,7 +142,7 @@ class TrtllmCalls:
         return plan
 
     def _name_media(self, request: Generate, salt: str) -> int | None:
-        """Return the seed by which a request's pictures are named; remember those that have digests already."""
+        """Return the seed by which a request's images are named; remember those that have digests already."""
         if self.media is None:
             return None
         seed = hash_seed(request.routing.lora_name, salt)
@@ -217,10 +217,10 @@ class TrtllmCalls:
             raise
 
     def text_of(self, tokens: bytes) -> str:
-        """Return the text of tokens (u32 little-endian); raises ``RefusedError`` where nobody can tell."""
+        """Return the text of tokens (u32 little-endian); raises ``RefusedError`` where there is no tokenizer."""
         tokenizer = getattr(self.llm, "tokenizer", None)
         if tokenizer is None:
-            raise UnableError("an output with media goes on as text, and this engine has no tokenizer")
+            raise UnableError("an output with media continues as text, and this engine has no tokenizer")
         text: str = tokenizer.decode(list(unpack_tokens(tokens)))
         return text
 
@@ -342,7 +342,7 @@ def _duration(duration_ms: int | None) -> timedelta | None:
 def embedding_bias(bias: Mapping[int, float], vocabulary_size: int) -> Any:
     """Return a logit bias as TensorRT-LLM takes it: a tensor over the vocabulary; raises ``RefusedError``."""
     if not vocabulary_size:
-        raise UnsupportedError("logit_bias is given, and the model's files do not say its vocabulary size")
+        raise UnsupportedError("logit_bias is given, and the model's files do not have its vocabulary size")
     beyond = [token_id for token_id in bias if not 0 <= token_id < vocabulary_size]
     if beyond:
         raise UnsupportedError(f"logit_bias names token {beyond[0]}, allowed are 0 to {vocabulary_size - 1}")
@@ -361,7 +361,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def machine_id() -> str:
-    """Return what tells this machine from others, until it is started anew."""
+    """Return an id of this machine that changes with each boot."""
     try:
         return BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:

@@ -66,7 +66,7 @@ STREAM_CHECK_S = 0.01
 """Between two looks whether all ranks are connected."""
 
 END_TIMEOUT_S = 2.0
-"""How long the engine's thread may take to let go of its requests at the end."""
+"""How long the engine's thread may take to release its requests at the end."""
 
 
 class TrtllmEngine:
@@ -167,7 +167,7 @@ class TrtllmEngine:
 
     @property
     def names_media(self) -> bool:
-        """Whether the model's files say what stands for a picture among its tokens."""
+        """Whether the model's files say what stands for an image among its tokens."""
         return self._takes_media and self._calls.media is not None
 
     @property
@@ -215,7 +215,7 @@ class TrtllmEngine:
         """Return what a rank really holds; raises ``NotImplementedError``: TensorRT-LLM cannot tell, its fake can."""
         tell = getattr(self._calls.llm, "resident_blocks", None)
         if tell is None or self._health.is_silent:
-            raise NotImplementedError("TensorRT-LLM cannot say what its cache holds; only its events tell")
+            raise NotImplementedError("TensorRT-LLM cannot list its cache; only its events show it")
         held: list[BlocksStored] = tell(dp_rank)
         return held
 
@@ -271,7 +271,7 @@ class TrtllmEngine:
 
     def _on_stream(self, rank: int, events: list[AnyEvent]) -> None:
         stream = self._stream
-        assert stream is not None, "it tells"
+        assert stream is not None, "it publishes"
         self._trtllm_metrics.observe_blocks(
             rank, stream.blocks_on(rank, Tier.DEVICE), stream.blocks_on(rank, Tier.HOST)
         )

@@ -4,9 +4,10 @@ Rules:
 
 1. Reads are destructive, so an engine has one feed.
 2. Reading happens in a thread (``poolgrid.workers.engines.trtllm.reader``), everything here on the worker's loop. What
-   was read is translated and handed over in one turn, so that ``restate`` says exactly what ``on_cache`` has said.
-3. When events could not be read for ``failing_clears_ms`` nobody knows any more what the engine holds, and all ranks
-   are cleared. So they are when the engine lets go of its KV cache to sleep, of which it makes no events.
+   was read is translated and handed over in one turn, so that ``restate`` reports exactly what ``on_cache`` has
+   reported.
+3. When events could not be read for ``failing_clears_ms`` the engine's cache is unknown, and all ranks
+   are cleared. So they are when the engine frees its KV cache to sleep, of which it makes no events.
 4. Where the engine publishes its events by itself (``stream``), they are followed and not read: one source, never two.
 5. Each attention-DP rank counts its events apart and has a translator of its own. An event of a rank that does not
    exist, or of a shape that is not known, is counted; the hole that it leaves clears its rank.
@@ -149,8 +150,8 @@ class TrtllmFeed:
     def _take(self, turn: FeedTurn) -> None:
         """Tell what a turn brought."""
         on_cache, on_load = self._on_cache, self._on_load
-        assert on_cache is not None, "run told whom"
-        assert on_load is not None, "run told whom"
+        assert on_cache is not None, "set by run"
+        assert on_load is not None, "set by run"
         if turn.event_count:
             self._metrics.lag_seconds.observe(max(0.0, turn.read_ms - self._empty_ms) / 1e3)
         if not turn.more_events:
@@ -257,7 +258,7 @@ class TrtllmFeed:
     def _forget_all(self, why: str) -> None:
         """Clear the index of every rank."""
         on_cache = self._on_cache
-        assert on_cache is not None, "run told whom"
+        assert on_cache is not None, "set by run"
         log.error("%s: the index of all its ranks was cleared", why)
         for rank, translator in enumerate(self._translators):
             told: list[WireCacheEvent] = [translator.lose()]

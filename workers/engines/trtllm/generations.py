@@ -9,12 +9,12 @@ Rules:
    taken.
 3. A leg whose KV comes from another worker is aborted after its first output: an abort during the transfer leaks the
    blocks. What is finished is not aborted: the engine has forgotten it, and would only complain.
-4. Preparing media takes long: where the installed version can do so apart (``LLM.preprocess``), it happens beside this
-   thread, decoding pictures always does.
+4. Preparing media takes long: where the installed version can do so separately (``LLM.preprocess``), it happens outside
+   this thread, decoding images always does.
 5. Where embeddings travel as bytes (``shared_tensors``), an encode leg's handles are opened when its result is
    complete, and handles of what was fetched for a leg are made before the engine gets it; both in a thread.
-6. A request with media that goes on from another worker keeps its output only if the engine's own tokens of the longer
-   prompt end with it; else it is refused.
+6. A request with media that continues from another worker keeps its output only if the engine's own tokens of the
+   longer prompt end with it; else it is refused.
 """
 
 from __future__ import annotations
@@ -223,12 +223,12 @@ class Generations:
         try:
             leg.result = self._calls.generate(leg.request, leg.plan, inputs, leg.context_only, handles)
         except self._calls.library.request_error:
-            # A fault of the engine's own threads is raised at whichever request comes next; one that is the request's
+            # A fault of the engine's own threads is raised at the next request of any kind; one that is the request's
             # own is raised again.
             leg.result = self._calls.generate(leg.request, leg.plan, inputs, leg.context_only, handles)
 
     async def _prepare(self, leg: _Leg) -> None:
-        """Load a request's media beside the loop, give it to the engine, follow it."""
+        """Load a request's media outside the loop, give it to the engine, follow it."""
         assert self._load_media is not None
         request = leg.request
         emitted = _emitted(request)
@@ -257,12 +257,12 @@ class Generations:
             await self._follow(leg)
 
     def _share(self, leg: _Leg) -> SharedHandles:
-        assert self._shared_tensors is not None, "who fetches has them"
+        assert self._shared_tensors is not None, "set where it fetches"
         fetched, leg.fetched = leg.fetched, ()
         return self._shared_tensors.share(codec.carried_tensors(leg.request.disaggregated_params or b""), fetched)
 
     def _compare_length(self, leg: _Leg) -> None:
-        """Count a prompt that the engine made longer or shorter than its router believed."""
+        """Count a prompt that the engine made longer or shorter than its router assumed."""
         request = leg.request
         if request.stage is Stage.ENCODE or request.multimodal is None:
             return

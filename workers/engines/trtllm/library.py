@@ -26,7 +26,7 @@ MEDIA_NAMES = "multi_modal_uuids"
 """Key of ``TextPrompt``, after 1.2, by which a request names its media; older versions pass over it."""
 
 KV_CACHE_MEMORY = "kv_cache"
-"""Name of the KV cache among the kinds of memory that a sleeping engine lets go of."""
+"""Name of the KV cache among the kinds of memory that a sleeping engine frees."""
 
 REQUEST_ERRORS = (ValueError, TypeError, NotImplementedError)
 """What TensorRT-LLM raises for a request that it does not take, besides its own ``RequestError``."""
@@ -59,7 +59,7 @@ class TrtllmLibrary:
     scheduler_fields: frozenset[str]
     """Fields of ``SchedulerConfig``."""
     prompt_fields: frozenset[str]
-    """Keys that a prompt may have beside its text (``TextPrompt``)."""
+    """Keys that a prompt may have in addition to its text (``TextPrompt``)."""
 
     @property
     def names_media(self) -> bool:
@@ -145,7 +145,7 @@ def parameters_of(call: Callable[..., Any]) -> frozenset[str]:
 
 
 def observe_release(llm: Any, told: Callable[[], object]) -> None:
-    """Have ``told`` called when an engine that can sleep lets go of its KV cache: it makes no event of that."""
+    """Have ``told`` called when an engine that can sleep frees its KV cache: it makes no event of that."""
     release = getattr(llm, "release", None)
     if release is None:
         return

@@ -3,7 +3,7 @@
 Rules
     1. Everything runs on the engine's CUDA stream: on another one the processors would race with the sampler.
     2. A processor works on a copy. If it raises, the logits stay as they were for it and its failure is reported; the
-       processors after it and the request go on.
+       processors after it and the request continue.
     3. Each beam is a row of its own, with its own tokens.
 """
 
@@ -80,7 +80,7 @@ class RequestProcessors:
             scratch = row.clone()
             try:
                 processor(token_ids, scratch)
-            except Exception:  # whatever the operator's code raises, the request goes on without it
+            except Exception:  # any exception of the operator's code: the request continues without it
                 self._reporter.report(name)
             else:
                 row.copy_(scratch)

@@ -1,12 +1,12 @@
-"""From a request's media to what TensorRT-LLM takes: pictures, embeddings, or the handles of an encode worker.
+"""From a request's media to what TensorRT-LLM takes: images, embeddings, or the handles of an encode worker.
 
 Rules:
 
 1. The bytes were fetched, checked and hashed by the front end; nothing here opens a URL or a path.
 2. The prompt goes as text: with token ids and media TensorRT-LLM would decode the ids and tokenize again, and their
    number may change.
-3. A request has pictures or embeddings, not both: TensorRT-LLM takes one of the two.
-4. Pictures are named where the version takes names, so that its events say which blocks depend on them
+3. A request has images or embeddings, not both: TensorRT-LLM takes one of the two.
+4. Images are named where the version takes names, so that its events say which blocks depend on them
    (``core.media_names``). Embeddings cannot be named.
 5. A ``.pt`` file is loaded with ``weights_only``: a pickle of anything but tensors is refused, never run.
 """
@@ -35,11 +35,11 @@ def load_media(
     takes_embeddings: bool = True,
     encoded_by: str = "",
 ) -> dict[str, Any]:
-    """Return the inputs of ``generate_async``; blocks while pictures are decoded. Raises ``RefusedError``.
+    """Return the inputs of ``generate_async``; blocks while images are decoded. Raises ``RefusedError``.
 
     ``has_handles``: an encode worker has the embeddings already, and the media themselves are not needed.
-    ``hash_seed``: the seed of the request's block hashes, by which its pictures are named; ``None`` = they are not.
-    ``encoded_by``: who makes embeddings of pictures, where this worker does not.
+    ``hash_seed``: the seed of the request's block hashes, by which its images are named; ``None`` = they are not.
+    ``encoded_by``: who makes embeddings of images, where this worker does not.
     """
     assert request.multimodal is not None
     try:
@@ -51,10 +51,10 @@ def load_media(
         return inputs
     kinds = {item.kind for item in media.items}
     if len(kinds) > 1:
-        raise UnsupportedError("the request has pictures and embeddings, TensorRT-LLM takes one of the two per request")
+        raise UnsupportedError("the request has images and embeddings, TensorRT-LLM takes one of the two per request")
     if MediaKind.IMAGE in kinds and encoded_by:
         raise UnableError(
-            f"the request has pictures without embeddings, which {encoded_by} makes (encode_endpoint): this worker "
+            f"the request has images without embeddings, which {encoded_by} makes (encode_endpoint): this worker "
             "encodes none itself"
         )
     if MediaKind.IMAGE in kinds:

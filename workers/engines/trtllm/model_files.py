@@ -27,7 +27,7 @@ def read_model_facts(model: str) -> ModelFacts:
     An engine that has loaded the model has also brought its files into the cache.
     """
     config = _read(model, CONFIG_FILE)
-    # Models of text have none, and nobody is to be told that.
+    # Models of text have none, and that needs no warning.
     preprocessor = _read(model, PREPROCESSOR_FILE) if "vision_config" in config else {}
     return model_facts(config, _read(model, GENERATION_FILE), preprocessor)
 

@@ -59,7 +59,7 @@ class LoadedEngine:
     version: str
     facts: ModelFacts
     names_media: bool = False
-    """Whether its events say which blocks depend on a picture, by a name that routers know."""
+    """Whether its events say which blocks depend on an image, by a name that routers know."""
 
 
 @asynccontextmanager
@@ -253,7 +253,7 @@ def _media(settings: TrtllmWorkerSettings, loaded: LoadedEngine) -> MediaSpec:
         return MediaSpec()
     spec = MediaSpec(kinds, placeholder_token_id=facts.image_token_id, adds_special_tokens=True)
     if not loaded.names_media:
-        # Where events do not say which picture a block depends on, a router that could count its tokens would look for
+        # Where events do not say which image a block depends on, a router that could count its tokens would look for
         # blocks that no event names.
         return spec
     if settings.tokens_per_image:

@@ -190,7 +190,7 @@ class EngineReader:
         blocks = 0
 
         def add(item: Mapping[str, Any]) -> bool:
-            """Take an event; say whether there is room for another."""
+            """Take an event; return whether there is room for another."""
             nonlocal blocks
             turn.event_count += 1
             try:
@@ -223,7 +223,7 @@ class EngineReader:
         call: Callable[..., list[Any]],
         add: Callable[[Mapping[str, Any]], bool],
     ) -> bool:
-        """Add items while there is room, those of a call if none are left; say whether some remain."""
+        """Add items while there is room, those of a call if none are left; return whether some remain."""
         try:
             if not items:
                 self._since_ms = self._clock.monotonic_ms()

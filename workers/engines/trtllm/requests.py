@@ -56,7 +56,7 @@ CANCEL_TIMEOUT_MS = 1000.0
 """How long the engine may take to confirm a cancellation: many steps."""
 
 ENGINE_FAULT = re.compile(r"out of memory|\b(?:cuda|cublas|nccl|mpi|nvshmem|ucx|nixl)\b|illegal memory|bad_alloc", re.I)
-"""Words of errors that befall an engine, whichever request they are told to."""
+"""Words of errors of the engine itself, in the report to any request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class EngineRequests:
         """Stop a request as soon as the engine allows it; kept KV is given up."""
         kept = self._kept_legs.get(request_id)
         if kept is not None:
-            # The usual way for a leg to end: its router says so when the decode worker has the KV.
+            # The usual way for a leg to end: its router reports it when the decode worker has the KV.
             self._release(kept, FinishReason.PREFILLED)
             return
         if self._offers is not None and request_id in self._offers:
@@ -253,7 +253,7 @@ class EngineRequests:
             except Exception as error:
                 self._break(active, error)
             if self._health.broken.done():
-                return  # everybody is told by the worker
+                return  # the worker reports it to all owners
         self._report.flush_soon()
 
     def _break(self, active: ActiveRequest, error: Exception) -> None:
@@ -381,7 +381,7 @@ class EngineRequests:
             return
         text = str(error)
         if end.at_call:
-            # With embeddings of an encode worker it may be those that it refuses; the request has its pictures still.
+            # With embeddings of an encode worker it may be those that it refuses; the request has its images still.
             has_handles = active.request.multimodal is not None and active.request.disaggregated_params is not None
             refusal = RefusalKind.CANNOT_DO if has_handles else RefusalKind.INVALID
             text = f"TensorRT-LLM refuses the request: {text}"
@@ -389,7 +389,7 @@ class EngineRequests:
             log.error("request %s failed: %r", active.request_id, error, exc_info=error)
             text, refusal = repr(error), RefusalKind.BROKEN
         elif shared or active.began or active.transfers or ENGINE_FAULT.search(text):
-            # A decode leg may fail by what happened on the way of its KV; computed anew it may succeed.
+            # A decode leg may fail by what happened on the way of its KV; computed again it may succeed.
             refusal = RefusalKind.BROKEN
         else:
             refusal = RefusalKind.CANNOT_DO
@@ -445,7 +445,7 @@ class EngineRequests:
         self._report.rank(active.rank).append(RequestFinished(request_id, reason))
 
     def _release(self, active: ActiveRequest, reason: str) -> None:
-        """Take a kept prefill leg off the books; the engine lets go of its KV by itself."""
+        """Take a kept prefill leg off the books; the engine frees its KV by itself."""
         request_id = active.request_id
         del self._kept_legs[request_id]
         self._report.kept_transfers = len(self._kept_legs)

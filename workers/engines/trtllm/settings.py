@@ -27,7 +27,7 @@ when a long prefill holds the interpreter, and an overflow costs the whole index
 (dynamo #711)."""
 
 TIMEOUT_MS_MAX = 3_600_000.0
-"""An hour: longer than anybody waits for KV."""
+"""An hour: longer than any worker waits for KV."""
 
 DYNAMIC_BATCH_WINDOW = 128
 """Iterations over which TensorRT-LLM averages before it retunes the batch size."""

@@ -103,5 +103,5 @@ class SharedTensors:
         else:
             tensor = self._torch.from_numpy(data)
         if str(tensor.dtype) != f"torch.{dtype}":
-            raise RefusedError(f"disaggregated_params: a tensor of {data.dtype} is said to be torch.{dtype}")
+            raise RefusedError(f"disaggregated_params: a tensor of {data.dtype} is declared as torch.{dtype}")
         return tensor

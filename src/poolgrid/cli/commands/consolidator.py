@@ -31,7 +31,7 @@ def consolidator(settings: ConsolidatorProcessSettings, log_choice: LogChoice) -
     from poolgrid.consolidator.bootstrap import ConsolidatorEndpoints, serve
 
     def ready(endpoints: ConsolidatorEndpoints) -> None:
-        # With an event plane on NATS it stands by first: where it takes events in is for NATS to say.
+        # With an event plane on NATS it stands by first: its ingest address is then published on NATS.
         planes = (("ingest", endpoints.ingest), ("feed", endpoints.feed), ("query", endpoints.query))
         say_ready(endpoints.http, *(f"{name}={endpoint}" for name, endpoint in planes if endpoint))
 

@@ -24,7 +24,7 @@ PATH = "/v1/doctor"
 
 
 class Unexamined(Exception):
-    """Nothing could be examined; the message says what was asked and what came."""
+    """Nothing could be examined; the message has the question and the answer."""
 
 
 def show(answer: DoctorAnswer, as_json: bool) -> int:

@@ -35,7 +35,7 @@ Left = Callable[[], Awaitable[dict[str, str]]]
 
 
 class Named(msgspec.Struct, frozen=True):
-    """Who was told, of the answer to an order."""
+    """Workers that got the order, from the answer to it."""
 
     worker_id: str
 
@@ -54,7 +54,7 @@ class DrainFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What workers are told, and how long they are waited for."""
+    """The order to workers, and how long to wait for them."""
 
     timeout_ms: int | None
     wait_s: float
@@ -70,10 +70,10 @@ def left_on(rows: Sequence[WorkerRow], workers: Collection[str]) -> dict[str, st
     for row in rows:
         if row.worker_id not in workers:
             continue
-        # Its own count, or the router's, whichever knows more: one is late by an event, the other by a choice.
+        # Its own count, or the router's, the larger one: one is late by an event, the other by a choice.
         requests = max(row.running_requests + row.waiting_requests, row.active_requests)
         if row.state != "draining":
-            left[row.worker_id] = "has not said yet that it drains"
+            left[row.worker_id] = "has not reported yet that it drains"
         elif requests:
             left[row.worker_id] = counted(requests, "request")
     return left
@@ -99,10 +99,10 @@ def drain_here(url: str, told: Told, as_json: bool) -> int:
 
 
 async def _at(url: str, headers: dict[str, str], work: Callable[[httpx.AsyncClient], Awaitable[int]]) -> int:
-    """Work with a client of ``url``; what goes wrong is said, and is status 1."""
+    """Work with a client of ``url``; a failure is printed, and is status 1."""
     try:
         base = httpx.URL(url.rstrip("/"))
-        # No certificate names this machine to itself; where no key is shown, nothing is lost to whoever answers there.
+        # No certificate names this machine to itself; without a key, another process there gains nothing.
         checked = bool(headers) or not is_loopback(base.host)
         async with httpx.AsyncClient(base_url=base, timeout=TIMEOUT_S, headers=headers, verify=checked) as client:
             return await work(client)
@@ -121,7 +121,10 @@ async def _drain(client: httpx.AsyncClient, names: Sequence[str], told: Told, as
         )
     workers = list(names) or known
     for lost in without_anybody(rows, workers):
-        click.echo(f"nobody else serves {lost}: what does not finish in time has nowhere to go in this pool", err=True)
+        click.echo(
+            f"no other worker serves {lost}: requests that do not finish in time have nowhere to go in this pool",
+            err=True,
+        )
     for worker in workers:
         await _tell(client, f"{WORKERS_PATH}/{quote(worker, safe='')}/drain", told)
 
@@ -143,8 +146,12 @@ async def _drain_here(client: httpx.AsyncClient, told: Told, as_json: bool) -> i
 
 
 async def _finish(left: Left, workers: Sequence[str], told: Told, as_json: bool) -> int:
-    """Wait until nothing is left, say how it ended, return the exit status."""
-    remaining = await _wait(left, told.wait_s) if told.wait_s else dict.fromkeys(workers, "told, and not waited for")
+    """Wait until nothing is left, print how it ended, return the exit status."""
+    remaining = (
+        await _wait(left, told.wait_s)
+        if told.wait_s
+        else dict.fromkeys(workers, "ordered to drain, and not waited for")
+    )
     if as_json:
         print_json({"workers": [{"worker_id": each, "left": remaining.get(each)} for each in workers]})
     else:
@@ -232,7 +239,7 @@ def drain(
     wait_s: float,
     as_json: bool,
 ) -> None:
-    """Take workers out of use: they take nothing new, finish or hand over what they have, and may be ended then."""
+    """Drain workers: they take no new requests, finish or hand over the others, and can be stopped then."""
     names = list(dict.fromkeys(workers))
     if bool(names) + every + (worker_url is not None) != 1:
         raise click.BadParameter("name workers, or give --all, or --worker-url: exactly one of the three")

@@ -34,7 +34,7 @@ from poolgrid.wire.answers import (
     RetentionRow,
 )
 
-UNCOMPARED = "the rest is output, or stands behind a medium of which the workers do not say how many tokens it becomes"
+UNCOMPARED = "the rest is output, or behind a medium whose number of tokens the workers do not report"
 """Why some blocks of a request with media are not compared."""
 
 TIMEOUT_S = 5.0
@@ -113,7 +113,7 @@ def _legs_line(legs: LegsRow) -> str:
 
 
 def _retention_line(retention: RetentionRow) -> str:
-    """Return how long the engine was told to keep what, highest priority first, as ranges are in a prompt."""
+    """Return how long the engine was asked to keep each range, highest priority first, as ranges are in a prompt."""
     parts = []
     for each in retention.ranges:
         end = "the end" if each.end is None else f"{each.end:,}"
@@ -131,7 +131,7 @@ def _add_attempt(root: Tree, attempt: DecisionExplanation) -> None:
         f"{escape(attempt.reason)} by policy {escape(attempt.policy)} at journal offset {attempt.offset}"
     )
     branch.add(
-        f"ISL {attempt.isl:,} = {counted(attempt.isl_blocks, 'block')}, {attempt.overlap_blocks:,} believed to be "
+        f"ISL {attempt.isl:,} = {counted(attempt.isl_blocks, 'block')}, {attempt.overlap_blocks:,} expected to be "
         f"there: {counted(promised, 'token')} promised, {came}"
     )
     if attempt.session:
@@ -175,7 +175,7 @@ def _candidates(rows: Sequence[CandidateRow]) -> TerminalTable:
     ordered = sorted(rows, key=lambda row: (not row.chosen, row.cost or 0.0, row.worker))
     shown = [(row, _figures(row, terms)) for row in ordered[:CANDIDATES_SHOWN_MAX]]
     names = ("device", "host", "disk", "prefill tok", "blocks", "requests", *terms, "cost")
-    # What is the same of all, or nought, tells nobody apart, and goes first where there is little room.
+    # Columns with the same value for all, or zero, distinguish no candidates, and go first where there is little room.
     columns = [[figures[at] for _, figures in shown] for at in range(len(names))]
     telling = [len(set(column)) > 1 or (len(column) == 1 and column[0].strip("0.,–")) for column in columns]
     headings = [

@@ -24,7 +24,7 @@ file = click.argument("file", type=click.Path(path_type=Path), help="File of API
 
 @click.group(cls=Group)
 def keys() -> None:
-    """Make and look at API keys, tenants and CURVE keys."""
+    """Create and list API keys, tenants and CURVE keys."""
 
 
 def _examined(path: Path) -> tuple[key_file.KeyDocument | None, list[str]]:
@@ -49,7 +49,7 @@ def _read(path: Path) -> key_file.KeyDocument:
 @keys.command()
 @file
 @click.argument("tenant", help="Whose key it is; a new name makes a new tenant.")
-@click.option("--name", default="", help="What the key is for.")
+@click.option("--name", default="", help="Purpose of the key, for lists.")
 @click.option(
     "--expires",
     type=click.DateTime(["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"]),

@@ -19,7 +19,7 @@ cache_dir = click.option(
 
 @click.group(cls=Group)
 def model() -> None:
-    """Keep models in a directory of this machine: fetched once, whole or not there, checked by their sums."""
+    """Download models to a directory of this machine: once, completely, with checksums verified."""
 
 
 @model.command(
@@ -33,12 +33,12 @@ def model() -> None:
 @cache_dir
 @click.option("--name", help="Name in the cache; by default that of the source, as ORG--MODEL.")
 @click.option("--exclude", multiple=True, help="Leave files out whose path is like this, as 'original/*'; repeatable.")
-@click.option("--check", is_flag=True, help="Read what is there already, and fetch again what is not what it was.")
+@click.option("--check", is_flag=True, help="Verify files that are there already, and fetch changed ones again.")
 @click.option(
     "--wait-s",
     type=click.FloatRange(0, 604_800),
     default=7200.0,
-    help="Wait so long for another process that fetches the same model. [default: 7200]",
+    help="Wait this long for another process that fetches the same model. [default: 7200]",
 )
 @click.option(
     "--max-size-gib",

@@ -100,7 +100,7 @@ def _print(console: Console, name: str, outcome: ReplayOutcome) -> None:
     for cause, count in outcome.causes.items():
         console.print(f"  {count:,} not derivable: {cause}", markup=False)
     if outcome.lost_decisions:
-        console.print(f"  {outcome.lost_decisions:,} never recorded, as the journal says", markup=False)
+        console.print(f"  {outcome.lost_decisions:,} never recorded, according to the journal", markup=False)
     for kind, count in outcome.remarks.unknown.items():
         console.print(f"  skipped: {counted(count, 'entry')} of the unknown kind {kind}", markup=False)
     for torn in outcome.remarks.torn:

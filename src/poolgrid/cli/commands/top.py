@@ -105,7 +105,7 @@ class Frame(msgspec.Struct, frozen=True):
     pools: PoolList | None = None
     placements: PlacedList | None = None
     fleet: FleetList | None = None
-    """Who has a name, when that was asked."""
+    """Registered processes, with --fleet."""
     sessions: SessionList | None = None
     """The sessions of the pool, when they were asked."""
 
@@ -123,7 +123,7 @@ def usage_bar(used: int, total: int) -> Text:
 def stream_cell(stream: StreamRow) -> Text:
     """Return the state of a stream, whether it is trusted, and the further sources that are not live.
 
-    A worker that has joined says nothing of its own until it has something to do.
+    A worker that has joined reports nothing until it has requests.
     """
     if stream.state == "syncing" and stream.trusted:
         return Text("no events yet", style="dim")
@@ -280,12 +280,12 @@ def decision_table(rows: Sequence[DecisionRow]) -> TerminalTable:
 
 
 def queue_line(queue: QueueRow) -> Text:
-    """Return who waits and how many were refused, in one line."""
+    """Return the queued and the refused requests, in one line."""
     full = queue.requests_max > 0 and queue.requests >= queue.requests_max
     waiting = f"queue: {queue.requests:,} of {queue.requests_max:,} requests, "
     tokens = f"{queue.prompt_tokens:,} of {queue.prompt_tokens_max:,} prompt tokens"
     refused = ", ".join(f"{count:,} {code}" for code, count in sorted(queue.refused.items())) or "none"
-    # What is refused is told when to come back; while nobody waits, nobody is.
+    # Refused clients get a time to come back; while none waits, none is refused.
     tells = queue.retry_after_s is not None and queue.requests > 0
     again = f"   come back after {queue.retry_after_s:.0f} s" if tells else ""
     style = "red" if full else "yellow" if queue.requests else ""
@@ -319,7 +319,7 @@ def _fleet_parts(frame: Frame, fleet: FleetList) -> list[RenderableType]:
         counts[row.component] = counts.get(row.component, 0) + 1
     have = ", ".join(f"{count} {component}" for component, count in sorted(counts.items()))
     namespaces = counted(len({row.namespace for row in fleet.data}), "namespace")
-    headline = f"{frame.url}   names: {fleet.names} at {fleet.where}   {namespaces}: {have or 'nobody'}"
+    headline = f"{frame.url}   names: {fleet.names} at {fleet.where}   {namespaces}: {have or 'none'}"
     table = _table("processes", NAMED_COLUMNS, fleet.data[:WORKERS_SHOWN_MAX])
     if len(fleet.data) > WORKERS_SHOWN_MAX:
         table.note = f"not shown: {counted(len(fleet.data) - WORKERS_SHOWN_MAX, 'more instance')}"
@@ -374,7 +374,7 @@ def view(frame: Frame) -> RenderableType:
 
 
 class FetchError(Exception):
-    """The router could not be read; the message says what was asked and what came."""
+    """The router could not be read; the message has the question and the answer."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         self.status = status
@@ -534,7 +534,9 @@ def _unusable(url: str, interval_s: float, once: bool, as_json: bool) -> str:
     help="Seconds between two looks. [default: 1]",
 )
 @click.option("--once", is_flag=True, help="Print one frame and end.")
-@click.option("--fleet", is_flag=True, help="Show who has a name, in all namespaces, where the router has names.")
+@click.option(
+    "--fleet", is_flag=True, help="Show the processes of all namespaces, from the router's service discovery."
+)
 @click.option("--sessions", is_flag=True, help="Show the sessions of a pool: turns, footprint in blocks, state.")
 @click.option("--json", "as_json", is_flag=True, help="With --once: print the router's answers as JSON.")
 def top(url: str, interval: float, once: bool, fleet: bool, sessions: bool, as_json: bool) -> None:

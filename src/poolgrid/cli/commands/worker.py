@@ -17,7 +17,7 @@ OF_SERVERS = "--"
 """What stands after it is for the engine's own server."""
 
 SHIPPED_MODEL = "tiny"
-"""What a router serves that is not told otherwise."""
+"""Default model of a router."""
 
 
 BASICS = (
@@ -79,7 +79,7 @@ def worker(
 
 
 def with_shipped_tokenizer(settings: WorkerProcessSettings) -> WorkerProcessSettings:
-    """Return settings with the tokenizer of the model that ships, where its name is given and nothing else is said."""
+    """Return settings with the tokenizer of the model that ships, where its name is given and nothing else."""
     if settings.engine_name != DEFAULT or getattr(settings, "served_model_name", "") != SHIPPED_MODEL:
         return settings
     if {"model_path", "vocabulary_size"} & settings.model_fields_set:

@@ -4,7 +4,7 @@ Rules for this file:
 
 1. A block is *visible* on a tier while at least one source of the worker reports it there. Readers of the pool see
    first arrivals (``BlocksStored``) and last departures (``BlocksRemoved``), tier by tier, and nothing in between.
-2. What changes only between sources is told as ``BlocksShared`` and ``BlocksReleased``: readers ignore them, and the
+2. Changes only between sources are reported as ``BlocksShared`` and ``BlocksReleased``: readers ignore them, and the
    fold of the journal needs them to know after a restart who still holds what.
 3. Two ways in. ``store``, ``remove``, ``clear`` and ``restate`` take what a source claims, change the state and append
    the events that follow to ``out``. ``apply`` takes those events back and reaches the same state: that is the fold.
@@ -38,7 +38,7 @@ from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX
 
 BlockEvent = BlocksStored | BlocksRemoved | BlocksShared | BlocksReleased | CacheCleared | SnapshotBegan
-"""What an event may say of blocks."""
+"""What an event may contain about blocks."""
 
 Frozen = list[tuple[Tier, int, str, FrozenBlocks]]
 """Everything held at one moment: tier, group, source, blocks."""
@@ -62,7 +62,7 @@ class BlockOwnership:
     __slots__ = ("_blocks_max", "_discarded", "_places", "refused_blocks")
 
     def __init__(self, blocks_max: int = 4 * 1024 * 1024, discarded: Discarded | None = None) -> None:
-        """``discarded`` is where large numbers of blocks go that are forgotten at once; whoever gives it frees them."""
+        """``discarded`` takes large numbers of blocks that are dropped at once; its owner frees them."""
         self._places: list[dict[str, OwnedBlocks]] = [{} for _ in Tier]
         """By tier, those of group 0 first; of other groups once they hold something."""
         self._discarded = discarded
@@ -176,7 +176,7 @@ class BlockOwnership:
         self._take_all(source, out)
 
     def restate(self, source: str, event: SnapshotBegan, out: list[AnyEvent]) -> bool:
-        """Take everything from a source that starts over; say whether readers see a restatement of the whole cache."""
+        """Take everything from a source that starts over; return whether readers see a full resync."""
         if all(name == source for tier in self._places for name in tier):
             self.forget_all()
             out.append(event)
@@ -357,7 +357,7 @@ def chains(held: Mapping[int, int | None]) -> Iterator[tuple[int | None, list[in
                         stack.extend(reversed(found))
         if dumped == len(held):
             return
-        # Only circles, and what hangs on them, are left: enter them wherever arrival order does.
+        # Only circles, and what hangs on them, are left: enter them in arrival order, at any place.
         assert not circular, "a dump in circular mode visits every block"
         circular = True
         seen = _reached(held)

@@ -62,5 +62,5 @@ def _contradiction(card: WorkerCard, other_key: WorkerKey, other: WorkerCard) ->
     field, own_value, other_value = told[0]
     return (
         f"the card's {field} is {own_value}, worker {other_key} serves model {card.model!r} with {other_value}; all "
-        "workers of a model in a pool must agree, or say nothing"
+        "workers of a model in a pool must agree, or leave it out"
     )

@@ -1,4 +1,4 @@
-"""The consolidator: takes what sources say, decides what becomes a record of the pool's journal, and answers.
+"""The consolidator: takes messages of sources, decides which become records of the pool's journal, and answers.
 
 Rules for this file:
 
@@ -7,16 +7,17 @@ Rules for this file:
    get published.** An acknowledgement therefore always means "in the journal".
 2. Every accepted batch becomes exactly one record, also when nothing of it is news: the record moves the cursor that a
    restarted consolidator will know. Offsets have no holes.
-3. A life ends before the next begins: a new epoch writes ``WorkerLeft`` and ``WorkerJoined`` before anything of the new
-   life. A batch of an earlier life is refused.
+3. An epoch ends before the next begins: a new epoch writes ``WorkerLeft`` and ``WorkerJoined`` before anything of the
+   new epoch. A batch of an earlier epoch is refused.
 4. A gap is never skipped. The only batch accepted out of turn is one that restates the whole cache
    (``SnapshotBegan`` first); requests that were open before it are finished with reason ``lost``, because their end may
    have been among the missing batches. A worker restates the requests it still has with ``RequestStarted``.
-5. A stream's health (``poolgrid.wire.streams``) is part of the state: a gap makes it ``REPLAYING``, a gap that nobody
-   fills for ``stale_after_ms`` makes it ``STALE``, and a stream that has caught up is ``LIVE`` again. Each is a record.
+5. A stream's health (``poolgrid.wire.streams``) is part of the state: a gap makes it ``REPLAYING``, a gap that is not
+   filled for ``stale_after_ms`` makes it ``STALE``, and a stream that has caught up is ``LIVE`` again. Each is a
+   record.
 6. A rank that is silent for the lease leaves the pool. Ranks attached by configuration hold their lease by connection.
 7. A rank has its own stream, and may have further sources (``core.further_source``) with cursors of their own. A block
-   is held while any of them says so; the first to say it and the last to take it back are told to readers. Gaps, leases
+   is held while any of them reports it; readers get the first report and the last removal. Gaps, leases
    and acknowledgements are the business of the rank's own stream alone.
 
 What may join: see ``compatibility``. Limits: ``ConsolidatorLimits``.
@@ -64,7 +65,7 @@ from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX, TEXT_CHARS_MAX
 from poolgrid.wire.streams import CONSOLIDATOR_SOURCE, WORKER_SOURCE, fold
 
 LIVE = StreamState.LIVE
-"""Found without asking the enumeration, for each batch anew."""
+"""Found once, not in the enumeration for each batch."""
 
 EVENTS_TO_SPLIT_MAX = EVENTS_PER_BATCH_MAX // 8
 """Events of a batch up to which each may become several in the record without breaking the contract's limit. In larger
@@ -137,13 +138,13 @@ class MemberJoined(NamedTuple):
 
 
 class MemberLeft(NamedTuple):
-    """A rank is no member any more, and nothing that any source said of it is held."""
+    """Drop a rank that is no member any more, with all that its sources reported."""
 
     key: WorkerKey
     over: bool
-    """Whether its life is known to have ended; a rank whose lease ran out may come back with all that it has."""
+    """Whether its epoch is known to have ended; a rank whose lease ran out may come back with all that it has."""
     heard_ms: float
-    """When it was heard last, monotonic."""
+    """Time of its last message, monotonic."""
 
 
 @dataclass(slots=True)
@@ -158,7 +159,7 @@ class ConsolidatorTurn:
     acknowledge: dict[WorkerKey, bytes] = field(default_factory=dict)
     """Ranks whose batches were taken in, with the peer to tell; ``finish`` makes one acknowledgement of each."""
     members: list[MemberJoined | MemberLeft] = field(default_factory=list)
-    """Who came and went, in order, for those who follow further sources."""
+    """Workers that came and went, in order, for followers of further sources."""
 
 
 @dataclass(slots=True)
@@ -168,7 +169,7 @@ class _Link:
     heard_ms: float
     peer: bytes = b""
     attached: bool = False
-    """Attached by configuration: no lease, and nobody may take its name."""
+    """Attached by configuration: no lease, and no worker may take its name."""
     asked_seq: int = -1
     asked_ms: float = 0.0
     behind_seq: int = -1
@@ -182,11 +183,11 @@ class Consolidator:
 
     def __init__(self, pool: PoolState, consolidator_id: str, limits: ConsolidatorLimits, now: Now) -> None:
         self.pool = pool
-        pool.discarded.in_slices = True  # its owner has workers to hear and routers to tell
+        pool.discarded.in_slices = True  # its owner has messages of workers to read and routers to serve
         self.consolidator_id = consolidator_id
         self.limits = limits
         self.tally = Tally()
-        # Ranks known from the journal have one lease, from now on, to be heard of.
+        # Ranks known from the journal have one lease, from now on, to send a message.
         self._links: dict[WorkerKey, _Link] = {key: _Link(now.monotonic_ms) for key in pool.workers}
 
     # Turns
@@ -217,7 +218,7 @@ class Consolidator:
         worker = self.pool.workers.get(name)  # type: ignore[call-overload]
         link = self._links.get(name)  # type: ignore[call-overload]
         if worker is None or link is None or link.attached or batch.epoch != worker.epoch:
-            self._live(peer, batch.worker, batch.epoch, turn)  # says why not
+            self._live(peer, batch.worker, batch.epoch, turn)  # answers why not
             return
         link.heard_ms = turn.now.monotonic_ms
         link.peer = peer
@@ -233,7 +234,7 @@ class Consolidator:
         self._take(worker, batch, peer, turn)
 
     def _live(self, peer: bytes, key: WorkerKey, epoch: int, turn: ConsolidatorTurn) -> MemberRank | None:
-        """Return the rank when this life of it is a member, else answer why not."""
+        """Return the rank when this epoch of it is a member, else answer why not."""
         worker = self.pool.workers.get(key)
         link = self._links.get(key)
         if worker is None or link is None or epoch > worker.epoch:
@@ -310,7 +311,7 @@ class Consolidator:
         elif verdict is SequenceVerdict.NEXT:
             self._caught_up(worker, turn)
         elif verdict is SequenceVerdict.BACKWARDS:
-            # Only a Hello carries the card that a new life needs.
+            # Only a Hello carries the card that a new epoch needs.
             self.tally.unknown += 1
             turn.replies.append((peer, Unknown(*key)))
             return
@@ -323,7 +324,7 @@ class Consolidator:
             return
         turn.acknowledge.pop(key, None)
         turn.replies.append((peer, self._acknowledged(worker)))
-        self._leave(worker, goodbye.reason or "said goodbye", turn)
+        self._leave(worker, goodbye.reason or "it shut down", turn)
 
     # Sources of the consolidator's own making: engines that publish themselves
 
@@ -349,10 +350,10 @@ class Consolidator:
             self._leave(worker, reason, turn)
 
     def take(self, batch: EventBatch, turn: ConsolidatorTurn) -> bool:
-        """Take in a batch of an attached source; say whether it was accepted.
+        """Take in a batch of an attached source; return whether it was accepted.
 
         A further source of a worker that joined by itself has a cursor of its own; a new epoch on it drops what the
-        source held and nothing else. Nobody is asked for what is missing of it: its batches come without holes.
+        source held and nothing else. No replay is requested for it: its batches come without holes.
         """
         worker = self.pool.workers.get(batch.worker)
         if worker is None:
@@ -364,12 +365,12 @@ class Consolidator:
         return self._take(worker, batch, b"", turn, before)
 
     def drop_unlisted(self, listed: Mapping[WorkerKey, Collection[str]], turn: ConsolidatorTurn) -> None:
-        """Take back what the journal knows from further sources that nobody follows any more."""
+        """Take back what the journal knows from further sources that are not followed any more."""
         for key, worker in self.pool.workers.items():
             for source, cursor in list(worker.cursors.items()):
                 if source == WORKER_SOURCE or source in listed.get(key, ()) or not worker.presence.count_of(source):
                     continue
-                turn.remarks.append(f"worker {key}: source {source!r} is not listed any more, what it said is dropped")
+                turn.remarks.append(f"worker {key}: source {source!r} is not listed any more, its blocks are dropped")
                 wall_ms = turn.now.wall_ms
                 batch = EventBatch(*key, cursor.epoch, cursor.next_seq, wall_ms, [CacheCleared()], source)
                 self._take(worker, batch, b"", turn)
@@ -393,7 +394,7 @@ class Consolidator:
         ]
 
     def expire(self, turn: ConsolidatorTurn) -> None:
-        """Let the ranks go whose lease has run out, and stop trusting those whose gap nobody fills."""
+        """Remove the ranks whose lease has expired, and stop trusting those whose gap is not filled."""
         open_since = turn.now.monotonic_ms - self.limits.stale_after_ms
         for key, link in self._behind():
             if link.behind_since_ms <= open_since:
@@ -582,5 +583,5 @@ class Consolidator:
 
 def _older(key: WorkerKey, epoch: int, current: int) -> str:
     return (
-        f"epoch {epoch} of worker {key} is older than the one in the pool, {current}; a later life has taken its place"
+        f"epoch {epoch} of worker {key} is older than the one in the pool, {current}; a later one has taken its place"
     )

@@ -2,7 +2,7 @@
 
 Rules for this file:
 
-1. A position is ``(epoch, next_seq)``: the life of the source, and the number of the batch that is wanted next.
+1. A position is ``(epoch, next_seq)``: the epoch of the source, and the number of the batch that is wanted next.
 2. Judging a number changes nothing. The owner moves the cursor (``advance``, ``begin``) once it has acted.
 
 Batches of one source carry ``(epoch, seq)``. Within an epoch the numbers run from 0 without holes, so one comparison
@@ -14,8 +14,8 @@ tells what a batch is; a batch of another epoch never moves the cursor by itself
     equal      < next      DUPLICATE    drops it, acknowledges again (the acknowledgement was lost)
     equal      > next      GAP          asks again from ``next_seq``; a batch that restates the whole
                                         cache is accepted instead of the missing ones
-    larger     any         NEW_EPOCH    drops the old life's state first, then ``begin``
-    smaller    any         OLD_EPOCH    refuses it: a process of an earlier life still talks
+    larger     any         NEW_EPOCH    drops the old epoch's state first, then ``begin``
+    smaller    any         OLD_EPOCH    refuses it: a process of an earlier epoch still sends
 
 A source that announces itself (``Hello``, ``Heartbeat``) states the number it will use next:
 
@@ -23,7 +23,7 @@ A source that announces itself (``Hello``, ``Heartbeat``) states the number it w
     ---------  ----------  -----------  -------------------------------------------------------------
     equal      = next      NEXT         nothing is missing
     equal      > next      GAP          batches were lost at the end: asks again from ``next_seq``
-    equal      < next      BACKWARDS    the source started over under its old epoch: treats it as a new life
+    equal      < next      BACKWARDS    the source started over under its old epoch: treats it as a new epoch
     larger     any         NEW_EPOCH    as above
     smaller    any         OLD_EPOCH    as above
 """
@@ -45,7 +45,7 @@ class SequenceVerdict(Enum):
 
 
 class Cursor:
-    """Position of one source: its life, and the batch wanted next."""
+    """Position of one source: its epoch, and the batch wanted next."""
 
     __slots__ = ("epoch", "next_seq")
 
@@ -81,6 +81,6 @@ class Cursor:
         self.next_seq += 1
 
     def begin(self, epoch: int) -> None:
-        """Start over with another life of the source."""
+        """Start over with another epoch of the source."""
         self.epoch = epoch
         self.next_seq = 0

@@ -5,13 +5,13 @@ Rules for this file:
 1. Records are delivered in order and without holes, each once, behind a snapshot. What arrives early waits in a bounded
    buffer; when that is full everything in it goes, and is asked for again.
 2. An offset beyond the next one (of a record or of a keepalive) is a hole: ``Replay``. When the journal no longer
-   reaches back that far, and whenever the consolidator's life changes, everything starts over with a snapshot.
+   reaches back that far, and whenever the consolidator changes, everything starts over with a snapshot.
 3. Every question has a number; an answer to another question than the last is ignored. A question that is not answered
-   in time is asked again, for ever: without the consolidator there is nothing else to do, and ``state`` says so.
+   in time is asked again, without limit: without the consolidator there is nothing else to do, and ``state`` shows it.
 
     state      input                        what happens
     ---------  ---------------------------  -------------------------------------------------------
-    any        another life                 SYNCING, snapshot asked
+    any        another consolidator         SYNCING, snapshot asked
                ``resync``                   SYNCING, snapshot asked
     SYNCING    record                       kept
                last part of the snapshot    delivered, what was kept follows; LIVE or REPLAYING

@@ -1,33 +1,33 @@
 """A further source of a worker that joins by itself: a KV block manager or an engine that publishes about it.
 
-The worker pushes, and its own stream says who it is and whether it lives. A further source only says which blocks are
-held beside. Its frames are followed as those of any PUB engine (``wire.publishers``); this file decides for which life
-of the worker they count. Rules:
+The worker pushes, and its own stream reports its name and whether it lives. A further source only reports which blocks
+are held in addition. Its frames are followed as those of any PUB engine (``wire.publishers``); this file decides for
+which epoch of the worker they count. Rules:
 
 1. A source is followed while its worker is a member. Before the worker joins, and after it left, nothing is taken in.
-2. What a source says counts for the life of the worker that is a member when it is heard, and goes with that life.
-3. A life of the publisher belongs to the life of the worker that was heard beside it: the publisher was met first, a
-   word of the worker came after that, and the publisher has said something. When the worker comes back with another
-   life, such a publisher is *former*: nothing of it is taken in until it begins another life itself, or says that its
-   cache is empty. Until either happens its blocks may be those that the worker lost. A cleared cache is as good as
-   another life of the publisher, when it is heard as it is said, or is known to have been said after the worker left.
-4. A worker whose lease ran out and that comes back under the same epoch is the same life: what the publisher says
-   counts again, read from its replay buffer.
-5. A publisher that ``outlives_worker`` (a block manager in a process of its own whose blocks the next life finds again)
-   is read from its beginning whenever the worker joins. Rule 3 does not hold for it.
+2. A message of a source counts for the epoch of the worker that is a member at that time, and is dropped with it.
+3. An epoch of the publisher belongs to the worker's epoch that was seen at the same time: the publisher was met first,
+   a message of the worker came after that, and the publisher has published. When the worker comes back with another
+   epoch, such a publisher is *former*: nothing of it is taken in until it begins another epoch itself, or reports that
+   its cache is empty. Until either happens its blocks may be those that the worker lost. A cleared cache is as good as
+   another epoch of the publisher, when it arrives live, or is known to be later than the worker's exit.
+4. A worker whose lease ran out and that comes back under the same epoch is the same epoch: the publisher's messages
+   count again, read from its replay buffer.
+5. A publisher that ``outlives_worker`` (a block manager in a process of its own whose blocks the next epoch finds
+   again) is read from its beginning whenever the worker joins. Rule 3 does not hold for it.
 6. Each life of the publisher, and each loss of frames, begins a new epoch of the source, and its first batch takes
-   back what the source held. Batches are numbered here, without holes. Frames that say nothing make none.
-7. A source that is not connected for the lease is *absent*: a batch takes back what only it said. After a restart of
-   the consolidator this holds too, for what the journal knows of it.
+   back what the source held. Batches are numbered here, without holes. Frames without content make none.
+7. A source that is not connected for the lease is *absent*: a batch takes back what only it reported. After a restart
+   of the consolidator this holds too, for what the journal knows of it.
 
     state        the publisher ...
     -----------  ------------------------------------------------------------------------------------------
-    SYNCING      was not reached yet in this life of the worker, and the lease is not over
+    SYNCING      was not reached yet in this epoch of the worker, and the lease is not over
     LIVE         is followed
     REPLAYING    was asked for missing frames
-    STALE        is not connected, and the lease is not over; or it lost frames (what it says from then on counts)
+    STALE        is not connected, and the lease is not over; or it lost frames (what it reports from then on counts)
     ABSENT       is not connected for the lease; nothing of it is held
-    FORMER       belongs to a life of the worker that has ended (rule 3); nothing of it is held
+    FORMER       belongs to an epoch of the worker that has ended (rule 3); nothing of it is held
 """
 
 from __future__ import annotations
@@ -70,22 +70,22 @@ class FurtherSource:
         self._outlives_worker = outlives_worker
         self._follower: PubFollower | None = None
         self._counts = dict.fromkeys(COUNTED, 0)
-        """Of the lives of the worker before this one."""
+        """Of the epochs of the worker before this one."""
         self._epoch = 0
         self._seq = 0
         self._speaks = False
-        """Whether the source has an epoch in this life of the worker, so that it may hold blocks."""
+        """Whether the source has an epoch in this epoch of the worker, so that it may hold blocks."""
         self._await_until_ms: float | None = None
         """When a publisher that was not reached yet is absent."""
         self._gone = False
         self._worker_epoch = 0
         self._over = False
-        """Whether the last life of the worker is known to have ended."""
+        """Whether the last epoch of the worker is known to have ended."""
         self._past: Position | None = None
-        """How far the publisher had come that spoke for the last life of the worker."""
+        """Position of the publisher that belonged to the last epoch of the worker."""
         self._past_was_former = False
         self._past_is_behind = False
-        """Whether all that it said for that life had been read when the worker left."""
+        """Whether all its messages of that epoch had been read when the worker left."""
 
     # The worker
 
@@ -97,7 +97,7 @@ class FurtherSource:
         self._speaks = False
 
     def recovered(self, worker: MemberRank, now_ms: float) -> None:
-        """Go on with a worker that the journal knows, and with what it knows of this source."""
+        """Continue with a worker that the journal knows, and with what it knows of this source."""
         is_former = worker.stream(self.name).state is StreamState.FORMER and not self._outlives_worker
         cursor = worker.cursors.get(self.name)
         if cursor is not None:
@@ -106,14 +106,14 @@ class FurtherSource:
         self._speaks = cursor is not None
 
     def left(self, member: MemberLeft) -> None:
-        """The worker is no member any more; remember who spoke for it."""
+        """The worker is no member any more; remember its publisher."""
         follower = self._follower
         if follower is None:
             return
         spoke = follower.position != NOWHERE and follower.began_ms is not None and follower.began_ms <= member.heard_ms
         self._past = follower.position if follower.is_former or spoke else None
         self._past_was_former = follower.is_former
-        # A lease runs out while we listen; a worker that is replaced may be heard before what was said of the last one.
+        # A lease runs out while we listen; messages of a replaced worker may arrive before those about the last one.
         self._past_is_behind = follower.state is SourceState.LIVE and follower.clears_count and not member.over
         self._over = member.over
         self._counts = self.counts
@@ -145,14 +145,14 @@ class FurtherSource:
 
     @property
     def health(self) -> tuple[StreamState, str]:
-        """Return how the source stands in this life of the worker, and why."""
+        """Return how the source stands in this epoch of the worker, and why."""
         follower = self._follower
         if follower is None:
             return StreamState.SYNCING, "its worker has not joined"
         if follower.is_former:
             return (
                 StreamState.FORMER,
-                "it has spoken for a life of the worker that ended; it counts again when it restarts or clears its "
+                "it belongs to an earlier epoch of the worker; it counts again when it restarts or clears its "
                 "cache, or at once with outlives_worker in the sources file",
             )
         if self._gone:
@@ -163,7 +163,7 @@ class FurtherSource:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return the counters of the source, over all lives of the worker."""
+        """Return the counters of the source, over all epochs of the worker."""
         if self._follower is None:
             return self._counts
         return {name: count + self._follower.counts[name] for name, count in self._counts.items()}

@@ -1,4 +1,4 @@
-"""Workers of the pool that still load, as they say themselves; see ``poolgrid.wire.loading``. No part of its state."""
+"""Workers of the pool that still load, by their own reports; see ``poolgrid.wire.loading``. No part of its state."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ class LoadingTable:
         self._said = {worker.worker_id: (now_ms, worker) for worker in workers}
 
     def workers(self, now_ms: float) -> list[LoadingWorker]:
-        """Return who loads now, in the order of their names; who has been silent for too long is dropped."""
+        """Return the loading workers by name; those that were silent for too long are dropped."""
         self._said = {name: each for name, each in self._said.items() if now_ms - each[0] < LOADING_TTL_MS}
         return [worker for _, (_, worker) in sorted(self._said.items())]

@@ -1,15 +1,15 @@
 """The blocks that one source holds on one tier, in order of arrival, in a mapping that never rebuilds itself whole.
 
-Python's dict builds all of itself anew when it runs out of room: 80 to 180 ms at a million blocks, in which no token of
-any request goes on. Here no dict is large, and order is kept beside them.
+Python's dict rebuilds itself when it runs out of room: 80 to 180 ms at a million blocks, during which no request
+gets a token. Here no dict is large, and order is kept separately.
 
 Rules
     1. Blocks are written down as they come, on *pages*: their hashes in a row, and where a block's parent is not the
-       block before it, that parent. ``_page_of`` says on which page a block is held (``ShardedMap``).
+       block before it, that parent. ``_page_of`` has the page of each block (``ShardedMap``).
     2. A page gets no block a second time: once one of its blocks goes, it is closed, and what comes is written on the
        next. So what stands on a page and is not held there any more is passed over, and order is that of one dict: a
        block that is stored again after it went away comes last.
-    3. A page that runs empty goes. One of which little is left is written anew when another begins; most run empty
+    3. An empty page is dropped. A sparse one is rewritten when another begins; most run empty
        before that.
     4. ``freeze`` copies nothing. Pages only grow behind what was frozen, or are replaced; a shard is copied before its
        first change after a freeze (copy on write), so the cost is in proportion to what changes.
@@ -33,10 +33,10 @@ SHARD_ENTRIES = 4096
 """Blocks that are looked up in one dict, which is quicker than in several; it is split in a millisecond."""
 
 SPARSE_SHARE = 8
-"""A page is to be written anew when no more than this part of it is held."""
+"""A page is rewritten when no more than this part of it is held."""
 
 REWRITTEN_AT_ONCE = 2
-"""Pages written anew when a page begins: more than become sparse in that time, and a quarter of a millisecond."""
+"""Pages rewritten when a page begins: more than become sparse in that time, and a quarter of a millisecond."""
 
 SPARSE_BLOCKS_MIN = 32
 """Shorter pages are not worth it."""
@@ -136,7 +136,7 @@ class OwnedBlocks(MutableMapping[int, "int | None"]):
         self._newest = 0
         """What came last."""
         self._sparse: dict[int, None] = {}
-        """Pages to be written anew."""
+        """Pages to be rewritten."""
         self._frozen: set[int] = set()
         """Shards that were there when this was frozen last, by identity; each is copied before it changes."""
         if blocks is not None:
@@ -145,7 +145,7 @@ class OwnedBlocks(MutableMapping[int, "int | None"]):
     # -- in bulk -------------------------------------------------------------------------------------------------------
 
     def is_disjoint(self, hashes: Iterable[int]) -> bool:
-        """Say whether none of some blocks is held."""
+        """Return whether none of some blocks is held."""
         shards, shift = self._page_of.shards, self._page_of.shift
         return not any(each in shards[each >> shift] for each in hashes)
 
@@ -221,7 +221,7 @@ class OwnedBlocks(MutableMapping[int, "int | None"]):
                 page_of.replace(each, copy)
 
     def discard(self, blocks: int) -> None:
-        """Free at most that many blocks of a mapping that nobody asks any more; emptied dicts count as blocks."""
+        """Free at most this many blocks of a discarded mapping; emptied dicts count as blocks."""
         if self._frozen:
             self._page_of = ShardedMap()  # who reads what was frozen has the rest
         self._page_of.discard(blocks)
@@ -303,7 +303,7 @@ class OwnedBlocks(MutableMapping[int, "int | None"]):
             self._settle(number)
 
     def _settle(self, number: int) -> None:
-        """Let go of a page that is closed and empty, and remember one of which little is left."""
+        """Drop a page that is closed and empty, and remember a sparse one."""
         page = self._pages[number]
         if not page.held:
             del self._pages[number]

@@ -77,11 +77,11 @@ BLOCKS_PER_WORKER_MAX = 4 * 1024 * 1024
 """Blocks remembered per rank over all tiers and sources. Beyond it new chains are not taken in, and that is counted."""
 
 WorkerEvent = LoadReported | RequestStarted | RequestProgressed | PrefillCompleted | RequestFinished | WorkerDraining
-"""What an event may say of a worker and its requests."""
+"""What an event may contain about a worker and its requests."""
 
 
 class MemberRank:
-    """All that the stream says of one worker rank."""
+    """Facts of one worker rank in the stream."""
 
     __slots__ = (
         "card",
@@ -118,7 +118,7 @@ class MemberRank:
         self.streams: dict[str, SourceStream] = {WORKER_SOURCE: SourceStream(WORKER_SOURCE, StreamState.SYNCING)}
 
     def stream(self, source: str) -> SourceStream:
-        """Return how far the stream of a source can be trusted; a source that was not heard of yet is syncing."""
+        """Return how far the stream of a source can be trusted; a source without a message yet is syncing."""
         return self.streams.get(source) or SourceStream(source, StreamState.SYNCING)
 
     def apply(self, source: str, event: AnyEvent) -> None:
@@ -139,9 +139,9 @@ class MemberRank:
                 self.note(event)
 
     def take(self, batch: EventBatch, is_live: bool, whole: bool) -> tuple[list[AnyEvent], bool, int]:
-        """Change the state as a batch of a source says.
+        """Apply a batch of a source.
 
-        Return what the journal and the readers get, whether any of it says how far a stream can be trusted, and how
+        Return what the journal and the readers get, whether any of it is about trust in a stream, and how
         many events were ignored. With ``whole`` a stored chain stays one event.
         """
         out: list[AnyEvent] = []
@@ -164,7 +164,7 @@ class MemberRank:
                     if presence.restate(source, event, out):
                         self.restating = True
                     else:
-                        # To readers it would mean that nothing at all is held; they are told what is gone.
+                        # To readers it would mean that nothing at all is held; they get what is gone.
                         out.append(StreamStateChanged(source, StreamState.SNAPSHOTTING, "its cache is restated"))
                     restating = True
                 case SnapshotEnded():
@@ -186,7 +186,7 @@ class MemberRank:
         return out, tells, ignored
 
     def admits(self, batch: EventBatch, sources_max: int, before: list[AnyEvent]) -> bool:
-        """Say whether a batch of a further source is the next of it; a new epoch drops what the source held."""
+        """Return whether a batch of a further source is the next of it; a new epoch drops what the source held."""
         cursor = self.cursors.get(batch.source)
         if cursor is None:
             if len(self.cursors) >= sources_max or batch.source == CONSOLIDATOR_SOURCE or batch.seq != 0:
@@ -282,7 +282,7 @@ class FrozenPool:
         return [worker.entry.state for worker in self.workers]
 
     def visible_chains(self) -> Iterator[tuple[int, BlockChain]]:
-        """Yield (position of the worker, chain) for what readers see, sources merged, as ``presence.dump`` says."""
+        """Yield (position of the worker, chain) for readers, sources merged, in the form of ``presence.dump``."""
         for position, worker in enumerate(self.workers):
             places = dict.fromkeys((tier, group) for tier, group, _, _ in worker.held)
             for tier, group in places:
@@ -309,7 +309,7 @@ class PoolState:
         """Offset of the next record."""
         self.workers: dict[WorkerKey, MemberRank] = {}
         self.discarded = Discarded()
-        """Blocks of workers that left or forgot all; whoever has others to serve frees them bit by bit."""
+        """Blocks of workers that left or were cleared; the owner frees them in slices."""
         self.sessions = SessionTable()
 
     def apply(self, record: JournalRecord) -> None:

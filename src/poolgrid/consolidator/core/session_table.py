@@ -58,7 +58,7 @@ SessionKey = tuple[int, str]
 """Tenant and name."""
 
 SHARES_SPARE: Final = 64
-"""Entries of the heap of tenants beyond two for each, after which it is made anew."""
+"""Entries of the heap of tenants beyond two for each, after which it is rebuilt."""
 
 _copy = msgspec.structs.replace
 

@@ -1,14 +1,14 @@
 """A map from u64 hashes that never stops to rebuild itself whole.
 
-Python's dict builds all of itself anew when it runs out of room, in growth and also at a constant size, since deleted
+Python's dict rebuilds itself when it runs out of room, in growth and also at a constant size, since deleted
 entries leave gaps: tens of milliseconds at a million entries, hundreds at eight million. Here no dict is large.
 
 Rules
-    1. The leading bits of a key say in which *shard*, a dict, it is. ``shards`` lists them in the order of their keys;
+    1. The leading bits of a key choose its *shard*, a dict. ``shards`` lists them in the order of their keys;
        a shard that has not been split as often as others stands in several neighbouring places.
     2. A shard beyond ``shard_entries`` is split in eight by its next three bits. In eight, since what costs is that
        entries are moved: most of them once in their life, where halves would move each of them every time that the
-       map doubles. Whoever puts many keys in at once asks for relief of one of their shards, not of all: over many
+       map doubles. A caller that stores many keys at once asks for relief of one of their shards, not of all: over many
        calls every shard has its turn.
     3. Keys that share all of their leading ``DEPTH_MAX`` bits are not kept apart. Sequence hashes are XXH3, which
        spreads them evenly.
@@ -166,7 +166,7 @@ class ShardedMap(Generic[V]):
             yield from shard.items()
 
     def discard(self, entries: int) -> int:
-        """Free that many entries of a map that nobody asks any more; return what of this number is left over."""
+        """Free this many entries of a discarded map; return how many of the number are left over."""
         shards = self.shards
         while entries > 0 and shards:
             shard = shards[-1]

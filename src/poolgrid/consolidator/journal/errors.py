@@ -19,8 +19,8 @@ class JournalCorrupt(Exception):
 
 
 class JournalFenced(Exception):
-    """Somebody else writes this journal now, or it lost its end: this writer's state is no fold of it any more.
+    """Another process writes this journal now, or it lost its end: this writer's state is no fold of it any more.
 
-    Nothing that this writer still holds may be stored, acknowledged or published. Another life, which reads the journal
-    anew, may go on.
+    Nothing that this writer still holds may be stored, acknowledged or published. A new writer, which reads the journal
+    from the start, may continue.
     """

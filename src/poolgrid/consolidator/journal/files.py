@@ -1,4 +1,4 @@
-"""The journal on disk: records in segments, and snapshots beside them.
+"""The journal on disk: records in segments, and snapshots next to them.
 
 Rules for this file:
 
@@ -84,7 +84,7 @@ class FileJournal(Journal):
         self._needs_repair = False
         self._lock = threading.Lock()
         self._kept = threading.Lock()
-        """Held while segments are read or let go of, which another thread may do."""
+        """Held while segments are read or released, which another thread may do."""
         self._report: list[str] = []
         self.unknown: dict[str, int] = {}
         """Kinds of records and events that a later version wrote and ``recover`` passed over, and how many of each."""
@@ -175,10 +175,10 @@ class FileJournal(Journal):
         )
 
     def _go_on_from(self, offset: int) -> None:
-        """Let go of segments that end before a snapshot: their last records were not durable when the power failed."""
+        """Drop segments that end before a snapshot: their last records were not durable when the power failed."""
         self._report.append(
             f"{snapshot_file.name_of(offset)} reaches beyond the last record kept, {self._next - 1}; "
-            f"the journal goes on from record {offset}"
+            f"the journal continues at record {offset}"
         )
         for segment in self._segments:
             self._disk.remove(segment.name)
@@ -369,7 +369,7 @@ class FileJournal(Journal):
 
     @property
     def snapshot_due(self) -> bool:
-        """Say whether as much as retention keeps came after the newest snapshot."""
+        """Return whether as much as retention keeps came after the newest snapshot."""
         newest = self._snapshots[-1] if self._snapshots else 0
         later = sum(segment.size for segment in list(self._segments) if segment.first >= newest)
         return self.crowded and later > self._settings.retention_bytes
@@ -400,10 +400,10 @@ class FileJournal(Journal):
         try:
             self._disk.remove(name)
         except FileNotFoundError:
-            pass  # somebody else did
+            pass  # another process did
 
     def drop_lost(self) -> list[str]:
-        """Let go of segments that are gone, or shorter than what was written to them; return their names.
+        """Drop segments that are gone, or shorter than what was written to them; return their names.
 
         The next append begins a new segment when the last one is among them. Records of a segment that was lost cannot
         be read any more; a snapshot must stand in for them.
@@ -429,7 +429,7 @@ class FileJournal(Journal):
         return len(self._segments), sum(segment.size for segment in list(self._segments))
 
     def close(self) -> None:
-        """Make everything durable and let go of the directory."""
+        """Make everything durable and release the directory."""
         try:
             self.sync()
         finally:

@@ -72,7 +72,7 @@ def state_at(
 ) -> PoolState:
     """Return the state before record ``offset``; raises ``NotKept`` or ``JournalCorrupt``.
 
-    ``on_progress`` is told the offset reached, now and then. A damaged snapshot gives way to the one before it.
+    ``on_progress`` gets the offset reached, now and then. A damaged snapshot gives way to the one before it.
     """
     names = segment_names(disk)
     oldest = offset_of(names[0]) if names else None
@@ -199,8 +199,8 @@ def check_journal(
 ) -> Verified:
     """Check every byte of a journal and compare every snapshot with the fold of the records before it.
 
-    Raises ``JournalCorrupt`` at the first fault. ``on_progress`` is told the bytes of payloads checked, now and then. A
-    torn tail is not raised: whoever writes the journal may be in the middle of it.
+    Raises ``JournalCorrupt`` at the first fault. ``on_progress`` gets the bytes of payloads checked, now and then. A
+    torn tail is not raised: the writer of the journal may be in the middle of it.
     """
     found = Verified()
     names = segment_names(disk)

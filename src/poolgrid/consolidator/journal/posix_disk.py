@@ -92,7 +92,7 @@ class PosixDisk:
         (self.directory / name).unlink()
 
     def close(self) -> None:
-        """Let go of open files and of the lock."""
+        """Close files and release the lock."""
         self._close_appending()
         if self._lock >= 0:
             os.close(self._lock)
@@ -123,7 +123,7 @@ class ReadOnlyDirectory:
             raise NotADirectoryError(errno.ENOTDIR, "is not a directory", str(directory))
 
     def is_in_use(self) -> bool:
-        """Tell whether some process writes this journal now."""
+        """Return whether some process writes this journal now."""
         try:
             descriptor = os.open(self.directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:

@@ -79,7 +79,7 @@ def check(name: str, data: bytes) -> list[int]:
     magic, version, check, offset, created_ms = FILE_HEADER.unpack_from(data)
     sound = check == header_check(magic, version, offset, created_ms)
     if magic != SNAPSHOT_MAGIC or version != VERSION or not sound or offset != expected:
-        raise corrupt(0, f"the header says {magic!r} version {version} offset {offset}")
+        raise corrupt(0, f"the header has {magic!r} version {version} offset {offset}")
     positions, _end, damage = scan(data, FILE_HEADER.size, 0)
     if damage is not None:
         raise corrupt(damage.position, damage.detail)

@@ -2,7 +2,7 @@
 
 A record is understood *whole*, *in part* (some of its events are of kinds that this version does not know, or carry
 fields after those it knows), or *not at all* (an array that begins with the name of an unknown kind of record, then its
-offset). What is not understood is skipped and named, never an error: the checksum has said that the bytes are what was
+offset). What is not understood is skipped and named, never an error: the checksum has shown that the bytes are what was
 written. Bytes that are none of this are damage.
 
 Nothing here changes a file or takes the lock, so a journal can be read while a consolidator writes it.
@@ -55,7 +55,7 @@ RECORDS = SegmentKind(
     SEGMENT_MAGIC,
     True,
     "records before {offset} are sound; restore the file from a copy, or move it and everything later out of the "
-    "directory to go on from there (workers restate what is then missing)",
+    "directory to continue from there (workers restate what is then missing)",
 )
 
 
@@ -165,7 +165,7 @@ def segment_names(disk: ReadableDisk) -> list[str]:
 
 
 def offset_of(name: str, suffix: str = SUFFIX) -> int:
-    """Return the offset that a file's name says."""
+    """Return the offset in a file's name."""
     text = name.removesuffix(suffix)
     if not text.isdigit():
         raise JournalCorrupt(name, 0, 0, "its name is not an offset", "remove the file: the journal did not write it")
@@ -173,7 +173,7 @@ def offset_of(name: str, suffix: str = SUFFIX) -> int:
 
 
 def is_all_zeros(disk: ReadableDisk, name: str) -> bool:
-    """Say whether a file has a length and no data: power failed before anything of it was durable."""
+    """Return whether a file has a length and no data: power failed before anything of it was durable."""
     return not any(disk.read(name, 0, FILE_HEADER.size)) and not any(disk.read(name, 0, disk.size(name)))
 
 
@@ -184,7 +184,7 @@ def created_ms_of(name: str, data: bytes, kind: SegmentKind = RECORDS) -> int:
         raise corrupt(name, 0, first, f"{len(data)} bytes, a header has {FILE_HEADER.size}", kind)
     found, version, check, offset, created_ms = FILE_HEADER.unpack_from(data)
     if found != kind.magic or check != header_check(found, version, offset, created_ms) or offset != first:
-        raise corrupt(name, 0, first, f"the header says {found!r}, first record {offset}", kind)
+        raise corrupt(name, 0, first, f"the header has {found!r}, first record {offset}", kind)
     if version != VERSION:
         raise JournalCorrupt(
             name,
@@ -210,8 +210,8 @@ def stored_payloads(
 ) -> Iterator[StoredPayload]:
     """Yield the payloads from ``from_offset`` on, in order; raise ``JournalCorrupt`` at damage, after all before it.
 
-    A torn tail ends them quietly and is put into ``torn``. Nothing at or behind ``to_offset`` is looked at, so damage
-    there hurts nobody.
+    A torn tail ends them quietly and is put into ``torn``. Nothing at or behind ``to_offset`` is read, so damage
+    there has no effect.
     """
     names = segment_names(disk)
     expected: int | None = None

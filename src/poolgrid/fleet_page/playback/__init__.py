@@ -1,1 +1,1 @@
-"""A pool as it was: folded from its journal, beside the router and never in its way."""
+"""A pool as it was: folded from its journal, outside the router and never in its way."""

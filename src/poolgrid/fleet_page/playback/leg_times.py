@@ -63,7 +63,7 @@ def note_event(leg: Leg, event: object, time_ms: int) -> None:
 
 
 def fill(legs: Sequence[Leg], records: Iterable[JournalRecord]) -> None:
-    """Fill in what the journal says of legs; stops once all have ended."""
+    """Fill in the journal's times of legs; stops once all have ended."""
     by_id = {leg.dispatch_id: leg for leg in legs}
     open_legs = len(by_id)
     for number, record in enumerate(records):

@@ -29,7 +29,7 @@ from poolgrid.process.tasks import cancel_all, owned
 log = logging.getLogger(__name__)
 
 WAITING_MAX = 4
-"""Questions that wait for the one under way: people click again when they see nothing."""
+"""Questions that wait for the current one: people click again when they see nothing."""
 
 TIME_S_MAX = 60.0
 """Longest time of one question: the fold has 45 s, the snapshot before it the rest."""
@@ -84,7 +84,7 @@ class Player:
         return await self._ask(question, 0)
 
     async def fill(self, legs: list[Leg], from_offset: int) -> None:
-        """Fill in what the journal says of legs, none of which began before an offset; what it lacks stays unknown."""
+        """Fill in the journal's times of legs, none of which began before an offset; what it lacks stays unknown."""
         question = self._question()
         question.legs, question.from_offset = legs, from_offset
         try:
@@ -135,7 +135,7 @@ class Player:
         try:
             assert process.stdin is not None, "it is a pipe"
             assert process.stdout is not None, "it is a pipe"
-            # It may answer before it was told everything, and would wait for ever for somebody to listen.
+            # It may answer before it has read everything, and would wait without end for a reader.
             telling = owned(self._tell(process.stdin, question, records), "telling a playback its records")
             try:
                 said = await _all_of(process.stdout)
@@ -148,7 +148,7 @@ class Player:
                     process.kill()
                 await process.wait()
         if not said:
-            raise OSError(f"it ended with status {status} and said nothing")
+            raise OSError(f"it ended with status {status} without an answer")
         return msgspec.msgpack.decode(said, type=Answer)
 
     def _is_on_disk(self) -> bool:
@@ -162,7 +162,7 @@ class Player:
 
     async def _tell(self, pipe: asyncio.StreamWriter, question: Question, records: list[bytes]) -> None:
         """Write the question, and behind it the records of a journal in memory."""
-        with contextlib.suppress(ConnectionError):  # it has what it needs, or has said why not
+        with contextlib.suppress(ConnectionError):  # it has what it needs, or has reported why not
             _write(pipe, msgspec.msgpack.encode(question))
             await pipe.drain()
             next_offset = question.first_offset
@@ -174,7 +174,7 @@ class Player:
                 await asyncio.sleep(0)
                 first, records = self._kept(next_offset, SLICE_RECORDS, SLICE_BYTES)
                 if first != next_offset:
-                    break  # the journal has let go of what comes next: the process makes do with what it has
+                    break  # the journal has dropped the next records: the process uses what it has
             pipe.close()
 
 

@@ -1,4 +1,4 @@
-"""``python -m poolgrid.fleet_page.playback.process``: reads a journal, folds it, says what was to be seen, and ends.
+"""``python -m poolgrid.fleet_page.playback.process``: reads a journal, folds it, answers, and ends.
 
 One question comes on standard input and one answer goes to standard output, both as a frame of MessagePack. Without a
 directory the records follow the question, a frame each. It reads only, takes no lock, and runs with what other work
@@ -34,7 +34,7 @@ from poolgrid.wire.limits import FRAME_BYTES_MAX
 NICENESS = 15
 
 MEMORY_BYTES_MAX = 4 * 1024**3
-"""Address space: twenty million blocks. A larger pool cannot be played back, and the answer says so."""
+"""Address space: twenty million blocks. A larger pool cannot be played back, and the answer reports it."""
 
 FOLD_CPU_S_MAX = 15.0
 FOLD_S_MAX = 45.0
@@ -151,7 +151,7 @@ def _reel(question: Question, following: Iterator[bytes]) -> Answer:
 
 def main() -> None:
     """Answer one question."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who started it, who ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process, which ends it
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))

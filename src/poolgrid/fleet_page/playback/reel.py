@@ -19,7 +19,7 @@ CELLS_MAX = 60_000
 """Workers times frames: a few megabytes of JSON. A larger pool gets fewer frames."""
 
 REQUESTS_PER_FRAME_MAX = 500
-"""Starts and ends told of one frame; what is beyond is counted."""
+"""Starts and ends in one frame; what is beyond is counted."""
 
 ACTIVE_MAX = 5_000
 """Requests named that were on workers when the reel begins."""
@@ -46,7 +46,7 @@ class ReelFrame(msgspec.Struct):
     workers: dict[str, WorkerFrame]
     gone: list[str]
     holders: dict[str, list[tuple[str, int]]]
-    """By conversation, who holds how many leading blocks of it."""
+    """By conversation, the holders and their number of leading blocks."""
     began: list[tuple[str, str, int, int]]
     """Requests that engines began: dispatch, worker, prompt tokens, reused tokens."""
     ended: list[tuple[str, str]]

@@ -32,7 +32,7 @@ export function rate(perSecond) {
 export const hue = (number) => (number * 137.508 + 205) % 360;
 export const hueOfName = (name) => hue(Number.parseInt(name.slice(1), 10) || 0);
 
-const STATUS_WORDS = { "": "sent", stop: "done", length: "max tokens", "under way": "in flight" };
+const STATUS_WORDS = { "": "sent", stop: "done", length: "max tokens" };
 
 export const statusWords = (status) => STATUS_WORDS[status] ?? status;
 
@@ -40,7 +40,7 @@ const FAILED = new Set(["error", "cancelled", "poison"]);
 
 export function tone(status) {
   if (status === "stop" || status === "length") return "good";
-  if (status === "placed" || status === "prefill" || status === "output" || status === "in flight" || status === "under way") return "busy";
+  if (status === "placed" || status === "prefill" || status === "output" || status === "in flight") return "busy";
   if (FAILED.has(status) || status.startsWith("refused")) return "bad";
   return status === "migrated" ? "warn" : "";
 }

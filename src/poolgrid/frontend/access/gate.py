@@ -28,7 +28,7 @@ CALLER: Final = "poolgrid.caller"
 class PathClass(Enum):
     """Who may ask for a path."""
 
-    OPEN = "anybody"
+    OPEN = "any client"
     TENANT = "a tenant's key"
     OPERATOR = "an operator's key"
 
@@ -75,7 +75,7 @@ def path_class(path: str, metrics_need_key: bool) -> PathClass:
 
 
 def is_path_of_tenants(path: str) -> bool:
-    """Tell whether a path is part of the API that tenants use."""
+    """Return whether a path is part of the API that tenants use."""
     return path.startswith(TENANT_PATHS) and any(path == each or path.startswith(each + "/") for each in TENANT_PATHS)
 
 

@@ -9,7 +9,7 @@ Rules
     3. Caches are divided among the tenants of the document, active or not. A document with other tenants
        than the last begins with empty caches.
     4. A new document replaces keys and limits at once. What tenants have in flight and have used still counts; a
-       tenant that is gone is forgotten when its last request ends. Requests under way keep the rules they began with.
+       tenant that is gone is forgotten when its last request ends. Requests in flight keep the rules they began with.
     5. Limits hold for one process; processes that share a port allow an equal part of them each. Several routers of a
        pool each allow the whole of them, unless each has a share (``poolgrid.nats.shared_meter``).
 
@@ -42,7 +42,7 @@ from poolgrid.inference.ports import Refused
 from poolgrid.process.clock import Clock
 
 INDEX_BYTES = 8
-"""Leading bytes of a key's hash by which it is looked up. Equal ones are told apart by comparing the whole."""
+"""Leading bytes of a key's hash by which it is looked up. Equal ones are distinguished by comparing the whole."""
 
 CONCURRENCY_RETRY_S = 1.0
 """It is unknown when one of a tenant's own requests ends; a second is a polite time to ask again."""
@@ -126,7 +126,7 @@ class Tenants:
                 "no API key was sent; send one as 'authorization: Bearer KEY' or 'x-api-key: KEY'",
             )
         digest = hashlib.sha256(key).digest()
-        # The lookup is by a hash that nobody can steer; the whole is compared in constant time.
+        # The lookup is by a hash that no client can steer; the whole is compared in constant time.
         for known in self._keys.get(digest[:INDEX_BYTES], ()):
             if hmac.compare_digest(known.digest, digest):
                 if known.key.expires is not None and known.key.expires.timestamp() * 1000 <= wall_ms:
@@ -278,7 +278,7 @@ Signature = tuple[int, int, int]
 
 
 class WatchedKeyFile:
-    """The tenants of ``path``; ``on_reload`` is told ``loaded`` or ``refused`` after each change of the file."""
+    """The tenants of ``path``; ``on_reload`` gets ``loaded`` or ``refused`` after each change of the file."""
 
     def __init__(
         self,

@@ -35,14 +35,14 @@ FILES_BYTES_MAX: Final = 4 * 1024 * 1024
 """Text in the files of one request, a million tokens; decoding it takes 16 ms of the event loop."""
 
 ITEM_BYTES_MAX: Final = 512
-"""What a medium takes in a message beside its bytes: hash, type, place."""
+"""Size of a medium in a message in addition to its bytes: hash, type, place."""
 
 NO_MEDIA: Final = "[an image, which is left out: this model takes text only]"
 """Stands for an image that a tool returned, or that an earlier message brought: the client sends it with every later
 turn, so that a refusal would end the session."""
 
 REQUEST_BYTES_MAX: Final = 4 * 1024 * 1024
-"""What the rest of a request may take beside prompt and media: sampling, a JSON schema, output that moves along."""
+"""Size of the rest of a request in addition to prompt and media: sampling, a JSON schema, output that moves along."""
 
 
 def find_media(messages: Sequence[Message], spec: MediaSpec, model: str) -> tuple[MediaReference, ...]:
@@ -183,13 +183,13 @@ def with_media(
     add_special_tokens: bool,
     domain: CacheDomain | None = None,
 ) -> tuple[bytes, MultimodalInput]:
-    """Return the tokens of a rendered prompt with its media in place, and what the engine is given beside them.
+    """Return the tokens of a rendered prompt with its media in place, and the media inputs of the engine.
 
     ``items`` is not empty. Raises ``RequestError`` when placeholders and media do not match, or when all of it does not
     fit into a message.
     """
     if spec.placeholder_token_id is None and spec.placeholder:
-        # As one token it is found wherever the template put it, and text that only looks like it is not.
+        # As one token it is found anywhere in the prompt, and text that only looks like it is not.
         spec = msgspec.structs.replace(spec, placeholder_token_id=model.tokenizer.token_to_id(spec.placeholder))
     special = add_special_tokens or spec.adds_special_tokens
     try:

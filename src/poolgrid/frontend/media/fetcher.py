@@ -71,7 +71,7 @@ class MediaFetcher:
     async def fetch(self, url: str, bytes_max: int, on_bytes: Callable[[int], None]) -> bytes:
         """Return the body behind a URL, at most ``bytes_max`` bytes; raises ``MediaRefused``.
 
-        ``on_bytes`` is told the size of every piece that arrives, and may raise ``MediaRefused`` to stop.
+        ``on_bytes`` gets the size of every piece that arrives, and may raise ``MediaRefused`` to stop.
         """
         try:
             async with asyncio.timeout(self._timeout_ms / 1000):
@@ -235,7 +235,7 @@ async def _read(
             raise MediaRefused("media_too_large", f"{shown(str(target))} has more than {bytes_max} bytes, the limit")
         on_bytes(len(piece))
         pieces.append(piece)
-    # Copying much takes the loop's time; Python lets go of the interpreter meanwhile.
+    # Copying much takes the loop's time; Python releases the interpreter's lock meanwhile.
     return b"".join(pieces) if size < JOINED_AT_ONCE_BYTES else await asyncio.to_thread(b"".join, pieces)
 
 

@@ -178,7 +178,7 @@ class MediaLoader:
         return MediaCache(bytes_max, CACHE_TTL_MS, self._clock, note)
 
     async def _fetch(self, reference: MediaReference, bytes_max: int) -> MediaItem | MediaRefused:
-        """Fetch and check one URL, on the budget while it is under way."""
+        """Fetch and check one URL, on the budget while it is in progress."""
         transit = self._budget.lease(bytes_max)
         try:
             await self._take_turn()

@@ -52,7 +52,7 @@ class LocalFiles:
         except (OSError, ValueError) as error:
             raise MediaRefused("media_path_not_allowed", f"{shown(url)} cannot be resolved: {error}") from None
         if resolved == self._root or not resolved.is_relative_to(self._root):
-            # The same words whether the file exists or not: what is outside is nobody's business.
+            # The same words whether the file exists or not: what is outside stays secret.
             raise MediaRefused(
                 "media_path_not_allowed",
                 f"{shown(url)} is not below the directory that media may be read from (allowed-local-media-path)",

@@ -86,7 +86,7 @@ class MediaCache:
     def __init__(
         self, bytes_max: int, ttl_ms: float, clock: Clock, on_lookup: Callable[[str], None] = lambda outcome: None
     ) -> None:
-        """``on_lookup`` is told of each ``get``: hit, miss, or shared (the URL was being fetched already)."""
+        """``on_lookup`` is called for each ``get``: hit, miss, or shared (the URL was being fetched already)."""
         self._on_lookup = on_lookup
         self._ttl_ms = ttl_ms
         self._clock = clock

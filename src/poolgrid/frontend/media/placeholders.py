@@ -103,7 +103,7 @@ def place_media(
     """Return the prompt's tokens (u32 little-endian) with placeholders expanded, and the items with their places.
 
     Raises ``MediaRefused`` when the prompt has not exactly one placeholder per item: a client that writes the
-    placeholder into its text would shift every picture.
+    placeholder into its text would shift every image.
     """
     if spec.placeholder_token_id is not None:
         pieces = _between_tokens(encode(text), spec.placeholder_token_id)

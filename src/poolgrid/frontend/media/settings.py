@@ -33,7 +33,7 @@ FETCH_TIMEOUT_MS = 10_000
 a second is cut off too."""
 
 CACHE_BYTES = 256 * MEGABYTE
-"""Fetched media that are kept: a conversation sends its pictures again with every turn."""
+"""Fetched media that are kept: a conversation sends its images again with every turn."""
 
 CACHE_TTL_MS = 60_000
 """How long a fetched URL is taken as unchanged."""

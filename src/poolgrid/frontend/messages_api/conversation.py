@@ -52,7 +52,7 @@ def chat_body(body: CountedBody) -> ChatBody:
         response_format=_response_format(body),
         reasoning_effort=None if body.output_config is None else body.output_config.effort,
         chat_template_kwargs=_template_variables(body.thinking, body.chat_template_kwargs),
-        # The answer goes on with what the assistant has said last.
+        # The answer continues the assistant's last message.
         continue_final_message=goes_on or None,
         max_completion_tokens=body.max_tokens if isinstance(body, MessagesBody) else None,
         stop=body.stop_sequences if isinstance(body, MessagesBody) else None,

@@ -2,7 +2,7 @@
 things that it may write. For each form that ``tool_calls`` reads there is one here that it would read.
 
 Parts are those of ``poolgrid.structured_output.structural_tags``. XGrammar takes repetitions (``tags_with_separator``)
-neither beside other parts nor before them, and no empty text. So several calls are written out, and of arguments in
+neither next to other parts nor before them, and no empty text. So several calls are written out, and of arguments in
 tags that may be left out the later ones are left out first. Forms without a marker of their own (``llama3_json``) are
 JSON that the answer could be as well, so theirs is a schema, which goes together with the answer's own.
 """

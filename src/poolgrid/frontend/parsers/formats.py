@@ -140,9 +140,9 @@ class OutputFormat:
     ) -> OutputParser | None:
         """Return a fresh parser for one answer, or ``None`` when it is all content.
 
-        ``prompt_end`` is the end of the rendered prompt (``PROMPT_END_CHARS``); ``guided`` says that the engine was
-        told to write JSON, or JSON or calls; ``continued`` is what the assistant has said already, when the answer goes
-        on with it.
+        ``prompt_end`` is the end of the rendered prompt (``PROMPT_END_CHARS``); ``guided`` means that the engine was
+        told to write JSON, or JSON or calls; ``continued`` is the assistant's text so far, when the answer
+        continues it.
         """
         if not self.active(tools):
             return None
@@ -166,7 +166,7 @@ class OutputFormat:
         known = _REASONING[self.reasoning]
         if continued is None:
             new_turn = not self.turn_beginnings or prompt_end.rstrip().endswith(self.turn_beginnings)
-            # Else the prompt goes on with a turn, after a tool's result perhaps, in which the reasoning came before.
+            # Else the prompt continues a turn, after a tool's result perhaps, in which the reasoning came before.
             begins = begins_after(prompt_end, known.opener, known.closer) or (known.begins if new_turn else Begins.OPEN)
         else:
             inside = continued.rfind(known.opener) > continued.rfind(known.closer)

@@ -7,7 +7,7 @@ Rules
 - A call is passed on when it is complete, is of a function that the request declares, and its arguments are a JSON
   object: ``Kind.CALL`` with ``Kind.ARGUMENTS`` right after it. All else is content, with its opener and white space.
 - Other markers end a list of calls as well as its bracket.
-- Markers of which nothing depends (``drops``) are left out wherever they stand.
+- Markers without a meaning of their own (``drops``) are left out everywhere.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ REFERENCE = "item_reference"
 
 
 def owner(caller: Caller | None, isolated: bool) -> Owner | None:
-    """Return whose responses a caller's are; ``None`` when clients are to be told apart and cannot be."""
+    """Return whose responses a caller's are; ``None`` when clients are to be distinguished and cannot be."""
     if caller is not None:
         return Owner(caller.tenant, caller.account.cache_shares.tenants)
     return None if isolated else Owner("", 1)

@@ -30,7 +30,7 @@ class TextOptions(Struct):
     """What the text of the answer is to be."""
 
     format: Annotated[dict[str, Any] | None, allowed("an object with the type text, json_object or json_schema")] = None
-    """``{"type": "text"}``, ``json_object``, or ``json_schema`` with ``name`` and ``schema`` beside it."""
+    """``{"type": "text"}``, ``json_object``, or ``json_schema`` with ``name`` and ``schema``."""
 
 
 class ReasoningOptions(Struct):

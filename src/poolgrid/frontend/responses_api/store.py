@@ -45,7 +45,7 @@ LOCK_WAIT_S = 5.0
 RETRY_AFTER_S = 1.0
 
 ENTRY_BYTES = 512
-"""What a response takes beside its own bytes: ids and indexes."""
+"""Size of a response in addition to its own bytes: ids and indexes."""
 
 _TABLES = """
 CREATE TABLE conversations (
@@ -249,7 +249,7 @@ class ResponseStore:
 def _open(path: Path | None) -> sqlite3.Connection:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Conversations are nobody else's to read.
+        # Conversations are private.
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     database = sqlite3.connect(
         MEMORY if path is None else path, timeout=LOCK_WAIT_S, isolation_level=None, check_same_thread=False

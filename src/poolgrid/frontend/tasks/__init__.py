@@ -1,5 +1,5 @@
 """Requests whose answer is not tokens: ``/v1/embeddings``, ``/v1/images/generations`` and ``/v1/videos``.
 
 ``schema`` reads the bodies, ``endpoint`` serves one request on a worker, ``result_files`` keeps what is fetched later,
-and ``videos`` has the jobs that go on after their request is answered.
+and ``videos`` has the jobs that continue after their request is answered.
 """

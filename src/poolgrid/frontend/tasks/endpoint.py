@@ -1,7 +1,7 @@
 """The endpoints of tasks: one request from its body to its answer, as ``poolgrid.frontend.inference_endpoint`` has it.
 
 A task has one answer, whole at its end. When its client leaves before, it is cancelled on its worker; a video whose
-client did not ask to wait goes on (``poolgrid.frontend.tasks.videos``).
+client did not ask to wait continues (``poolgrid.frontend.tasks.videos``).
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class ResultFiles:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     def keep(self, owner: Owner, result_id: str, description: bytes, content: bytes | None = None) -> None:
-        """Keep a result, or describe it anew; raises ``OSError``."""
+        """Keep a result, or describe it again; raises ``OSError``."""
         folder = self._folder(owner)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if content is not None:

@@ -1,4 +1,4 @@
-"""Videos, which take minutes: jobs that go on after their request is answered, and what is asked of them by their id.
+"""Videos, which take minutes: jobs that continue after their request is answered, and are queried by id.
 
 Rules
     1. A job is queued, in progress, then completed or failed; its description among the results says so, and how much
@@ -51,7 +51,7 @@ ENDED: Final = ("completed", "failed")
 
 
 def new_id(kind: str) -> str:
-    """Return an id of a result that nobody can guess."""
+    """Return an id of a result that no client can guess."""
     return f"{kind}_{secrets.token_hex(16)}"
 
 
@@ -203,7 +203,7 @@ class VideoJobs:
             await self._keep(job)
 
     async def _touch(self) -> None:
-        """Show that the jobs of this process run, and cancel those that nobody wants any more."""
+        """Show that the jobs of this process run, and cancel those that no client wants any more."""
         while self._running:
             await asyncio.sleep(TOUCH_S)
             for job in list(self._running.values()):

@@ -1,1 +1,1 @@
-"""Distributed traces: what happened to a request in this process, kept while it lives, told at its end."""
+"""Distributed traces: what happened to a request in this process, kept while it runs, exported at its end."""

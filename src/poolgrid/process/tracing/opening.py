@@ -19,7 +19,7 @@ def open_tracing(
 ) -> Tracing | None:
     """Return the traces of this process, ``None`` where they are off; ``opened`` sends the last of them.
 
-    ``service`` names what it is (``poolgrid-router``), ``instance`` tells several apart. Raises ``ValueError`` for
+    ``service`` names what it is (``poolgrid-router``), ``instance`` distinguishes several. Raises ``ValueError`` for
     settings that cannot be meant, and where the packages lack.
     """
     target = trace_target(settings, os.environ)

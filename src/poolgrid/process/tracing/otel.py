@@ -1,8 +1,8 @@
 """Sends records as OpenTelemetry's spans, by its own SDK and exporters. Imported only where traces are on.
 
 The SDK batches spans in a bounded queue and sends them from a thread of its own; ``OTEL_BSP_*`` bound it, and
-``OTEL_EXPORTER_OTLP_*`` say how the receiver is reached (headers, certificates, compression, time-outs). What does not
-fit is dropped, which the SDK logs.
+``OTEL_EXPORTER_OTLP_*`` configure how the receiver is reached (headers, certificates, compression, time-outs). What
+does not fit is dropped, which the SDK logs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class OtelSink:
     def __init__(
         self, exporter: SpanExporter, service: str, instance: str, wall_ns: Callable[[], int] = time.time_ns
     ) -> None:
-        """``service`` is the name where ``OTEL_SERVICE_NAME`` gives none, ``instance`` tells processes apart;
+        """``service`` is the name where ``OTEL_SERVICE_NAME`` gives none, ``instance`` distinguishes processes;
         ``wall_ns`` is the time since 1970, which spans of several processes are put side by side by."""
         self._wall_ns = wall_ns
         resource = Resource.create({"service.instance.id": instance})

@@ -1,8 +1,8 @@
 """What happened to one request in one process, as spans in the making. Pure: clock and ids are given.
 
 Only requests whose traces are kept have a record; for all others there is ``None``, and asking for that is all that
-they cost. Spans are told at the request's end (``poolgrid.process.tracing.tracing``), so that nothing is sent, and no
-library asked, while it is served.
+they cost. Spans are exported at the request's end (``poolgrid.process.tracing.tracing``), so that nothing is sent, and
+no library asked, while it is served.
 
 Rules
     1. A record holds at most ``SPANS_MAX`` spans and ``EVENTS_MAX`` events a span. What is beyond is counted and left

@@ -17,7 +17,7 @@ TRACES_PATH = "/v1/traces"
 """Where OTLP's receivers take traces over HTTP."""
 
 DYNAMO_ENDPOINT = "http://localhost:4317"
-"""Where scripts for Dynamo send traces that say only that they want some."""
+"""Receiver of traces for scripts for Dynamo that only switch traces on."""
 
 HTTP_PORT = 4318
 """OTLP's own for HTTP; 4317 is that for gRPC."""
@@ -87,7 +87,7 @@ def _port(endpoint: str) -> int | None:
 
 
 def _endpoint_of(environment: Mapping[str, str]) -> tuple[str, bool] | None:
-    """Return what the variables say, and whether it is the base of all signals, below which traces have a path."""
+    """Return the receiver in the variables, and whether it is the base of all signals, with a path for traces."""
 
     def word(name: str) -> str:
         return environment.get(name, "").strip()

@@ -41,8 +41,8 @@ class Tracing:
         self._clock = clock
         unkept = TracePlace(self._sampler.span_id() << 64 | self._sampler.span_id(), self._sampler.span_id(), 0)
         self.not_kept = TraceContext(unkept.traceparent)
-        """What others are told of requests whose traces are not kept, so that they do not begin one of their own: the
-        same for all, as it is not read."""
+        """Trace context for others of requests whose traces are not kept, so that they do not begin one of their own:
+        the same for all, as it is not read."""
 
     def begin_request(self, name: str, headers: Sequence[tuple[bytes, bytes]], began_ms: float) -> TraceRecord | None:
         """Begin the record of a client's request, if it is kept; ``headers`` are in lower case."""

@@ -51,7 +51,7 @@ class Usage(msgspec.Struct, gc=False):
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that the endpoint says it reused."""
+        """Prompt tokens that the endpoint reports as reused."""
         details = self.prompt_tokens_details
         return (details.cached_tokens or 0) if details is not None else 0
 

@@ -1,8 +1,8 @@
 """``poolgrid bench``: plan the load, run it with a progress bar on stderr, print the tables on stdout.
 
 A run is one endpoint at one concurrency. Several endpoints (or policies, each with a pool that is started for it),
-several concurrencies and several rounds make a series: concurrency by concurrency, round by round, the endpoints in
-turns, each round with other prompts, and in a round all endpoints with the same.
+several concurrencies and several rounds make a series: concurrency by concurrency, round by round, the endpoints one
+after the other, each round with other prompts, and in a round all endpoints with the same.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from poolgrid.tools.bench.trace import TraceError, ideal_cached_token_ratio, pla
 from poolgrid.wire.hashing import stable_u64
 
 REQUESTS_DEFAULT = 100
-"""Requests of a closed or open loop that was told neither a number nor a duration."""
+"""Requests of a closed or open loop with neither a number nor a duration."""
 
 AGENT_CALLS_DEFAULT = 100
 """Calls of a bench with agents that was told neither a number nor a duration, for each that is open: two to three
@@ -66,11 +66,11 @@ READY_INTERVAL_S = 0.2
 
 
 class BenchError(Exception):
-    """The run cannot start; the message says why and what to do."""
+    """The run cannot start; the message has the reason and the fix."""
 
 
 async def until_ready(target: HttpTarget, settings: BenchSettings) -> None:
-    """Wait until an endpoint says that it can serve; raise ``BenchError`` when it does not in time.
+    """Wait until an endpoint reports ready; raise ``BenchError`` when it does not in time.
 
     One without ``/ready`` (404) counts as ready.
     """
@@ -182,7 +182,7 @@ def _check_ids_differ(planned: list[PlannedRequest], settings: BenchSettings) ->
     if planned[0].block_tokens < needed:
         raise TraceError(
             f"length scale {settings.length_scale} leaves {planned[0].block_tokens} tokens per trace block, allowed "
-            f"are at least {needed}: fewer cannot tell {largest + 1} block ids apart; nothing was sent"
+            f"are at least {needed}: fewer cannot distinguish {largest + 1} block ids; nothing was sent"
         )
 
 

@@ -21,7 +21,7 @@ OWN = ("port", "policy", "data_dir", "pools", "engine", "dry_run")
 
 
 class PoolsFailed(Exception):
-    """The pools could not be started; the message says why."""
+    """The pools could not be started; the message has the reason."""
 
 
 @asynccontextmanager

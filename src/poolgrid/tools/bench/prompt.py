@@ -96,7 +96,7 @@ def digits_of(block_id: int, base: int) -> int:
 class PromptMaker:
     """Renders planned requests as token ids, as JSON, or as words.
 
-    ``token_id_min`` and ``token_id_max`` bound the token ids (both included); ``scale`` says what a word is.
+    ``token_id_min`` and ``token_id_max`` bound the token ids (both included); ``scale`` is the size of a word.
     """
 
     def __init__(self, token_id_min: int, token_id_max: int, scale: WordScale = ONE_TOKEN_A_WORD) -> None:

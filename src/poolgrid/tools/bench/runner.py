@@ -45,7 +45,7 @@ Planned = PlannedRequest | PlannedConversation
 
 
 class RequestLine(msgspec.Struct, frozen=True):
-    """What the log of a run says of one request; times in milliseconds, of failed requests only the first."""
+    """A run's log line for one request; times in milliseconds, of failed requests only the first."""
 
     index: int
     sent_ms: float

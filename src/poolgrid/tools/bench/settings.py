@@ -1,4 +1,4 @@
-"""What ``poolgrid bench`` can be told."""
+"""Settings of ``poolgrid bench``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ISL_DEFAULT = 1024
 OSL_DEFAULT = 64
 
 COMPARISON_ROUNDS = 3
-"""Rounds of a comparison that was told no number: the least with a median."""
+"""Rounds of a comparison without a given number: the least with a median."""
 
 
 def _listed(value: Any) -> Any:

@@ -16,10 +16,10 @@ ERROR_SAMPLES_MAX = 3
 """Messages kept per kind of error: enough to see what it is."""
 
 ERROR_KINDS_MAX = 64
-"""Kinds of errors told apart; further ones count as ``other``."""
+"""Kinds of errors that are counted; further ones count as ``other``."""
 
 WORKERS_MAX = 65_536
-"""Workers told apart by name; further ones count as ``other``."""
+"""Workers counted by name; further ones count as ``other``."""
 
 GROWTH = 1.005
 """Ratio of one bucket's limits."""

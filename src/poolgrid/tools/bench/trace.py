@@ -26,7 +26,7 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class TraceError(ValueError):
-    """A trace is not what the format says; the message names file, line and field."""
+    """A trace does not keep to the format; the message names file, line and field."""
 
 
 class TraceRow(msgspec.Struct, frozen=True):

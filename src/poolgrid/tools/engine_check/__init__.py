@@ -1,1 +1,1 @@
-"""`poolgrid engine-check`: what an engine server's KV events say, compared with what its tokens imply."""
+"""`poolgrid engine-check`: an engine server's KV events, compared with the blocks that its tokens imply."""

@@ -22,17 +22,17 @@ SALT = "engine-check"
 """What salted probes are sent under."""
 
 BLOCK_SIZE_ASSUMED = 16
-"""For the length of the first probes, where neither the server nor an option says; vLLM's default."""
+"""For the length of the first probes, where neither the server nor an option sets it; vLLM's default."""
 
 SETTLE_MS = 300
 """The events of a probe are complete when none came for so long."""
 
 REPLAYED_BEFORE = 4
-"""How many messages before the first that was heard are asked for too: they show that the replay goes back."""
+"""How many messages before the first received one are requested too: they show that the replay goes back."""
 
 
 def told_by(facts: ServerFacts, settings: EngineCheckSettings) -> ServerStatement:
-    """Return what a check starts from: what the server says, and what options say in its place."""
+    """Return the start of a check: the server's facts, with options in their place."""
     listed = any(source.endpoint for source in facts.sources)
     return ServerStatement(
         facts.kind if settings.engine == "auto" else settings.engine,
@@ -46,7 +46,7 @@ def told_by(facts: ServerFacts, settings: EngineCheckSettings) -> ServerStatemen
 
 
 def sources_of(facts: ServerFacts, settings: EngineCheckSettings) -> list[Source]:
-    """Return where to listen: as the options say, else as the server does."""
+    """Return where to listen: by the options, else by the server."""
     if not settings.kv_events_endpoint:
         return [
             Source(each.dp_rank, each.endpoint, each.replay_endpoint, each.topic, each.doubt)
@@ -69,7 +69,7 @@ async def gather_evidence(
 ) -> Evidence:
     """Ask, listen, probe; raises ``ServerError`` when the server cannot be asked, ``zmq.ZMQError`` for an endpoint.
 
-    ``tell`` is told what happens now.
+    ``tell`` is called with what happens now.
     """
     facts = await server.learn(settings.engine, settings.model)
     told, sources = told_by(facts, settings), sources_of(facts, settings)

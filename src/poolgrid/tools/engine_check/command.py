@@ -243,7 +243,7 @@ def _seen(area: str, evidence: Evidence, found: Examination) -> str:
         return "" if evidence.transfers is None else transfers_seen(evidence.transfers)
     if area == "reuse":
         compared = len(reuse.comparisons)
-        return f"{reuse.equal} of {counted(compared, 'probe')} as the events say" if compared else ""
+        return f"{reuse.equal} of {counted(compared, 'probe')} as the events predict" if compared else ""
     answered = [each for each in evidence.exchanges if not each.failure]
     return f"{len(answered)} of {len(evidence.exchanges)} answered" if evidence.exchanges else ""
 

@@ -22,8 +22,8 @@ from poolgrid.transport.zmq_socket import BatchSocket
 from poolgrid.wire.limits import FRAME_BYTES_MAX
 
 HEARD_MESSAGES_MAX = 20_000
-"""Messages that a check keeps; a busy server publishes some hundred a second, and a check takes seconds. What comes
-beyond it is not heard, which shows as a jump of the sequence."""
+"""Messages that a check keeps; a busy server publishes a few hundred a second, and a check takes seconds. What comes
+beyond it is not read, which shows as a jump of the sequence."""
 
 HEARD_BYTES_MAX = 256 * 1024 * 1024
 """The same in bytes."""
@@ -38,7 +38,7 @@ CONNECTS_TIMEOUT_S = 3.0
 """How long a publisher that connects may take to come to a socket in its endpoint's place; ZMQ tries every 100 ms."""
 
 REPLAY_TIMEOUT_S = 5.0
-"""How long a replay may say nothing before it counts as ended."""
+"""How long a replay may be silent before it counts as ended."""
 
 WATCHED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -59,9 +59,9 @@ class _Subscription:
         self.reached = False
         """Whether a publisher's handshake succeeded."""
         self.strange = False
-        """Whether somebody is there who is none."""
+        """Whether a process listens there that is no publisher."""
         self.touched = False
-        """Whether somebody took a connection."""
+        """Whether a process took a connection."""
         self._listener = listener
         self.socket: zmq.Socket[bytes] = listener.context.socket(zmq.SUB)
         leave_plain(self.socket)  # engines publish without CURVE
@@ -104,14 +104,14 @@ class _Subscription:
         self._listener.take(self.source.rank, messages)
 
     async def until_reached(self, timeout_s: float) -> None:
-        """Wait until a publisher is reached, or somebody who is none, or the time is over."""
+        """Wait until a publisher is reached, or a process that is none, or the time is over."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not (self.reached or self.strange):
                     await self.changed.wait()
                     self.changed.clear()
         except TimeoutError:
-            pass  # nobody is there
+            pass  # no process listens there
 
     def close(self) -> None:
         for inbox in self._inboxes:
@@ -150,9 +150,9 @@ class Listener:
         if subscription.reached:
             self.contacts[rank] = Contact.CONNECTED
         elif subscription.strange or subscription.touched:
-            # A peer of another kind ends the connection, and ZMQ does not always say why.
+            # A peer of another kind ends the connection, and ZMQ does not always report why.
             self.contacts[rank] = Contact.NO_PUBLISHER
-            # ZMQ would try again for ever, and can wait for such a connection when its context ends.
+            # ZMQ would try again without limit, and can wait for such a connection when its context ends.
             self._subscriptions.remove(subscription)
             subscription.close()
         else:
@@ -160,7 +160,7 @@ class Listener:
             await self._take_its_place(subscription)
 
     async def _take_its_place(self, subscription: _Subscription) -> None:
-        """Bind where nobody listens: a publisher that connects comes here."""
+        """Bind where no process listens: a publisher that connects comes here."""
         self._subscriptions.remove(subscription)
         subscription.close()
         try:

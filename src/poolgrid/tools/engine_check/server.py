@@ -1,4 +1,4 @@
-"""Speaks to an engine server: what it says of itself, probes, and streams whose tokens are timed."""
+"""Client of an engine server: its facts, probes, and streams whose tokens are timed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class EngineServer:
     # What it says of itself
 
     async def learn(self, kind: str, model: str) -> ServerFacts:
-        """Return what it says; raises ``ServerError`` when nobody answers, ``ValueError`` when it has no such model."""
+        """Return the server's facts; raises ``ServerError`` without an answer, ``ValueError`` without such a model."""
         kinds = server_kinds()
         try:
             return await learn(self._asked, kinds, kind if kind in kinds else "", model)

@@ -1,6 +1,6 @@
 """Conditions of a simulation that a router has to find out by itself: how fast each worker is, and what clients expect.
 
-A speed divides all step times: 1 is what the worker's card says, 0.25 a quarter of it. A change holds for the steps
+A speed divides all step times: 1 is the value on the worker's card, 0.25 a quarter of it. A change holds for the steps
 that begin in its time.
 """
 
@@ -62,7 +62,7 @@ class WorkerSpeeds:
 
 
 class ChangingTiming:
-    """Another model's times divided by a speed that somebody sets before each step."""
+    """Another model's times divided by a speed that the caller sets before each step."""
 
     def __init__(self, model: TimingModel) -> None:
         self._model = model

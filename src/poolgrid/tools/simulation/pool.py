@@ -1,7 +1,7 @@
 """Pools in virtual time: the router's own core in front of simulated engines, without a socket or a clock.
 
-A pool may have several routers: each has a projection of its own of the same stream, requests come to them in turn, and
-what an engine says reaches them ``event_delay_ms`` later. What a router has chosen it knows at once, the others do not.
+A pool may have several routers: each has a projection of its own of the same stream, requests come to them round robin,
+and events of an engine reach them ``event_delay_ms`` later. A router knows its own choices at once, the others do not.
 
 The loop knows three kinds of moments, in this order when they coincide: an engine's step ends and its events reach the
 router; a request arrives and is routed; an idle engine begins a step. With a policy that plans, requests wait at their
@@ -208,7 +208,7 @@ class SimulatedPool:
         play_workload(self._workload, [self], lambda request, now: 0, on_progress)
         self._deliver(float("inf"))
         for projection in self._projections:
-            # What workers said of other routers' requests ends by itself; reservations never do.
+            # Load that workers reported of other routers' requests expires by itself; reservations never do.
             projection.ledger.expire(sys.float_info.max)
         return self.result
 
@@ -354,7 +354,7 @@ class SimulatedPool:
     def begin_step(self, number: int, now: float, horizon: float) -> StepOutcome | None:
         """Let an idle engine begin; ``None`` when it has nothing to do."""
         if self.holds:
-            horizon = now  # whoever waits may be handed to this engine whenever something happens
+            horizon = now  # any waiting request may be given to this engine at the next event
         if self._speeds is not None:
             self._changing[number].speed = self._speeds.at(number, now)
             horizon = min(horizon, self._speeds.next_change_ms(number, now))

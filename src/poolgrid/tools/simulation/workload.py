@@ -1,6 +1,6 @@
 """A trace as the simulator needs it: arrival times, prompts that share blocks as the trace's do, output lengths.
 
-A trace id names 512 tokens after one particular prefix. In virtual time nobody reads the tokens, so id ``n`` becomes
+A trace id names 512 tokens after one particular prefix. In virtual time no client reads the tokens, so id ``n`` becomes
 512 times the token ``n``: equal ids give equal tokens and different ids different ones, which is all that hashing,
 caching and routing see. Sequence hashes are computed once per id and shared by all requests and policies.
 

@@ -1,1 +1,1 @@
-"""What can be said of an engine server without a socket: its facts, its answers, its blocks. Pure."""
+"""An engine server without a socket: its facts, its answers, its blocks. Pure."""

@@ -11,14 +11,14 @@ from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenLog
 
 
 class Failure(msgspec.Struct, frozen=True, gc=False):
-    """Why the server does not go on with a request."""
+    """Why the server stopped a request."""
 
     reason: str
     """For the client: nothing of it is the server's own text, unless the server wrote it for clients."""
     kind: RefusalKind | None
     """What the router may do next; ``None`` = nothing."""
     words: str = ""
-    """What the server said, for the log."""
+    """The server's words, for the log."""
     retry_after_ms: int | None = None
     """With ``BUSY``: how long the server asks to be left alone."""
     unknown_model: bool = False
@@ -28,7 +28,7 @@ class Failure(msgspec.Struct, frozen=True, gc=False):
 
 
 class ServerAnswerPiece(msgspec.Struct, gc=False):
-    """What one chunk of an answer says, or a whole answer."""
+    """Content of one chunk of an answer, or of a whole answer."""
 
     tokens: list[int] = []
     finish: FinishReason | None = None
@@ -47,12 +47,12 @@ class Call(msgspec.Struct, frozen=True, gc=False):
     path: str
     body: bytes
     read: Callable[[bytes], ServerAnswerPiece | None]
-    """Read a chunk of a stream, or a whole answer; ``None`` = it says nothing. Raises ``DecodeError``."""
+    """Read a chunk of a stream, or a whole answer; ``None`` = it has no content. Raises ``DecodeError``."""
     streams: bool = True
     """Whether the answer comes in chunks."""
     headers: tuple[str, ...] = ()
     left_at_once: bytes | None = None
-    """Of a prefill leg that goes on beside its decode leg: what the decode leg is told. The leg counts as prefilled as
+    """Of a prefill leg that continues next to its decode leg: what the decode leg gets. The leg counts as prefilled as
     soon as the server has it."""
 
 
@@ -66,7 +66,7 @@ class ServerDialect(Protocol):
 
     @property
     def tells_reuse_first(self) -> bool:
-        """Whether the first piece of an answer says how much of the prompt was reused; else the last does."""
+        """Whether the first piece of an answer has the number of reused prompt tokens; else the last has it."""
         ...
 
     def call(self, request: Generate) -> Call:

@@ -2,8 +2,8 @@
 
 Rules
 
-1. What the worker needs of the server it sets: where it listens, where it publishes its cache events, that it says how
-   much it reused. Such arguments are refused by name when somebody gives them too.
+1. The worker sets what it needs of the server: the addresses it listens on, where it publishes its cache events, and
+   the report of reuse. Such arguments are refused by name when the operator gives them too.
 2. Everything else is handed on as it is, before the worker's own arguments: where a server takes the last of two, the
    worker's count.
 3. One rank publishes through sockets in a directory that only this user enters. Several ranks count ports up, so they
@@ -21,7 +21,7 @@ LOOPBACK = "127.0.0.1"
 WILDCARDS = frozenset({"0.0.0.0", "::", "*", ""})
 
 SECRETS = ("key", "token", "password", "secret")
-"""How the names of options end whose values are nobody else's business."""
+"""Endings of the names of options whose values are secret."""
 
 HIDDEN = "…"
 
@@ -51,7 +51,7 @@ class WantedServer:
     host: str
     port: int
     arguments: tuple[str, ...]
-    """What somebody wants besides."""
+    """The operator's own arguments."""
     role: str
     block_size: int | None
     """``None``: whatever is usual."""
@@ -63,14 +63,14 @@ class WantedServer:
     publishing: Publishing | None
     """Where they are published; ``None`` where they are not followed, or come another way."""
     given_file: str = ""
-    """Text of the file of settings among the arguments, where the worker has something to say in it."""
+    """Text of the file of settings among the arguments, where the worker sets something in it."""
 
     @property
     def options(self) -> dict[str, str]:
         return options_in(self.arguments)
 
     def unless_given(self, option: str, *value: str) -> tuple[str, ...]:
-        """Return an argument, or none where somebody gave it."""
+        """Return an argument, or none where the operator gave it."""
         return () if option.replace("_", "-") in self.options else (option, *value)
 
 
@@ -83,7 +83,7 @@ class ServerCommand:
     files: Mapping[str, str] = field(default_factory=dict)
     """Text of files in its directory, by name."""
     block_size: int | None = None
-    """Tokens in a block, where the server does not say and its arguments do."""
+    """Tokens in a block, where the server does not report it and its arguments have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +97,15 @@ class Launch:
     command: Callable[[WantedServer], ServerCommand]
     """Raises ``ValueError`` for what cannot be had."""
     rank_options: tuple[str, ...] = ()
-    """Names of the option that says how many data-parallel ranks there are."""
+    """Names of the option for the number of data-parallel ranks."""
     file_options: tuple[str, ...] = ()
-    """Names of the option that names a file in which the worker has something to say."""
+    """Names of the option for a file in which the worker sets something."""
     publishes: bool = True
     """Whether its cache events come out of publishers."""
     as_it_publishes: Callable[[Publishing], Publishing] = lambda publishing: publishing
     """What servers of this kind make of addresses."""
     shares_ports: bool = True
-    """Whether it binds its port while the worker holds it, so that nobody else gets it while the server is down."""
+    """Whether it binds its port while the worker holds it, so that no other process gets it meanwhile."""
 
     def ranks(self, options: Mapping[str, str]) -> int:
         """Return how many ranks arguments ask for; raises ``ValueError`` for what is no number."""

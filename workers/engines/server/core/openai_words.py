@@ -42,10 +42,10 @@ WORDS_CHARS_MAX = 500
 """How much of a server's own message clients get."""
 
 RETRY_AFTER_MAX_MS = 60_000
-"""Longest ``Retry-After`` that is believed: a server that is gone for longer is asked again meanwhile."""
+"""Longest ``Retry-After`` that is followed: a server that is gone for longer is asked again meanwhile."""
 
 NEVER = -100.0
-"""Logit bias of a token that is not to be generated: OpenAI's own way to say so."""
+"""Logit bias of a token that is not to be generated: OpenAI's own form for it."""
 
 
 class ErrorInfo(msgspec.Struct, gc=False):
@@ -127,7 +127,7 @@ def answer_failure(title: str, error: ErrorInfo, has_output: bool) -> Failure:
     words = (error.message or error.type or "no reason given")[:TEXT_CHARS_MAX]
     if code in BUSY_STATUSES or (code in OF_THE_REQUEST and not has_output):
         return _failure(title, code, _one_line(error.message), words)
-    return Failure(f"{title} failed amid its answer", RefusalKind.BROKEN, words)
+    return Failure(f"{title} failed within its answer", RefusalKind.BROKEN, words)
 
 
 def failure_of_status(title: str, status: int, message: str) -> Failure:
@@ -241,7 +241,7 @@ def guide_text(schema: bytes) -> str:
 
 
 def guide_of(sampling: Sampling, choices_as_regex: bool = False) -> tuple[str, Any] | None:
-    """Return the kind of guide that is set (json, regex, grammar, choice or structural_tag) and what it says.
+    """Return the kind of guide that is set (json, regex, grammar, choice or structural_tag) and its content.
 
     Raises ``UnsupportedError``.
     """

@@ -1,12 +1,12 @@
-"""A request's pictures as engine servers take them: data URLs beside token ids, a placeholder each. Pure.
+"""A request's images as engine servers take them: data URLs next to token ids, a placeholder each. Pure.
 
 Rules:
 
 1. The bytes were fetched, checked and hashed by the front end. A server is given the bytes, and never an address: it
    opens nothing that a client wrote.
-2. A picture is one token of the prompt: the server puts in its place as many as its model makes of it. Where a router
+2. An image is one token of the prompt: the server puts in its place as many as its model makes of it. Where a router
    has put them there already they are taken out again.
-3. A picture is named by the hash of its bytes, where the server takes names: equal pictures share what it caches.
+3. An image is named by the hash of its bytes, where the server takes names: equal images share what it caches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from poolgrid.workers.core.refusal import RefusedError, UnableError
 
 @dataclass(frozen=True, slots=True)
 class RequestPicture:
-    """One picture."""
+    """One image."""
 
     url: str
     """A data URL with its bytes."""
@@ -34,19 +34,19 @@ class RequestPicture:
 
 
 def prompt_with_pictures(title: str, request: Generate) -> tuple[list[int], list[RequestPicture]]:
-    """Return the token ids of a prompt with one placeholder for each picture, and the pictures in their order.
+    """Return the token ids of a prompt with one placeholder for each image, and the images in their order.
 
     The request has media. Raises ``RefusedError`` for those that no such server takes with token ids.
     """
     assert request.multimodal is not None, "it has media"
     if request.stage is not Stage.WHOLE:
         raise UnableError(
-            f"the request has pictures and its prefill and decode are apart: {title} is given pictures with whole "
+            f"the request has images and disaggregated prefill and decode: {title} takes images with whole "
             "requests only"
         )
     if request.sampling.prompt_logprobs is not None:
         raise UnableError(
-            f"prompt_logprobs are set and the request has pictures: {title} would give them for tokens that it puts "
+            f"prompt_logprobs are set and the request has images: {title} would give them for tokens that it puts "
             "in the place of an image, which no other process knows"
         )
     try:
@@ -59,9 +59,9 @@ def prompt_with_pictures(title: str, request: Generate) -> tuple[list[int], list
 
 def _picture(title: str, at: int, item: MediaItem) -> RequestPicture:
     if item.kind is not MediaKind.IMAGE:
-        raise UnableError(f"media {at} are {item.kind.value}, {title} is given pictures only")
+        raise UnableError(f"media {at} are {item.kind.value}, {title} takes images only")
     if not item.data:
-        raise UnableError(f"picture {at} comes without its bytes, {title} encodes pictures itself")
+        raise UnableError(f"image {at} comes without its bytes, {title} encodes images itself")
     return RequestPicture(f"data:{item.media_type};base64,{b64encode(item.data).decode()}", item.media_hash.hex())
 
 
@@ -74,7 +74,7 @@ def _with_one_token_each(token_ids: bytes, items: tuple[MediaItem, ...]) -> list
             end = first + item.token_count * TOKEN_BYTES
             if first < at or end > len(token_ids):
                 raise RefusedError(
-                    f"a picture is said to take tokens {item.first_token} to {item.first_token + item.token_count - 1} "
+                    f"an image has the tokens {item.first_token} to {item.first_token + item.token_count - 1} "
                     f"of {len(token_ids) // TOKEN_BYTES}: allowed are tokens of the prompt, in order"
                 )
             pieces.append(token_ids[at : first + TOKEN_BYTES])

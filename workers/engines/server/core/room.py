@@ -6,7 +6,7 @@ import math
 
 PAUSE_MIN_MS = 250
 PAUSE_MAX_MS = 1_000
-"""Pauses of a server that does not say when to come back: they double up to here."""
+"""Pauses after a refusal without a time to come back: they double up to here."""
 
 PROBE_MS = 250
 """How long one request is alone in finding out whether there is room again; a full server answers at once."""

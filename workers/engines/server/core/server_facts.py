@@ -1,6 +1,6 @@
 """What is known of an engine server: which engine it is, what it serves, and where it publishes its cache events.
 
-A fact is ``None``, or empty, where the server does not tell and nobody said: who needs it then names the option.
+A fact is ``None``, or empty, where neither the server nor an option gives it: code that needs it names the option.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class EventSource:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What an engine server says of itself."""
+    """Facts of an engine server."""
 
     kind: str = ""
     """Name of its engine, as ``--engine`` takes it."""
@@ -151,7 +151,7 @@ def _names(listed: Iterable[str]) -> tuple[str, ...]:
 def reachable(endpoint: str, server_host: str) -> str:
     """Return a publisher's endpoint as one connects to it: a wildcard stands for the server's host.
 
-    Raises ``ValueError`` for one that nobody can connect to.
+    Raises ``ValueError`` for an address that no client can connect to.
     """
     if not endpoint.startswith("tcp://"):
         if endpoint.startswith("ipc://"):

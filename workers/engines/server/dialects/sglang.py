@@ -1,25 +1,25 @@
-"""SGLang's server: how it is asked, what it says of itself, how it is started. Pure but for its questions.
+"""SGLang's server: its requests, its facts, its start. Pure but for its questions.
 
 Requests go as ``/generate`` takes them.
 
 Rules:
 
 1. Token ids go in (``input_ids``) and come out (``output_ids``). A chunk holds all tokens so far, or those that are new
-   (``--incremental-streaming-output``): how many there are in all tells which.
+   (``--incremental-streaming-output``): their total number decides which.
 2. How much was reused comes with every chunk.
 3. Both legs of a request run at the same time: the prefill server waits for the decode server to ask for the KV, by a
-   room that both are told. So a prefill leg counts as prefilled as soon as its server has it.
-4. Events name neither salts nor adapters: blocks under one would be taken for everybody's. Requests with one are
+   room that both know. So a prefill leg counts as prefilled as soon as its server has it.
+4. Events name neither salts nor adapters: blocks under one would look like blocks without. Requests with one are
    refused while events are followed.
-5. Pictures go beside token ids (``image_data``). The server then makes text of the ids, and tokens of the text with
-   what stands for the pictures, which are numbers of its own in its events: no text has them.
+5. Images go next to token ids (``image_data``). The server then makes text of the ids, and tokens of the text with
+   placeholders of the images, which are numbers of its own in its events: no text has them.
 
-What the server says of itself:
+Endpoints with the server's facts:
 
 /v1/models      model, adapters, max_model_len
 /server_info    its arguments and its scheduler's numbers: page size, ranks, publishers, bootstrap port
                 (``/get_server_info`` in old versions)
-/model_info     whether the model takes pictures (``/get_model_info`` in old versions)
+/model_info     whether the model takes images (``/get_model_info`` in old versions)
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Finish(msgspec.Struct, gc=False):
 class _Meta(msgspec.Struct, gc=False):
     finish_reason: _Finish | None = None
     completion_tokens: TokenCount = 0
-    """Which tells chunks that are new from chunks of all so far: an answer with none is unreadable."""
+    """Distinguishes new chunks from chunks of all so far: an answer with none is unreadable."""
     cached_tokens: Any = None
     output_token_logprobs: list[Logprob] | None = None
     output_top_logprobs: list[list[Logprob] | None] | None = None
@@ -129,7 +129,7 @@ class SglangDialect:
     bootstrap_host: str = ""
     bootstrap_port: int = 8998
     takes_pictures: bool = False
-    """Whether its model takes pictures."""
+    """Whether its model takes images."""
     title: str = TITLE
     tells_reuse_first: bool = True
 
@@ -171,7 +171,7 @@ class SglangDialect:
         return Call(GENERATE, _encode(body), reader.read, not whole, trace_headers(request), left)
 
     def _prompt(self, request: Generate) -> tuple[list[int], list[str]]:
-        """Return the token ids, and the pictures as URLs."""
+        """Return the token ids, and the images as URLs."""
         if request.multimodal is None:
             return prompt_of(request), []
         if not self.takes_pictures:
@@ -221,7 +221,7 @@ class _Reader:
         self._taken = 0
 
     def read(self, data: bytes) -> ServerAnswerPiece | None:
-        """Return what a chunk, or a whole answer, says."""
+        """Return the content of a chunk, or of a whole answer."""
         chunk = read_answer(_decode, data, TITLE)
         if chunk.error is not None:
             return ServerAnswerPiece(failure=answer_failure(TITLE, chunk.error, self._taken > 0))
@@ -285,7 +285,7 @@ def _end(piece: ServerAnswerPiece, finish: _Finish) -> None:
         piece.failure = Failure(f"{TITLE} ended the request with {finish.type[:40]!r}", RefusalKind.BROKEN, words)
 
 
-# -- what a server says of itself
+# -- facts of a server
 
 EVENTS_OPTION = (
     '--kv-events-config \'{"publisher":"zmq","endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5657"}\' '
@@ -294,7 +294,7 @@ EVENTS_OPTION = (
 
 
 class _Publishing(msgspec.Struct):
-    """What newer versions say of their publishers."""
+    """Publishers as newer versions list them."""
 
     publisher: str = "null"
     endpoint_host: str = "*"
@@ -339,7 +339,7 @@ class _Model(msgspec.Struct):
 
 
 async def learn(client: ServerClient, model: ListedModel) -> ServerFacts:
-    """Return what a server says of itself; raises ``ServerError`` when it does not answer."""
+    """Return the facts of a server; raises ``ServerError`` when it does not answer."""
     info = await client.ask_if_there("/server_info", _Info)
     if info is None:
         info = await client.ask_for("/get_server_info", _Info)
@@ -410,7 +410,7 @@ def _moved(endpoint: str, ports: int) -> str:
 
 
 async def pictures_missing(client: ServerClient) -> str:
-    """Say why a server takes no pictures, and what to do; empty = it takes them, or does not say."""
+    """Return why a server takes no images, and what to do; empty = it takes them, or does not report it."""
     said = await client.ask_if_there("/model_info", _Model)
     if said is None:
         said = await client.ask_if_there("/get_model_info", _Model)

@@ -1,17 +1,17 @@
-"""trtllm-serve: how it is asked, what it says of itself, how it is started. Pure but for its questions.
+"""trtllm-serve: its requests, its facts, its start. Pure but for its questions.
 
 Requests go as ``/v1/completions`` takes them.
 
 Rules:
 
 1. Token ids go in (``prompt``) and come out: with ``detokenize`` off the server gives ids in place of text.
-2. How much was reused is told with the usage, after the last token.
+2. The reused tokens come with the usage, after the last token.
 3. A prefill leg is a ``context_only`` request, answered whole. What it returns is given on as it is, as
    ``generation_only``; the first token is among it, and the decode leg gives it out.
 4. Alternatives of log probabilities come as texts, which are no token ids: they are refused.
 5. A request's salt and priority have no field here, and an adapter would need its path: they are refused.
 
-It says of itself the model's name and its version only; the rest is said by options. Its cache events are drained over
+It reports the model's name and its version only; options give the rest. Its cache events are drained over
 HTTP (``/kv_cache_events``): each event is given to one reader only. From 1.4 on the server gives out what
 routers need only, so its numbers have holes, and it keeps the newest ``FANOUT_EVENTS_MAX``. Settings of its cache are
 taken in a file of YAML only: an operator's own file is taken over, with what the worker needs.
@@ -63,7 +63,7 @@ COMPLETIONS = "/v1/completions"
 CONTEXT_ONLY = "context_only"
 GENERATION_ONLY = "generation_only"
 GOES_ON = frozenset({"length", "not_finished"})
-"""Ends of a context request after which another server goes on."""
+"""Ends of a context request after which another server continues."""
 
 FIRST_REQUEST_ID = 1 << 42
 """Request ids of two legs must be above what servers count by themselves."""
@@ -187,7 +187,7 @@ class _Reader:
         self._has_output = False
 
     def read(self, data: bytes) -> ServerAnswerPiece | None:
-        """Return what a chunk, or a whole answer, says."""
+        """Return the content of a chunk, or of a whole answer."""
         chunk = read_answer(_decode, data, TITLE)
         if chunk.error is not None:
             return ServerAnswerPiece(failure=answer_failure(TITLE, chunk.error, self._has_output))
@@ -223,7 +223,7 @@ class _Reader:
             piece.failure = Failure(f"{TITLE} ended the request with {reason!r}", RefusalKind.BROKEN)
 
 
-# -- what a server says of itself
+# -- facts of a server
 
 EVENTS_PATH = "/kv_cache_events"
 FANOUT_EVENTS_MAX = 1024
@@ -233,7 +233,7 @@ EVENTS_OPTION = "kv_cache_config: {event_buffer_max_size: 100000, enable_block_r
 
 
 async def learn(client: ServerClient, model: ListedModel) -> ServerFacts:
-    """Return what a server says of itself; raises ``ServerError`` when it does not answer."""
+    """Return the facts of a server; raises ``ServerError`` when it does not answer."""
     version = await version_of(client)
     has_fanout = _has_fanout(version)
     return ServerFacts(
@@ -250,7 +250,7 @@ def _has_fanout(version: str) -> bool:
 
 
 async def pictures_missing(client: ServerClient) -> str:
-    """Say that it takes no pictures beside token ids, and what does."""
+    """Return that it takes no images next to token ids, and which engine does."""
     return "its /v1/completions takes none together with token ids: a worker with --engine trtllm does"
 
 

@@ -1,27 +1,27 @@
-"""vLLM's server: how it is asked, what it says of itself, how it is started. Pure but for its questions.
+"""vLLM's server: its requests, its facts, its start. Pure but for its questions.
 
-Requests go as vLLM's ``/v1/completions`` takes them, those with pictures as
+Requests go as vLLM's ``/v1/completions`` takes them, those with images as
 ``/inference/v1/generate`` does.
 
 Rules:
 
 1. Token ids go in (``prompt``) and come out (``return_token_ids``): nothing is tokenized twice. Text is not read.
-2. What a request leaves open is left open: the server's own defaults count, as for everybody who asks it.
-3. How much was reused is told with the usage, after the last token (``--enable-prompt-tokens-details``).
+2. Fields that a request omits are omitted: the server's own defaults count, as for its direct clients.
+3. The reused tokens come with the usage, after the last token (``--enable-prompt-tokens-details``).
 4. A prefill leg is an ordinary request for one token whose KV stays (``kv_transfer_params``), answered whole. The
    token is left out: the decode leg's server samples the first token itself.
 5. Log probabilities come by token id (``return_tokens_as_token_ids``). Those of prompts come in whole answers only.
-6. Token ids and pictures together are taken by ``/inference/v1/generate`` alone (``content_parts``), which newer
+6. Token ids and images together are taken by ``/inference/v1/generate`` alone (``content_parts``), which newer
    versions have and which ``--enable-scale-out`` switches on. It fills in placeholders itself. There rule 2 does not
    hold: what is left open is what vLLM's own defaults say, and the model's ``generation_config.json`` is not read.
 
-What the server says of itself:
+Endpoints with the server's facts:
 
 /v1/models          model, adapters, max_model_len
 /version            its version
 /metrics            vllm:cache_config_info: block size, device blocks of a rank
 /kv_event_sources   publishers by rank (0.26 and newer): a map by rank, or a list
-/openapi.json       whether it takes pictures beside token ids
+/openapi.json       whether it takes images next to token ids
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class VllmDialect:
     priorities: bool = False
     """Whether the server schedules by priority; one that does not refuses requests that have any."""
     takes_pictures: bool = False
-    """Whether it takes pictures beside token ids."""
+    """Whether it takes images next to token ids."""
     title: str = TITLE
     tells_reuse_first: bool = False
 
@@ -320,7 +320,7 @@ def _prompt_logprobs(rows: Sequence[dict[str, _PromptLogprob] | None], alternati
     return tuple(report)
 
 
-# -- what a server says of itself
+# -- facts of a server
 
 CACHE_CONFIG = "vllm:cache_config_info"
 EVENTS_OPTION = (
@@ -354,7 +354,7 @@ class _OpenApi(msgspec.Struct):
 
 
 async def learn(client: ServerClient, model: ListedModel) -> ServerFacts:
-    """Return what a server says of itself; raises ``ServerError`` when it does not answer."""
+    """Return the facts of a server; raises ``ServerError`` when it does not answer."""
     block_size, total_blocks, engines = await _cache_config(client)
     sources = await _sources(client)
     missing = ""
@@ -420,7 +420,7 @@ async def _sources(client: ServerClient) -> tuple[EventSource, ...] | None:
 
 
 def _source(rank: int, said: _Source, host: str) -> EventSource:
-    assert said.endpoint is not None, "it publishes somewhere"
+    assert said.endpoint is not None, "it publishes"
     try:
         endpoint = reachable(said.endpoint, host)
         replay = reachable(said.replay_endpoint, host) if said.replay_endpoint else ""
@@ -436,7 +436,7 @@ def _source(rank: int, said: _Source, host: str) -> EventSource:
 
 
 async def pictures_missing(client: ServerClient) -> str:
-    """Say why a server takes no pictures beside token ids, and what to do; empty = it takes them."""
+    """Return why a server takes no images next to token ids, and what to do; empty = it takes them."""
     said = await client.ask_if_there("/openapi.json", _OpenApi) or _OpenApi()
     asked = said.components.schemas.get("GenerateRequest", _Schema())
     if GENERATE in said.paths and "content_parts" in asked.properties:
@@ -480,7 +480,7 @@ def command(wanted: WantedServer) -> ServerCommand:
             "replay_endpoint": publishing.replay_endpoint,
         }
         arguments += ["--kv-events-config", msgspec.json.encode(events).decode()]
-    # Not among the arguments, which everybody on the machine can read.
+    # Not among the arguments, which every user of the machine can read.
     return ServerCommand(tuple(arguments), {"VLLM_API_KEY": wanted.api_key} if wanted.api_key else {})
 
 

@@ -4,7 +4,7 @@ A device block is in one of three states:
 
 * **private**: a running request fills it; it has no name yet. Only counted.
 * **shared**: full, named by its sequence hash, held by ``refs`` > 0 requests.
-* **idle**: full, named, held by nobody (``refs`` = 0), kept for reuse until its place is needed.
+* **idle**: full, named, held by no request (``refs`` = 0), kept for reuse until its place is needed.
 
 Rules:
 
@@ -21,7 +21,7 @@ Rules:
    of one priority the oldest. The last request that took a block has the last word: what it says of the block replaces
    both, and where it says nothing the priority stays and its duration goes. Any priority but 35 lapses so long after
    the block became idle as its duration says; the block is the newest of those with 35 then.
-6. What hangs off a block that leaves the cache leaves with it: nobody could find it. Its room is free at once.
+6. Blocks below a block that leaves the cache leave with it: they could not be found. Their room is free at once.
 
 All operations work on whole prefixes, so that their cost per block is a few dictionary operations.
 """
@@ -68,11 +68,11 @@ class IdleQueues:
         return iter(self._priority)
 
     def __contains__(self, sequence_hash: int) -> bool:
-        """Tell whether a block is among them, those with the usual priority not counted."""
+        """Return whether a block is among them, those with the usual priority not counted."""
         return sequence_hash in self._priority
 
     def add(self, sequence_hash: int, priority: int, lapses_ms: float | None = None) -> None:
-        """Add a block with another priority than the usual one, until a time or for ever."""
+        """Add a block with another priority than the usual one, until a time or without end."""
         self._added += 1
         queue = self._queues.get(priority)
         if queue is None:
@@ -87,7 +87,7 @@ class IdleQueues:
             heapify(self._lapses)
 
     def discard(self, sequence_hash: int) -> None:
-        """Take a block out, whichever priority it has."""
+        """Take a block out, of any priority."""
         priority = self._priority.pop(sequence_hash, None)
         if priority is None:
             self._usual.pop(sequence_hash, None)
@@ -125,8 +125,8 @@ class IdleQueues:
 
 
 Kept = tuple[int | None, int | None]
-"""What a request says of a block: its priority (``None`` = nothing), and for how many milliseconds it has it once
-nobody holds it (``None`` = until somebody says otherwise)."""
+"""What a request asks for a block: its priority (``None`` = nothing), and for how many milliseconds it has it once
+no request holds it (``None`` = until another request changes it)."""
 
 MOVED_FROM_PRIORITY = 30
 """Evicted blocks of a lower priority are not moved to the host: TensorRT-LLM's ``secondary_offload_min_priority``,
@@ -141,7 +141,7 @@ class Match(NamedTuple):
 
     device: int
     idle: int
-    """How many of the device blocks nobody holds now."""
+    """How many of the device blocks are held by no request."""
     host: int
 
 
@@ -270,7 +270,7 @@ class BlockPool:
         return True
 
     def reserve(self) -> bool:
-        """Take one more private block; say whether there was one."""
+        """Take one more private block; return whether there was one."""
         if self.available_blocks < 1:
             return False
         self._make_room(1)
@@ -512,7 +512,7 @@ class BlockPool:
         for each in found:
             behind = children.pop(each, None)
             if behind is not None:
-                # Sorted, as the order of a set is nobody's business.
+                # Sorted, as the order of a set is not defined.
                 found += sorted(behind) if isinstance(behind, set) else (behind,)
         for each in reversed(found):
             if each in self._refs:

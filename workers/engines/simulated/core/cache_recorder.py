@@ -1,4 +1,4 @@
-"""What the block pool and the engine tell about cached blocks, in order, as wire events."""
+"""Changes of cached blocks from the block pool and the engine, in order, as wire events."""
 
 from __future__ import annotations
 

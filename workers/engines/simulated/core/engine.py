@@ -16,7 +16,7 @@ what single steps would have added up to, to the bit.
 
 Disaggregation (``kv_transfer``): a request of the prefill stage ends with its first token; its blocks are *kept* until
 ``release``, ``cancel`` or a time-out. A request of the decode stage comes with the offer of such blocks; once admitted
-it holds blocks of its own that fill while other requests' steps go on, and decodes from the first step that begins
+it holds blocks of its own that fill during other requests' steps, and decodes from the first step that begins
 after that. Both end at moments that no step of this engine brings about: ``next_moment_ms`` says when to call again.
 """
 
@@ -60,9 +60,9 @@ Fact = RequestStarted | PrefillCompleted | RequestProgressed | RequestFinished
 
 CANCELLED = FinishReason.CANCELLED
 PREFILLED = FinishReason.PREFILLED
-"""Finish reason of a prefill leg whose request goes on elsewhere; of the request here, once its KV was taken."""
+"""Finish reason of a prefill leg whose request continues elsewhere; of the request here, once its KV was taken."""
 EXPIRED = FinishReason.EXPIRED
-"""Nobody came for the KV of a prefill leg."""
+"""The KV of a prefill leg was never fetched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class StepOutcome:
     released: list[str] = field(default_factory=list)
     """Requests whose blocks were kept and no longer are: taken, cancelled or expired."""
     expired: int = 0
-    """How many of those nobody came for."""
+    """How many of those were never fetched."""
 
     @property
     def duration_ms(self) -> float:
@@ -172,7 +172,7 @@ def check_request(request: Generate, limits: SimulatedLimits, has_guides: bool) 
 class SimulatedEngine:
     """One engine rank. Pure: the same calls with the same arguments give the same results.
 
-    ``recorder`` is told what happens to cached blocks; ``report_tokens=False`` leaves ``StepOutcome.deltas`` empty,
+    ``recorder`` gets what happens to cached blocks; ``report_tokens=False`` leaves ``StepOutcome.deltas`` empty,
     for callers that only want the facts. ``transfer`` says how KV moves between engines, ``source`` what this one is
     called in the tickets that it writes. Without ``guides`` requests that must keep to one are refused.
     """
@@ -226,7 +226,7 @@ class SimulatedEngine:
 
     @property
     def next_moment_ms(self) -> float | None:
-        """When ``step`` has something to do though nobody calls: a transfer is complete, or a kept one expires."""
+        """When ``step`` has work without a call: a transfer is complete, or a kept one expires."""
         return self._moments.first()
 
     def submit(
@@ -285,7 +285,7 @@ class SimulatedEngine:
     def cancel(self, request_id: str) -> bool:
         """End a request now; its last delta and fact come with the next outcome. Say whether it was active.
 
-        A kept request has had its last delta: its blocks are let go of, and only the fact follows.
+        A kept request has had its last delta: its blocks are freed, and only the fact follows.
         """
         sequence = self._sequences.get(request_id)
         if sequence is None:
@@ -383,7 +383,7 @@ class SimulatedEngine:
         return outcome
 
     def _pass_moments(self, now_ms: float) -> None:
-        """Do what time alone brings: transfers that are complete go on, kept ones that nobody came for end."""
+        """Do what time alone brings: complete transfers continue, kept ones that were never fetched end."""
         while (sequence := self._moments.pop(now_ms)) is not None:
             sequence.wake_ms = -1.0
             if sequence.phase is SequencePhase.KEPT:
@@ -443,7 +443,7 @@ class SimulatedEngine:
         self._next.facts.append(RequestStarted(sequence.request_id, sequence.isl, cached, sequence.held_blocks()))
 
     def _complete_transfer(self, sequence: Sequence) -> None:
-        """Go on after the first token, which came with the KV."""
+        """Continue after the first token, which came with the KV."""
         self._next.arrivals.append(
             KvArrival(
                 sequence.request_id,

@@ -3,9 +3,10 @@
 Rules
 - A ``TokenGuide`` says which tokens may come next; which of them does is a function of the same digest over all tokens
   so far that unguided output comes from, of how many tokens the answer has, and of nothing else. So a request that
-  goes on elsewhere, or is prefilled here and decoded there, gets the same text: its guide is told the tokens so far.
-- The choice tends to an end, or random tokens would wander about in a string for ever (``TokenTexts.choose``). It is a
-  tendency and no promise: an answer that is not complete after ``max_tokens`` ends with ``length`` as any other.
+  continues elsewhere, or is prefilled here and decoded there, gets the same text: its constraint gets the tokens so
+  far.
+- The choice tends to an end, or random tokens would wander about in a string without end (``TokenTexts.choose``). It is
+  a tendency and no promise: an answer that is not complete after ``max_tokens`` ends with ``length`` as any other.
 - A complete answer ends, whatever ``ignore_eos`` and ``min_tokens`` say: nothing else may follow.
 """
 
@@ -69,7 +70,7 @@ class GuidedTokens(GeneratedTokens):
         self._budget = min(UNHURRIED_TOKENS, (emitted + request.sampling.max_tokens) // 2)
         for token_id in unpack_tokens(request.token_ids[len(request.token_ids) - 4 * emitted :]) if emitted else ():
             if not self._guide.accept(token_id):
-                # Whoever generated it may know better.
+                # Its generator may know better.
                 raise UnableError(
                     f"{request.sampling.guide} is set, and the output so far does not keep to it: {self._guide.why()}"
                 )

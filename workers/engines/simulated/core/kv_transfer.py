@@ -32,9 +32,9 @@ KV_TRANSFER_LATENCY_MS_DEFAULT = 1.0
 """Handshake and set-up of one transfer, whatever its size."""
 
 KV_TRANSFER_TIMEOUT_MS_DEFAULT = 10_000.0
-"""How long blocks are kept for nobody: well above the time in which a router finds a decode worker and that worker
-asks (milliseconds, seconds under load), and as long as a silent router keeps its lease; blocks that are held longer
-than that have been forgotten, and a prefill pool full of them stands still."""
+"""How long blocks are kept without a reader: well above the time in which a router finds a decode worker and that
+worker asks (milliseconds, seconds under load), and as long as a silent router keeps its lease; blocks that are held
+longer than that have been forgotten, and a prefill pool full of them stands still."""
 
 TIMEOUT_MS_MAX = 3_600_000.0
 

@@ -29,7 +29,7 @@ EMBEDDING_WIDTH = 32
 """Numbers per token; real models have thousands, and nothing here depends on it."""
 
 Embeddings: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.float32]]"
-"""NumPy is imported by who has media only: it is a fifth of the CPU that a worker takes to start."""
+"""NumPy is imported by workers with media only: it is a fifth of the CPU that a worker takes to start."""
 
 
 class MediaMark(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -4,7 +4,7 @@ Rule: the next token is read from XXH3-64 over *all* tokens so far (prompt, then
 the request's sampling seed (0 when absent). Where the answer ends by itself is read from the same digest at its first
 token (``AnswerLengths``). Nothing else enters, so
 
-* a prompt continued on another worker (prompt + tokens so far, and how many of them are output) goes on exactly where
+* a prompt continued on another worker (prompt + tokens so far, and how many of them are output) continues exactly where
   it stopped, and ends at the same place;
 * a lost, doubled or swapped token changes everything after it, and a test sees it.
 
@@ -109,7 +109,7 @@ class Vocabulary:
     eos_probability: float = 0.0
     answers: AnswerLengths | None = None
     words: tuple[int, ...] = ()
-    """Token ids whose text is tokenized to themselves again, whichever of them follow each other."""
+    """Token ids whose text is tokenized to themselves again, in any order."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.first_token_id < self.size <= 2**32:

@@ -1,4 +1,4 @@
-"""Who runs next: requests wait by priority, then first come first served; nobody overtakes the one in front.
+"""The order of requests: by priority, then first come first served; no request overtakes the one in front.
 
 The scheduler owns the sequences. It admits while a place in the batch, blocks and tokens of the step's budget last,
 and picks the victim when blocks run out: lowest priority, then last arrived.

@@ -67,14 +67,14 @@ class Sequence:
         """Its media; what is generated depends on them as on the prompt."""
         self.touched = touched_blocks(marks, block_size) if marks else {}
         """The media that touch each block, by the block's position."""
-        # Before the prompt: a request that moves here has output behind its prompt, and goes on in the same way.
+        # Before the prompt: a request that moves here has output behind its prompt, and continues in the same way.
         self._emitted_before = request.routing.emitted_tokens
         self._before = key_of(marks) if marks else b""
         seen = self._before + self.prompt if marks else self.prompt
         self._vocabulary = vocabulary
         self._sampling = request.sampling
         self._made_prompt_logprobs = made_prompt_logprobs
-        # Whoever was told tokens of the answer was told of the prompt before.
+        # A receiver of tokens of the answer has received the prompt before.
         self.owes_prompt_logprobs = (
             request.sampling.prompt_logprobs is not None
             and request.stage is not Stage.DECODE
@@ -116,7 +116,7 @@ class Sequence:
         self.transfer_id = ""
         """Name of the hand-over of its KV, to or from this engine."""
         self.wake_ms = -1.0
-        """While transferring: when the blocks are here. While kept: when they are let go of."""
+        """While transferring: when the blocks are here. While kept: when they are freed."""
         self.transfer_ms = 0.0
         self.moved_blocks = 0
         self.present_blocks = 0

@@ -1,6 +1,6 @@
 """Which of the tokens that a guide allows comes next, by what the tokens of a vocabulary say.
 
-Apart from the rest of the engine for NumPy's sake: a worker that nobody asks for guided output never imports it, which
+Separate from the rest of the engine because of NumPy: a worker without guided requests never imports it, which
 is a fifth of its start.
 """
 
@@ -74,7 +74,7 @@ class TokenTexts:
         The end comes first, by the throw of a coin: of the answer, of a list or an object, of a string, of a number.
         Free text is made of words, numbers of few digits. Between other tokens their first bytes are drawn first, so
         that ten digits do not outweigh a quote. Where a repetition has no end of its own (``[a-z]+@``), what is no
-        word and changes what may come next ends it; mostly, or two repetitions might call each other for ever.
+        word and changes what may come next ends it; mostly, or two repetitions might call each other without end.
         """
         allowed = guide.allowed()
         if allowed is None:

@@ -202,7 +202,7 @@ def setting_layers(settings: TrtllmSettings) -> tuple[Layer, Layer]:
     if settings.disaggregation_mode in ("prefill", "decode"):
         _put(defaults, "cache_transceiver_config.backend", "DEFAULT")
         layer = given if "kv_transfer_timeout_ms" in settings.model_fields_set else defaults
-        # Nobody else lets go of KV that is not fetched: the engine takes no abortion of a finished leg.
+        # Only the engine frees KV that is not fetched: it takes no abortion of a finished leg.
         _put(layer, "cache_transceiver_config.kv_transfer_timeout_ms", int(settings.kv_transfer_timeout_ms))
     if settings.disaggregation_mode == "prefill":
         _put(defaults, "disable_overlap_scheduler", True)
@@ -228,8 +228,8 @@ def resolve(settings: TrtllmSettings, file: Layer | None = None, override: Layer
     encodes = settings.modality == "multimodal" and settings.disaggregation_mode in ("prefill_and_decode", "prefill")
     if encodes and look_up(merged.values, "kv_cache_config.enable_block_reuse"):
         warnings.append(
-            "kv_cache_config.enable_block_reuse is true with images: block hashes of TensorRT-LLM 1.2 may not tell two "
-            "images apart; set it to false, or use a later release"
+            "kv_cache_config.enable_block_reuse is true with images: block hashes of TensorRT-LLM 1.2 may be equal "
+            "for two images; set it to false, or use a later release"
         )
     faults = check_engine(merged.values, settings.disaggregation_mode)
     faults += kvbm_faults(merged.values, settings.disaggregation_mode, settings.modality)
@@ -272,7 +272,7 @@ def resolve_files(settings: TrtllmSettings) -> EngineArguments:
 
 
 def _require(settings: TrtllmSettings, merged: EngineArguments, warnings: list[str]) -> tuple[EngineArguments, bool]:
-    """Add what the run cannot do without; warn where that undoes what somebody asked for."""
+    """Add what the run requires; warn where that overrides an operator's argument."""
     needs: dict[str, Any] = {}
     values = merged.values
 
@@ -308,7 +308,7 @@ def _require(settings: TrtllmSettings, merged: EngineArguments, warnings: list[s
             )
     elif event_stream(values) is not None:
         warnings.append(
-            f"{STREAM} is given, and nobody follows it: events are published only without "
+            f"{STREAM} is given, and no process follows it: events are published only without "
             "--no-publish-events-and-metrics, and by no encode worker"
         )
     if settings.connector == "kvbm":

@@ -80,7 +80,7 @@ def check_pair(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> list[Ar
         faults.append(
             ArgumentFault(
                 "decode.cache_transceiver_config.backend",
-                f"is {shown(right)}, the prefill side has {shown(left)}: both must speak the same (DEFAULT is NIXL)",
+                f"is {shown(right)}, the prefill side has {shown(left)}: both must have the same (DEFAULT is NIXL)",
             )
         )
     faults += [ArgumentFault(f"prefill.{fault.path}", fault.message) for fault in check_engine(prefill, "prefill")]
@@ -197,7 +197,7 @@ def _check_transfer(arguments: Mapping[str, Any], mode: Mode) -> Iterator[Argume
     if _transceiver(arguments) is None:
         yield ArgumentFault(
             "cache_transceiver_config.backend",
-            f"is null on a {mode} engine: without it TensorRT-LLM says that disaggregated serving is not enabled",
+            f"is null on a {mode} engine: without it TensorRT-LLM reports that disaggregated serving is not enabled",
         )
     if mode == "prefill" and not look_up(arguments, "disable_overlap_scheduler"):
         yield ArgumentFault(

@@ -206,7 +206,7 @@ def media_digests(data: bytes | memoryview) -> list[str]:
         hashes = msgspec.msgpack.decode(data, type=_Hashes, ext_hook=_passed_over).multimodal_hashes or []
         return [b"".join((word & 0xFFFF_FFFF).to_bytes(4, "big") for word in words).hex() for words in hashes]
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return []  # whoever decodes them says so
+        return []  # the decoder reports it
 
 
 def _passed_over(code: int, data: memoryview) -> Any:

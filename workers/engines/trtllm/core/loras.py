@@ -35,7 +35,7 @@ def adapter_number(name: str) -> int:
 
 
 def adapters(arguments: Mapping[str, Any]) -> dict[str, Adapter]:
-    """Return the adapters of ``lora_config.lora_dir`` by name; raise ``ValueError`` where two cannot be told apart."""
+    """Return the adapters of ``lora_config.lora_dir`` by name; raise ``ValueError`` for two with one name."""
     config = arguments.get("lora_config") or {}
     directories = config.get("lora_dir") or ()
     if len(directories) > LORAS_PER_WORKER_MAX:

@@ -12,7 +12,7 @@ after 1.2), and says that name in its events (``mm_keys``), so events can be tra
 3. Any other name is not ours. Its blocks stay without a name, as those of media did before.
 
 A medium's tokens are numbers beyond the vocabulary, which differ between models and versions. Here they are the token
-that stands for a picture in the prompt's text, as a router fills them in.
+that stands for an image in the prompt's text, as a router fills them in.
 """
 
 from __future__ import annotations

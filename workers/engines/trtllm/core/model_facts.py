@@ -27,11 +27,11 @@ class ModelFacts:
     vocabulary_size: int = 0
     max_sequence_length: int = 0
     image_token_id: int | None = None
-    """The token that stands for a picture in the prompt's text."""
+    """The token that stands for an image in the prompt's text."""
     architecture: str = ""
     """Class of the model, as its files name it."""
     image_rule: ImageRule | None = None
-    """How many tokens a picture becomes."""
+    """How many tokens an image becomes."""
 
 
 def model_facts(
@@ -95,9 +95,9 @@ ImageRule = ResizedGrid | TiledGrid
 
 
 def image_rule(architecture: str, config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> ImageRule | None:
-    """Return how many tokens a model makes of a picture, by its class and its files; ``None`` = not known.
+    """Return how many tokens a model makes of an image, by its class and its files; ``None`` = not known.
 
-    Where a number is missing nothing is said: a wrong count would shift every block behind the picture.
+    Where a number is missing nothing is said: a wrong count would shift every block behind the image.
     """
     try:
         if architecture in RESIZED:
@@ -133,9 +133,9 @@ class ModelAbilities:
     encodes: bool = True
     """It may run in an encode worker, whose embeddings the other engines take."""
     takes_embeddings: bool = True
-    """A request may bring embeddings, one tensor each, in place of pictures."""
+    """A request may bring embeddings, one tensor each, in place of images."""
     takes_media: bool = True
-    """A request may have pictures at all."""
+    """A request may have images at all."""
 
 
 TEXT_ONLY = ModelAbilities(encodes=False, takes_embeddings=False, takes_media=False)
@@ -178,7 +178,7 @@ def abilities_of(architecture: str) -> ModelAbilities:
 def model_problem(architecture: str, encodes: bool, takes_media: bool) -> str:
     """Say why a model cannot do what a worker is to do with it; empty = it can, as far as is known.
 
-    ``encodes``: it is to turn pictures into embeddings for others; ``takes_media``: requests may have pictures.
+    ``encodes``: it is to turn images into embeddings for others; ``takes_media``: requests may have images.
     """
     abilities = abilities_of(architecture)
     if takes_media and not abilities.takes_media:
@@ -186,6 +186,6 @@ def model_problem(architecture: str, encodes: bool, takes_media: bool) -> str:
     if encodes and not abilities.encodes:
         return (
             f"TensorRT-LLM cannot run the vision part of {architecture} by itself: give the prefill workers the "
-            "pictures (no encode workers)"
+            "images (no encode workers)"
         )
     return ""

@@ -23,7 +23,7 @@ FINISH_REASONS = {
 """The engine's finish reasons as the wire has them; every other one is an error."""
 
 GOES_ON = frozenset({"length", "not_finished"})
-"""Finish reasons of a context request after which a decode worker must go on. Anything else is the request's end."""
+"""Finish reasons of a context request after which a decode worker must continue. Anything else is the request's end."""
 
 
 class OutputCursor:

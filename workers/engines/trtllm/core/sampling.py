@@ -3,8 +3,8 @@
 Rules:
 
 1. What OpenAI's API takes for granted and TensorRT-LLM does not is said explicitly: temperature 1 and top-p 1 (the
-   engine's own default is greedy), and a seed (the engine's own is 0 for everybody). Legs and migrations of one request
-   get the same seed.
+   engine's own default is greedy), and a seed (the engine's own is 0 for all requests). Legs and migrations of one
+   request get the same seed.
 2. The request says where it ends: ``end_id`` is the first end-of-sequence id among its stop ids, all others are
    ``stop_token_ids``, and the engine keeps the token that stopped it in the output. So tokens once given out are never
    taken back, and the router sees the same output as of any other engine.
@@ -70,7 +70,7 @@ def sampler_default(version: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def inabilities(version: str, values: Mapping[str, Any]) -> tuple[Inability, ...]:
-    """Return what an engine with these arguments cannot do, as its worker's card says it.
+    """Return what an engine with these arguments cannot do, as on its worker's card.
 
     No field or signature tells what a sampler takes and does nothing with, so this goes by the version: the PyTorch
     sampler of 1.2 knows neither penalties nor seeds (upstream's issues 16485 and 9442; seeds came with 17172), and

@@ -74,7 +74,7 @@ class EngineStatistics(msgspec.Struct, frozen=True, gc=False):
 def parse_statistics(item: Mapping[str, Any]) -> EngineStatistics:
     """Return the statistics of one iteration; raise ``DecodeError`` naming the key when one has a wrong type.
 
-    Unknown keys are ignored. A null counts as absent, wherever it is.
+    Unknown keys are ignored. A null counts as absent everywhere.
     """
     try:
         return msgspec.convert(item, EngineStatistics)

@@ -59,21 +59,21 @@ def _sizes(stream: RankStream, evidence: Evidence) -> Iterator[Finding]:
     told = evidence.told.block_size
     sizes = Counter(event.block_size for _, _, event in stream.stored() if event.stands_for_prefixes)
     if None in sizes:
-        yield fault(Kind.BLOCK_SIZE, f"rank {stream.rank}", "stored events do not say how many tokens a block has")
+        yield fault(Kind.BLOCK_SIZE, f"rank {stream.rank}", "stored events do not have the number of tokens of a block")
     others = sorted(size for size in sizes if size is not None and size != told)
     if told is not None and others:
         named = ", ".join(map(str, others))
         yield fault(
             Kind.BLOCK_SIZE,
             f"rank {stream.rank}",
-            f"events speak of blocks of {named} tokens, the server or --kv-block-size of {told}",
+            f"events have blocks of {named} tokens, the server or --kv-block-size of {told}",
             f"route with --kv-block-size {others[0]}: blocks are named by the tokens in them",
         )
     elif len(others) > 1:
         yield fault(
             Kind.BLOCK_SIZE,
             f"rank {stream.rank}",
-            f"events speak of blocks of {', '.join(map(str, others))} tokens: several caches share a publisher",
+            f"events have blocks of {', '.join(map(str, others))} tokens: several caches share a publisher",
         )
 
 
@@ -128,7 +128,7 @@ def _groups(stream: RankStream) -> Iterator[Finding]:
         yield fault(
             Kind.GROUPS_UNNAMED,
             place,
-            f"the groups of layers are {named}: which of them has full attention is not said, so a block that leaves "
+            f"the groups of layers are {named}: which has full attention is not reported, so a block that leaves "
             "one group seems to leave all",
             "use a version of the engine whose events have kv_cache_spec_kind",
         )
@@ -137,7 +137,7 @@ def _groups(stream: RankStream) -> Iterator[Finding]:
             Kind.WINDOWS,
             place,
             f"the groups of layers are {named}: routers follow group {full[0]}; where the others have evicted, the "
-            "engine reuses less than the index says",
+            "engine reuses less than the index predicts",
         )
 
 
@@ -228,7 +228,7 @@ def _keys_of(rank: int, said: SaidMessage, event: SaidStored, path: ExpectedPath
         yield fault(
             Kind.LORA_UNNAMED,
             place,
-            f"a block of the adapter {lora!r} says {number} where its name belongs: a number means another adapter "
+            f"a block of the adapter {lora!r} has {number} where its name belongs: a number means another adapter "
             "elsewhere",
             "use a version of the engine whose events have lora_name",
         )
@@ -236,7 +236,7 @@ def _keys_of(rank: int, said: SaidMessage, event: SaidStored, path: ExpectedPath
         yield fault(
             Kind.SALT_MISSING,
             place,
-            "the first block of a prompt with a cache_salt does not say the salt: it would count for requests "
+            "the first block of a prompt with a cache_salt does not have the salt: it would count for requests "
             "without one, and for those of other tenants",
             "use a version of the engine whose events have extra_keys, and do not isolate tenants until then",
         )
@@ -251,7 +251,7 @@ def _keys_of(rank: int, said: SaidMessage, event: SaidStored, path: ExpectedPath
         yield fault(
             Kind.KEYS_UNKNOWN,
             place,
-            f"a block of plain text is stored under {strange[0]!r}, which no request said: requests cannot be matched "
+            f"a block of plain text is stored under {strange[0]!r}, which no request has: requests cannot be matched "
             "with it",
         )
 

@@ -28,9 +28,9 @@ def contact_findings(evidence: Evidence, streams: Mapping[int, RankStream]) -> I
     answered = any(not exchange.failure for exchange in evidence.exchanges)
     if not evidence.sources:
         words = (
-            "the server says that it publishes no events"
+            "the server reports that it publishes no events"
             if evidence.told.publishes is False
-            else ("the server does not say where its events are, and no --kv-events-endpoint was given")
+            else ("the server does not report where its events are, and no --kv-events-endpoint was given")
         )
         yield fault(
             Kind.EVENTS_OFF, "server", words, f"start the engine with {evidence.told.events_option or EVENTS_OPTION}"
@@ -47,8 +47,8 @@ def _contact(source: Source, evidence: Evidence, stream: RankStream, answered: b
         yield fault(
             Kind.PUBLISHER_CONNECTS,
             place,
-            "nobody listens there: the publisher connects to this endpoint instead of binding it, so subscribers hear "
-            "nothing for ever",
+            "no process listens there: the publisher connects to this endpoint instead of binding it, so subscribers "
+            "never receive anything",
             f'give the engine an endpoint with a *: "endpoint": "tcp://*:{_port(source.endpoint)}"',
         )
     elif contact is Contact.NO_PUBLISHER:
@@ -61,13 +61,15 @@ def _contact(source: Source, evidence: Evidence, stream: RankStream, answered: b
     elif contact is Contact.REFUSED:
         replays = bool(stream.replayed)
         kind = Kind.PUBLISHER_CONNECTS if replays or source.doubt else Kind.ENDPOINT_REFUSED
-        words = "nobody listens there"
+        words = "no process listens there"
         if replays:
             words += ", while its replay socket has events: the publisher connects instead of binding"
         elif source.doubt:
             words += f": {source.doubt.partition(': ')[0]}"
         elif evidence.told.publishes:
-            words += ", while the server says that it publishes: the publisher connects instead of binding, or is on "
+            words += (
+                ", while the server reports that it publishes: the publisher connects instead of binding, or is on "
+            )
             words += "another host or port"
         else:
             words += ": events are off, the port is another one, or the publisher connects instead of binding"
@@ -128,7 +130,7 @@ def _ranks_without_source(evidence: Evidence) -> Iterator[Finding]:
         yield warning(
             Kind.RANK_WITHOUT_SOURCE,
             f"rank {numbers}",
-            f"the server has {evidence.told.ranks} data-parallel ranks, and of rank {numbers} nobody follows the "
+            f"the server has {evidence.told.ranks} data-parallel ranks, and of rank {numbers} no worker follows the "
             "events: what these hold is not known",
             "give --kv-events-endpoint once for each rank, in their order",
         )

@@ -15,7 +15,7 @@ RECORD_VERSION = 1
 
 
 class RecordError(ValueError):
-    """A record cannot be read; the message says why."""
+    """A record cannot be read; the message has the reason."""
 
 
 class Contact(Enum):
@@ -23,15 +23,15 @@ class Contact(Enum):
 
     CONNECTED = "connected"
     REFUSED = "refused"
-    """Nobody listens there."""
+    """No process listens there."""
     CONNECTS = "connects"
-    """Nobody listens there, and the publisher connected to a socket that was bound there in its place."""
+    """No process listens there, and the publisher connected to a socket that was bound there in its place."""
     NO_PUBLISHER = "no publisher"
-    """Somebody listens there who is no ZMQ publisher."""
+    """A process listens there that is no ZMQ publisher."""
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Where the events of one rank are to be heard; endpoints as a subscriber connects to them."""
+    """Addresses of the events of one rank; endpoints as a subscriber connects to them."""
 
     rank: int
     endpoint: str
@@ -40,7 +40,7 @@ class Source(msgspec.Struct, frozen=True):
     topic: str = ""
     """What the topics of its messages should begin with."""
     doubt: str = ""
-    """What is probably wrong with it should nobody be reached there, from what the server says of it."""
+    """What is probably wrong with it if no publisher is reached there, by the server's facts."""
 
 
 class Heard(msgspec.Struct, frozen=True):
@@ -78,7 +78,7 @@ class ProbeExchange(msgspec.Struct, frozen=True):
 
     probe: CheckProbe
     heard_before: int
-    """How many live messages had been heard when it was sent."""
+    """How many live messages had arrived when it was sent."""
     heard_after: int
     """The same, once its events had arrived."""
     output: tuple[int, ...] = ()
@@ -91,7 +91,7 @@ class ProbeExchange(msgspec.Struct, frozen=True):
 
 
 class ServerStatement(msgspec.Struct, frozen=True):
-    """What the server, or an option, said before anything was sent."""
+    """Facts from the server, or an option, before anything was sent."""
 
     kind: str = ""
     model: str = ""
@@ -100,7 +100,7 @@ class ServerStatement(msgspec.Struct, frozen=True):
     ranks: int = 1
     """Data-parallel ranks."""
     publishes: bool | None = None
-    """Whether it says that it publishes events; ``None`` = it does not say."""
+    """Whether it reports that it publishes events; ``None`` = not reported."""
     events_option: str = ""
     """What servers of its kind are started with so that they publish."""
 

@@ -30,7 +30,7 @@ class Examination:
     block_size_is_told: bool
     messages: int
     forms: str
-    """How batches and events are written; empty = nothing was heard."""
+    """How batches and events are written; empty = nothing arrived."""
     blocks: BlockFigures
     reuse: ReuseFigures
     event_delay_ms: float | None
@@ -52,8 +52,8 @@ def examine(evidence: Evidence) -> Examination:
     """Judge a check."""
     streams = read_streams(evidence)
     observed = observed_block_size(streams)
-    # A told size that is not the events' own is a finding; blocks are then compared in the events' size, so that the
-    # other rules still say something.
+    # A configured size that is not the events' own is a finding; blocks are then compared in the events' size, so that
+    # the other rules still apply.
     size = observed or evidence.told.block_size
     paths = expected_paths(evidence.exchanges, size) if size else []
     blocks, reuse = BlockFigures(), ReuseFigures()
@@ -91,7 +91,7 @@ def examine(evidence: Evidence) -> Examination:
 
 
 def _missing(figures: BlockFigures, streams: Mapping[int, RankStream], paths: Sequence[ExpectedPath]) -> list[Finding]:
-    """Say of blocks that an index would lack whether the engine told of them at all."""
+    """Report for blocks that an index would lack whether the engine published them at all."""
     if not figures.missing:
         return []
     told = {path.probe.salt for path in paths}
@@ -107,8 +107,8 @@ def _missing(figures: BlockFigures, streams: Mapping[int, RankStream], paths: Se
     ]
     findings = []
     for kind, missing, words in (
-        (Kind.NOT_TAKEN_IN, left_out, "the engine told of, and this router leaves out"),
-        (Kind.BLOCKS_MISSING, [each for each in figures.missing if each not in left_out], "no event told of"),
+        (Kind.NOT_TAKEN_IN, left_out, "the engine published, and this router leaves out"),
+        (Kind.BLOCKS_MISSING, [each for each in figures.missing if each not in left_out], "no event had"),
     ):
         if not missing:
             continue

@@ -8,12 +8,12 @@ import msgspec
 
 
 class FindingSeverity(Enum):
-    """How much a finding matters to who routes by the events."""
+    """Severity of a finding for routing by the events."""
 
     FAULT = "fault"
     """The events cannot be used as they are."""
     WARNING = "warning"
-    """They can, with what the finding says in mind."""
+    """They can, within the limits of the finding."""
     NOTE = "note"
     """Good to know."""
 

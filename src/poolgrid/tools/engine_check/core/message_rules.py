@@ -71,8 +71,8 @@ def _topics(stream: RankStream, source: Source) -> Iterator[Finding]:
         yield fault(
             Kind.WRONG_TOPIC,
             f"rank {stream.rank}, {source.endpoint}",
-            f"its topics are {', '.join(map(repr, others[:4]))}; a subscription to {source.topic!r} hears none of them",
-            f"subscribe to {others[0]!r} (--topic), or to everything (an empty topic)",
+            f"its topics are {', '.join(map(repr, others[:4]))}; a subscription to {source.topic!r} gets none of them",
+            "start the engine with an empty topic",
         )
 
 
@@ -85,8 +85,7 @@ def _ranks(stream: RankStream) -> Iterator[Finding]:
         yield fault(
             Kind.WRONG_RANK,
             f"rank {stream.rank}",
-            f"{counted(count, 'message')} say that they are of rank {rank}: this is rank {rank}'s port, or ports of "
-            "ranks collide",
+            f"{counted(count, 'message')} carry rank {rank}: this is rank {rank}'s port, or ports of ranks collide",
             "the port of a rank is the endpoint's port plus the global rank",
         )
 
@@ -118,7 +117,7 @@ def _numbers(stream: RankStream, source: Source) -> Iterator[Finding]:
             yield fault(
                 Kind.SEQUENCE_JUMPS,
                 f"rank {stream.rank}, sequence {first}",
-                f"{words}, and {end}: what they said is lost",
+                f"{words}, and {end}: their events are lost",
                 f'{REPLAY_REMEDY}; "hwm" is how many messages wait for a slow subscriber, "buffer_steps" how many are '
                 "kept for a replay",
             )
@@ -131,7 +130,7 @@ def _replay(stream: RankStream, source: Source, replay: ReplayAnswer | None) -> 
             yield warning(
                 Kind.REPLAY_MISSING,
                 place,
-                "no replay socket is known: a message that is lost, or said before the router came, is never known",
+                "no replay socket is known: lost messages, and those before the connection, are never recovered",
                 f"{REPLAY_REMEDY}, and --kv-events-replay-endpoint here",
             )
         return

@@ -2,10 +2,10 @@
 
     probe               what it shows
     ------------------  ----------------------------------------------------------------
-    first               blocks of a prompt and of its answer are told of
+    first               blocks of a prompt and of its answer are published
     again               the whole prompt comes from the cache
     branch              two prompts share a beginning
-    next turn           a conversation goes on behind an answer
+    next turn           a conversation continues behind an answer
     whole blocks        a prompt that ends where a block ends; one token is computed anyway
     whole blocks again
     salted              the same prompt under a salt is another one
@@ -51,7 +51,7 @@ class PlanLimits:
     salt: str = ""
     lora: str = ""
     ranks: tuple[int | None, ...] = (None,)
-    """Ranks to send to; ``None`` alone = the server has one, and is told none."""
+    """Ranks to send to; ``None`` alone = the server has one, and gets none."""
 
     def __post_init__(self) -> None:
         if self.tokens_below <= LOWEST_TOKEN:
@@ -72,7 +72,7 @@ class PlanLimits:
 
 
 def fresh_tokens(limits: PlanLimits, what: str, count: int) -> tuple[int, ...]:
-    """Return tokens that nobody else sends."""
+    """Return tokens that no other client sends."""
     span = limits.tokens_below - LOWEST_TOKEN
     return tuple(LOWEST_TOKEN + stable_u64(f"{limits.seed}/{what}/{at}") % span for at in range(count))
 

@@ -1,4 +1,4 @@
-"""Findings about reuse: cached tokens as the server reports them, against what the events said before the probe."""
+"""Findings about reuse: cached tokens as the server reports them, against the events before the probe."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def reuse_findings(
             Kind.CACHED_TOKENS_UNSAID,
             f"probe {next(path.probe.name for path in paths if path.exchange.cached_tokens is None)!r}",
             f"{counted(figures.unsaid, 'answer')} without usage.prompt_tokens_details.cached_tokens: whether the "
-            "engine reuses what its events say is not known",
+            "engine reuses the blocks of its events is unknown",
             CACHED_TOKENS_OPTION,
         )
     stored = any(True for stream in streams.values() for _ in stream.stored())
@@ -93,7 +93,7 @@ def reuse_findings(
         words += ": always one block less, as with speculative decoding, which computes the last cached block again"
         yield warning(Kind.CACHED_TOKENS_DIFFER, place, words)
     elif hits and not any(each.reported for each in hits):
-        words += ": nothing of what the events say is reused"
+        words += ": no block of the events is reused"
         yield fault(Kind.CACHED_TOKENS_DIFFER, place, words, CACHING_OPTION)
     elif all(0 < each.reported - each.predicted < block_size for each in wrong):
         words += ": the engine reuses parts of blocks"

@@ -1,4 +1,4 @@
-"""What a message of an engine says, read without judging: unlike ``decode_pub``, which leaves out what cannot be used.
+"""An engine's message, read without judging: unlike ``decode_pub``, which leaves out what cannot be used.
 
 A check wants to know what was left out, and why. Nothing here raises but ``DecodeError``, for a message that is none.
 """
@@ -33,15 +33,15 @@ class SaidStored(Struct, frozen=True):
     lora_id: int | None = None
     salt: str = ""
     keys: tuple[tuple[Any, ...], ...] = ()
-    """What the hash of each block covers beside tokens; empty = the event says of none."""
+    """What the hash of each block covers in addition to tokens; empty = the event does not list it."""
     medium: str = ""
     group: int | None = None
     attention: str = ""
-    """Kind of the layers' cache, as the engine calls it; empty = not said."""
+    """Kind of the layers' cache, as the engine calls it; empty = not reported."""
 
     @property
     def stands_for_prefixes(self) -> bool:
-        """Whether the blocks are those of full attention, as far as is said."""
+        """Whether the blocks are those of full attention, as far as is reported."""
         kind = self.attention.lower()
         return not kind or "full" in kind or "mla" in kind
 
@@ -89,7 +89,7 @@ def read_sequence(message: Sequence[bytes]) -> int:
 
 
 def read_message(message: Sequence[bytes]) -> SaidMessage:
-    """Return what a message says; raises ``DecodeError``."""
+    """Return the content of a message; raises ``DecodeError``."""
     sequence = read_sequence(message)
     try:
         value = msgspec.msgpack.decode(message[-1])
@@ -175,7 +175,7 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LiveMessage:
-    """A message of the subscription; ``number`` is its place among all that was heard, from 0."""
+    """A message of the subscription; ``number`` is its place among all that arrived, from 0."""
 
     number: int
     sequence: int
@@ -186,7 +186,7 @@ class LiveMessage:
 
 @dataclass(slots=True)
 class RankStream:
-    """What one rank's publisher said."""
+    """Messages of one rank's publisher."""
 
     rank: int
     live: list[LiveMessage] = field(default_factory=list)
@@ -196,7 +196,7 @@ class RankStream:
     """Payloads by sequence number."""
     replayed_said: dict[int, SaidMessage] = field(default_factory=dict)
     whole: list[LiveMessage] = field(default_factory=list)
-    """What was heard live, with what the replay has in place of what was lost."""
+    """Live messages, with those of the replay in place of lost ones."""
 
     def said(self) -> Iterator[tuple[int, SaidMessage]]:
         return ((each.number, each.said) for each in self.whole if each.said is not None)
@@ -210,7 +210,7 @@ class RankStream:
 
 
 def read_streams(evidence: Evidence) -> dict[int, RankStream]:
-    """Return the streams by rank; ranks that said nothing have an empty one."""
+    """Return the streams by rank; silent ranks have an empty one."""
     streams = {source.rank: RankStream(source.rank) for source in evidence.sources}
     for number, heard in enumerate(evidence.heard):
         stream = streams.setdefault(heard.rank, RankStream(heard.rank))
@@ -230,7 +230,7 @@ def read_streams(evidence: Evidence) -> dict[int, RankStream]:
                 stream.replayed[read_sequence(message)] = message[-1]
                 said = read_message(message)
             except DecodeError:
-                continue  # the live message of this number says what is wrong with it
+                continue  # the live message of this number shows what is wrong with it
             stream.replayed_said[said.sequence] = said
     for stream in streams.values():
         _fill(stream)

@@ -43,7 +43,7 @@ class Measured(msgspec.Struct, frozen=True):
     """All samples of a server."""
 
     overhead_ms: float
-    """What a request takes beside its prefill: the network, the server's own work."""
+    """Time of a request in addition to its prefill: the network, the server's own work."""
     prefill: tuple[PrefillSample, ...]
     decode: tuple[DecodeSample, ...]
 
@@ -58,7 +58,7 @@ def prefill_points(measured: Measured) -> list[list[float]]:
 
 
 def decode_points(measured: Measured) -> list[list[float]]:
-    """Return [used share, ms] by rising share; points that are too near to be told apart become one."""
+    """Return [used share, ms] by rising share; points that are too near to be distinguished become one."""
     found = sorted((min(1.0, sample.used_share), median(sample.gap_ms)) for sample in measured.decode if sample.gap_ms)
     groups: list[list[tuple[float, float]]] = []
     for share, ms in found:
@@ -82,7 +82,7 @@ def gaps_while_all_decode(arrivals_ms: Sequence[Sequence[float]]) -> list[float]
     """Return the mean time between tokens of each request, while every request was decoding.
 
     ``arrivals_ms`` are when the tokens of each request arrived. Tokens that a busy client reads together, or that a
-    server sends together, say nothing of the steps between them, so it is the whole of a request's time that counts,
+    server sends together, show nothing of the steps between them, so it is the whole of a request's time that counts,
     over all the tokens that were made in it: those that came with the first were made before.
     """
     if not arrivals_ms or any(len(each) < 2 for each in arrivals_ms):

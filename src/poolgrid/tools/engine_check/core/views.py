@@ -5,7 +5,7 @@ Where the two disagree, or where both lack a block, the rules find out why.
 Which blocks an exchange implies: the whole blocks of the prompt and of the output, but for the last token.
 
 The last sampled token has no KV yet. Names are the router's sequence hashes, once as the router computes them (with the
-seed of LoRA and salt), once for the tokens alone: with these a block is found whatever the engine says of its keys.
+seed of LoRA and salt), once for the tokens alone: with these a block is found for any keys in the events.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RouterView:
         """Blocks that were held at some time."""
 
     def advance(self, heard: int) -> None:
-        """Take in what had been heard live when so many messages had come in all."""
+        """Take in the live messages among the first so many."""
         whole = self._stream.whole
         while self._at < len(whole) and whole[self._at].number < heard:
             message = whole[self._at]
@@ -84,7 +84,7 @@ class ChainBlock:
 
 
 class ChainView:
-    """The blocks that a rank said it stored, found by their parents, in whatever block size and whatever keys."""
+    """The blocks that a rank reported as stored, found by their parents, in any block size and with any keys."""
 
     def __init__(self, salts: Collection[str]) -> None:
         self._salts = salts
