@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 
 CONFIG_BYTES_MAX = 4 * 2**20
-"""Configurations have some kilobytes, with quantization by layer some hundred."""
+"""Configurations have a few kilobytes, with quantization by layer up to a megabyte."""
 
 Types = Annotated[list[str], msgspec.Meta(max_length=4096)]
 
