@@ -73,11 +73,8 @@ ROUTING = Board(
                     "percentunit",
                     (
                         Query(
-                            share(
-                                f"sum by (cause) (rate(poolgrid_router_uncached_tokens_total{{{POOL}}}"
-                                "[$__rate_interval]))",
-                                f"scalar({PROMPT})",
-                            ),
+                            f"sum by (cause) (rate(poolgrid_router_uncached_tokens_total{{{POOL}}}[$__rate_interval])) "
+                            f"/ scalar({PROMPT} > 0)",
                             "{{cause}}",
                         ),
                     ),

@@ -43,6 +43,7 @@ class _History:
 
     __slots__ = (
         "agreed",
+        "cleared",
         "epoch",
         "epochs",
         "final",
@@ -65,6 +66,8 @@ class _History:
         self.load: LoadReported | None = None
         self.steps_fell = False
         self.agreed = self.own = self.foreign = 0
+        self.cleared: int | None = None
+        """Own requests when it last took back all that it had reported."""
         self.final: WorkerEvidence | None = None
         """What was known of a worker when it left."""
         self.judged: object = None
@@ -145,6 +148,12 @@ class Examiner:
         history.observations.append(observation)
         history.heads.append((now_ms, path if len(path) <= HEAD_BLOCKS else path[:HEAD_BLOCKS]))
 
+    def cleared(self, worker: WorkerKey) -> None:
+        """A worker reported that nothing it said before holds any more."""
+        history = self._histories.get(worker)
+        if history is not None:
+            history.cleared = history.own
+
     def left(self, worker: WorkerKey) -> None:
         """A worker is about to leave; what the index holds of it is still known."""
         history = self._histories.get(worker)
@@ -199,20 +208,23 @@ class Examiner:
         worker = projection.fleet.workers[key]
         state, reason = projection.trust.stream(key)
         history = self._histories.get(key) or _History(worker.epoch)
+        held = projection.index.held_blocks(key)
+        is_unheard = any(each.state is StreamState.ABSENT for each in worker.streams.values())
         return WorkerEvidence(
             str(key),
             worker.card.block_size,
             list(history.observations),
             state.name.lower(),
             reason,
-            state is not StreamState.SYNCING,
-            projection.index.held_blocks(key),
+            state is not StreamState.SYNCING and (held > 0 or not is_unheard),
+            held,
             history.epochs,
             history.steps_fell,
             history.agreed,
             history.own,
             history.foreign,
             self._has_windows(key),
+            history.cleared is not None and history.own - history.cleared < WINDOW,
         )
 
     def verdict(self, key: WorkerKey) -> ReuseVerdict:

@@ -124,6 +124,8 @@ class ReuseExaminer(Protocol):
         reported_tokens: int,
     ) -> None: ...
 
+    def cleared(self, worker: WorkerKey) -> None: ...
+
     def compared(self, key: WorkerKey, dispatch_id: str, path: Sequence[int], promised: int, reported: int) -> None: ...
 
     def left(self, worker: WorkerKey) -> None: ...
@@ -226,6 +228,8 @@ class Projection:
             self.index.report_groups(key, event)
 
     def _cleared(self, key: WorkerKey, record: JournalRecord, event: AnyEvent, now_ms: float) -> None:
+        if self.examiner is not None and type(event) is CacheCleared:
+            self.examiner.cleared(key)
         if self.follows_blocks:
             self.index.clear(key)
             self.ledger.move(key, self.index.slot(key))

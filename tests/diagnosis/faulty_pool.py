@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,7 @@ from poolgrid.wire.events import (
     AnyEvent,
     BlocksRemoved,
     BlocksStored,
+    CacheCleared,
     GroupsReported,
     KvGroup,
     LoadReported,
@@ -41,6 +43,9 @@ BLOCK = 64
 REQUESTS = 100
 """A fault must be named within so many."""
 
+WATCHED_EVERY = 10
+"""Requests between two looks at the verdicts of a pool that is watched."""
+
 OTHER = 0x5DEECE66D1234567
 """Turns a hash into another one."""
 
@@ -58,6 +63,22 @@ def conversations(requests: int = REQUESTS, talks: int = 8, gap_ms: float = 900.
         isl = len(ids) * TRACE_BLOCK_TOKENS - 40 - 13 * (number % 7)
         rows.append(TraceRow(number * gap_ms, isl, 6, ids))
     return rows
+
+
+def an_hour(seed: int, gap_ms: float = 6_000.0) -> list[TraceRow]:
+    """Talks of an hour that come and go at random, behind one of three system prompts, some of them of one turn."""
+    randomness = random.Random(seed)
+    rows, fresh, begin = [], 3, 0.0
+    while begin < 3_600_000:
+        begin += randomness.expovariate(1 / gap_ms)
+        ids, at = (randomness.randrange(3),), begin
+        for _ in range(randomness.choice((1, 1, 3, 6))):
+            grown = randomness.randint(1, 3)
+            ids = (*ids, *range(fresh, fresh + grown))
+            fresh += grown
+            rows.append(TraceRow(at, len(ids) * TRACE_BLOCK_TOKENS - randomness.randrange(300), 6, ids))
+            at += randomness.uniform(2_000, 40_000)
+    return sorted(rows, key=lambda row: row.timestamp)
 
 
 def unrelated(requests: int = REQUESTS) -> list[TraceRow]:
@@ -130,6 +151,7 @@ class FaultyPool(SimulatedPool):
         ]
         self.fault = fault
         self.sent = 0
+        self._alarms: set[str] = set()
         self._domains = {request.request_id: fault.domain(number) for number, request in enumerate(requests)}
         self._engine_paths = {
             request.request_id: list(request.path if fault.engine_path is None else fault.engine_path(request))
@@ -157,10 +179,17 @@ class FaultyPool(SimulatedPool):
 
     def arrive(self, request: SimulatedRequest, now: float) -> int | None:
         self.sent += 1
+        if self.sent % WATCHED_EVERY == 0:
+            self._alarms |= {each.cause.value for each in self.examiner.verdicts() if each.cause.is_fault}
         if self.sent == self.fault.forget_at:
             for number in range(len(self.engines)):
                 self._renew(number)
         return super().arrive(request, now)
+
+    def watched(self) -> set[str]:
+        """Play it; return the faults that a verdict named at any time."""
+        self.run()
+        return self._alarms
 
     def _routing(self, request: SimulatedRequest) -> RoutingRequest:
         routing = super()._routing(request)
@@ -223,6 +252,12 @@ def lost_frames(events: list[AnyEvent], sent: int) -> list[AnyEvent]:
     if sent == 60:
         kept.insert(0, StreamStateChanged("worker", StreamState.STALE, "frames 31 to 60 are lost, and not replayed"))
     return kept
+
+
+def cleared_frames(events: list[AnyEvent], sent: int) -> list[AnyEvent]:
+    """Events of thirty requests are lost, and the worker takes back what it reported before."""
+    kept = without_cache_events(30, 60)(events, sent)
+    return [CacheCleared(), *kept] if sent == 60 else kept
 
 
 def silent_host_tier(events: list[AnyEvent], sent: int) -> list[AnyEvent]:

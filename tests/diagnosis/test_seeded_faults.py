@@ -10,6 +10,8 @@ from poolgrid.wire.events import RequestStarted
 from tests.diagnosis.faulty_pool import (
     Fault,
     FaultyPool,
+    an_hour,
+    cleared_frames,
     conversations,
     lost_frames,
     mangled,
@@ -44,6 +46,7 @@ FAULTS = [
     (Cause.ASLEEP, Fault("sleeping engine", forget_at=50)),
     (Cause.RESTART, Fault("engine restarted", edit=steps_from_zero, forget_at=50)),
     (Cause.GAP, Fault("gap with replay off", edit=lost_frames)),
+    (Cause.GAP, Fault("gap cleared by the worker", edit=cleared_frames)),
     (Cause.TOKENIZER, Fault("tokenizer", edit=starts(lambda each: {"isl": each.isl * 21 // 20}), engine_path=mangled)),
     (Cause.TEMPLATE, Fault("template", edit=starts(lambda each: {"isl": each.isl + 12}), engine_path=mangled)),
     (
@@ -79,6 +82,19 @@ def test_load_without_fault_raises_no_alarm(blocks: int | None, delay_ms: float,
     verdicts = FaultyPool(fault, workers=2, event_delay_ms=delay_ms, policy=policy).verdicts()
 
     assert not [verdict for verdict in verdicts if verdict.cause.is_fault]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("blocks", [None, 1200], ids=["roomy", "evicting"])
+def test_an_hour_under_load_raises_no_alarm_at_any_time(seed: int, blocks: int | None) -> None:
+    pool = FaultyPool(Fault(rows=an_hour(seed), blocks=blocks), workers=3, event_delay_ms=20.0)
+
+    assert not pool.watched()
+    assert pool.sent > 1000
+
+
+def test_cold_workload_raises_no_alarm_at_any_time() -> None:
+    assert not FaultyPool(Fault(rows=unrelated(1000)), workers=2, event_delay_ms=20.0).watched()
 
 
 def test_cold_workload_is_called_cold() -> None:

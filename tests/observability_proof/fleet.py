@@ -174,7 +174,7 @@ class Fleet:
         front = self.run(
             "global router", "global-router", "--config", str(document), "--port", "0",
             *(f"--pool-url={name}={router.url}" for name, router in routers.items()),
-            "--api-keys", str(self.keys), "--worker-timeout-ms", "1000", "--legs", "two",
+            "--api-keys", str(self.keys), "--worker-timeout-ms", "1000",
         ).wait_ready()  # fmt: skip
         self.stack.scrape("fleet-front", [front.url], namespace="fleet", component="global-router")
 
@@ -186,7 +186,7 @@ class Fleet:
         router = self.run(
             "staged router", "router", "--port", "0", "--feed-endpoint", consolidator.word("feed"),
             "--query-endpoint", consolidator.word("query"), "--data-dir", str(self.directory / "decisions"),
-            "--max-queue-requests", "24", "--worker-queue-factor", "1", "--ttft-target-ms", "1500",
+            "--max-queue-requests", "24", "--worker-queue-factor", "1", "--ttft-target-ms", "1500", "--legs", "two",
         )  # fmt: skip
         ingest = consolidator.word("ingest")
         # Small batches, so that there is something to wait for.

@@ -136,6 +136,7 @@ def test_the_stream_takes_the_place_of_the_buffer_and_needs_the_second_manager()
         ),
         (arguments({"use_kv_cache_manager_v2": False}), "use_kv_cache_manager_v2: is false with"),
         (arguments({"enable_block_reuse": False}), "enable_block_reuse is false: there are no events"),
+        (arguments({"max_attention_window": [512, 4096]}), "which publishes the blocks of one window"),
         (arguments(pipeline_parallel_size=2), "pipeline_parallel_size: is 2 with"),
         (
             arguments(stream={"endpoint": "inproc://events"}),

@@ -15,7 +15,7 @@ from poolgrid.workers.core.event_translation import EventTranslator
 from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
 from tests.examples import examples
-from tests.fakes.tensorrt_llm._fake.cache_events import RankEvents, Tenant
+from tests.fakes.tensorrt_llm._fake.cache_events import RankEvents, Tenant, groups_of
 from tests.workers.builders import fold
 
 BLOCK = 4
@@ -33,7 +33,9 @@ class Rank:
         self.windows = randomness.choice([[LONGEST], [LONGEST, 8], [LONGEST, 8, 24]])
         self.recorder = RankEvents(BLOCK, device, host, self.windows, randomness.randint(1, 8), None)
         self.recorder.register(BASE_SEED, Tenant())
-        limits = SimulatedLimits(BLOCK, device, host, max_batch_size=4, max_num_tokens=32, max_sequence_length=LONGEST)
+        limits = SimulatedLimits(
+            BLOCK, device, host, 4, 32, max_sequence_length=LONGEST, kv_groups=groups_of(self.windows)
+        )
         self.engine = SimulatedEngine(limits, Vocabulary(1000, 3, 2, 0.0), recorder=self.recorder)
         self.translator = EventTranslator(BLOCK, windows=len(self.windows))
         self.randomness = randomness

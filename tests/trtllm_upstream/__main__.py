@@ -15,7 +15,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from tests.trtllm_upstream import stream, tenants
+from tests.trtllm_upstream import groups, stream, tenants
 from tests.trtllm_upstream.conformance import CONTRADICTED, check
 from tests.trtllm_upstream.files import EVENTS, HASH, PUBLISHER, UpstreamFiles
 
@@ -42,6 +42,9 @@ def main() -> int:
         report = tenants.run(files, given.events)
         print(f"tenants: {report}")
         failed = failed or report.wrong > 0
+        compared, wrong = groups.run(files, max(1, given.events // 100))
+        print(f"groups: {wrong} of {compared:,} promises are not what every group of layers can resume")
+        failed = failed or wrong > 0
     if files.text(PUBLISHER) and given.faults:
         with tempfile.TemporaryDirectory() as directory:
             survived = asyncio.run(stream.follow(files, given.faults, Path(directory)))

@@ -182,7 +182,24 @@ def _events(files: UpstreamFiles) -> Iterator[Fact]:
     manager.flush_iteration_events()
     kept = [event.event_id for event in manager.get_latest_events(0)]
     yield _compare("events.a full buffer drops the oldest", [2, 3, 4], kept)
+    yield _windows_of_groups(module)
     yield from _groups(module)
+
+
+def _windows_of_groups(module: Any) -> Fact:
+    """Events of a group name the window of its layers, and a block that one group loses is removed of it alone."""
+    manager = module.KVCacheEventManager(100, window_size=64, window_size_by_layer_group={0: 8, 1: 64})
+    page = SimpleNamespace(cache_level=0, priority=35)
+    root = SimpleNamespace(reuse_scope=None, ordinal=-1)
+    block = SimpleNamespace(key=b"k" * 32, tokens=[1, 2, 3, 4], prev=root, ordinal=0, storage=[lambda: page] * 2)
+    manager.add_created_event([9, 0], [0, 1])
+    manager.add_stored_block_event_from_block(block)
+    manager.add_removed_life_cycle_event(block.key, 0)
+    manager.flush_iteration_events()
+    read = [parse_event(as_json(event)) for event in manager.get_latest_events(0)]
+    told = [(type(event).__name__, event.window_size, event.layer_group_id) for event in read]
+    ours = [(kind, window, group) for kind in ("Created", "Stored") for group, window in ((0, 8), (1, 64))]
+    return _compare("events.layer_group_id: each group has its window", [*ours, ("Removed", 8, 0)], told)
 
 
 def _groups(module: Any) -> Iterator[Fact]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trtllm_upstream import stream, tenants
+from tests.trtllm_upstream import groups, stream, tenants
 from tests.trtllm_upstream.conformance import CONTRADICTED, check
 from tests.trtllm_upstream.files import EVENTS, HASH, PUBLISHER, UpstreamFiles
 
@@ -32,6 +32,14 @@ def test_no_block_is_attributed_to_another_tenant_or_to_nobody(files: UpstreamFi
     if files.text(EVENTS) is None or files.text(HASH) is None:
         pytest.skip(f"{EVENTS} or {HASH} is absent")
     assert not tenants.run(files, 3_000, seed).wrong
+
+
+def test_promises_are_what_every_group_of_layers_can_resume(files: UpstreamFiles) -> None:
+    if files.text(EVENTS) is None or files.text(HASH) is None:
+        pytest.skip(f"{EVENTS} or {HASH} is absent")
+    compared, wrong = groups.run(files, 60)
+    assert compared
+    assert not wrong
 
 
 def test_upstreams_publisher_is_followed_through_gaps_replays_and_restarts(

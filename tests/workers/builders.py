@@ -90,9 +90,11 @@ def outputs(outcomes: Iterable[StepOutcome]) -> dict[str, bytes]:
 
 
 def fold(events: Iterable[object], held: dict[Tier, set[int]] | None = None) -> dict[Tier, set[int]]:
-    """Apply wire cache events to a plain model of what a worker holds."""
+    """Apply wire cache events to a plain model of what a worker holds in full attention."""
     held = {tier: set() for tier in Tier} if held is None else held
     for event in events:
+        if getattr(event, "group", 0):
+            continue
         if isinstance(event, BlocksStored):
             for sequence_hash in unpack_hashes(event.sequence_hashes):
                 assert sequence_hash not in held[event.tier], "stored twice on one tier"

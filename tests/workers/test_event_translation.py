@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import msgspec
 import pytest
 
 from poolgrid.kv_events.cache_events import Cleared, Created, Diff, Removed, Stored, StoredBlock, Updated
 from poolgrid.kv_events.trtllm import parse_event
 from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
+from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared, GroupsReported, KvGroup
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_hashes, pack_tokens, sequence_hashes
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.core.cache_facts import CacheFacts, chains
@@ -56,7 +55,11 @@ def test_a_larger_window_that_shows_up_late_voids_what_was_said() -> None:
         [stored(0, None, block(901, 0), window=32), stored(1, None, block(902, 0))]
     )
 
-    assert translation.events == [CacheCleared(), BlocksStored(None, pack_hashes(NAMES[:1]))]
+    assert translation.events == [
+        CacheCleared(),
+        GroupsReported((KvGroup(8),)),
+        BlocksStored(None, pack_hashes(NAMES[:1])),
+    ]
 
 
 def test_a_priority_a_partial_child_or_reuse_from_the_host_prove_nothing() -> None:
@@ -81,7 +84,7 @@ def test_without_created_events_nothing_is_named_until_all_windows_have_been_see
     large = translator.translate([stored(8, None, block(902, 0))])
 
     assert small.events == [CacheCleared()]
-    assert large.events == [BlocksStored(None, pack_hashes(NAMES[:1]))]
+    assert large.events == [GroupsReported((KvGroup(8),)), BlocksStored(None, pack_hashes(NAMES[:1]))]
     assert translator.is_incomplete
 
 
@@ -334,21 +337,6 @@ def test_links_group_into_chains_in_either_direction() -> None:
         (3, [4, 5]),
     ]
     assert chains([]) == []
-
-
-def test_of_several_groups_of_one_window_the_lowest_counts() -> None:
-    translator = EventTranslator(BLOCK_SIZE)
-
-    def of_group(group: int, event: Any) -> Any:
-        return msgspec.structs.replace(event, layer_group_id=group)
-
-    created = [Created(event_id=at, window_size=WINDOW, num_blocks_per_cache_level=(9, 0)) for at in (0, 1)]
-    translator.translate([of_group(at, event) for at, event in enumerate(created)])
-    translator.translate([of_group(0, stored(2, None, block(901, 0))), of_group(1, stored(3, None, block(901, 0)))])
-    assert not translator.translate([of_group(1, removed(4, 901))]).events, "the lowest still has it"
-    assert translator.translate([of_group(0, removed(5, 901))]).events == [BlocksRemoved(pack_hashes(NAMES[:1]))]
-    translator.translate([of_group(0, stored(6, None, block(901, 0)))])
-    assert translator.translate([removed(7, 901)]).events, "an event without a group is about all of them"
 
 
 def test_holes_of_a_server_that_passes_some_events_on_are_no_losses() -> None:

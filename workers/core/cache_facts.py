@@ -141,34 +141,43 @@ class ReportedBlocks:
 
     def __init__(self) -> None:
         self._groups: GroupsReported | None = None
-        self._held: dict[tuple[int, Tier], dict[int, int | None]] = {(0, tier): {} for tier in Tier}
+        self._held: dict[Tier, dict[int, int | None]] = {tier: {} for tier in Tier}
+        self._of_groups: dict[tuple[int, Tier], dict[int, int | None]] = {}
 
     def __bool__(self) -> bool:
-        return any(self._held.values())
+        return any(self._held.values()) or any(self._of_groups.values())
 
     def count_on(self, tier: Tier) -> int:
-        return len(self._held[0, tier])
+        return len(self._held[tier])
 
     def apply(self, events: Iterable[AnyEvent]) -> None:
         for event in events:
             if type(event) is BlocksStored:
-                held = self._held.setdefault((event.group, event.tier), {})
+                held = (
+                    self._of_groups.setdefault((event.group, event.tier), {}) if event.group else self._held[event.tier]
+                )
                 hashes = unpack_hashes(event.sequence_hashes)
                 held.update(zip(hashes, (event.parent, *hashes[:-1]), strict=True))
             elif type(event) is BlocksRemoved:
-                held = self._held.setdefault((event.group, event.tier), {})
+                held = (
+                    self._of_groups.setdefault((event.group, event.tier), {}) if event.group else self._held[event.tier]
+                )
                 for sequence_hash in unpack_hashes(event.sequence_hashes):
                     held.pop(sequence_hash, None)
             elif type(event) is CacheCleared:
-                for held in self._held.values():
+                for held in (*self._held.values(), *self._of_groups.values()):
                     held.clear()
             elif type(event) is GroupsReported:
                 self._groups = event
 
+    def _of_group(self, event: CacheEvent) -> dict[int, int | None]:
+        return self._of_groups.setdefault((event.group, event.tier), {})
+
     def restate(self) -> list[RestatedEvent]:
         """Return all of it: the groups, then parents before children, tier by tier."""
         events: list[RestatedEvent] = [] if self._groups is None else [self._groups]
-        for (group, tier), held in self._held.items():
+        places = {(0, tier): held for tier, held in self._held.items()} | self._of_groups
+        for (group, tier), held in places.items():
             for parent, hashes in chains(held.items()):
                 events += [
                     BlocksStored(each.parent, each.sequence_hashes, tier, group)

@@ -7,10 +7,10 @@ Rules:
 2. A partial block (fewer tokens than a block) and whatever follows it in its event is not for routers; its engine hash
    is kept only to swallow its removal. So are blocks that cannot be named: those that depend on more than their
    tokens, those of an unknown tenant, and those that hang off something unknown.
-3. Only the largest attention window counts: its blocks are the ones that decide about reuse of a whole prefix. The
-   windows are learnt from the ``created`` events with which an engine begins. Where those are lost, nothing is named
-   until as many windows have been seen as are configured. Of several groups of layers with that window the lowest
-   number counts, as in the stream that the engine publishes itself; what other groups lost is not known to routers.
+3. The largest attention window decides about whole prefixes, of several groups of layers with it the one with the
+   lowest number. What the others need and hold is ``OtherGroups``'s. The windows are learnt from the ``created`` events
+   with which an engine begins. Where those are lost, nothing is named until as many windows have been seen as are
+   configured.
 4. ``event_id`` grows by 1. A hole means that the engine dropped events: ``CacheCleared`` goes out before anything later
    does, the translation returns how many were lost, and the rank is *incomplete*. An ``event_id`` that went backwards
    is an engine that started over: empty, and complete again. Where a server passes on some of the events only
@@ -39,9 +39,14 @@ from poolgrid.kv_events.cache_events import AnyEngineEvent, Cleared, Created, Re
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared, GroupsReported
 from poolgrid.wire.hashing import BASE_SEED, TOKEN_BYTES, block_hashes, child_hash, sequence_hashes
 from poolgrid.wire.identifiers import Tier
-from poolgrid.workers.core.cache_facts import CacheFacts, chains, stored_chain
+from poolgrid.workers.core.cache_facts import CacheFacts, RestatedEvent, chains, stored_chain
+from poolgrid.workers.core.other_groups import TIER_OF_LEVEL, EngineGroup, OtherGroups, tier_of
 
-TIER_OF_LEVEL = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+ENGINE_GROUPS_MAX = 64
+"""Groups of layers of one engine that are told apart; models have up to a dozen. Events of others are ignored, and
+nothing is promised then."""
+
+UNKNOWN_GROUP: EngineGroup = (0, -1)
 
 REMEMBERED_BLOCKS_MAX = 524_288
 """Names that are kept over a loss (about 100 MB); more than the cache has room for are never kept. Beyond it the oldest
@@ -83,7 +88,6 @@ class Counts(msgspec.Struct):
     """Blocks that depend on more than their tokens, in a form that our hashes do not cover."""
     foreign_blocks: int = 0
     """Blocks of a LoRA adapter or cache salt that was not announced."""
-    other_window_events: int = 0
     lost_events: int = 0
     gaps: int = 0
     """Holes in the event ids: times that events were lost."""
@@ -93,10 +97,13 @@ class Counts(msgspec.Struct):
     """Blocks that came back after a loss because the engine proved that they are there."""
 
 
+WireEvent = BlocksStored | BlocksRemoved | CacheCleared | GroupsReported
+
+
 class TranslatedEvents(msgspec.Struct, frozen=True):
     """The wire events of some engine events; ``lost`` engine events are missing from before them."""
 
-    events: list[BlocksStored | BlocksRemoved | CacheCleared | GroupsReported]
+    events: list[WireEvent]
     lost: int
 
 
@@ -137,7 +144,10 @@ class EventTranslator:
         self._next_event_id = 0
         self._window = 0
         self._group: int | None = None  # the group of layers that counts, where an event has named one
-        self._window_sizes: set[int] = set()
+        self._met: set[EngineGroup] = set()
+        self._others: OtherGroups | None = None
+        """Once there is more than one group."""
+        self._later: list[AnyEngineEvent] = []
         self._windows_known = False
         self._capacity = 0
         self._incomplete = False
@@ -162,7 +172,7 @@ class EventTranslator:
 
     def translate(self, events: Iterable[AnyEngineEvent]) -> TranslatedEvents:
         """Return the equivalent wire events, and how many engine events were lost on the way."""
-        out: list[BlocksStored | BlocksRemoved | CacheCleared | GroupsReported] = []
+        out: list[WireEvent] = []
         lost = 0
         for event in events:
             expected = self._next_event_id
@@ -193,31 +203,25 @@ class EventTranslator:
                 if event_id and not self._is_filtered:
                     self._lose()
                 out.append(CacheCleared())
-            window, group = event.window_size, event.layer_group_id
-            self._window_sizes.add(window)
-            is_lower = group is not None and (self._group is None or group < self._group)
-            if window > self._window or (window == self._window and is_lower):
-                if self._blocks:
-                    # The events so far were about a window, or a group, that does not decide.
-                    self._forget()
-                    out.append(CacheCleared())
-                self._window, self._group = window, group
-            is_other = window == self._window and group is not None and group != self._group
+            engine_group = (event.window_size, event.layer_group_id)
+            if engine_group not in self._met:
+                self._meet(engine_group, out)
+            is_about_all = event.layer_group_id is None and event.window_size == self._window
             if isinstance(event, Created):
                 if not event_id:
                     self._windows_known = True
-                if window == self._window and not is_other:
+                if is_about_all or engine_group == (self._window, self._group):
                     self._capacity = sum(event.num_blocks_per_cache_level)
                 continue
-            if window < self._window or is_other:
-                self.counts.other_window_events += 1
-                continue
             if not self._windows_known:
-                if len(self._window_sizes) < self._windows:
-                    self.counts.other_window_events += 1
+                if len({window for window, _ in self._met}) < self._windows:
                     self._incomplete = True
                     continue
                 self._windows_known = True
+            if engine_group != (self._window, self._group):
+                self._later.append(event)
+                if not is_about_all:
+                    continue
             if isinstance(event, Stored):
                 self._store(event)
             elif isinstance(event, Removed):
@@ -225,7 +229,13 @@ class EventTranslator:
             else:
                 self._update(event)
         self.counts.lost_events += lost
-        out += self._facts.take()
+        if self._others is None:
+            self._later.clear()
+            out += self._facts.take()
+        else:
+            later, self._later = self._later, []
+            others = self._others.take(later, self._name_of)
+            out += [*others[:1], *self._facts.take(), *others[1:]]
         if self._incomplete:
             self._incomplete = bool(self._orphans or not self._capacity or self._removed_since_loss < self._capacity)
         return TranslatedEvents(out, lost)
@@ -243,10 +253,37 @@ class EventTranslator:
         self._lose()
         return CacheCleared()
 
-    def restate(self) -> list[BlocksStored]:
-        """Return everything that is resident as ``BlocksStored``, parents before children, tier by tier."""
+    def restate(self) -> list[RestatedEvent]:
+        """Return everything that is resident, parents before children, tier by tier, the groups first."""
         tiers = [tier for tier in TIER_OF_LEVEL if self._present[tier]]
-        return [event for tier in tiers for event in _chains_on(tier, self._blocks.values())]
+        others = [] if self._others is None else self._others.restate()
+        return [*others, *(event for tier in tiers for event in _chains_on(tier, self._blocks.values()))]
+
+    def _meet(self, engine_group: EngineGroup, out: list[WireEvent]) -> None:
+        """Take in a group of layers that is seen for the first time."""
+        if len(self._met) >= ENGINE_GROUPS_MAX:
+            engine_group = UNKNOWN_GROUP
+        self._met.add(engine_group)
+        window, number = engine_group
+        is_lower = number is not None and (self._group is None or number < self._group)
+        if window > self._window or (window == self._window and is_lower):
+            if self._blocks:
+                # The events so far were about a window, or a group, that does not decide.
+                self._forget()
+                out.append(CacheCleared())
+            self._window, self._group = window, number
+            if self._others is not None:
+                self._others.begin(window)
+        others = {each for each in self._met if each not in ((self._window, self._group), (self._window, None))}
+        if others:
+            if self._others is None:
+                self._others = OtherGroups(self._block_size)
+                self._others.begin(self._window)
+            self._others.meet(sorted(others, key=str))
+
+    def _name_of(self, engine_hash: int) -> int | None:
+        block = self._blocks.get(engine_hash) or self._remembered.get(engine_hash)
+        return None if block is None else block.sequence_hash
 
     def _lose(self) -> None:
         remembered = self._remembered
@@ -267,7 +304,9 @@ class EventTranslator:
         self._remembered.clear()
         self._window = self._capacity = 0
         self._group = None
-        self._window_sizes.clear()
+        self._met.clear()
+        if self._others is not None:
+            self._others.begin(0)
         self._windows_known = self._incomplete = False
         self.counts.restarts += 1
 
@@ -279,6 +318,9 @@ class EventTranslator:
         for present in self._present.values():
             present.clear()
         self._facts = CacheFacts()
+        self._later.clear()
+        if self._others is not None:
+            self._others.clear()
 
     def _store_one(self, event: Stored) -> bool:
         """Do what ``_store`` does for the usual event, a new whole block on a known parent, if it is one."""
@@ -294,7 +336,7 @@ class EventTranslator:
         parent = known.sequence_hash
         seed = known.seed
         sequence_hash = child_hash(block.tokens, parent, seed)
-        tier = _tier(block.cache_level) if block.cache_level else Tier.DEVICE
+        tier = tier_of(block.cache_level) if block.cache_level else Tier.DEVICE
         entry = blocks[engine_hash] = _Block(sequence_hash, parent, above, seed, tier)
         if self._arrive(entry):
             self._facts.stored_one(parent, sequence_hash, tier)
@@ -347,7 +389,7 @@ class EventTranslator:
         run: list[int] = []
         run_parent, run_tier = parent, Tier.DEVICE
         for block, sequence_hash in zip(blocks, named, strict=False):
-            tier = _tier(block.cache_level)
+            tier = tier_of(block.cache_level)
             engine_hash = block.block_hash
             again = self._blocks.get(engine_hash)
             if again is not None and self._depart(again):
@@ -442,7 +484,7 @@ class EventTranslator:
     def _update(self, event: Updated) -> None:
         if event.cache_level is None:
             return
-        target = _tier(event.cache_level.new_value)
+        target = tier_of(event.cache_level.new_value)
         block = self._blocks.get(event.block_hash)
         if block is None:
             block = self._remembered.pop(event.block_hash, None)
@@ -491,9 +533,3 @@ def _chains_on(tier: Tier, blocks: Iterable[_Block]) -> list[BlocksStored]:
         if block.tier is tier:
             links.setdefault(block.sequence_hash, block.parent)
     return [event for parent, hashes in chains(links.items()) for event in stored_chain(parent, hashes, tier)]
-
-
-def _tier(cache_level: int) -> Tier:
-    if not cache_level:
-        return Tier.DEVICE
-    return TIER_OF_LEVEL[min(max(cache_level, 0), len(TIER_OF_LEVEL) - 1)]

@@ -55,6 +55,8 @@ class WorkerEvidence(msgspec.Struct):
     """Requests that it started and this router did not send."""
     has_windows: bool = False
     """Whether the index knows of attention windows or checkpoints of the engine."""
+    was_cleared: bool = False
+    """Whether the worker took back all that it had reported, in the last requests."""
 
 
 class UncachedSplit(msgspec.Struct, frozen=True):

@@ -129,14 +129,11 @@ class _Figures:
     @cached_property
     def is_lasting(self) -> bool:
         """Whether prefixes are overpromised again after the worker computed them again, or from the beginning on."""
-        seen: set[int] = set()
-        again = 0
-        for each in self.all_parted:
-            again += each.prefix in seen
-            seen.add(each.prefix)
-        if again >= 2:
-            return True
-        first = self.warm.index(self.all_parted[0])
+        over = [each for each in self.all_parted if each.promised_tokens > each.reported_tokens]
+        again = len(over) - len({each.prefix for each in over})
+        if again >= 2 or not over:
+            return again >= 2
+        first = self.warm.index(over[0])
         before = self.given.agreed_requests - sum(not self.is_parted(each) for each in self.warm[first:])
         return before < LEAST_PARTED
 
@@ -202,7 +199,8 @@ _RULES: Final[tuple[tuple[Cause, Callable[[_Figures], bool]], ...]] = (
     (Cause.UNKNOWN, lambda f: not f.parted and len(f.warm) < LEAST_PARTED),
     (Cause.AGREES, lambda f: not f.parted),
     (Cause.WRONG_ENDPOINT, lambda f: not f.given.was_live),
-    (Cause.GAP, lambda f: f.given.stream in ("stale", "replaying")),
+    # A worker takes back all that it reported when it has lost events; an engine that cleared its cache reuses nothing.
+    (Cause.GAP, lambda f: f.given.stream in ("stale", "replaying") or (f.given.was_cleared and f.is_under)),
     (Cause.RESTART, lambda f: f.given.steps_fell or (f.given.epochs > 1 and f.is_under)),
     (Cause.SALT, lambda f: f.only_in("salt")),
     (Cause.ADAPTER, lambda f: f.only_in("adapter")),

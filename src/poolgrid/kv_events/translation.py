@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 
 from poolgrid.kv_events.pub import UNKNOWN_KIND, EngineEvent, EngineRemoved, EngineStored
 from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared, GroupsReported, KvGroup
-from poolgrid.wire.hashing import BASE_SEED, block_hashes, pack_hashes, sequence_hashes
+from poolgrid.wire.hashing import BASE_SEED, TOKEN_BYTES, block_hashes, pack_hashes, sequence_hashes
 from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, GROUPS_PER_WORKER_MAX
 
@@ -79,6 +79,8 @@ class EngineTranslator:
         self._groups: dict[KvGroup | None, _WireGroup] = {}
         self._group_of: dict[int | None, _WireGroup] = {}
         """By the engine's number."""
+        self._only: _Copies | None = None
+        """What the engine holds, where full attention is its only group."""
         self._report: GroupsReported | None = None
         self._is_reported = True
         """Whether readers know it, as far as they still know anything."""
@@ -91,15 +93,21 @@ class EngineTranslator:
 
     def clear(self) -> None:
         """Forget every engine hash; the groups are the model's, and are reported again."""
-        self._forget()
-        self._report = None
         self._is_reported = False
+        self._report = None
+        self._forget()
 
     def _forget(self) -> None:
         self._known.clear()
         self._seeds.clear()
         for group in self._groups.values():
             group.members = {number: ({}, {}, {}) for number in group.members}
+        self._find_only()
+
+    def _find_only(self) -> None:
+        full = self._groups.get(None)
+        is_only = len(self._group_of) == 1 and full is not None and self._is_reported
+        self._only = next(iter(full.members.values())) if is_only and full is not None else None
 
     def translate(self, events: list[EngineEvent]) -> list[AnyEvent]:
         """Return the same events in sequence hashes."""
@@ -108,6 +116,9 @@ class EngineTranslator:
         for event in events:
             kind = type(event)
             if kind is EngineStored:
+                if self._only is not None and event.group in self._group_of:  # type: ignore[union-attr]
+                    self._store_only(event, self._only, out)  # type: ignore[arg-type]
+                    continue
                 group = self._group_of.get(event.group)  # type: ignore[union-attr]
                 if group is None or not self._is_reported:
                     self._meet_all(events, out)
@@ -116,7 +127,10 @@ class EngineTranslator:
                 if group is not None and group.needs != NOT_RESUMABLE:
                     self._store(event, group, named, out)  # type: ignore[arg-type]
             elif kind is EngineRemoved:
-                self._remove(event, out)  # type: ignore[arg-type]
+                if self._only is not None and event.group in self._group_of:  # type: ignore[union-attr]
+                    self._remove_only(event, self._only, out)  # type: ignore[arg-type]
+                else:
+                    self._remove(event, out)  # type: ignore[arg-type]
             else:
                 self._forget()
                 out.append(CacheCleared())
@@ -143,6 +157,7 @@ class EngineTranslator:
             if isinstance(event, EngineStored) and event.group not in self._group_of:
                 self._meet(event, out)
         self._is_reported = True
+        self._find_only()
         report = GroupsReported(tuple(needs for needs in self._groups if needs is not None), None in self._groups)
         if report.groups and report != self._report:
             self._report = report
@@ -189,28 +204,31 @@ class EngineTranslator:
     def _name(self, event: EngineStored) -> Named | None:
         """Name a chain of whole blocks by its tokens, or count why it has no names."""
         # The tokens of a trailing partial block name nothing that a prompt could share.
-        whole = len(event.token_bytes) // (4 * event.block_size)
-        hashes = event.hashes[:whole]
-        parent: int | None = None
-        seed = event.seed
-        stride, unfit = divmod(event.block_size, self._block_size)
-        if unfit or (stride > 1 and event.window_tokens is None):
-            self.other_block_size = event.block_size
-            unfit = 1
-        is_unfit = bool(unfit) or whole > len(event.hashes)
-        if not is_unfit and event.parent is not None:
-            parent = self._known.get(event.parent)
+        size, hashes = event.block_size, event.hashes
+        told, whole = len(hashes), len(event.token_bytes) // (TOKEN_BYTES * size)
+        stride = 1
+        if size != self._block_size:
+            stride, rest = divmod(size, self._block_size)
+            if rest or event.window_tokens is None:
+                self.other_block_size = size
+                whole = told + 1
+        parent, seed = event.parent, event.seed
+        is_unfit = whole > told
+        if not is_unfit and parent is not None:
+            if seed is None and self._seeds:
+                seed = self._seeds.get(parent)
+            parent = self._known.get(parent)
             is_unfit = parent is None
-            if seed is None:
-                seed = self._seeds.get(event.parent)
-        elif not is_unfit and hashes and seed is None and self._root_seed is not None:
-            told = self._root_seed(event.token_bytes[: 4 * self._block_size])
-            is_unfit = told is None
-            seed = None if told == BASE_SEED else told
-        if is_unfit or len(self._known) + len(hashes) > self._blocks_max:
-            self.ignored_blocks += len(event.hashes)
+        elif not is_unfit and whole and seed is None and self._root_seed is not None:
+            seed = self._root_seed(event.token_bytes[: TOKEN_BYTES * self._block_size])
+            is_unfit = seed is None
+            seed = None if seed == BASE_SEED else seed
+        if is_unfit or len(self._known) + whole > self._blocks_max:
+            self.ignored_blocks += told
             return None
-        self.ignored_blocks += len(event.hashes) - len(hashes)
+        if whole < told:
+            self.ignored_blocks += told - whole
+            hashes = hashes[:whole]
         own = block_hashes(event.token_bytes, self._block_size, BASE_SEED if seed is None else seed)
         names = sequence_hashes(own, parent)
         if stride > 1:
@@ -236,11 +254,25 @@ class EngineTranslator:
 
     # Blocks
 
+    def _store_only(self, event: EngineStored, copies: _Copies, out: list[AnyEvent]) -> None:
+        named = self._name(event)
+        if named is None:
+            return
+        hashes, names, parent = named
+        if not hashes:
+            return
+        tier = event.tier
+        on = copies[tier]
+        if on.keys().isdisjoint(hashes):
+            on.update(dict.fromkeys(hashes, 1))
+        else:
+            for engine_hash in hashes:
+                on[engine_hash] = on.get(engine_hash, 0) + 1
+        out.append(BlocksStored(parent, pack_hashes(names), tier))
+
     def _store(self, event: EngineStored, group: _WireGroup, ahead: _Ahead, out: list[AnyEvent]) -> None:
-        if len(self._groups) == 1 and group.needs is None:
-            named = self._name(event)
-        elif group.needs is None:
-            named = ahead[0].get(id(event))
+        if group.needs is None:
+            named = ahead[0].get(id(event)) if len(self._groups) > 1 else self._name(event)
         else:
             named = self._recognise(event, ahead[1])
         if named is None or not named[0]:
@@ -263,6 +295,24 @@ class EngineTranslator:
             above = names[begin - 1] if begin else parent
             stored = pack_hashes(names[begin:end])
             out.append(BlocksStored(None if group.number else above, stored, tier, group.number))
+
+    def _remove_only(self, event: EngineRemoved, copies: _Copies, out: list[AnyEvent]) -> None:
+        tier = event.tier
+        on, known = copies[tier], self._known
+        others = [held for held in copies if held and held is not on]
+        gone: list[int] = []
+        for engine_hash in event.hashes:
+            count = on.pop(engine_hash, 0)
+            if count > 1:
+                on[engine_hash] = count - 1
+            elif count:
+                gone.append(known[engine_hash])
+                if not others or not any(engine_hash in held for held in others):
+                    del known[engine_hash]
+                    if self._seeds:
+                        self._seeds.pop(engine_hash, None)
+        if gone:
+            out.append(BlocksRemoved(pack_hashes(gone), tier))
 
     def _remove(self, event: EngineRemoved, out: list[AnyEvent]) -> None:
         group = self._group_of.get(event.group)

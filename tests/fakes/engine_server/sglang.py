@@ -52,7 +52,7 @@ class SglangServer(VllmServer):
                 200,
                 {
                     "version": "0.5.9",
-                    "model_path": "/models/tiny",
+                    "model_path": options.root,
                     "tokenizer_path": "/models/tiny",
                     "page_size": options.block_size,
                     "dp_size": 1,

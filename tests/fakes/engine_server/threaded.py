@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,11 +28,13 @@ class ServerThread:
 
 
 @contextmanager
-def servers_in_thread(*options: Options) -> Iterator[ServerThread]:
+def servers_in_thread(
+    *options: Options, make: Callable[[zmq.asyncio.Context, Options], VllmServer] = VllmServer
+) -> Iterator[ServerThread]:
     """Run a server with each of the options."""
     loop = asyncio.new_event_loop()
     context = zmq.asyncio.Context()
-    running = ServerThread([VllmServer(context, each) for each in options], loop)
+    running = ServerThread([make(context, each) for each in options], loop)
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:

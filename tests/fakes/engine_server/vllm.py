@@ -151,11 +151,15 @@ ARRAY_FIELDS = {
 class VllmServer:
     """One server with its ranks, in the test's own loop."""
 
+    cache_type = PagedCache
+
     def __init__(self, context: zmq.asyncio.Context, options: Options | None = None) -> None:
         self.options = options or Options()
         self.faults = Faults()
         self.lose: Callable[[int], bool] = lambda seq: False
         """Says of an event frame's number whether it is lost on the way."""
+        self.counted: Callable[[int], int] = lambda tokens: tokens
+        """What it counts for a prompt of so many tokens."""
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.running = 0
@@ -194,7 +198,7 @@ class VllmServer:
                 self._endpoints.append((publisher.endpoint, publisher.replay_endpoint))
             self._answering.append(asyncio.ensure_future(publisher.answer_replays("trtllm")))
             self.caches.append(
-                PagedCache(options.block_size, options.blocks, self._published(rank), self._life * 100 + rank)
+                self.cache_type(options.block_size, options.blocks, self._published(rank), self._life * 100 + rank)
             )
         await self._http.start(self._http.port or port)
 
@@ -425,7 +429,7 @@ class VllmServer:
                 raise Cut
             if number + 1 == stall_after:
                 await asyncio.Event().wait()
-        usage: dict[str, Any] = {"prompt_tokens": prompt_tokens, "completion_tokens": count}
+        usage: dict[str, Any] = {"prompt_tokens": self.counted(prompt_tokens), "completion_tokens": count}
         if options.details:
             usage["prompt_tokens_details"] = {"cached_tokens": cached}
         if body.get("stream"):

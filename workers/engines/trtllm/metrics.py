@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 LAG_SECONDS_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
 
-NO_COUNTS = Counts(0, 0, 0, 0, 0, 0, 0, 0, 0)
+NO_COUNTS = Counts()
 
 
 class TrtllmMetrics:

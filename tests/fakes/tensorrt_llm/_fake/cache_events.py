@@ -4,7 +4,7 @@ Rules (``contract_1_2_1.json``, ``events._rules``; ``docs/trtllm.md``):
 
 1. One ``event_id`` sequence per rank, from 0, over all windows and types.
 2. Removals that follow each other in one window are one event.
-3. At a request's end its trailing partial block is stored too; small windows store only then.
+3. At a request's end its trailing partial block is stored too, in the largest window.
 4. A move between GPU and host is ``updated`` with a null ``priority``; a new priority has a null ``cache_level``.
 5. The buffer keeps the newest events: the oldest are dropped, and only a hole in ``event_id`` says so.
 """
@@ -17,10 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from poolgrid.wire.hashing import unpack_tokens
+from poolgrid.wire.events import BlocksRemoved, GroupsReported
+from poolgrid.wire.hashing import unpack_hashes, unpack_tokens
 from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.multimodal import digest_media, media_hash_u64
+from poolgrid.workers.core.cache_facts import CacheEvent
 from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder, Link
+from poolgrid.workers.engines.simulated.core.kv_groups import SimulatedGroup
 
 from .block_key import block_key_hash
 from .pictures import Picture
@@ -69,6 +72,11 @@ class EventBuffer:
             _log.warning("The event queue has reached the max size of %d. Events have been discarded.", self._maximum)
 
 
+def groups_of(windows: Sequence[int]) -> tuple[SimulatedGroup, ...]:
+    """Return the groups of a simulated engine with these attention windows; the largest stands for all of a prompt."""
+    return tuple([SimulatedGroup("window", window) for window in sorted(windows)[:-1]])
+
+
 class RankEvents(CacheRecorder):
     """Listens to one rank's block pool and speaks TensorRT-LLM."""
 
@@ -102,8 +110,12 @@ class RankEvents(CacheRecorder):
         """Cache level of each resident whole block, by engine hash."""
         self.partial: OrderedDict[int, int | None] = OrderedDict()
         """Resident partial blocks, each with its parent's sequence hash."""
-        self.small: dict[int, OrderedDict[int, None]] = {window: OrderedDict() for window in self._windows[1:]}
-        self._small_blocks = {window: max(2, device_blocks * window // self._window) for window in self._windows[1:]}
+        self._windows_of: list[list[int]] = []
+        """The small windows that the simulated engine's groups stand for."""
+        self._changes: list[CacheEvent] = []
+        """What became of the blocks of small windows in this iteration."""
+        self._made: dict[int, tuple[int | None, dict[str, Any]]] = {}
+        """Parent and block of each stored event, by sequence hash, where there are small windows."""
         for window in self._windows:
             self._emit({"type": "created", "num_blocks_per_cache_level": [device_blocks, host_blocks]}, window)
 
@@ -117,6 +129,10 @@ class RankEvents(CacheRecorder):
 
     def drain(self) -> list[dict[str, Any]]:
         """Return the events of an iteration."""
+        changes, self._changes = self._changes, []
+        for change in changes:
+            for window in self._windows_of[change.group - 1]:
+                self._tell_small(change, window)
         self._close()
         events, self._fresh = self._fresh, []
         return events
@@ -148,6 +164,8 @@ class RankEvents(CacheRecorder):
             self.names[sequence_hash] = above
             self.levels[above] = 0
             blocks.append(_stored_block(above, part, keys, tenant.cache_salt))
+            if len(self._windows) > 1:
+                self._made[sequence_hash] = (blocks[-2]["block_hash"] if at else parent_hash, blocks[-1])
         self._emit({"type": "stored", "parent_hash": parent_hash, "blocks": blocks}, self._window)
 
     def _keys(
@@ -189,7 +207,7 @@ class RankEvents(CacheRecorder):
     def request_ended(
         self, hashes: Sequence[int], tokens: Sequence[int], seed: int, priority: int | None = None
     ) -> None:
-        """Store a finished request's trailing partial block, and its blocks in the small windows.
+        """Store a finished request's trailing partial block.
 
         ``hashes`` are the sequence hashes of its whole blocks; ``tokens`` all its tokens but the last.
         """
@@ -197,13 +215,11 @@ class RankEvents(CacheRecorder):
             return  # its blocks were needed already
         size = self._block_size
         tenant = self._tenants[seed]
-        chain = [(self.names[each], tuple(tokens[at * size : (at + 1) * size])) for at, each in enumerate(hashes)]
         rest = tuple(tokens[len(hashes) * size :])
         if rest:
-            parent = chain[-1][0] if chain else 0
+            parent = self.names[hashes[-1]] if hashes else 0
             keys = tenant.multimodal if not parent else ()
             name = block_key_hash(rest, parent, tenant.cache_salt_id, tenant.lora_task_id, _hashed(keys))
-            chain.append((name, rest))
             if name not in self.partial:
                 self._emit(
                     {
@@ -216,32 +232,37 @@ class RankEvents(CacheRecorder):
                 self.partial[name] = hashes[-1] if hashes else None
                 if len(self.partial) > self._partial_max:
                     self._remove([self.partial.popitem(last=False)[0]], self._window)
-        for window in self._windows[1:]:
-            self._store_small(window, chain, tenant)
         if priority is not None and priority != DEFAULT_PRIORITY:
             for sequence_hash in hashes:
                 self._update(self.names[sequence_hash], priority=(DEFAULT_PRIORITY, priority))
 
-    def _store_small(self, window: int, chain: Sequence[tuple[int, tuple[int, ...]]], tenant: Tenant) -> None:
-        pool = self.small[window]
-        run: list[dict[str, Any]] = []
-        above = parent = 0
-        for name, part in chain:
-            if name in pool:
-                if run:
-                    self._emit({"type": "stored", "parent_hash": parent or None, "blocks": run}, window)
-                run = []
+    # small windows
+
+    def tell(self, event: CacheEvent | GroupsReported) -> None:
+        """Note what becomes of the blocks of a window: it is told of once the iteration has named them."""
+        if isinstance(event, GroupsReported):
+            needs = [SimulatedGroup("window", window).needs(self._block_size) for window in self._windows]
+            self._windows_of = [
+                [window for window, its in zip(self._windows[1:], needs[1:], strict=True) if its == group]
+                for group in event.groups
+            ]
+        else:
+            self._changes.append(event)
+
+    def _tell_small(self, change: CacheEvent, window: int) -> None:
+        hashes = unpack_hashes(change.sequence_hashes)
+        if isinstance(change, BlocksRemoved):
+            self._remove([self._made[each][1]["block_hash"] for each in hashes], window)
+            return
+        runs: list[tuple[int | None, list[dict[str, Any]]]] = []
+        for each in hashes:
+            parent, block = self._made[each]
+            if runs and runs[-1][1][-1]["block_hash"] == parent:
+                runs[-1][1].append(block)
             else:
-                if not run:
-                    parent = above
-                pool[name] = None
-                run.append(_stored_block(name, part, tenant.multimodal if not above else (), tenant.cache_salt))
-            above = name
-        if run:
-            self._emit({"type": "stored", "parent_hash": parent or None, "blocks": run}, window)
-        gone = [pool.popitem(last=False)[0] for _ in range(len(pool) - self._small_blocks[window])]
-        if gone:
-            self._remove(gone, window)
+                runs.append((parent, [block]))
+        for parent, blocks in runs:
+            self._emit({"type": "stored", "parent_hash": parent, "blocks": blocks}, window)
 
     # events
 

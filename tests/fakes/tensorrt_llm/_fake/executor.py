@@ -31,7 +31,7 @@ from ..executor.result import Logprob, Response
 from ..llmapi.utils import AsyncQueue
 from . import opaque_state
 from .behaviour import Behaviour
-from .cache_events import EventBuffer, RankEvents, Tenant
+from .cache_events import EventBuffer, RankEvents, Tenant, groups_of
 from .event_publisher import RankPublisher
 from .pictures import Picture
 from .profile import PROFILE
@@ -182,6 +182,7 @@ class Executor:
             max_num_tokens=shape.max_num_tokens,
             max_sequence_length=shape.max_seq_len,
             max_waiting_requests=1_000_000,
+            kv_groups=groups_of(shape.windows),
         )
         vocabulary = Vocabulary(behaviour.vocabulary_size, 3, 2, behaviour.eos_probability)
         self.engines = [
@@ -630,7 +631,10 @@ class Executor:
             if self._behaviour.null_diff_crash and any(_has_null_diff(event["data"]) for event in events):
                 self.background_errors.append("'NoneType' object has no attribute 'new_value'")
                 continue
-            told = [spoken(event, self.shape.block_names, self._behaviour.vocabulary_size) for event in events]
+            told = [
+                spoken(event, self.shape.block_names, self.shape.windows, self._behaviour.vocabulary_size)
+                for event in events
+            ]
             if self.publishers:
                 self.publishers[rank].publish(told)
                 continue

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from hashlib import sha256
 from typing import Any
@@ -30,8 +31,13 @@ MEDIUM_TOKENS = 4
 """How many tokens a medium is pretended to have, in its first block."""
 
 
-def spoken(event: dict[str, Any], names: BlockNames, vocabulary_size: int = 32_000) -> dict[str, Any]:
-    """Return an event of the first manager as the chosen one tells it."""
+def spoken(
+    event: dict[str, Any], names: BlockNames, windows: Sequence[int], vocabulary_size: int = 32_000
+) -> dict[str, Any]:
+    """Return an event of the first manager as the chosen one tells it; ``windows`` are ascending.
+
+    Groups of layers are numbered as layers name them first: models with small windows begin with one.
+    """
     if names is BlockNames.V1:
         return event
     data = dict(event["data"])
@@ -42,7 +48,7 @@ def spoken(event: dict[str, Any], names: BlockNames, vocabulary_size: int = 32_0
         data["block_hashes"] = [_name(each, names) for each in data["block_hashes"]]
     elif data["type"] == "stored":
         data["blocks"] = [_block(each, names, vocabulary_size) for each in data["blocks"]]
-    return {**event, "data": data, "hash_algo": names.value, "layer_group_id": 0}
+    return {**event, "data": data, "hash_algo": names.value, "layer_group_id": windows.index(event["window_size"])}
 
 
 def _name(v1: int, names: BlockNames) -> int | str:

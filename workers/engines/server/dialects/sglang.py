@@ -62,6 +62,7 @@ from poolgrid.workers.engines.server.core.server_facts import (
     reachable,
 )
 from poolgrid.workers.engines.server.kinds import ServerKind
+from poolgrid.workers.engines.server.layer_types import events_leave_out, other_layers
 from poolgrid.workers.engines.server.server_client import ServerClient
 
 if TYPE_CHECKING:
@@ -326,6 +327,11 @@ class _Info(msgspec.Struct):
     disaggregation_bootstrap_port: int = 8998
     kv_events: _Publishing | None = None
     kv_events_config: str | None = None
+    disable_hybrid_swa_memory: bool = False
+
+
+SWA_TYPES = frozenset(("sliding_attention", "chunked_attention"))
+"""Layers that keep whole prompts with ``--disable-hybrid-swa-memory``."""
 
 
 class _Model(msgspec.Struct):
@@ -341,6 +347,7 @@ async def learn(client: ServerClient, model: ListedModel) -> ServerFacts:
     block_size = (said.block_size if said is not None else None) or info.page_size
     sources = _sources(info, client.target.host)
     tokens = info.max_total_num_tokens
+    hidden = other_layers(info.model_path) - (SWA_TYPES if info.disable_hybrid_swa_memory else set())
     return ServerFacts(
         version=info.version,
         model_path=info.tokenizer_path or info.model_path or model.root or "",
@@ -351,7 +358,7 @@ async def learn(client: ServerClient, model: ListedModel) -> ServerFacts:
         max_num_tokens=info.chunked_prefill_size if (info.chunked_prefill_size or 0) > 0 else None,
         ranks=max(1, info.dp_size),
         sources=sources,
-        events_missing="; ".join(each.problem for each in sources if each.problem)
+        events_missing="; ".join(each.problem for each in sources if each.problem) or events_leave_out(hidden)
         if sources
         else f"it publishes no cache events: start it with {EVENTS_OPTION}",
         extra={

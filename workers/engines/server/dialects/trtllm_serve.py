@@ -52,6 +52,7 @@ from poolgrid.workers.engines.server.core.openai_words import (
 )
 from poolgrid.workers.engines.server.core.server_facts import ListedModel, ServerFacts
 from poolgrid.workers.engines.server.kinds import ServerKind, version_of
+from poolgrid.workers.engines.server.layer_types import events_leave_out, other_layers
 from poolgrid.workers.engines.server.server_client import ServerClient
 
 if TYPE_CHECKING:
@@ -234,8 +235,12 @@ EVENTS_OPTION = "kv_cache_config: {event_buffer_max_size: 100000, enable_block_r
 async def learn(client: ServerClient, model: ListedModel) -> ServerFacts:
     """Return the facts of a server; raises ``ServerError`` when it does not answer."""
     version = await version_of(client)
+    has_fanout = _has_fanout(version)
     return ServerFacts(
-        version=version, drained_events=EVENTS_PATH, kept_events_max=FANOUT_EVENTS_MAX if _has_fanout(version) else 0
+        version=version,
+        drained_events=EVENTS_PATH,
+        kept_events_max=FANOUT_EVENTS_MAX if has_fanout else 0,
+        events_missing=events_leave_out(other_layers(model.root or model.id)) if has_fanout else "",
     )
 
 

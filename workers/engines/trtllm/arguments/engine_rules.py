@@ -268,6 +268,12 @@ def stream_faults(values: Mapping[str, Any], ranks: int) -> Iterator[ArgumentFau
         )
     if not look_up(values, f"{KV_CACHE}.enable_block_reuse"):
         yield ArgumentFault(PATH, f"is given, and {KV_CACHE}.enable_block_reuse is false: there are no events")
+    windows = look_up(values, f"{KV_CACHE}.max_attention_window")
+    if windows and len(set(windows)) > 1:
+        yield ArgumentFault(
+            f"{KV_CACHE}.max_attention_window",
+            f"is {shown(windows)} with {PATH}, which publishes the blocks of one window: allowed are equal windows",
+        )
     for kind in ("pipeline", "context"):
         size = look_up(values, f"{kind}_parallel_size")
         if size and size > 1:
