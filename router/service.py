@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Final
 
@@ -249,6 +250,10 @@ class RouterService:
                 found = None
                 continue
             if found.busy or forgiven or not routed.tried or found.is_policy_failure:
+                if LINK_FULL in routed.tried.values():
+                    # A connection that is full, or has broken in this moment: it may wait for it.
+                    routed.tried = {worker: why for worker, why in routed.tried.items() if why != LINK_FULL}
+                    return replace(found, busy=not found.is_policy_failure)
                 return found
             # A worker that failed it once comes last, not never, unlike one that cannot do it. It may have been
             # another's fault (a prefill worker that died before its KV moved), or be a new epoch by now. The migration

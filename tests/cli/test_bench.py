@@ -207,7 +207,7 @@ class TestPlan:
         assert all(at_ms is not None and at_ms < 1000 for at_ms in times)
 
     def test_a_scale_that_cannot_tell_ids_apart_is_refused(self) -> None:
-        with pytest.raises(TraceError, match="cannot tell"):
+        with pytest.raises(TraceError, match="cannot distinguish"):
             plan(BenchSettings(trace=CONVERSATION, length_scale=1 / 512))
 
     @pytest.mark.parametrize(

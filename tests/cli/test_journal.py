@@ -178,10 +178,12 @@ def test_what_people_read_is_never_cut(directory: Path, columns: str, monkeypatc
 def test_a_command_that_finds_no_nats_server_leaves_no_connection_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("poolgrid.nats.commands.CONNECT_TIMEOUT_S", 0.2)
 
+    before = set(threading.enumerate())
+
     said = run("verify", "nats://127.0.0.1:1/default", status=1)
 
     assert "no NATS server answers at nats://127.0.0.1:1" in said
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - before:
         if thread.name == "NATS":
             thread.join(10.0)
             assert not thread.is_alive()

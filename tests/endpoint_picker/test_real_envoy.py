@@ -146,7 +146,8 @@ def test_slow_uploads_do_not_starve_the_requests_of_others(gateway: Gateway, mod
 
 def test_a_pod_that_is_gone_costs_nobody_an_answer_and_the_booking_follows(gateway: Gateway) -> None:
     """Its worker is told to be patient, so that the pool still believes in it."""
-    prompt = list(range(600, 640))
+    prompt = list(range(600, 1400))
+    """So long that what one engine holds of it outweighs the even use of both."""
     first = gateway.complete(prompt)
     before = gateway.metric("poolgrid_router_gateway_served_elsewhere_total")
     chosen = int(first.headers["x-poolgrid-worker"].removeprefix("engine-"))

@@ -155,4 +155,4 @@ def test_recorded_decisions_are_derived_again_from_the_stream(
     assert shown.exit_code == 0, shown.output
     report = json.loads(shown.stdout)
     assert report["requests"] >= 50
-    assert list(report["policies"]) == ["recorded", "round-robin"]
+    assert list(report["policies"]) == ["recorded", "kv", "round-robin"]

@@ -287,7 +287,7 @@ def test_a_journal_of_a_router_that_wrote_no_beliefs_is_replayed_as_before() -> 
     outcome = router.replay(decisions=decisions)
 
     assert outcome.difference is None
-    assert "own choices alone" in str(outcome.causes)
+    assert "its own choices" in str(outcome.causes)
     assert outcome.identical == len(entries_of(kept[1], DecisionMade)), "it begins at the next one that has them"
     assert outcome.identical + outcome.not_derivable == len(entries_of(decisions, DecisionMade))
 

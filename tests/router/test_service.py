@@ -770,6 +770,24 @@ async def test_a_policy_that_fails_at_the_head_of_the_line_lets_those_behind_it_
         good.cancel()
 
 
+async def test_a_request_waits_for_a_connection_that_has_broken_in_this_moment() -> None:
+    """Between the end of a connection and the loop's turn in which its link hears of it, nothing can be sent."""
+    async with routed() as router:
+        router.feed.tell((WorkerKey(WorkerId("w")), WorkerJoined(card(BEFORE))))
+        router.bring_up(BEFORE)
+        router.links[BEFORE].is_up = False
+
+        waiting = asyncio.ensure_future(router.service.submit(REQUEST))
+        await asyncio.sleep(0)
+        assert router.service.counts() == (0, 1)
+        router.lose(BEFORE)
+        router.bring_up(BEFORE)
+
+        async with asyncio.timeout(10):
+            await waiting
+        assert router.sent == [BEFORE]
+
+
 async def test_stopping_ends_streams_and_refuses_those_that_wait_and_sends_nothing_more() -> None:
     async with routed() as router:
         service = router.service

@@ -114,7 +114,7 @@ def test_one_that_does_not_start_ends_its_worker_with_its_last_words(tmp_path: P
         wrong(engine_argument=("--fails", "3"))()
     assert str(failed.value).endswith("    loading weights\n    ValueError: no such model architecture")
     sleeps = f"{sys.executable} -I -S -c 'import signal; signal.pause()'"
-    with pytest.raises(RuntimeError, match=r"did not answer within 0.3 s .start_timeout_ms.*no word of it"):
+    with pytest.raises(RuntimeError, match=r"did not answer within 0.3 s .start_timeout_ms.*which is empty"):
         wrong(engine_command=sleeps, start_timeout_ms=300)()
     with pytest.raises(ValueError, match="engine_command is 'no-such-engine serve', and there is no such program"):
         wrong(engine_command="no-such-engine serve")()
