@@ -228,7 +228,7 @@ class Fleet:
         router = self.run(
             "lone router", "router", "--port", "0", "--pub-sources", str(sources), "--lease-ms", "3000", *self.curve,
             "--tls-certificate", str(self.certificate), "--tls-key", str(self.directory / "server.key"),
-
+            "--policy", "tests.observability_proof.cache_alone:CacheAlone",
         ).wait_ready()  # fmt: skip
         self.stack.scrape("lone-router", [router.url], namespace="lone", pool="lone", component="router")
         self.start_lone_workers()
