@@ -247,7 +247,7 @@ class Chooser:
         """Return a value that changes when a plan for a model may change: a prompt computed, a worker new or gone."""
         openings = 0 if self.planner is None else self.planner.openings(model, PROMPT_ROLES)
         fleet, full = self._projection.fleet.version, len(self.full.at(self._clock.monotonic_ms()))
-        return openings, self._projection.ledger.prompts_done, fleet, self._links.version, full
+        return openings, self._projection.ledger.queues_emptied, fleet, self._links.version, full
 
     def holds(self, found: Placement | PlacementFailure) -> bool:
         """Tell whether a new request, while none waits, is better planned with others than sent where it would go."""

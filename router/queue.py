@@ -9,7 +9,7 @@ Rules
     5. With a policy that plans, new requests are *deferred* until the worker that a plan gave them has no prompt to
        compute, at most ``DEFER_MAX_MS``; rule 3 is not for them. Those whose turn it is, up to ``PLANNED_MAX``, are
        planned together (``core.policy.Planner``): at the end of a turn of the event loop in which one came,
-       a prompt was computed, or a worker has room again. A plan is forgotten at once. No request is refused
+       a worker has computed all its prompts, or has room again. A plan is forgotten at once. No request is refused
        because others are deferred: where that takes the room, those whose turn it is go to workers.
     6. Turns of sessions for which the pool's working set has no room wait in a lane of their own for each model, by
        when their session first asked; a turn that has waited ``AGE_MS`` goes before other tenants. A client that was

@@ -113,8 +113,8 @@ class LoadLedger:
         """How many of the requests that began of late were not reserved here: those of other routers, mostly."""
         self.expired_reservations = 0
         self.refused_entries = 0
-        self.prompts_done = 0
-        """How often a worker had fewer prompt tokens to compute than before: others may have their turn there."""
+        self.queues_emptied = 0
+        """How often a worker had no prompt tokens to compute any more: others may have their turn there."""
 
     def ensure_slot(self, slot: int) -> None:
         """Make the arrays long enough for a slot."""
@@ -208,7 +208,7 @@ class LoadLedger:
             return
         if entry.prefill_tokens != prefill_tokens:
             self._prefill_tokens[slot] += prefill_tokens - entry.prefill_tokens
-            self.prompts_done += prefill_tokens < entry.prefill_tokens
+            self.queues_emptied += not self._prefill_tokens[slot]
             entry.prefill_tokens = prefill_tokens
         if entry.active_blocks != active_blocks:
             self._active_blocks[slot] += active_blocks - entry.active_blocks
@@ -249,7 +249,7 @@ class LoadLedger:
     def _count_prompt(self, entry: LoadEntry) -> None:
         if entry.prefill_tokens:
             self._prefill_tokens[entry.slot] -= entry.prefill_tokens
-            self.prompts_done += 1
+            self.queues_emptied += not self._prefill_tokens[entry.slot]
             entry.prefill_tokens = 0
 
     def progressed(self, worker: WorkerKey, request_id: str, active_blocks: int) -> None:
@@ -382,7 +382,7 @@ class LoadLedger:
         slot = entry.slot
         if entry.prefill_tokens:
             self._prefill_tokens[slot] -= entry.prefill_tokens
-            self.prompts_done += 1
+            self.queues_emptied += not self._prefill_tokens[slot]
         self._active_blocks[slot] -= entry.active_blocks
         self._requests[slot] -= 1
         entry.slot = GONE
