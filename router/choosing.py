@@ -244,7 +244,7 @@ class Chooser:
         return self.planner is not None and self.planner.openings(model, PROMPT_ROLES) > 0
 
     def plan_basis(self, model: str) -> tuple[int, ...]:
-        """Return a value that changes when a plan for a model may change: a prompt computed, a worker new or gone."""
+        """Return a value that changes when a plan may change: a worker is free, has room, joined or left."""
         openings = 0 if self.planner is None else self.planner.openings(model, PROMPT_ROLES)
         fleet, full = self._projection.fleet.version, len(self.full.at(self._clock.monotonic_ms()))
         return openings, self._projection.ledger.queues_emptied, fleet, self._links.version, full

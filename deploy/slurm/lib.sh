@@ -1,4 +1,4 @@
-# What the job scripts share. Each is a bash script for sbatch; this file lies beside them.
+# Functions that the job scripts share. Each is a bash script for sbatch, in the folder of this file.
 
 # keep COMMAND...: run a command in a step, and again when it fails, after 1 s, 2 s, and so on up to 15 s. Status 0 (it
 # was told to end) and 2 (wrong arguments) end it. Slurm signals all processes of a step, so nothing is passed on here:
@@ -38,7 +38,7 @@ wait_for_steps() {
     done
 }
 
-# The step of a job that runs on the first node, beside whatever else is there: at_head NAME COMMAND...
+# The step of a job that runs on the first node, in addition to its other processes: at_head NAME COMMAND...
 at_head() {
     local name=$1
     shift

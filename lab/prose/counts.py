@@ -12,7 +12,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lab.prose.harper import Finding, findings
-from lab.prose.texts import OPTION_HELP_CHARACTERS, documents, option_helps, sources, words_in_code
+from lab.prose.texts import (
+    OPTION_HELP_CHARACTERS,
+    deployment_comments,
+    documents,
+    option_helps,
+    sources,
+    words_in_code,
+)
 
 BUDGET = Path(__file__).parent / "budget.toml"
 
@@ -30,7 +37,8 @@ DIALECT = re.compile(
     r" (?:says?|tells?|hears?|speaks?|told|said))\b",
     re.IGNORECASE,
 )
-"""Words that no docstring, comment or message in the code may have. Harper would read 180,000 words for the same."""
+"""Words that no docstring, comment or message in the code may have, nor a comment of a deployment file. Harper would
+read 180,000 words for the same."""
 
 _CLAUSE = re.compile(r"#+ (?:What|Who|Where|Which|How|When|Why)\b(?!.*\?)")
 _SENTENCE_END = re.compile(r"(?<=[.!?:])\s+(?=[A-Z*`\[(])")
@@ -48,6 +56,8 @@ def every_finding() -> list[Finding]:
     ]
     for path, source in sources():
         own += [Finding(path, line, "Dialect", words) for line, words in words_in_code(source, DIALECT)]
+    for path, line, comment in deployment_comments():
+        own += [Finding(path, line, "Dialect", found[0]) for found in DIALECT.finditer(comment)]
     return findings(texts) + own
 
 

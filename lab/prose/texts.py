@@ -56,6 +56,15 @@ def sources() -> Iterator[tuple[str, str]]:
             yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
 
 
+def deployment_comments() -> Iterator[tuple[str, int, str]]:
+    """Yield path, line and text of each comment line of the files that operators install; manifests are rendered."""
+    for path in sorted((ROOT / "deploy").rglob("*")):
+        if path.is_file() and path.suffix != ".json" and "manifests" not in path.parts:
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                if line.lstrip().startswith("#"):
+                    yield str(path.relative_to(ROOT)), number, line
+
+
 def log_messages() -> Iterator[str]:
     """Yield the message of each call of a logger in the product."""
     for _, source in sources():

@@ -211,7 +211,7 @@ def test_checkpoints_never_take_more_than_half_of_a_journal() -> None:
 
 
 def changed_checkpoint(disk: FakeDisk, change: Callable[[Checkpoint], Checkpoint]) -> FakeDisk:
-    """A copy whose first checkpoint was changed by somebody who also mends checksums."""
+    """A copy whose first checkpoint was changed, with its checksums."""
     copy = disk.copy()
     name = copy.names()[0]
     data = bytes(copy.files[name])
@@ -313,7 +313,7 @@ def test_a_router_that_begins_again_is_followed_into_its_next_life() -> None:
 
 
 def tampered(disk: FakeDisk, change: Callable[[DecisionMade], DecisionMade]) -> tuple[FakeDisk, int]:
-    """A copy in which one choice in the middle was changed by somebody who also mends checksums."""
+    """A copy in which one choice in the middle was changed, with its checksums."""
     copy = disk.copy()
     (name,) = copy.names()
     data = bytes(copy.files[name])

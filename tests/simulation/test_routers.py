@@ -49,8 +49,8 @@ def mean_cached_tokens(results: Sequence[RunResult]) -> float:
 
 
 def test_eight_routers_on_one_stream_reuse_as_much_as_one_and_far_more_than_separate_ones(play: Play) -> None:
-    # What is reused differs by up to 7 % from delay to delay: it is the mean of several. Several routers hold nobody,
-    # so they are compared with one that does not either.
+    # Reuse differs by up to 7 % between delays, so this is the mean of several. Several routers hold no request, so
+    # they are compared with one that holds none either.
     delays = (1.0, 5.0, 9.0)
     one = mean_cached_tokens([play(RouterFleet(1, delay, hold_limit_ms=0.0)) for delay in delays])
     eight = [play(RouterFleet(8, delay)) for delay in delays]

@@ -127,7 +127,7 @@ metadata:
 spec:
   clusterIP: None
   {{- if .unready }}
-  # Who is not ready is spoken to all the same: it says itself what it lacks.
+  # Pods that are not ready have an address too: they report what is missing.
   publishNotReadyAddresses: true
   {{- end }}
   selector: {{- include "poolgrid.selector" . | nindent 4 }}

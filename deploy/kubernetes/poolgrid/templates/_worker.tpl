@@ -92,7 +92,7 @@ spec:
       ports:
         - {name: metrics, containerPort: 9000}
         - {name: request, containerPort: 9001}
-      # The engine has loaded its model. Whether the pool has welcomed it is not asked: that is no reason to load it anew.
+      # The engine has loaded its model. Registration with the pool does not count: a restart would load the model again.
       startupProbe: {{- include "poolgrid.probe" (dict "root" $root "path" "/started" "period" 5 "failures" (div (add (int .startupSeconds) 4) 5)) | nindent 8 }}
       # The engine is well; one that hangs may come to itself.
       livenessProbe: {{- include "poolgrid.probe" (dict "root" $root "path" "/health" "period" 10 "failures" (div (add (int .unhealthySeconds) 9) 10)) | nindent 8 }}
