@@ -79,11 +79,10 @@ class BatchPlanner:
         below their limits."""
         group, ledger = self._selector.groups.of(model, roles), self._selector.projection.ledger
         queued, requests = ledger.prefill_tokens[group.slots].tolist(), ledger.requests[group.slots].tolist()
+        rows = zip(group.members, group.limits.tolist(), queued, requests, strict=True)
         return sum(
             tokens < max(1, worker.card.limits.max_num_tokens) and active < limit
-            for worker, limit, tokens, active in zip(
-                group.members, group.limits.tolist(), queued, requests, strict=True
-            )
+            for worker, limit, tokens, active in rows
         )
 
     def can_plan(self, wanted: WorkerWanted) -> bool:

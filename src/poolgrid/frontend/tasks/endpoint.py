@@ -41,7 +41,7 @@ from poolgrid.wire.requests import Sampling
 from poolgrid.wire.tasks import TaskResult, stage_of
 
 NO_TOKENS: Final = Sampling(1)
-"""What a task says of tokens, of which it makes none."""
+"""Sampling of a task, which generates no tokens."""
 
 VECTORS_PER_STEP: Final = 16
 """Vectors that are written as JSON before other requests have their turn: about two milliseconds."""
@@ -91,21 +91,22 @@ class TaskEndpoint(InferenceEndpoint):
         """Return the model that serves a task; raises ``RequestError``."""
         stage = stage_of(prepared.task)
         serving = [each for each in self._backend.models() if stage in each.tasks]
+        names = ", ".join(each.name for each in serving) or "no model now"
         if prepared.model is None:
             if len(serving) != 1:
-                names = ", ".join(each.name for each in serving) or "none now"
                 raise invalid(
                     "model",
-                    f"model is missing: it may be left out where one is served for {WORD[stage]}; served: {names}",
+                    f"model is missing: it may be left out where one model serves {WORD[stage]}; they are served by "
+                    f"{names}",
                     "missing_required_parameter",
                 )
             return serving[0]
         found = self._served_by_name(prepared.model)
         if found is not None and not found[1] and stage in found[0].tasks:
             return found[0]
-        what = f"model {quoted(prepared.model)} " + ("does not exist here" if found is None else "serves none")
-        names = ", ".join(each.name for each in serving) or "none now"
-        raise RequestError(404, "model_not_found", f"{what}; served for {WORD[stage]}: {names}", param="model")
+        lack = "does not exist here" if found is None else f"has no worker for {WORD[stage]}"
+        what = f"model {quoted(prepared.model)} {lack}; {WORD[stage]} are served by {names}"
+        raise RequestError(404, "model_not_found", what, param="model")
 
 
 class TaskExchange(InferenceExchange):
