@@ -331,6 +331,38 @@ def test_a_job_that_is_deleted_is_cancelled_by_any_process(
     asyncio.run(go())
 
 
+def test_a_job_that_is_deleted_while_it_tells_its_progress_is_cancelled_too(
+    backend: FakeBackend, tmp_path: Path
+) -> None:
+    """To describe it once more would make it wanted again, and a worker would make it to its end for nobody."""
+    deleted = asyncio.Event()
+    percent = [StreamDelta(b"", progress=each) for each in range(1, 90)]
+    backend.script = lambda request: [percent[:1], deleted, *([each] for each in percent[1:]), asyncio.Event()]
+
+    async def go() -> None:
+        app = application(backend)
+        async with in_process(app) as client:
+            video_id = (await client.post("/v1/videos", json={"prompt": "x"})).json()["id"]
+            assert app.state.results.forget(Owner("", 1), video_id)
+            deleted.set()
+            await asyncio.wait_for(backend.streams[0].cancelled.wait(), 20)
+            assert (await client.get("/v1/videos")).json()["data"] == []
+
+    asyncio.run(go())
+
+
+def test_a_result_that_is_forgotten_is_not_kept_again(tmp_path: Path) -> None:
+    files, owner, name = ResultFiles(tmp_path), Owner("alice", 1), f"video_{1:032x}"
+    assert not files.keep_again(owner, name, b"{}")
+    files.keep(owner, name, b"{}")
+    assert files.keep_again(owner, name, b"{}", b"film")
+    assert files.forget(owner, name)
+
+    assert not files.keep_again(owner, name, b"{}", b"film")
+
+    assert (files.describe(owner, name), files.content(owner, name)) == (None, None)
+
+
 def test_a_job_that_fails_says_why_and_one_that_is_refused_is_none(backend: FakeBackend) -> None:
     backend.script = lambda request: [[StreamDelta(b"", "error", error="it broke")]]
 

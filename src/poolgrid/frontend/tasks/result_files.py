@@ -6,19 +6,23 @@ Rules
     2. Results are kept for ``TTL_S``, and those of one owner up to its equal part of ``BYTES_MAX``; beyond that the
        oldest go first. One that alone is larger is refused by ``RESULT_BYTES_MAX`` before.
     3. Without a directory they are in a temporary one, which is gone with the process.
+    4. A result that is forgotten stays so: whoever still makes it learns that when it describes it again. A lock on
+       the owner's folder makes it so across processes.
 
 The methods wait for the disk: callers run them in a thread.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
 import shutil
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -46,13 +50,25 @@ class ResultFiles:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     def keep(self, owner: Owner, result_id: str, description: bytes, content: bytes | None = None) -> None:
-        """Keep a result, or describe it again; raises ``OSError``."""
+        """Keep a new result; raises ``OSError``."""
         folder = self._folder(owner)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if content is not None:
-            _make_room(folder, BYTES_MAX // max(1, owner.owners) - len(content))
-            _write(folder / f"{result_id}.bin", content)
-        _write(folder / f"{result_id}.json", description)
+        with _locked(folder):
+            _place(folder / f"{result_id}.json", description, content, BYTES_MAX // max(1, owner.owners))
+
+    def keep_again(self, owner: Owner, result_id: str, description: bytes, content: bytes | None = None) -> bool:
+        """Describe a result again, with its content once it is made; return whether it is still wanted.
+
+        Raises ``OSError``.
+        """
+        path = self._folder(owner) / f"{result_id}.json"
+        if not path.parent.exists():
+            return False
+        with _locked(path.parent):
+            if not path.exists():
+                return False
+            _place(path, description, content, BYTES_MAX // max(1, owner.owners))
+        return True
 
     def describe(self, owner: Owner, result_id: str) -> tuple[bytes, float] | None:
         """Return a description and how many seconds ago it was written or touched; ``None`` = there is none."""
@@ -81,7 +97,9 @@ class ResultFiles:
         """Forget a result; return whether there was one."""
         if self.describe(owner, result_id) is None:
             return False
-        _remove(self._folder(owner) / f"{result_id}.json")
+        path = self._folder(owner) / f"{result_id}.json"
+        with _locked(path.parent):
+            _remove(path)
         return True
 
     def of(self, owner: Owner, prefix: str) -> list[bytes]:
@@ -122,6 +140,24 @@ def _make_room(folder: Path, budget: int) -> None:
             return
         used -= size
         _remove(path)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep the other threads and processes out of a folder."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
+
+
+def _place(path: Path, description: bytes, content: bytes | None, budget: int) -> None:
+    if content is not None:
+        _make_room(path.parent, budget - len(content))
+        _write(path.with_suffix(".bin"), content)
+    _write(path, description)
 
 
 def _remove(description: Path) -> None:

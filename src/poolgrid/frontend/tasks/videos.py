@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Final, Literal
@@ -108,7 +108,8 @@ class VideoJobs:
         """Begin a job and return its description; raises ``Refused`` and ``RequestError``, and then there is none."""
         self._check_room(video)
         job = _Job(video, self._clock.wall_ms() // 1000)
-        await self._keep(job)
+        with _unavailable(job):
+            await asyncio.to_thread(self.files.keep, job.owner, job.id, job.encoded())
         self._running[job.id] = job
         job.task = detached(self._run(job, TaskOutput(request)), f"video {job.id}")
         if self._toucher is None or self._toucher.done():
@@ -162,11 +163,9 @@ class VideoJobs:
             )
             raise Refused(429, "concurrency_limited", message, CONCURRENCY_RETRY_S)
 
-    async def _keep(self, job: _Job, content: bytes | None = None) -> None:
-        try:
-            await asyncio.to_thread(self.files.keep, job.owner, job.id, job.encoded(), content)
-        except OSError as error:
-            raise RequestError(503, "results_unavailable", f"keeping video {job.id}: {error}") from None
+    async def _keep_again(self, job: _Job, content: bytes | None = None) -> bool:
+        with _unavailable(job):
+            return await asyncio.to_thread(self.files.keep_again, job.owner, job.id, job.encoded(), content)
 
     async def _run(self, job: _Job, output: TaskOutput) -> None:
         try:
@@ -175,14 +174,15 @@ class VideoJobs:
                 job.started.set_result(None)
             job.described["status"] = "in_progress"
             while output.result is None:
-                await self._keep(job)
+                if not await self._keep_again(job):
+                    return
                 await output.next()
                 job.described["progress"] = min(99, output.progress)
             result = output.result
             now_s = self._clock.wall_ms() // 1000
             ended = {"status": "completed", "progress": 100, "completed_at": now_s, "expires_at": now_s + int(TTL_S)}
             job.described |= {**ended, "media_type": result.media_type}
-            await self._keep(job, result.items[0])
+            await self._keep_again(job, result.items[0])
         except (RequestError, Refused) as error:
             await self._fail(job, error)
         except Exception as error:
@@ -200,7 +200,7 @@ class VideoJobs:
         shown = refused(error) if isinstance(error, Refused) else error
         job.described |= {"status": "failed", "error": {"code": shown.code, "message": shown.message}}
         with suppress(RequestError):
-            await self._keep(job)
+            await self._keep_again(job)
 
     async def _touch(self) -> None:
         """Show that the jobs of this process run, and cancel those that no client wants any more."""
@@ -209,6 +209,15 @@ class VideoJobs:
             for job in list(self._running.values()):
                 if not await asyncio.to_thread(self.files.touch, job.owner, job.id) and job.task is not None:
                     job.task.cancel()
+
+
+@contextmanager
+def _unavailable(job: _Job) -> Iterator[None]:
+    """Name what could not be kept, and why."""
+    try:
+        yield
+    except OSError as error:
+        raise RequestError(503, "results_unavailable", f"keeping video {job.id}: {error}") from None
 
 
 def not_found(kind: str, result_id: str) -> RequestError:
