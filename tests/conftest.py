@@ -53,7 +53,7 @@ gc.set_threshold(10_000, 20, 10)
 
 # How long an example takes says nothing on a machine that others use too.
 settings.register_profile(
-    "poolgrid", deadline=None, max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow]
+    "poolgrid", deadline=None, max_examples=examples(25), suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("poolgrid")
 

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.e2e
 MAKER = ("--served-model-name", "tiny", "--vocabulary-size", "4096")
 
 TRACE = Path(__file__).parent.parent / "data" / "conversation_1000.jsonl"
-TRACE_REQUESTS = int(os.environ.get("POOLGRID_TRACE_REQUESTS", "500"))
+TRACE_REQUESTS = int(os.environ.get("POOLGRID_TRACE_REQUESTS", "250"))
 """Of the trace; 1000 are all."""
 
 
