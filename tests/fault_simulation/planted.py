@@ -338,6 +338,7 @@ PLANTED: dict[str, Planted] = {
         "durable",
         _any_snapshot_will_do,
         True,
+        from_seed=48,
     ),
     "a-full-stream-stays-full": Planted(
         "a stream that has no room for records is left to itself",

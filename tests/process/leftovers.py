@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 import socket
@@ -14,6 +15,8 @@ from contextvars import Context
 from typing import Any
 
 import pytest
+
+from poolgrid.frontend.prompt_model import PromptModel
 
 PATIENCE_S = 20.0
 """How long threads may take to end."""
@@ -46,6 +49,10 @@ class _Loop(asyncio.SelectorEventLoop):
         return handle
 
 
+load_once = functools.cache(PromptModel.load)
+"""In place of ``PromptModel.load``, which takes a fifth of a second of CPU and opens nothing."""
+
+
 def ended_leaving_nothing(
     serve: Callable[[], Awaitable[None]], error: type[BaseException] | None = None, match: str | None = None
 ) -> None:
@@ -76,6 +83,7 @@ def ended_leaving_nothing(
             return runner.run(asyncio.wait_for(once(), 60))
 
     gc.collect()  # what others have left must not vanish meanwhile, in place of what this leaves
+    gc.freeze()  # and a process that ends collects, several times here: a second each, of all that tests have imported
     if _left_behind(run, FIRST_PATIENCE_S):
         # Libraries open things that they keep for good; what is left again is ours.
         assert _left_behind(run, PATIENCE_S) == []

@@ -126,7 +126,7 @@ class PromptModel:
             eos_token_ids=_eos_token_ids(tokenizer, config, generation_config, special_tokens),
             template=template,
             tool_template=tool_template,
-            byte_table=_byte_table(tokenizer),
+            byte_table=_byte_table(tokenizer) if prompts else None,
             encoder=(
                 _encoder(tokenizer, (template, tool_template), tokenization_cache_bytes, word_cache)
                 if prompts
