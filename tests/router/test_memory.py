@@ -68,10 +68,10 @@ class Days:
         self.say(key, Hello(key.worker_id, key.dp_rank, self.epochs[key], make_card(), 0, 0))
 
     def serve(self, count: int) -> None:
-        """Serve requests two minutes apart, each with a prompt that nobody had; a worker restarts now and then."""
+        """Serve requests a minute apart, each with a prompt that nobody had; a worker restarts now and then."""
         for _ in range(count):
             self.served += 1
-            self.now_ms += 120_000.0
+            self.now_ms += 60_000.0
             for key in self.epochs:
                 self.core._links[key].heard_ms = self.now_ms
             name = f"request-{self.served}"
@@ -110,10 +110,10 @@ def test_days_of_traffic_take_no_more_memory_at_the_end_than_early_on() -> None:
     tracemalloc.start()
     try:
         days = Days()
-        days.serve(600)
+        days.serve(1200)
         samples = []
         for _ in range(6):
-            days.serve(250)
+            days.serve(400)
             gc.collect()
             samples.append(tracemalloc.get_traced_memory()[0])
     finally:
