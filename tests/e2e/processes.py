@@ -31,6 +31,8 @@ PATIENT = (
 )
 """For pools whose tests are not about silence: on a busy machine a process may get no CPU for longer than the defaults
 allow, and is not to be taken for gone. One that is killed is noticed by its connection."""
+PATIENT_ROUTER = ("--lease-ms", str(PATIENCE_MS), "--worker-timeout-ms", str(PATIENCE_MS))
+"""The same for a router with its consolidator inside."""
 PAUSE_MIN_S, PAUSE_GROWTH, PAUSE_MAX_S = 0.02, 1.3, 0.2
 """Between two looks at what others do. A look takes 10 ms of CPU on both sides: every 20 ms it would be half a core."""
 
