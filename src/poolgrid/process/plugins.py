@@ -7,9 +7,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoints, entry_points
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
-
-from poolgrid.process.settings import OptionError
+from typing import Any, cast
 
 EVENT_PLANES = "poolgrid.event_planes"
 DISCOVERY = "poolgrid.discovery"
@@ -18,7 +16,7 @@ POLICIES = "poolgrid.policies"
 
 @cache
 def _all_entry_points() -> EntryPoints:
-    return entry_points()
+    return cast(EntryPoints, entry_points())  # before Python 3.12 another class, with the same ``select``
 
 
 def installed_plugins(group: str) -> EntryPoints:
@@ -48,6 +46,8 @@ def is_installed(module: str) -> bool:
 def plugin(module: str, what: str) -> ModuleType:
     """Return a module; raises ``OptionError`` that begins with ``what`` (an option and its value) when it is absent."""
     if not is_installed(module):
+        from poolgrid.process.settings import OptionError  # here: the command line does without pydantic
+
         raise OptionError(f"{what}: not installed (there is no {module})")
     return import_module(module)
 
