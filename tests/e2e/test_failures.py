@@ -93,7 +93,7 @@ def test_most_of_a_pool_that_drains_at_once_under_load_costs_nothing(pool: Proce
 
     def drain_two() -> None:
         # The order is there before it goes on: what it has cannot end first.
-        with held_at_work(pool.url, "worker-1", pool.child("--worker-id", "worker-1"), requests=4):
+        with held_at_work(pool.url, "worker-1", pool.child("--worker-id", "worker-1")):
             pool.child("--worker-id", "worker-2").send_signal(signal.SIGTERM)
             ordered = httpx.post(f"{pool.url}/v1/workers/worker-1/drain", params={"timeout_ms": 0})
             assert ordered.status_code == 202, ordered.text

@@ -18,7 +18,7 @@ import pytest
 
 from poolgrid.frontend.prompt_model import PromptModel
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 """How long threads may take to end."""
 
 FIRST_PATIENCE_S = 2.0
