@@ -303,14 +303,6 @@ class DecisionLog:
         """Return the decision of a dispatch: attempt 0 has the request's own id, attempt n is called ``<id>~<n>``."""
         return self._decisions.get((dispatch_id, 0)) or self._decisions.get(dispatch_of(dispatch_id))
 
-    def realised(self, dispatch_id: str, cached_tokens: int) -> Decision | None:
-        """Note what the worker really reused for a dispatch; return its decision when that is news."""
-        decision = self.of_dispatch(dispatch_id)
-        if decision is None or decision.realised_cached_tokens is not None:
-            return None
-        decision.realised_cached_tokens = cached_tokens
-        return decision
-
     def first_token(self, dispatch_id: str, ttft_ms: float) -> Decision | None:
         """Note how long the first token of a dispatch really took; return its decision, if it is kept."""
         decision = self.of_dispatch(dispatch_id)

@@ -196,22 +196,24 @@ def _match(behind: Sequence[Known], tenant: int, token_ids: bytes, begin: int) -
     digests: dict[int, int] = {}
     longest = 0
     continued: Known | None = None
-    forked: Known | None = None
     for known in behind:
-        if known.tenant != tenant:
-            continue
-        isl, total = known.isl, known.total
-        if isl < total < tokens and _repeats(token_ids, begin, total, known.digest, digests):
-            if not known.is_latest:
-                forked = known
-            elif total >= longest:
-                # Of several that end there, it is unknown whose turn it is.
-                continued, longest = known if total > longest else None, total
-        elif isl <= tokens and _repeats(token_ids, begin, isl, known.residual, digests):
-            forked = known
+        total = known.total
+        if (
+            known.isl < total < tokens
+            and known.is_latest
+            and total >= longest
+            and known.tenant == tenant
+            and _repeats(token_ids, begin, total, known.digest, digests)
+        ):
+            # Of several that end there, it is unknown whose turn it is.
+            continued, longest = known if total > longest else None, total
     if longest:
         return NOTHING if continued is None else Found(continued.session)
-    return NOTHING if forked is None else Found(parent=forked.session)
+    for known in reversed(behind):
+        isl = known.isl
+        if isl <= tokens and known.tenant == tenant and _repeats(token_ids, begin, isl, known.residual, digests):
+            return Found(parent=known.session)
+    return NOTHING
 
 
 def _repeats(token_ids: bytes, begin: int, end: int, digest: int, digests: dict[int, int]) -> bool:

@@ -259,17 +259,15 @@ class LoadLedger:
             self._active_blocks[entry.slot] += active_blocks - entry.active_blocks
             entry.active_blocks = active_blocks
 
-    def blocks_of(self, worker: WorkerKey, request_id: str) -> int | None:
-        """Return how many blocks a request occupies, as far as is known; ``None`` for one that is not."""
-        entry = self._entries.get((worker, request_id))
-        return None if entry is None else entry.active_blocks
+    def finished(self, worker: WorkerKey, request_id: str, is_released: bool = False) -> int | None:
+        """Forget a request that is over, or that its router released; return the blocks that it occupied.
 
-    def finished(self, worker: WorkerKey, request_id: str, is_released: bool = False) -> bool:
-        """Forget a request that is over, or that its router released; return whether it was known."""
+        ``None`` for one that is not known.
+        """
         key = (worker, request_id)
         entry = self._entries.pop(key, None)
         if entry is None:
-            return False
+            return None
         if is_released and not entry.confirmed and self.late_starts_max:
             late = self.late_starts
             if len(late) >= self.late_starts_max:
@@ -280,7 +278,7 @@ class LoadLedger:
         del of_worker[request_id]
         if not of_worker:
             del self._of_worker[worker]
-        return True
+        return entry.active_blocks
 
     def drop(self, worker: WorkerKey) -> None:
         """Forget all requests of a worker that is gone."""
