@@ -268,6 +268,7 @@ class WorkingSet:
         if not member.is_resident:
             member.is_resident = True
             self._count(member, 1)
+        self._bound()
 
     def _begin_first(
         self, turn: OfferedTurn, worker: WorkerKey, path: Sequence[int], overlap: int, now_ms: float
