@@ -94,7 +94,6 @@ class LoadLedger:
             )
         self._hold([_zeros(INITIAL_SLOTS) for _ in range(3)])
         self._entries: dict[tuple[WorkerKey, str], LoadEntry] = {}
-        self._of_worker: dict[WorkerKey, dict[str, None]] = {}
         self._leases: deque[Lease] = deque()
         """Of unconfirmed entries, by due time: nearly all last the same, so the latest is the last one."""
         self._odd_leases: list[Lease] = []
@@ -274,25 +273,25 @@ class LoadLedger:
                 del late[next(iter(late))]
             late[key] = None
         self._subtract(entry)
-        of_worker = self._of_worker[worker]
-        del of_worker[request_id]
-        if not of_worker:
-            del self._of_worker[worker]
         return entry.active_blocks
 
     def drop(self, worker: WorkerKey) -> None:
         """Forget all requests of a worker that is gone."""
-        for request_id in self._of_worker.pop(worker, {}):
-            self._subtract(self._entries.pop((worker, request_id)))
+        for key in self._keys_of(worker):
+            self._subtract(self._entries.pop(key))
 
     def move(self, worker: WorkerKey, slot: int) -> None:
         """Count a worker's requests at another slot, since the index has given it one."""
-        for request_id in list(self._of_worker.get(worker, ())):
-            held = self._entries[(worker, request_id)]
+        for key in self._keys_of(worker):
+            held = self._entries[key]
             entry = LoadEntry(slot, held.prefill_tokens, held.active_blocks, held.confirmed, held.due_ms)
-            self._put(worker, request_id, entry)
+            self._put(*key, entry)
             if not entry.confirmed:
-                self._lease(worker, request_id, entry)
+                self._lease(*key, entry)
+
+    def _keys_of(self, worker: WorkerKey) -> list[tuple[WorkerKey, str]]:
+        """Return a worker's requests; rarely asked for, so no request pays for an order by worker."""
+        return [key for key in self._entries if key[0] == worker]
 
     def expire(self, now_ms: float, held: Collection[str] = frozenset()) -> tuple[int, list[str]]:
         """Release reservations that no worker confirmed in time, except those that are still ``held`` open.
@@ -323,8 +322,9 @@ class LoadLedger:
 
     def clear(self) -> None:
         """Forget everything; slots may mean other workers from now on."""
-        for worker in list(self._of_worker):
-            self.drop(worker)
+        for entry in self._entries.values():
+            self._subtract(entry)
+        self._entries.clear()
         self._leases.clear()
         self._odd_leases.clear()
         self._crowding.clear()
@@ -357,20 +357,17 @@ class LoadLedger:
 
     def _put(self, worker: WorkerKey, request_id: str, entry: LoadEntry) -> bool:
         """Count an entry in the place of the request's earlier one; return False when there is no room for it."""
-        previous = self._entries.get((worker, request_id))
+        key, entries = (worker, request_id), self._entries
+        previous = entries.get(key)
         if previous is not None:
             self._subtract(previous)
-        elif len(self._entries) >= self._max_entries:
+        elif len(entries) >= self._max_entries:
             self.refused_entries += 1
             return False
         slot = entry.slot
         if slot >= len(self._requests):
             self.ensure_slot(slot)
-        self._entries[(worker, request_id)] = entry
-        of_worker = self._of_worker.get(worker)
-        if of_worker is None:
-            of_worker = self._of_worker[worker] = {}
-        of_worker[request_id] = None
+        entries[key] = entry
         self._prefill_tokens[slot] += entry.prefill_tokens
         self._active_blocks[slot] += entry.active_blocks
         self._requests[slot] += 1

@@ -63,10 +63,10 @@ class SessionPlaces(Observer):
         if not request.session or request.stage not in WITH_PLACE:
             return
         self._now_ms = now_ms
-        offered = turn_of(request)
+        offered, overlap = turn_of(request), decision.overlap_blocks
         self._turns[worker, dispatch_id] = RunningTurn(offered.session)
         self.working_set.know(worker, card.limits.total_kv_blocks)
-        overlap = min(decision.overlap_blocks, len(path))
+        overlap = min(overlap, len(path)) if overlap else 0
         self.working_set.begin(offered, worker, path, overlap, now_ms, decision.queued_ms)
 
     def on_started(self, worker: WorkerKey, request_id: str, cached_tokens: int) -> None:
