@@ -49,7 +49,7 @@ _NO_REASONS: Final[Mapping[WorkerKey, str]] = MappingProxyType({})
 _NO_WORKER: Final = WorkerKey(WorkerId(""), 0)
 
 
-class Decision(msgspec.Struct, eq=False):
+class Decision(msgspec.Struct, eq=False, gc=False):
     """Why one request went to one worker."""
 
     request: RoutingRequest

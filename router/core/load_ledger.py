@@ -67,7 +67,7 @@ GONE: Final = -1
 """Slot of an entry that the ledger has forgotten."""
 
 
-class LoadEntry(msgspec.Struct):
+class LoadEntry(msgspec.Struct, gc=False):
     """One request on one worker."""
 
     slot: int

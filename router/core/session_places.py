@@ -24,7 +24,7 @@ WITH_PLACE: Final = (Stage.WHOLE, Stage.PREFILL)
 """Legs that compute a prompt."""
 
 
-class RunningTurn(msgspec.Struct, eq=False):
+class RunningTurn(msgspec.Struct, eq=False, gc=False):
     """A turn on a worker."""
 
     session: SessionKey

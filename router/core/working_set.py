@@ -62,7 +62,7 @@ SessionKey = tuple[int, str]
 """Tenant and name."""
 
 
-class OfferedTurn(msgspec.Struct, frozen=True):
+class OfferedTurn(msgspec.Struct, frozen=True, gc=False):
     """A call of a session that asks for a worker."""
 
     session: SessionKey
@@ -97,7 +97,7 @@ class CacheRoom(msgspec.Struct, eq=False):
     """By last block, blocks that residents share and how many do."""
 
 
-class Member(msgspec.Struct, eq=False):
+class Member(msgspec.Struct, eq=False, gc=False):
     """One session."""
 
     worker: WorkerKey

@@ -75,7 +75,7 @@ SHARES_SPARE: Final = 64
 _copy = msgspec.structs.replace
 
 
-class _OnlyTurn(msgspec.Struct, eq=False):
+class _OnlyTurn(msgspec.Struct, eq=False, gc=False):
     """The events of a session's first turn, while there is no other."""
 
     began: TurnBegan
@@ -115,10 +115,10 @@ class _OnlyTurn(msgspec.Struct, eq=False):
         )
 
 
-class _Entry(msgspec.Struct, eq=False):
+class _Entry(msgspec.Struct, eq=False, gc=False):
     """A session of the table."""
 
-    running: list[Turn]
+    running: tuple[Turn, ...]
     only: _OnlyTurn | None = None
     kept: SessionRecord | None = None
     """The record, from when it was first wanted on."""
@@ -260,7 +260,7 @@ class SessionTable:
         entry = self._sessions.get(key)
         if entry is None:
             self._make_room(now_ms)
-            self._add(key, _Entry([turn], _OnlyTurn(event, turn, now_ms, now_ms)))
+            self._add(key, _Entry((turn,), _OnlyTurn(event, turn, now_ms, now_ms)))
             return
         request_id = request_of(dispatch_id)
         self._keep(key)
@@ -279,7 +279,7 @@ class SessionTable:
         if given.anchor and not (is_same and session.tails):
             tail = Tail(request_id, given.tail, given.anchor, event.isl, given.residual)
             session.tails = (*session.tails, tail)[-SESSION_TAILS_MAX:]
-        entry.running.append(turn)
+        entry.running += (turn,)
         session.last_ms, session.isl = now_ms, event.isl
         session.running += 1
 
@@ -292,7 +292,7 @@ class SessionTable:
         """Remove a running turn and return its session, which is known as long as it has one."""
         del self._turns[turn.request_id]
         entry = self._sessions[turn.tenant, turn.session]
-        entry.running.remove(turn)
+        entry.running = tuple([each for each in entry.running if each is not turn])
         return entry
 
     def _learn_gap(self, session: SessionRecord, kind: TurnEnding, now_ms: int) -> None:
@@ -463,13 +463,13 @@ class SessionTable:
         self._of_tenant.clear()
         self._shares.clear()
         for session in snapshot.sessions[-self._capacity :]:
-            self._add((session.tenant, session.name), _Entry([], kept=session, is_shared=True))
+            self._add((session.tenant, session.name), _Entry((), kept=session, is_shared=True))
         self._turns.clear()
         for turn in snapshot.turns:
             entry = self._sessions.get((turn.tenant, turn.session))
             if entry is not None:
                 self._turns[turn.request_id] = running = _copy(turn)
-                entry.running.append(running)
+                entry.running += (running,)
         self.gaps = snapshot.gaps
 
 
