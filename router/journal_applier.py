@@ -97,14 +97,11 @@ class JournalApplier:
 
     def on_records(self, records: Sequence[JournalRecord]) -> None:
         """Apply journal records; at once when that takes a moment, else a slice at a time."""
-        if self._lost:
-            return
-        if (
-            self._loading is None
-            and not self._arrived
-            and (len(records) == 1 or len(_leading(records)) == len(records))
-        ):
+        is_level = self._loading is None and not self._arrived and not self._lost
+        if is_level and (len(records) == 1 or len(_leading(records)) == len(records)):
             self._apply(records)
+            return
+        if self._lost:
             return
         self.level.clear()
         self._arrived.extend(records)

@@ -255,12 +255,12 @@ class DecisionLog:
         request = decision.request
         if request.stage is not Stage.DECODE:
             if decision.attempt:
-                self.seconds.add(decision.time_ms, 0, 0, 0, moves=1)
+                self.seconds.add(decision.time_ms, (0, 0, 0, 1))
             else:
                 found_tokens = min(request.isl, decision.overlap_blocks * request.block_size)
-                self.seconds.add(decision.time_ms, 1, request.isl, found_tokens)
+                self.seconds.add(decision.time_ms, (1, request.isl, found_tokens, 0))
         decisions = self._decisions
-        request_id = decision.request.request_id
+        request_id = request.request_id
         key = (request_id, decision.attempt)
         if key in decisions:
             self.size_bytes -= decisions.pop(key).kept_bytes

@@ -274,7 +274,7 @@ def uncached_of(decision: Decision, reported_tokens: int) -> UncachedSplit:
     promised_blocks = best_blocks = decision.overlap_blocks
     if decision.seen_tokens > max(reported_tokens, promised_blocks * request.block_size):
         tiers = zip(columns.device_overlap, columns.host_overlap, columns.disk_overlap, strict=True)
-        best_blocks = int(max(device + host + disk for device, host, disk in tiers))
+        best_blocks = int(max(map(sum, tiers)))
     size = request.block_size
     return split_uncached(
         request.isl, decision.seen_tokens, best_blocks * size, promised_blocks * size, reported_tokens
