@@ -313,7 +313,8 @@ class _Generation:
         count = min(len(path) - known, room_bytes // BLOCK_BYTES)
         if count < 1:
             return
-        new = array("Q", path[known : known + count])
+        stretch = path[known : known + count]
+        new = stretch if isinstance(stretch, array) else array("Q", stretch)
         if ending is None:
             self.parts[new[0]] = new
             self.used_bytes += PART_BYTES

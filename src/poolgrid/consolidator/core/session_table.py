@@ -330,12 +330,13 @@ class SessionTable:
             return
         session = entry.own()
         if turn.blocks:
-            left = session.footprints
-            if left:
-                worker = (turn.worker_id, turn.dp_rank)
+            worker, left = (turn.worker_id, turn.dp_rank), session.footprints
+            if left and (left[0].worker_id, left[0].dp_rank) == worker:
+                left = left[1:]  # no worker has two
+            elif left:
                 left = tuple(each for each in left if (each.worker_id, each.dp_rank) != worker)
                 left = left[: SESSION_FOOTPRINTS_MAX - 1]
-            session.footprints = (Footprint(turn.worker_id, turn.dp_rank, turn.blocks, turn.tail), *left)
+            session.footprints = (Footprint(*worker, turn.blocks, turn.tail), *left)
         session.last_ms = now_ms
         session.running = running = max(0, session.running - 1)
         if request_of(turn.request_id) == session.request_id:
