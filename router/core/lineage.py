@@ -193,11 +193,10 @@ def _match(behind: Sequence[Known], tenant: int, token_ids: bytes, begin: int) -
     digests: dict[int, int] = {}
     longest = 0
     continued: Known | None = None
-    for known in behind:
+    for known in [known for known in behind if known.isl < known.total < tokens]:
         total = known.total
         if (
-            known.isl < total < tokens
-            and known.is_latest
+            known.is_latest
             and total >= longest
             and known.tenant == tenant
             and _repeats(token_ids, begin, total, known.digest, digests)
