@@ -97,11 +97,14 @@ class JournalApplier:
 
     def on_records(self, records: Sequence[JournalRecord]) -> None:
         """Apply journal records; at once when that takes a moment, else a slice at a time."""
-        is_level = self._loading is None and not self._arrived and not self._lost
-        if is_level and (len(records) == 1 or len(_leading(records)) == len(records)):
-            self._apply(records)
-            return
         if self._lost:
+            return
+        if (
+            self._loading is None
+            and not self._arrived
+            and (len(records) == 1 or len(_leading(records)) == len(records))
+        ):
+            self._apply(records)
             return
         self.level.clear()
         self._arrived.extend(records)
