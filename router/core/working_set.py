@@ -62,7 +62,7 @@ SessionKey = tuple[int, str]
 """Tenant and name."""
 
 
-class OfferedTurn(msgspec.Struct, frozen=True):
+class OfferedTurn(msgspec.Struct, frozen=True, gc=False):
     """A call of a session that asks for a worker."""
 
     session: SessionKey
@@ -97,7 +97,7 @@ class CacheRoom(msgspec.Struct, eq=False):
     """By last block, blocks that residents share and how many do."""
 
 
-class Member(msgspec.Struct, eq=False):
+class Member(msgspec.Struct, eq=False, gc=False):
     """One session."""
 
     worker: WorkerKey
@@ -242,31 +242,45 @@ class WorkingSet:
         waited_ms: float = 0.0,
     ) -> None:
         """Note that a turn goes to a worker that holds ``overlap`` leading blocks of its ``path``."""
-        self._expire(now_ms)
+        if self._idle:
+            self._expire(now_ms)
         session = turn.session
         member = self._running.get(session)
         if member is None:
             member = self._idle.pop(session, None) or self._away.pop(session, None)
             if member is None:
-                is_slow, room = self.slow_share > 0.5, self._rooms.get(worker)
-                member = Member(worker, room, turn.priority, turn.parent, is_slow, now_ms, now_ms)
-                self._running[session] = member
-                self._found(member, path, overlap)
-            else:
-                self._running[session] = member
-                self._learn(member, now_ms - waited_ms - member.used_ms)
-                if not member.is_resident:
-                    member.since_ms = now_ms
-        if member.is_resident:
-            self._count(member, -1)
+                self._begin_first(turn, worker, path, overlap, now_ms)
+                return
+            self._running[session] = member
+            self._learn(member, now_ms - waited_ms - member.used_ms)
+            if not member.is_resident:
+                member.since_ms = now_ms
         if member.worker != worker:
+            if member.is_resident:
+                self._count(member, -1)
+                member.is_resident = False
             member.worker, member.room = worker, self._rooms.get(worker)
             self._found(member, path, overlap)
         member.running += 1
         member.priority = turn.priority
-        member.is_resident = True
         member.used_ms = now_ms
-        member.blocks = max(0, turn.blocks - member.common)
+        self._resize(member, max(0, turn.blocks - member.common))
+        if not member.is_resident:
+            member.is_resident = True
+            self._count(member, 1)
+        self._bound()
+
+    def _begin_first(
+        self, turn: OfferedTurn, worker: WorkerKey, path: Sequence[int], overlap: int, now_ms: float
+    ) -> None:
+        """Note the first turn of a session that is not known."""
+        room, is_slow = self._rooms.get(worker), self.slow_share > 0.5
+        member = Member(worker, room, turn.priority, turn.parent, is_slow, now_ms, now_ms)
+        self._running[turn.session] = member
+        if overlap:
+            self._found(member, path, overlap)
+        member.blocks = max(0, turn.blocks - overlap)
+        member.running, member.is_resident = 1, True
         self._count(member, 1)
         self._bound()
 
@@ -277,20 +291,18 @@ class WorkingSet:
             return
         member.used_ms = now_ms
         if blocks is not None:
-            blocks, before = max(0, blocks - member.common), member.blocks
-            member.blocks = blocks
-            if member.room is not None and blocks != before:
-                self._use(member.room, blocks - before)
+            self._resize(member, max(0, blocks - member.common))
         self.changes += 1  # an idle session may give way
         member.running -= 1
         if member.running:
             return
         del self._running[session]
-        self._idle[session] = member
         if not member.has_returned:
             self.return_share -= SHARE_STEP * self.return_share
         if member.is_slow or not (member.has_returned or self.return_share > 0.5):
-            self._send_away(session)
+            self._put_away(session, member)
+        else:
+            self._idle[session] = member
         if member.parent is not None and member.parent in self._idle:
             # Its parent continues once all subagents have answered.
             self._idle[member.parent].used_ms = now_ms
@@ -355,6 +367,14 @@ class WorkingSet:
                 del room.shared[member.prefix]
         self._use(room, sign * blocks)
 
+    def _resize(self, member: Member, blocks: int) -> None:
+        """Set the blocks of a member, which count if it is resident."""
+        more = blocks - member.blocks
+        if more:
+            member.blocks = blocks
+            if member.room is not None and member.is_resident:
+                self._use(member.room, more)
+
     def _use(self, room: CacheRoom, blocks: int) -> None:
         room.used += blocks
         is_tight = room.used > TIGHT_SHARE * room.capacity
@@ -382,7 +402,9 @@ class WorkingSet:
             self._send_away(session)
 
     def _send_away(self, session: SessionKey) -> None:
-        member = self._idle.pop(session)
+        self._put_away(session, self._idle.pop(session))
+
+    def _put_away(self, session: SessionKey, member: Member) -> None:
         member.is_resident = False
         self.changes += 1
         self._count(member, -1)
