@@ -34,7 +34,7 @@ from poolgrid.frontend.access.tenants import Caller, Tenants, WatchedKeyFile
 from poolgrid.frontend.dialects import dialect_of
 from poolgrid.frontend.errors import RequestError, invalid, quoted, refused, without_others
 from poolgrid.frontend.guide_check import GuideCheck
-from poolgrid.frontend.inference_endpoint import InferenceEndpoint, Prepare, account_of, line_of
+from poolgrid.frontend.inference_endpoint import InferenceEndpoint, Prepare, account_of, counted_tokens, line_of
 from poolgrid.frontend.media.loader import MediaLoader
 from poolgrid.frontend.media.metrics import MediaMetrics
 from poolgrid.frontend.metrics import FrontendMetrics
@@ -245,7 +245,7 @@ def create_app(
         close,
         request_ids,
         clock,
-        Traffic(settings.access_log, account_of, line_of),
+        Traffic(settings.access_log, partial(counted_tokens, metrics), account_of, line_of),
         metrics,
         settings.cors_allow_origins,
         title="poolgrid",
