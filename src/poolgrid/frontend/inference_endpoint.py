@@ -57,7 +57,7 @@ from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.stream_head import KeepAlive, StreamHead
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.frontend.tools import HOSTED_TOOL
-from poolgrid.frontend.traffic import NOTHING_YET, EndedRequest, TokenTotals, Traffic, tell_request
+from poolgrid.frontend.traffic import EndedRequest, TokenTotals, Traffic, tell_request
 from poolgrid.http.exchange import EXCHANGE, ON_DISCONNECT, HttpExchange
 from poolgrid.http.http_server import SERVER_ENDS
 from poolgrid.inference.ports import HINT_HEADERS, InferenceBackend, Refused
@@ -97,6 +97,8 @@ LEFT_OUT_CHARS_MAX: Final = 256
 
 LEFT_OUT_TYPES_MAX: Final = 64
 """Types of tools that the log names, once each: more than vendors have."""
+
+JSON: Final = b"application/json"
 
 CLIENT_LEFT: Final = 499
 """Status that is counted (not sent) when the client left first; nginx's number for it."""
@@ -233,8 +235,9 @@ class InferenceExchange:
         self._caller: Caller | None = scope.get(CALLER)
         self._receive = receive
         self._send = send
-        self._extensions = scope.get("extensions") or {}
-        self._direct: HttpExchange | None = self._extensions.get(EXCHANGE)
+        extensions = scope.get("extensions") or {}
+        self._on_disconnect: Callable[[Callable[[], None]], None] | None = extensions.get(ON_DISCONNECT)
+        self._direct: HttpExchange | None = extensions.get(EXCHANGE)
         """The short way to our own server's connection, which spares messages."""
         self._outputs: list[RequestOutput] = []
 
@@ -285,8 +288,10 @@ class InferenceExchange:
         ``task`` is cancelled when the client leaves. Raises ``RequestError``."""
         endpoint, headers = self._endpoint, self.headers
         limit = endpoint._body_bytes_max
-        content_type, content_length = headers.get(b"content-type", b""), headers.get(b"content-length", b"")
-        check_announced(content_type, content_length, limit, self._scope["headers"], endpoint.takes_forms)
+        content_type = headers.get(b"content-type", b"")
+        if content_type != JSON or self._direct is None or not self._direct.is_received:
+            length = headers.get(b"content-length", b"")
+            check_announced(content_type, length, limit, self._scope["headers"], endpoint.takes_forms)
         body = None if self._direct is None else self._direct.body()
         if body is None:
             body = await receive_body(self._receive, limit)
@@ -296,16 +301,17 @@ class InferenceExchange:
             raise too_large(str(len(body)), limit)
         if self.trace is not None:
             self.trace.add("receive", self._arrived_ms)
-        on_disconnect = self._extensions.get(ON_DISCONNECT)
-        if on_disconnect is not None:
-            on_disconnect(partial(_leave, self, task))
-        encoding = headers.get(b"content-encoding")
-        if encoding:
-            encoding = encoding.decode("latin-1").strip().lower()
-            body = await endpoint._bodies.inflated(body, encoding, lambda: self.left)
+        if self._on_disconnect is not None:
+            self._on_disconnect(partial(_leave, self, task))
+        if b"content-encoding" in headers:
+            encoding = headers[b"content-encoding"]
+            body = await endpoint._bodies.inflated(body, encoding.decode("latin-1").strip().lower(), self.has_left)
         if len(body) > SHORT_BYTES:
             await check_shape(body, endpoint._settings.max_body_values, endpoint._tokenization)
         return body
+
+    def has_left(self) -> bool:
+        return self.left
 
     async def _serve_body(self, body: bytes) -> None:
         """Answer what the body asks for."""
@@ -353,15 +359,14 @@ class InferenceExchange:
 
     async def _serve(self, job: PreparedRequest, prompts: Sequence[Prompt]) -> None:
         """Answer with what the router generates for the prompts."""
-        per_prompt = job.choices_per_prompt
-        request_ids = self._endpoint._request_ids.of_sequences(self._wanted_id, len(prompts) * per_prompt)
+        endpoint, per_prompt = self._endpoint, job.choices_per_prompt
+        count = len(prompts) * per_prompt
+        request_ids = endpoint._request_ids.of_sequences(self._wanted_id, count)
         requests = sequences_of(job, prompts, request_ids, _hints_of(self.headers))
         hint = session_hint(job, self.headers)
-        if hint is not NO_HINT:
+        if hint is not NO_HINT or self.trace is not None:
             for request in requests:
                 request.session = hint
-        if self.trace is not None:
-            for request in requests:
                 request.trace = self.trace
         if self._caller is not None:
             isl = sum(prompt.isl for prompt in prompts)
@@ -379,8 +384,8 @@ class InferenceExchange:
             )
             outputs.append(output)
             self._outputs.append(output)
-            output.stream = await self._endpoint._backend.submit(request)
-            if len(requests) > 1:
+            output.stream = await endpoint._backend.submit(request)
+            if count > 1:
                 # Others come between the sequences of this one: 128 of them take 40 ms.
                 await asyncio.sleep(0)
         for prompt in prompts:
@@ -388,19 +393,16 @@ class InferenceExchange:
         self._encoder = encoder = encoder_of(job, prompts, request_ids, self._clock.wall_ms() // 1000)
         encoder.outputs = outputs
         if job.body.stream_options is not None and job.counts_in_chunks:
-            encoder.count_in_chunks(
-                lambda index: counts_so_far(prompts[index // per_prompt].isl, outputs[index].completion_tokens)
-            )
+            encoder.count_in_chunks(partial(_counts_in_chunk, prompts, outputs, per_prompt))
         answer = _Answer(self, job, prompts, encoder, outputs)
         await (answer.stream() if self.streaming else answer.whole())
 
     def response_headers(self) -> list[tuple[bytes, bytes]]:
-        named = self._endpoint._dialect.headers(self._wanted_id)
+        headers = self._endpoint._dialect.headers(self._wanted_id)
         if self._tools_left_out:
-            left_out = _header_value(", ".join(self._tools_left_out)[:LEFT_OUT_CHARS_MAX])
-            named = (*named, (TOOLS_LEFT_OUT, left_out))
+            headers.append((TOOLS_LEFT_OUT, _header_value(", ".join(self._tools_left_out)[:LEFT_OUT_CHARS_MAX])))
         if self._endpoint._isolates:
-            return [*named]
+            return headers
         streams = [output.stream for output in self._outputs if output.stream is not None]
         if len(streams) == 1:
             [stream] = streams
@@ -409,11 +411,8 @@ class InferenceExchange:
             worker = _listed([stream.worker for stream in streams])
             reason = _listed([stream.decision_reason for stream in streams])
             pool = _listed([stream.pool for stream in streams if stream.pool])
-        headers = [
-            *named,
-            (b"x-poolgrid-worker", _header_value(worker)),
-            (b"x-poolgrid-decision", _header_value(reason)),
-        ]
+        headers.append((b"x-poolgrid-worker", _header_value(worker)))
+        headers.append((b"x-poolgrid-decision", _header_value(reason)))
         if pool:
             headers.append((b"x-poolgrid-pool", _header_value(pool)))
         if self.trace is not None:
@@ -470,7 +469,7 @@ class InferenceExchange:
                 assert self._encoder is not None, "a stream has begun, so there is an encoder"
                 await self.end(self._encoder.error(error))
                 return
-            headers = [(b"content-type", b"application/json"), *dialect.headers(self._wanted_id), *error.headers]
+            headers = [(b"content-type", JSON), *dialect.headers(self._wanted_id), *error.headers]
             self.begin(error.status, headers)
             await self.answer(error.status, headers, body)
         except asyncio.CancelledError:
@@ -530,8 +529,6 @@ class _Answer:
         outputs: Sequence[SequenceOutput],
     ) -> None:
         self._exchange = exchange
-        self._metrics = exchange._metrics
-        self._clock = exchange._clock
         self._job = job
         self._prompts = prompts
         self._encoder = encoder
@@ -639,7 +636,8 @@ class _Answer:
             body = encoder.whole(self._outputs, counts)
         else:
             body = await self._completed(partial(encoder.whole, self._outputs, counts))
-        headers = [*exchange.response_headers(), (b"content-type", b"application/json")]
+        headers = exchange.response_headers()
+        headers.append((b"content-type", JSON))
         if len(body) >= GZIP_BYTES_MIN:
             headers.append((b"vary", b"accept-encoding"))
             if accepts_gzip(exchange.headers.get(b"accept-encoding", b"")):
@@ -692,39 +690,36 @@ class _Answer:
             output.stream.cancel()
         if tokens == 0:
             return
-        exchange, metrics = self._exchange, self._metrics
-        now_ms = self._clock.monotonic_ms()
-        previous_ms = output.last_token_at_ms
+        exchange = self._exchange
+        now_ms = exchange._clock.monotonic_ms()
         series = exchange.series
-        if previous_ms is None:
+        if output.last_token_at_ms is None:
+            metrics = exchange._metrics
             if series is None:
                 series = exchange.series = metrics.of_model(exchange.model)
+                exchange.first_token_ms = now_ms
             ttft_ms = now_ms - exchange._arrived_ms
             if exchange.trace is None:
                 series.ttft.observe(ttft_ms / 1000)
             else:
                 series.ttft.observe_traced(ttft_ms / 1000, exchange.trace.trace_id)
             (series.ttft_met if ttft_ms <= metrics.ttft_target_ms else series.ttft_missed).value += 1
-            exchange.first_token_ms = exchange.first_token_ms or now_ms
             output.first_tokens = tokens
             output.first_token_at_ms = now_ms
         else:
             assert series is not None, "the first tokens came before these"
-            series.itl.observe((now_ms - previous_ms) / 1000 / tokens)
+            series.itl.observe((now_ms - output.last_token_at_ms) / 1000 / tokens)
         output.last_token_at_ms = now_ms
 
     def _usage(self) -> dict[str, Any]:
         """Return the counts: every prompt once, with the reuse that its first choice found."""
-        prompts = self._prompts
         if len(self._outputs) == 1:
-            [output] = self._outputs
-            counts = usage(
-                len(prompts[0].token_ids) // TOKEN_BYTES, output.completion_tokens, output.cached_tokens or 0
-            )
+            [output], [prompt] = self._outputs, self._prompts
+            counts = usage(len(prompt.token_ids) // TOKEN_BYTES, output.completion_tokens, output.cached_tokens or 0)
         else:
             first_choices = self._outputs[:: self._job.choices_per_prompt]
             counts = usage(
-                sum(prompt.isl for prompt in prompts),
+                sum(prompt.isl for prompt in self._prompts),
                 sum(output.completion_tokens for output in self._outputs),
                 sum(output.cached_tokens or 0 for output in first_choices),
             )
@@ -754,8 +749,6 @@ def counted_tokens(metrics: FrontendMetrics) -> TokenTotals:
 
 def account_of(exchange: InferenceExchange) -> TokenTotals:
     """Return what a request has sent to workers and got so far."""
-    if not exchange._outputs:
-        return NOTHING_YET
     prompt_tokens = cached_tokens = output_tokens = 0
     for output in exchange._outputs:
         if output.stream is not None:
@@ -872,6 +865,12 @@ def _is_tokenized_here(job: PreparedRequest, body_bytes: int, pool: Tokenization
         return True
     left = look_up(job, LOOK_UP_RENDERING_MS) if body_bytes <= LOOK_UP_BYTES_MAX else None
     return left is not None and pool.is_short(left, fast)
+
+
+def _counts_in_chunk(
+    prompts: Sequence[Prompt], outputs: Sequence[SequenceOutput], per_prompt: int, index: int
+) -> dict[str, int]:
+    return counts_so_far(prompts[index // per_prompt].isl, outputs[index].completion_tokens)
 
 
 def _listed(values: list[str]) -> str:

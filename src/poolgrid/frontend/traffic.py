@@ -47,9 +47,6 @@ class TokenTotals(NamedTuple):
     output_tokens: int = 0
 
 
-NOTHING_YET: Final = TokenTotals()
-
-
 class Totals(NamedTuple):
     """What a front end has served since it began."""
 
@@ -88,9 +85,9 @@ class Traffic(Generic[R]):
         account_of: Callable[[R], TokenTotals],
         line_of: Callable[[R], EndedRequest],
     ) -> None:
-        """``each_request``: log a line for each, whatever level other lines have. ``counted`` is asked for the tokens of
-        all that are over, ``account_of`` what a request has got so far, ``line_of`` what there is to log of one that is
-        over."""
+        """``each_request``: log a line for each, whatever level other lines have. ``counted`` is asked for the tokens
+        of all that are over, ``account_of`` what a request has got so far, ``line_of`` what there is to log of one that
+        is over."""
         self._each = each_request
         self._counted = counted
         self._account_of = account_of
