@@ -496,23 +496,24 @@ class InferenceExchange:
     def _count_tokens(self) -> None:
         """Count what the request has got at its end."""
         metrics = self._metrics
-        account = account_of(self)
-        metrics.prompt_tokens.value += account.prompt_tokens
-        metrics.cached_tokens.value += account.cached_tokens
-        metrics.output_tokens.value += account.output_tokens
+        output_tokens = 0
         for output in self._outputs:
             if output.stream is None:
                 continue
             completion_tokens = output.completion_tokens
+            output_tokens += completion_tokens
+            metrics.prompt_tokens.value += len(output.request.token_ids) // TOKEN_BYTES
+            metrics.cached_tokens.value += output.cached_tokens or 0
             metrics.osl.observe(completion_tokens)
             # Of the tokens that came after the first ones: those came together.
             later_tokens = completion_tokens - output.first_tokens
-            if self.series is not None and output.last_token_at_ms is not None and later_tokens > 0:
+            if later_tokens > 0 and self.series is not None and output.last_token_at_ms is not None:
                 itl_ms = (output.last_token_at_ms - output.first_token_at_ms) / later_tokens
                 met = itl_ms <= metrics.itl_target_ms
                 (self.series.itl_met if met else self.series.itl_missed).value += 1
+        metrics.output_tokens.value += output_tokens
         if self._caller is not None:
-            self._caller.generated(account.output_tokens)
+            self._caller.generated(output_tokens)
             if all(output.stream is None for output in self._outputs):
                 self._caller.not_dispatched(self._clock.monotonic_ms())
 

@@ -162,9 +162,8 @@ class AnswerEncoder:
         return self._chat_logprobs(placed) if self._chat else self._completion_logprobs(placed)
 
     def _choice(self, output: SequenceOutput) -> dict[str, Any]:
-        placed = output.take_logprobs()
-        logprobs = self.logprobs(placed) if placed else None
-        text, reason = output.take_text(), output.finish_reason
+        logprobs = self.logprobs(output.new_logprobs) if output.new_logprobs else None
+        text, reason = output.text, output.finish_reason
         if not self._chat:
             return {"index": output.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
         message = {"role": "assistant", "content": text, "refusal": None}

@@ -117,10 +117,8 @@ class RequestOutput:
     first_token_at_ms = 0.0
     first_tokens = 0
     """Tokens that came first, all at once."""
-
-    def __init__(self, index: int, request: InferenceRequest) -> None:
-        self.index = index
-        self.request = request
+    index: int
+    request: InferenceRequest
 
     @property
     def work(self) -> str:
@@ -161,7 +159,8 @@ class SequenceOutput(RequestOutput):
         prompt_only: bool = False,
     ) -> None:
         """``echo`` is the prompt where the text repeats it; with ``prompt_only`` it has no token of the output."""
-        super().__init__(index, request)
+        self.index = index
+        self.request = request
         sampling = request.sampling
         self.text = echo
         """Text that the client has not been sent."""
@@ -272,7 +271,9 @@ class SequenceOutput(RequestOutput):
         if reason in ENDED_WELL:
             if self._collected is not None:
                 self.text += self._detokenizer.feed(unpack_tokens(b"".join(self._collected)))
-            self._show(self._detokenizer.flush())
+            rest = self._detokenizer.flush()
+            if rest:
+                self._show(rest)
             if self._stops is not None:
                 self.text += self._stops.flush()
                 if self._stops.matched is not None:

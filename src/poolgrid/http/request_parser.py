@@ -58,23 +58,6 @@ class _Open(NamedTuple):
     """What is the same for all of its requests."""
     on_complete: Callable[[HttpExchange], None]
 
-    def scope(self, version: str, method: str, url: bytes, headers: list[tuple[bytes, bytes]]) -> Scope:
-        """Return what an application is told of a request."""
-        raw_path, _, query = url.partition(b"?")
-        if not raw_path.startswith(b"/") or b"#" in url:
-            parsed = httptools.parse_url(url)
-            raw_path, query = parsed.path or b"/", parsed.query or b""
-        path = raw_path.decode("ascii")
-        return {
-            **self.common,
-            "http_version": version,
-            "method": method,
-            "path": unquote(path) if "%" in path else path,
-            "raw_path": raw_path,
-            "query_string": query,
-            "headers": headers,
-        }
-
 
 class RequestParser:
     """Reads the requests of one connection, one after the other, and calls the application for each."""
@@ -210,7 +193,10 @@ class RequestParser:
         # Trailers go to whatever list is here, long after the head was checked.
         headers, self._headers = self._headers, []
         fields = dict(reversed(headers))  # of several of one name the first
-        self._refusal = self._refused(headers, fields.get(b"host", b"localhost"))
+        limits, host, url = self._limits, fields.get(b"host", b"localhost"), self._url
+        # A head that is no longer than a line may be has no line that is.
+        if host != self._allowed_host or len(headers) > limits.headers or self.head_bytes > limits.header_line_bytes:
+            self._refusal = self._refused(headers, host)
         opened = self._open
         if self._refusal is not None or opened is None:
             return
@@ -223,7 +209,20 @@ class RequestParser:
         self.body_left = announced
         version = parser.get_http_version()
         method = parser.get_method().decode("ascii")
-        self._scope = opened.scope(version, method, self._url, headers)
+        raw_path, _, query = url.partition(b"?")
+        if not raw_path.startswith(b"/") or b"#" in url:
+            parsed = httptools.parse_url(url)
+            raw_path, query = parsed.path or b"/", parsed.query or b""
+        path = raw_path.decode("ascii")
+        self._scope = {
+            **opened.common,
+            "http_version": version,
+            "method": method,
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": raw_path,
+            "query_string": query,
+            "headers": headers,
+        }
         self.exchange = HttpExchange(
             opened.transport,
             opened.flow,
@@ -276,18 +275,14 @@ class RequestParser:
         if len(headers) > limits.headers:
             message = f"reading a request: it has {len(headers)} header fields, allowed are {limits.headers}"
             return RequestRefusedError(431, "head_too_large", message)
-        # A head that is no longer than a line may be has no line that is.
-        if self.head_bytes > limits.header_line_bytes:
-            longest = max([len(self._url), *(len(name) + len(value) for name, value in headers)])
-            if longest > limits.header_line_bytes:
-                message = f"reading a request: a line of its head has {longest} bytes, allowed are"
-                return RequestRefusedError(431, "head_too_large", f"{message} {limits.header_line_bytes}")
+        longest = max([len(self._url), *(len(name) + len(value) for name, value in headers)])
+        if longest > limits.header_line_bytes:
+            message = f"reading a request: a line of its head has {longest} bytes, allowed are"
+            return RequestRefusedError(431, "head_too_large", f"{message} {limits.header_line_bytes}")
         hosts = self._table.hosts
-        if hosts is not None and host != self._allowed_host:
-            if hosts.allow(host):
-                self._allowed_host = host
-            else:
-                message = f"reading a request: Host is {shown(host)}, allowed are addresses, names without a dot"
-                where = "and names of setting http_hosts, for a server on a loopback address without API keys"
-                return RequestRefusedError(403, "foreign_host", f"{message} {where}")
+        if hosts is not None and host != self._allowed_host and not hosts.allow(host):
+            message = f"reading a request: Host is {shown(host)}, allowed are addresses, names without a dot"
+            where = "and names of setting http_hosts, for a server on a loopback address without API keys"
+            return RequestRefusedError(403, "foreign_host", f"{message} {where}")
+        self._allowed_host = host
         return None
