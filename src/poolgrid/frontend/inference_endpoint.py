@@ -52,7 +52,7 @@ from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.frontend.responses import AnswerEncoder, counts_so_far, usage
 from poolgrid.frontend.sequence_output import RequestOutput, SequenceOutput
 from poolgrid.frontend.sequences import sequences_of
-from poolgrid.frontend.session_fields import session_hint
+from poolgrid.frontend.session_fields import SESSION_HEADERS, session_hint
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.stream_head import KeepAlive, StreamHead
 from poolgrid.frontend.tokenization import TokenizationPool
@@ -362,8 +362,9 @@ class InferenceExchange:
         endpoint, per_prompt = self._endpoint, job.choices_per_prompt
         count = len(prompts) * per_prompt
         request_ids = endpoint._request_ids.of_sequences(self._wanted_id, count)
-        requests = sequences_of(job, prompts, request_ids, _hints_of(self.headers))
-        hint = session_hint(job, self.headers)
+        told = not TELLING_HEADERS.isdisjoint(self.headers)
+        requests = sequences_of(job, prompts, request_ids, _hints_of(self.headers) if told else None)
+        hint = session_hint(job, self.headers) if told or not job.is_plain or job.after_tool else NO_HINT
         if hint is not NO_HINT or self.trace is not None:
             for request in requests:
                 request.session = hint
@@ -850,6 +851,9 @@ def _leave(exchange: InferenceExchange, task: asyncio.Task[Any]) -> None:
 
 
 _HINT_HEADERS: Final = {name.encode(): name for name in HINT_HEADERS}
+
+TELLING_HEADERS: Final = SESSION_HEADERS | _HINT_HEADERS.keys()
+"""Headers of a request that say something about its session or its routing."""
 
 
 def _hints_of(headers: Mapping[bytes, bytes]) -> dict[str, str] | None:

@@ -35,7 +35,7 @@ from poolgrid.frontend.schema import (
     settle_aliases,
 )
 from poolgrid.frontend.sequences import check_retention
-from poolgrid.frontend.session_fields import answered_by, response_key
+from poolgrid.frontend.session_fields import RESULT_ROLES, answered_by, response_key
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tools import NO_TOOLS, beside_calls, plain_choice, read_tools, tool_use
 from poolgrid.inference.ports import InferenceBackend, ServedModel
@@ -256,12 +256,15 @@ def _note_messages(job: PreparedRequest, body: ChatBody) -> None:
     messages = body.messages
     if any(type(message.content) is list for message in messages):
         job.media = find_media(messages, job.served.media, body.model)
+    has_results = False
     for message in messages:
         if message.function_call is not None:
             write_as_tool_calls(messages)
         if message.tool_calls:
             job.earlier_calls += len(message.tool_calls)
-    job.after_tool, job.answer = answered_by(messages)
+        has_results = has_results or message.role in RESULT_ROLES
+    if has_results:
+        job.after_tool, job.answer = answered_by(messages)
     if body.continue_final_message:
         last = messages[-1].content if messages else None
         job.continued = last if isinstance(last, str) else ""

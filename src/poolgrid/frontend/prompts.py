@@ -160,7 +160,7 @@ def _rendered(job: PreparedRequest, body: ChatBody, limit_ms: float) -> str:
     template = model.tool_template if tools and model.tool_template else model.template
     if template is None:
         raise invalid("model", f"{model.name} has no chat template: use /v1/completions", code="no_chat_template")
-    takes = capabilities_of(template, bool(tools))
+    takes = template.capabilities.get(bool(tools)) or capabilities_of(template, bool(tools))
     try:
         messages = adapt(body.messages, takes, job.served.media.placeholder)
     except RecursionError:

@@ -275,15 +275,12 @@ SKETCH_BYTES: Final = 64 * 1024 * 1024
 class _Generation:
     """Parts by their first hash."""
 
-    __slots__ = ("blocks", "parts")
+    __slots__ = ("blocks", "parts", "used_bytes")
 
     def __init__(self) -> None:
         self.parts: dict[int, array[int]] = {}
         self.blocks = 0
-
-    @property
-    def used_bytes(self) -> int:
-        return BLOCK_BYTES * self.blocks + PART_BYTES * len(self.parts)
+        self.used_bytes = 0
 
     def follow(self, path: Sequence[int]) -> tuple[int, array[int] | None]:
         """Return how many leading blocks of a path are here, and the part that ends with the last of them."""
@@ -318,11 +315,14 @@ class _Generation:
         if count < 1:
             return
         new = array("Q", path[known : known + count])
-        if ending is None:
-            self.parts[new[0]] = new
-        else:
+        if ending is not None:
             ending.extend(new)
+        else:
+            if new[0] not in self.parts:
+                self.used_bytes += PART_BYTES
+            self.parts[new[0]] = new
         self.blocks += count
+        self.used_bytes += BLOCK_BYTES * count
 
 
 class ReuseSketch:
