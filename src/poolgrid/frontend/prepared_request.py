@@ -157,7 +157,8 @@ class PreparedRequest(msgspec.Struct, eq=False):
 
     def forget_prompt(self) -> None:
         """Drop the parsed prompt, which can be far larger than the packed one, for the time of the generation."""
-        self.media, self.items, self.texts = (), (), ()
+        if self.media or self.texts:
+            self.media, self.items, self.texts = (), (), ()
         if type(self.body) is ChatBody:
             self.body.messages = []
         elif type(self.body) is CompletionBody:

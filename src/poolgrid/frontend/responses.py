@@ -151,24 +151,23 @@ class AnswerEncoder:
 
     def whole(self, outputs: Sequence[SequenceOutput], counts: dict[str, Any]) -> bytes:
         """Return the body of an answer that is not a stream."""
-        answer = {**self._envelope, "choices": [self._choice(output) for output in outputs], "usage": counts}
+        answer = self._envelope
         if self._chat:
             answer["object"] = "chat.completion"
+        answer["choices"] = [self._choice(output) for output in outputs]
+        answer["usage"] = counts
         return _encode(answer)
 
     def logprobs(self, placed: Sequence[PlacedLogprobs]) -> dict[str, Any]:
         return self._chat_logprobs(placed) if self._chat else self._completion_logprobs(placed)
 
     def _choice(self, output: SequenceOutput) -> dict[str, Any]:
-        placed = output.take_logprobs()
-        choice: dict[str, Any] = {"index": output.index}
-        if self._chat:
-            choice["message"] = {"role": "assistant", "content": output.take_text(), "refusal": None}
-        else:
-            choice["text"] = output.take_text()
-        choice["logprobs"] = self.logprobs(placed) if placed else None
-        choice["finish_reason"] = output.finish_reason
-        return choice
+        logprobs = self.logprobs(output.new_logprobs) if output.new_logprobs else None
+        text, reason = output.text, output.finish_reason
+        if not self._chat:
+            return {"index": output.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": output.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _chat_logprobs(self, placed: Sequence[PlacedLogprobs]) -> dict[str, Any]:
         return {

@@ -316,8 +316,9 @@ class _Generation:
         stretch = path[known : known + count]
         new = stretch if isinstance(stretch, array) else array("Q", stretch)
         if ending is None:
+            if new[0] not in self.parts:
+                self.used_bytes += PART_BYTES
             self.parts[new[0]] = new
-            self.used_bytes += PART_BYTES
         else:
             ending.extend(new)
         self.used_bytes += BLOCK_BYTES * count
