@@ -12,6 +12,7 @@ Rules
        ``cached_tokens`` of the next turn.
     4. At most ``capacity`` sessions are known. Beyond it the tenant with the most loses the one that it used longest
        ago. A session that was not used for ``IDLE_MAX_MS`` goes when another one comes.
+    5. What a client has kept counts until its time is over, or the session's last footprint goes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, Final
 
 import msgspec
 
+from poolgrid.consolidator.core.kept_prompts import KeptPrompts
 from poolgrid.wire.events import (
     CacheCleared,
     JournalRecord,
@@ -38,7 +40,17 @@ from poolgrid.wire.events import (
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.limits import SESSION_FOOTPRINTS_MAX, SESSION_TAILS_MAX
 from poolgrid.wire.request_ids import request_of
-from poolgrid.wire.sessions import NO_GAPS, Footprint, Gap, SessionRecord, SessionsSnapshot, Tail, Turn, TurnEnding
+from poolgrid.wire.sessions import (
+    NO_GAPS,
+    Footprint,
+    Gap,
+    SessionRecord,
+    SessionsSnapshot,
+    SessionTurn,
+    Tail,
+    Turn,
+    TurnEnding,
+)
 
 CAPACITY: Final = 8192
 """Sessions of a pool, about a kilobyte each; far more than fit into the KV caches of a hundred workers."""
@@ -93,6 +105,8 @@ class SessionTable:
         """Running turns, by dispatch."""
         self.gaps: tuple[Gap, Gap, Gap] = NO_GAPS
         """Of all sessions together, for those that have none of their own yet."""
+        self.kept = KeptPrompts()
+        """What clients have kept, summed up by tenant."""
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -196,6 +210,8 @@ class SessionTable:
                 given.session, given.tenant, given.parent, now_ms, now_ms, 1, 1, request_id, event.isl, tails=tails
             )
             self._add(key, _Entry(session, [turn]))
+            if given.keep_tokens:
+                self._keep_prompt(session, given, now_ms)
             return
         self._keep(key)
         session = entry.own()
@@ -216,6 +232,15 @@ class SessionTable:
         entry.running.append(turn)
         session.last_ms, session.isl = now_ms, event.isl
         session.running += 1
+        if given.keep_tokens:
+            self._keep_prompt(session, given, now_ms)
+
+    def _keep_prompt(self, session: SessionRecord, turn: SessionTurn, now_ms: int) -> None:
+        """Count what a turn has kept; of a session's prompts that are kept, the longest."""
+        before = session.kept_tokens if session.kept_until_ms > now_ms else 0
+        session.kept_tokens = max(before, turn.keep_tokens)
+        session.kept_until_ms = max(session.kept_until_ms, now_ms + turn.keep_ms)
+        self.kept.keep(session.tenant, session.name, session.kept_tokens, session.kept_until_ms)
 
     def _withdraw(self, dispatch_id: str) -> None:
         """Forget a turn that another dispatch replaces."""
@@ -301,7 +326,11 @@ class SessionTable:
             footprints = entry.record.footprints
             if any((each.worker_id, each.dp_rank) == worker for each in footprints):
                 left = tuple(each for each in footprints if (each.worker_id, each.dp_rank) != worker)
-                entry.own().footprints = left
+                session = entry.own()
+                session.footprints = left
+                if not left and session.kept_tokens:
+                    session.kept_tokens = session.kept_until_ms = 0
+                    self.kept.drop(session.tenant, session.name)
 
     # -- bounds ----------------------------------------------------------------------------------------------------
 
@@ -352,8 +381,11 @@ class SessionTable:
 
     def _forget(self, tenant: int, name: str) -> None:
         """Forget a session with its running turns, of which some may have lost their end with their worker's events."""
-        for turn in self._sessions.pop((tenant, name)).running:
+        entry = self._sessions.pop((tenant, name))
+        for turn in entry.running:
             del self._turns[turn.request_id]
+        if entry.record.kept_tokens:
+            self.kept.drop(tenant, name)
         names = self._of_tenant[tenant]
         del names[name]
         if not names:
@@ -372,8 +404,11 @@ class SessionTable:
         self._sessions.clear()
         self._of_tenant.clear()
         self._shares.clear()
+        self.kept = KeptPrompts()
         for session in snapshot.sessions[-self._capacity :]:
             self._add((session.tenant, session.name), _Entry(session, [], is_shared=True))
+            if session.kept_tokens:
+                self.kept.keep(session.tenant, session.name, session.kept_tokens, session.kept_until_ms)
         self._turns.clear()
         for turn in snapshot.turns:
             entry = self._sessions.get((turn.tenant, turn.session))
