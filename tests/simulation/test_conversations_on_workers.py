@@ -60,7 +60,7 @@ def test_light_load_spreads_first_turns_more_than_weights_did_although_system_pr
     today = [figures_of(turns, make_policy("kv")) for turns in runs]
 
     assert max(each.spread for each in former) > 1.7
-    assert max(each.spread for each in today) < 1.65, "equal would be 1; the aim of 1.25 is not reached"
+    assert max(each.spread for each in today) < 1.4
     assert min(each.stayed for each in today) >= 0.98
     assert sum(each.ttft_ms for each in today) < 1.02 * sum(each.ttft_ms for each in former)
 
