@@ -8,7 +8,7 @@ Rules
        ``lease_ms`` afterwards. Its footprint counts on the worker of its last turn: the blocks of its prompt and
        output, less those that the worker held before its first turn there. Blocks that several share count once for
        each worker. A session asks for room in the same way: what a worker holds of its prompt is free of charge where a
-       resident counts it. What nobody counts may be its own, of turns that a router has not seen.
+       resident counts it. Blocks that no resident counts may be its own, of turns that a router has not seen.
     2. Turns of resident sessions always proceed. Where a grown footprint no longer fits, idle residents of that worker
        lose their place, the one that was used longest ago first, which is the order in which engines evict.
     3. A turn of another session needs a worker with room for its footprint within ``FILL_MAX``. Workers without room

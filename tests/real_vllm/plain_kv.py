@@ -12,7 +12,7 @@ class PlainKv(KvAware):
     name = "plain-kv"
 
 
-def _always_free(working_set: WorkingSet, blocks: int) -> bool:
+def _always_free(self: WorkingSet, blocks: int) -> bool:
     return True
 
 

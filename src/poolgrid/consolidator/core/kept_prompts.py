@@ -23,7 +23,7 @@ class _Kept(msgspec.Struct, eq=False):
 
 
 class KeptPrompts:
-    """Sums by tenant. What has ended leaves them when somebody reads, by the reader's time."""
+    """Sums by tenant. An entry that has ended is removed at the next read, by the reader's time."""
 
     def __init__(self) -> None:
         self._of: dict[int, _Kept] = {}
