@@ -736,8 +736,9 @@ class _Answer:
     def _usage(self) -> dict[str, Any]:
         """Return the counts: every prompt once, with the reuse that its first choice found."""
         prompts = self._prompts
-        first_choices = self._outputs[:: self._job.choices_per_prompt]
-        written_tokens = sum(map(newly_kept_tokens, first_choices)) if self._job.keep_ms else None
+        written_tokens: int | None = None
+        if self._job.keep_ms:
+            written_tokens = sum(map(newly_kept_tokens, self._outputs[:: self._job.choices_per_prompt]))
         if len(self._outputs) == 1:
             [output] = self._outputs
             counts = usage(
@@ -747,6 +748,7 @@ class _Answer:
                 written_tokens,
             )
         else:
+            first_choices = self._outputs[:: self._job.choices_per_prompt]
             counts = usage(
                 sum(prompt.isl for prompt in prompts),
                 sum(output.completion_tokens for output in self._outputs),
