@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from poolgrid.consolidator.core.session_table import IDLE_MAX_MS
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.router.core.lineage import anchor_of, digest_of
 from poolgrid.router.core.projection import Projection
@@ -62,7 +63,8 @@ class SessionNaming:
         tokens = min(len(request.token_ids) // TOKEN_BYTES - 1, request.kept_tokens_max - others)
         if tokens <= 0:
             return turn
-        return msgspec.structs.replace(turn, keep_ms=request.session.keep_ms, keep_tokens=tokens)
+        # Longer than the table knows a session that does nothing, its tokens would not count any more.
+        return msgspec.structs.replace(turn, keep_ms=min(request.session.keep_ms, IDLE_MAX_MS), keep_tokens=tokens)
 
     @staticmethod
     def placed(request: InferenceRequest, card: WorkerCard) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from poolgrid.consolidator.core.session_table import IDLE_MAX_MS
 from poolgrid.inference.session_hint import SessionHint
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
@@ -25,10 +26,15 @@ def return_ms(projection: Projection, session: str = "s", after_tool: bool = Tru
 
 
 def kept(
-    projection: Projection, budget: int, tokens: int = 100, session: str = "s", retention: KvRetention | None = None
+    projection: Projection,
+    budget: int,
+    tokens: int = 100,
+    session: str = "s",
+    retention: KvRetention | None = None,
+    keep_ms: int = 300_000,
 ) -> tuple[int, int]:
     """Return how long the first how many tokens of a session's next prompt are to be kept."""
-    hint = SessionHint(session, keep_ms=300_000)
+    hint = SessionHint(session, keep_ms=keep_ms)
     request = like(REQUEST, session=hint, token_ids=bytes(4 * tokens), tenant="acme", retention=retention)
     request.kept_tokens_max = budget
     turn = SessionNaming(projection, lambda: 20).turn_of(request, [], 16)
@@ -76,6 +82,7 @@ def test_a_prompt_is_kept_as_far_as_its_tenants_budget_has_room() -> None:
     assert kept(projection, 0) == (0, 0), "no operator gave the tenant a budget"
     assert kept(projection, 1000) == (300_000, 99), "engines compute the last token again"
     assert kept(projection, 64) == (300_000, 64)
+    assert kept(projection, 64, keep_ms=24 * IDLE_MAX_MS) == (IDLE_MAX_MS, 64), "as long as an idle session is known"
     assert kept(projection, 1000, retention=KvRetention()) == (0, 0), "what the request says itself counts"
 
     begin(projection.sessions, "other", 0, 50, 1000, tenant=tenant_key("acme"))
