@@ -43,7 +43,7 @@ def kept(
 
 def test_a_later_turn_is_of_a_session_that_is_known_or_of_a_fork() -> None:
     projection = Projection(PrefixIndex(), LoadLedger())
-    naming = SessionNaming(projection)
+    naming = SessionNaming(projection, lambda: 0)
 
     def is_later(hint: SessionHint) -> bool:
         return naming.is_later(naming.turn_of(like(REQUEST, session=hint), [], 16))
