@@ -261,6 +261,8 @@ class RouterService:
             trace.close(queue_span(machine.request.request_id))
             tell_decision(trace.add("choose", began_ms), decision)
         overlap_tokens = chosen.overlap_tokens()
+        if machine.request.session.keep_ms and leg.stage in PROMPT_STAGES:
+            self.chooser.naming.placed(machine.request, self.projection.fleet.workers[decision.worker].card)
         dispatch = self.tracker.send(
             routed,
             self.links.to_worker(decision.worker),

@@ -55,7 +55,7 @@ class RouterTracker(RequestTracker[LocalRequest]):
         self.decisions = DecisionLog(DECISIONS_KEPT)
         self.sketch = ReuseSketch()
         """What prompts were seen, of requests with a worker."""
-        self.naming = SessionNaming(state.projection)
+        self.naming = SessionNaming(state.projection, clock.wall_ms)
         self.recorder: DecisionRecorder | None = None
         """Where decisions are kept beyond ``decisions``; it is the log of the state too."""
         self._counters: dict[tuple[str, str, Stage, str], tuple[Counter, Counter]] = {}

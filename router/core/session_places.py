@@ -50,9 +50,16 @@ class SessionPlaces(Observer):
         return self.working_set.belongs(turn_of(request))
 
     def offer(
-        self, request: RoutingRequest, workers: Sequence[WorkerKey], common: int, now_ms: float, waited_ms: float
+        self,
+        request: RoutingRequest,
+        workers: Sequence[WorkerKey],
+        held: Sequence[int],
+        now_ms: float,
+        waited_ms: float,
     ) -> Admission:
-        return self.working_set.offer(turn_of(request), workers, common, now_ms, waited_ms)
+        """``held`` are the leading blocks of its prompt that some worker holds, for a session that is not known."""
+        prefix = held[-1] if held else 0
+        return self.working_set.offer(turn_of(request), workers, len(held), prefix, now_ms, waited_ms)
 
     # -- what happens ----------------------------------------------------------------------------------------------
 

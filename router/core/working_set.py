@@ -7,7 +7,8 @@ Rules
     1. A session is a *member* from the turn that is booked for it on. It is *resident* while a turn of it runs, and for
        ``lease_ms`` afterwards. Its footprint counts on the worker of its last turn: the blocks of its prompt and
        output, less those that the worker held before its first turn there. Blocks that several share count once for
-       each worker.
+       each worker. A session asks for room in the same way: what a worker holds of its prompt is free of charge where a
+       resident counts it. Blocks that no resident counts may be its own, of turns that a router has not seen.
     2. Turns of resident sessions always proceed. Where a grown footprint no longer fits, idle residents of that worker
        lose their place, the one that was used longest ago first, which is the order in which engines evict.
     3. A turn of another session needs a worker with room for its footprint within ``FILL_MAX``. Workers without room
@@ -137,6 +138,9 @@ class WorkingSet:
         """Capacity of the smallest worker."""
         self._tight = 0
         """Workers that are filled above ``TIGHT_SHARE``."""
+        self.counts_cached = True
+        """Whether a session asks for room for blocks that a worker holds and no resident counts; not in recordings of
+        earlier versions."""
         self.changes = 0
         """Grows when room may have come: a turn that waits is offered again then, or at ``next_ms``."""
         self._running: dict[SessionKey, Member] = {}
@@ -195,23 +199,38 @@ class WorkingSet:
         return self.is_resident(turn.session) or (turn.parent is not None and self.is_resident(turn.parent))
 
     def offer(
-        self, turn: OfferedTurn, workers: Sequence[WorkerKey], common: int, now_ms: float, waited_ms: float
+        self,
+        turn: OfferedTurn,
+        workers: Sequence[WorkerKey],
+        common: int,
+        prefix: int,
+        now_ms: float,
+        waited_ms: float,
     ) -> Admission:
         """Return whether a turn may go to one of ``workers`` now.
 
-        ``common`` are the leading blocks of its prompt that some worker holds; they count as others' for a session
-        that is not known.
+        For a session that is not known, ``common`` are the leading blocks of its prompt that some worker holds, and
+        ``prefix`` is the hash of the last of them.
         """
         self._expire(now_ms)
         member = self._member(turn.session)
         if member is not None and member.is_resident:
             return Admission(True, (), self._shed(member, turn.blocks - member.common))
-        own = turn.blocks - (common if member is None else member.common)
-        belongs = turn.parent is not None and self.is_resident(turn.parent)
+        if member is not None:
+            common, prefix = member.common, member.prefix
+        parent = None if turn.parent is None else self._member(turn.parent)
+        belongs = parent is not None and parent.is_resident
+        home = parent.room if parent is not None and belongs else None
+
+        def missing_in(room: CacheRoom) -> int:
+            """Return the blocks that it lacks on a worker: it would add there what ``begin`` counts."""
+            is_counted = room is home or prefix in room.shared or not self.counts_cached
+            return _missing(room, turn.blocks - common if is_counted else turn.blocks)
+
         crowded: list[WorkerKey] = []
         for worker in workers:
             room = self._rooms.get(worker)
-            if room is not None and room.capacity and _missing(room, own) > 0:
+            if room is not None and room.capacity and missing_in(room) > 0:
                 crowded.append(worker)
         if len(crowded) < len(workers):
             return Admission(True, tuple(crowded)) if crowded else ADMITTED
@@ -220,7 +239,7 @@ class WorkingSet:
         chosen: WorkerKey | None = None
         displaced: list[SessionKey] = []
         for worker in workers:
-            givers = self._givers(worker, _missing(self._rooms[worker], own), turn, now_ms, waited_ms)
+            givers = self._givers(worker, missing_in(self._rooms[worker]), turn, now_ms, waited_ms)
             if givers and (chosen is None or len(givers) < len(displaced)):
                 chosen, displaced = worker, givers
         for session in displaced:
@@ -351,8 +370,11 @@ class WorkingSet:
     def _found(self, member: Member, path: Sequence[int], overlap: int) -> None:
         """Take what a worker holds of a session's first prompt there for what others have brought."""
         parent = self._member(member.parent) if member.parent else None
+        is_counted = parent is not None and parent.worker == member.worker
+        if parent is not None and self.counts_cached:
+            is_counted = is_counted and parent.is_resident
         member.common = overlap
-        member.prefix = path[overlap - 1] if overlap and (parent is None or parent.worker != member.worker) else 0
+        member.prefix = path[overlap - 1] if overlap and not is_counted else 0
 
     def _count(self, member: Member, sign: int) -> None:
         """Count a resident on its worker (1), or no longer (-1)."""

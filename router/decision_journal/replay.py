@@ -30,6 +30,7 @@ from poolgrid.router.core.policy import Policy
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.decision_journal.checkpoints import restore
 from poolgrid.router.decision_journal.entries import (
+    CACHED_BLOCKS_VERSION,
     INPUTS_VERSION,
     LATE_STARTS_VERSION,
     Checkpoint,
@@ -196,6 +197,7 @@ class DecisionReplay:
         state = make_state(settings_of(noted), self._make_policy(noted))
         if noted.inputs_version < LATE_STARTS_VERSION:
             state.projection.ledger.late_starts_max = 0
+        state.sessions.working_set.counts_cached = noted.inputs_version >= CACHED_BLOCKS_VERSION
         if self._watcher is not None:
             self._watcher.begin(state)
         return state

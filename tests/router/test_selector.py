@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import UNSET
 
 from poolgrid.router.core import overlap, worker_groups
 from poolgrid.router.core.candidates import RoutingRequest
@@ -33,7 +32,6 @@ from poolgrid.wire.events import (
     WorkerLeft,
 )
 from poolgrid.wire.identifiers import Stage, Tier, WorkerKey
-from poolgrid.wire.requests import KvRetention, RetainedTokens
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, make_card, stored
 
 
@@ -419,16 +417,3 @@ def test_many_holders_of_a_path_are_filled_in_at_once_as_one_by_one(seed: int, m
         assert [depths[worker] for worker in candidates.workers] == list(candidates.device_overlap)
         assert not any(candidates.host_overlap)
         assert not any(candidates.disk_overlap)
-
-
-def test_an_explanation_says_how_long_blocks_should_stay_where_that_was_recorded() -> None:
-    pool = Pool()
-    pool.join("a")
-    decision = decide(pool, KvAware(), PATH)
-    assert decision.explanation().retention is UNSET
-
-    decision.retention = KvRetention((RetainedTokens(0, 64, 90, 5000),), 10)
-
-    (kept,) = decision.explanation().retention.ranges  # type: ignore[union-attr]
-    assert (kept.start, kept.end, kept.priority, kept.duration_ms) == (0, 64, 90, 5000)
-    assert decision.explanation().retention.decode_priority == 10  # type: ignore[union-attr]

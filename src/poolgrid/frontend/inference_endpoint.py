@@ -715,20 +715,31 @@ class _Answer:
 
     def _usage(self) -> dict[str, Any]:
         """Return the counts: every prompt once, with the reuse that its first choice found."""
+        written_tokens: int | None = None
+        if self._job.keep_ms:
+            written_tokens = sum(map(newly_kept_tokens, self._outputs[:: self._job.choices_per_prompt]))
         if len(self._outputs) == 1:
             [output], [prompt] = self._outputs, self._prompts
-            counts = usage(len(prompt.token_ids) // TOKEN_BYTES, output.completion_tokens, output.cached_tokens or 0)
+            isl, cached_tokens = len(prompt.token_ids) // TOKEN_BYTES, output.cached_tokens or 0
+            counts = usage(isl, output.completion_tokens, cached_tokens, written_tokens)
         else:
             first_choices = self._outputs[:: self._job.choices_per_prompt]
             counts = usage(
                 sum(prompt.isl for prompt in self._prompts),
                 sum(output.completion_tokens for output in self._outputs),
                 sum(output.cached_tokens or 0 for output in first_choices),
+                written_tokens,
             )
         # What a cache holds is other tenants' business where they are kept apart.
         if RECEIPT_HEADER in self._exchange.headers and not self._exchange._endpoint._isolates:
             counts["poolgrid_receipt"] = [receipt(each) for each in self._outputs]
         return counts
+
+
+def newly_kept_tokens(output: SequenceOutput) -> int:
+    """Return the prompt tokens that a worker keeps as the client asks, without those that it held before."""
+    turn = output.request.turn
+    return 0 if turn is None else max(0, turn.keep_tokens - (output.cached_tokens or 0))
 
 
 def receipt(output: SequenceOutput) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from poolgrid.frontend.cache_fields import keep_ms_of, keep_ms_of_messages
 from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
 from poolgrid.frontend.guides import Guide, guide_of
 from poolgrid.frontend.media.conversation import find_media
@@ -94,7 +95,8 @@ class Preparation:
         body = parse(_messages_decoder, raw)
         refuse(body)
         job = self.chat_job(chat_of_messages(body))
-        job.form = AnswerForm(partial(MessagesEncoder, body))
+        job.keep_ms = max(job.keep_ms, keep_ms_of_messages(body))
+        job.form = AnswerForm(partial(MessagesEncoder, body, job.keep_ms))
         return job
 
     def counted_messages(self, raw: bytes) -> PreparedRequest:
@@ -240,6 +242,7 @@ class Preparation:
             job.guide, job.guide_param = guide or {}, guide_param
             job.client_salt = body.cache_salt or (nvext.cache_salt if nvext is not None else None) or ""
             job.tool_use = use
+            job.keep_ms = keep_ms_of(body)
             if nvext is not None and nvext.kv_cache_retention_config is not None:
                 job.retention = check_retention(nvext.kv_cache_retention_config)
         if type(body) is ChatBody:

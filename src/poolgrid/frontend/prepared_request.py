@@ -119,6 +119,8 @@ class PreparedRequest(msgspec.Struct, eq=False):
     """The tools that the client declared."""
     retention: KvRetention | None = None
     """How long its blocks stay cached, where the client says so."""
+    keep_ms: int = 0
+    """How long the client asks to keep its prompt's KV, within its tenant's budget; 0 = it does not ask."""
     form: AnswerForm | None = None
     """The form of the answer where it is not chat's or that of a completion."""
     prompt_only: bool = False

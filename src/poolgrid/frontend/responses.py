@@ -41,13 +41,18 @@ def escape_line_ends(encoded: bytes) -> bytes:
     )
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """Return OpenAI's usage object."""
+def usage(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int, written_tokens: int | None = None
+) -> dict[str, Any]:
+    """Return OpenAI's usage object; ``written_tokens`` are those newly kept, for a request that asks to keep any."""
+    details = {"cached_tokens": cached_tokens}
+    if written_tokens is not None:
+        details["cache_write_tokens"] = written_tokens
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens_details": details,
     }
 
 

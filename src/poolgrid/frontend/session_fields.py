@@ -65,9 +65,9 @@ def session_hint(job: PreparedRequest, headers: Mapping[bytes, bytes]) -> Sessio
         name, parent = _of_headers(headers)
     if not name and not job.is_plain:
         name, parent = _of_body(job.body)
-    if not name and not job.after_tool and not job.answer:
+    if not name and not job.after_tool and not job.answer and not job.keep_ms:
         return NO_HINT
-    return SessionHint(name, parent, job.after_tool, job.answer)
+    return SessionHint(name, parent, job.after_tool, job.answer, job.keep_ms)
 
 
 def _of_headers(headers: Mapping[bytes, bytes]) -> tuple[str, str]:

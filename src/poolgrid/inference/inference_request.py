@@ -53,6 +53,8 @@ class InferenceRequest(msgspec.Struct, eq=False):
     ``headers`` (those of ``HINT_HEADERS``, by name in lower case). Either may be absent."""
     session: SessionHint = NO_HINT
     """The client's hint about its session."""
+    kept_tokens_max: int = 0
+    """Prompt tokens that its tenant may have kept at a time where ``session`` asks for that."""
     turn: SessionTurn | None = None
     """The turn of a session that it is, once its router has looked."""
     trace: TraceRecord | None = None

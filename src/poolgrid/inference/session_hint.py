@@ -16,6 +16,8 @@ class SessionHint(NamedTuple):
     """Whether the prompt has the result of a tool behind the last answer in it."""
     answer: int = 0
     """``answer_key`` of the response that it continues by its id; 0 = none is named."""
+    keep_ms: int = 0
+    """How long to keep its prompt's KV, as far as ``InferenceRequest.kept_tokens_max`` allows; 0 = nothing is asked."""
 
 
 NO_HINT: Final = SessionHint()

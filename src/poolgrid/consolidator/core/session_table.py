@@ -14,6 +14,7 @@ Rules
        ago. A session that was not used for ``IDLE_MAX_MS`` goes when another one comes.
     5. A session with one turn is kept as the events of that turn (``_OnlyTurn``). Its record is made when it is read,
        or when a second turn begins: most requests belong to no program, and no other turn follows.
+    6. What a client has kept counts until its time is over, or the session's last footprint goes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any, Final
 
 import msgspec
 
+from poolgrid.consolidator.core.kept_prompts import KeptPrompts
 from poolgrid.wire.events import (
     CacheCleared,
     JournalRecord,
@@ -46,6 +48,7 @@ from poolgrid.wire.sessions import (
     Gap,
     SessionRecord,
     SessionsSnapshot,
+    SessionTurn,
     Tail,
     Turn,
     TurnAnswer,
@@ -161,6 +164,8 @@ class SessionTable:
         """Running turns, by dispatch."""
         self.gaps: tuple[Gap, Gap, Gap] = NO_GAPS
         """Of all sessions together, for those that have none of their own yet."""
+        self.kept = KeptPrompts()
+        """What clients have kept, summed up by tenant."""
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -170,6 +175,9 @@ class SessionTable:
     def __iter__(self) -> Iterator[SessionRecord]:
         """Return the sessions, the one used longest ago first; like all records here, to be read at once."""
         return (entry.record for entry in self._sessions.values())
+
+    def __contains__(self, key: SessionKey) -> bool:
+        return key in self._sessions
 
     def get(self, tenant: int, name: str) -> SessionRecord | None:
         entry = self._sessions.get((tenant, name))
@@ -260,7 +268,10 @@ class SessionTable:
         entry = self._sessions.get(key)
         if entry is None:
             self._make_room(now_ms)
-            self._add(key, _Entry((turn,), _OnlyTurn(event, turn, now_ms, now_ms)))
+            entry = _Entry((turn,), _OnlyTurn(event, turn, now_ms, now_ms))
+            self._add(key, entry)
+            if given.keep_tokens:
+                self._keep_prompt(entry.own(), given, now_ms)
             return
         request_id = request_of(dispatch_id)
         self._keep(key)
@@ -282,6 +293,15 @@ class SessionTable:
         entry.running += (turn,)
         session.last_ms, session.isl = now_ms, event.isl
         session.running += 1
+        if given.keep_tokens:
+            self._keep_prompt(session, given, now_ms)
+
+    def _keep_prompt(self, session: SessionRecord, turn: SessionTurn, now_ms: int) -> None:
+        """Count what a turn has kept; of a session's prompts that are kept, the longest."""
+        before = session.kept_tokens if session.kept_until_ms > now_ms else 0
+        session.kept_tokens = max(before, turn.keep_tokens)
+        session.kept_until_ms = max(session.kept_until_ms, now_ms + turn.keep_ms)
+        self.kept.keep(session.tenant, session.name, session.kept_tokens, session.kept_until_ms)
 
     def _withdraw(self, dispatch_id: str) -> None:
         """Forget a turn that another dispatch replaces."""
@@ -381,7 +401,11 @@ class SessionTable:
             footprints = entry.record.footprints
             if any((each.worker_id, each.dp_rank) == worker for each in footprints):
                 left = tuple(each for each in footprints if (each.worker_id, each.dp_rank) != worker)
-                entry.own().footprints = left
+                session = entry.own()
+                session.footprints = left
+                if not left and session.kept_tokens:
+                    session.kept_tokens = session.kept_until_ms = 0
+                    self.kept.drop(session.tenant, session.name)
 
     # -- bounds ----------------------------------------------------------------------------------------------------
 
@@ -440,11 +464,14 @@ class SessionTable:
 
     def _forget(self, key: SessionKey) -> None:
         """Forget a session with its running turns, of which some may have lost their end with their worker's events."""
-        for turn in self._sessions.pop(key).running:
+        entry = self._sessions.pop(key)
+        for turn in entry.running:
             del self._turns[turn.request_id]
+        tenant, name = key
+        if entry.kept is not None and entry.kept.kept_tokens:
+            self.kept.drop(tenant, name)
         if not self._of_tenant:
             return
-        tenant, name = key
         names = self._of_tenant[tenant]
         del names[name]
         if not names:
@@ -463,8 +490,11 @@ class SessionTable:
         self._sessions.clear()
         self._of_tenant.clear()
         self._shares.clear()
+        self.kept = KeptPrompts()
         for session in snapshot.sessions[-self._capacity :]:
             self._add((session.tenant, session.name), _Entry((), kept=session, is_shared=True))
+            if session.kept_tokens:
+                self.kept.keep(session.tenant, session.name, session.kept_tokens, session.kept_until_ms)
         self._turns.clear()
         for turn in snapshot.turns:
             entry = self._sessions.get((turn.tenant, turn.session))
