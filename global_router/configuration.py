@@ -105,7 +105,6 @@ class Configuration:
             return outcome
 
     async def rollback(self) -> Reload:
-        """Put the previous document in force."""
         async with self._turn:
             outcome = self._history.rollback(self._clock.wall_ms())
             self._note(outcome)

@@ -59,7 +59,6 @@ class PoolPlacement:
     select_ms: float
 
     def explanation(self) -> PlacementRow:
-        """Return the placement for operators."""
         return PlacementRow(
             stage=self.stage,
             work=self.work,
@@ -110,7 +109,6 @@ class RequestDecision:
             self.notes.append(text)
 
     def summary(self) -> PlacedRow:
-        """Return one line of facts, for lists."""
         return PlacedRow(
             request_id=self.request_id,
             time_ms=self.time_ms,
@@ -129,7 +127,6 @@ class RequestDecision:
         )
 
     def explanation(self) -> PlacedExplanation:
-        """Return everything."""
         hints = self.hints
         return PlacedExplanation(
             **msgspec.structs.asdict(self.summary()),

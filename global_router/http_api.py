@@ -155,7 +155,6 @@ class PoolStateCollector(Collector):
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what the state is now."""
         service = self._service
         pools = GaugeMetricFamily(
             "poolgrid_global_router_pools",

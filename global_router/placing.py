@@ -363,7 +363,6 @@ class PoolPlacer:
         )
 
     def _excluded(self, flight: Flight, pool: PoolConnection) -> tuple[WorkerRank, ...]:
-        """Return the workers of a pool that a flight must not get."""
         failed, unable = flight.excluded.get(pool.name, ()), flight.unable.get(pool.name, ())
         excluded = (*self._full_in(flight, pool), *failed, *unable)
         return tuple(dict.fromkeys(excluded))[-WORKERS_EXCLUDED_MAX:]
@@ -376,7 +375,6 @@ class PoolPlacer:
 
 
 def _tell_answer(trace: TraceRecord, span: SpanRecord, pool: str, answer: Selected | SelectRefused) -> None:
-    """Put a pool's answer on the span of the question."""
     span.attributes["poolgrid.pool"] = pool
     if isinstance(answer, Selected):
         span.attributes |= {

@@ -121,7 +121,6 @@ class PoolConnection:
     # -- life ------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to look for the pool."""
         if self._routers is None:
             self._add("", self.address, self._network.discover)
         else:
@@ -273,7 +272,6 @@ class PoolConnection:
             link.release(reservation)
 
     def renew(self, reservations: list[Reservation]) -> None:
-        """Keep reservations that no worker confirmed yet."""
         if not self._reserved:
             if self._active is not None:
                 self._active.renew(reservations)
@@ -284,7 +282,6 @@ class PoolConnection:
                 link.renew(due)
 
     def ask_status(self) -> None:
-        """Ask how the pool is before it is time to."""
         if self._active is not None:
             self._active.ask_status()
 
@@ -312,7 +309,6 @@ class PoolConnection:
     # -- how it is -------------------------------------------------------------------------------------------------
 
     def state(self, model: str, stage: Stage, now_ms: float) -> PoolStanding:
-        """Return whether the pool takes a request of a model and stage."""
         if not self.reached.is_set():
             return PoolStanding.CONNECTING
         state = state_for(self.status, model, stage)
@@ -376,7 +372,6 @@ class Pools:
         self._pools = {name: self._pools[name] for name in wanted}
 
     def look_for_routers(self) -> None:
-        """Take in who is registered now."""
         for pool in list(self._pools.values()):
             pool.look_for_routers()
 
@@ -398,7 +393,6 @@ class Pools:
         return list(self._pools.values())
 
     def close(self) -> None:
-        """End every connection."""
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()

@@ -266,7 +266,6 @@ class RouterLink:
                 self._given_up.append((self._clock.monotonic_ms(), message.ask))
 
     def _undo(self, answer: Selected | SelectRefused | Probed, request_id: str) -> None:
-        """Give back what an answer reserved that is not taken."""
         if isinstance(answer, Selected) and request_id:
             self.release(Reservation(request_id, answer.worker))
 
@@ -280,7 +279,6 @@ class RouterLink:
         self._send(Release(reservation))
 
     def renew(self, reservations: list[Reservation]) -> None:
-        """Keep reservations that no worker confirmed yet."""
         for start in range(0, len(reservations), RENEWALS_MAX):
             self._send(Renew(tuple(reservations[start : start + RENEWALS_MAX])))
 

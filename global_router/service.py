@@ -121,7 +121,6 @@ class GlobalRouterService:
             self.tracker.note_breaker(pool, pool.breaker.advance(now_ms))
 
     def stop(self) -> None:
-        """End what is left with an error."""
         self._stopping = True
         self.queue.close(Refused(503, "not_ready", SHUTTING_DOWN))
         self.tracker.full_workers.close()
@@ -322,7 +321,6 @@ class GlobalRouterService:
         return self.view.models()
 
     def in_flight(self) -> Mapping[str, int]:
-        """Return the running dispatches by pool."""
         counts = {pool.name: 0 for pool in self.pools.all()}
         for flight in list(self.tracker.requests.values()):
             for leg in list(flight.legs.values()):

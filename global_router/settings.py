@@ -89,7 +89,6 @@ class GlobalRouterSettings(ServingSettings):
         return values
 
     def pool_urls(self) -> dict[str, str]:
-        """Return the given URLs by pool name; the last one of a name wins."""
         return {name: url.rstrip("/") for name, _, url in (value.partition("=") for value in self.pool_url)}
 
     @model_validator(mode="after")

@@ -73,7 +73,6 @@ class GlobalRouterTracker(RequestTracker[Flight]):
         routed.last_ms = now_ms
 
     def release(self, routed: Flight, dispatch: Dispatch) -> None:
-        """Release a leg at its pool and here."""
         leg = routed.legs.pop(dispatch.id, None)
         if leg is not None:
             self.give_back(leg.pool, leg.reservation, routed.record.model, dispatch.stage)
@@ -133,7 +132,6 @@ class GlobalRouterTracker(RequestTracker[Flight]):
             pool.renew(reservations)
 
     def note_breaker(self, pool: PoolConnection, steps: list[BreakerStep]) -> None:
-        """Keep, count and log what a pool's breaker did."""
         for step in steps:
             self._metrics.breaker_steps.labels(pool.name, step.after.value).inc()
             pool.breaker_steps = [*pool.breaker_steps, step][-BREAKER_STEPS_KEPT:]

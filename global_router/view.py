@@ -33,7 +33,6 @@ class PoolsView:
         self._contradicting: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
 
     def models(self) -> list[ServedModel]:
-        """Return the models that some pool serves now."""
         chats: dict[str, ChatSpec] = {}
         lengths: dict[str, int] = {}
         loras: dict[str, dict[str, None]] = {}
@@ -84,7 +83,6 @@ class PoolsView:
         return chat.filled(served.chat)
 
     def endpoints(self) -> list[EndpointRow]:
-        """Return which pool serves which model in which role: an endpoint here is a pool."""
         return [
             EndpointRow(
                 endpoint=pool.name,
@@ -109,6 +107,5 @@ class PoolsView:
         return None
 
     def pool_states(self) -> Mapping[str, PoolStanding]:
-        """Return the state of every pool."""
         now_ms = self._clock.monotonic_ms()
         return {pool.name: pool.overall_state(now_ms) for pool in self._pools.all()}

@@ -125,7 +125,6 @@ class FleetLinks(LinkTable):
         return link.is_up and self._has_legs(link.endpoint)
 
     def to_worker(self, key: WorkerKey) -> WorkerLink:
-        """Return the link to a worker of the fleet that is not in ``unreachable``."""
         return self._links[self._endpoint_of[key]]
 
     def drain(self, worker_id: WorkerId, timeout_ms: int | None) -> bool:

@@ -469,7 +469,6 @@ class Completeness:
         return "no worker takes requests" if not rows else "no aggregated or decode worker takes requests"
 
     def troubles(self, rows: Sequence[EndpointRow]) -> list[str]:
-        """Return what a pool that was complete lacks now."""
         return [
             f"model {model!r} has no {role} worker any more"
             for model, role in incomplete_models(rows).items()

@@ -216,7 +216,6 @@ class SelectPlane:
         )
 
     def status(self, ask: int) -> PoolStatus:
-        """Return what the pool serves and how busy it is."""
         if not self._pool.ready:
             return PoolStatus(ask, False)
         models: list[ModelStatus] = []
@@ -335,7 +334,6 @@ class SelectPlane:
 
 
 def _code(none: NoWorker | PolicyFailed) -> SelectRefusal:
-    """Return in a word why there is no worker."""
     if isinstance(none, PolicyFailed):
         return SelectRefusal.POLICY_FAILED
     if none.busy:

@@ -44,7 +44,6 @@ class StateCollector(Collector):
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what the state is now."""
         service = self._service
         projection = service.projection
         index, ledger, trust = projection.index, projection.ledger, projection.trust

@@ -213,7 +213,6 @@ async def _open_engine(
     settings: WorkerProcessSettings,
     around: EngineHost,
 ) -> OpenedEngine:
-    """Bring the model where it is to be loaded from, and open the engine."""
     settings = await cached_model(settings, definition.loads(settings), definition.with_model, around.start)
     around.start.enter(Phase.LOAD)
     return await opened.enter_async_context(definition.open(settings, around))
@@ -270,7 +269,6 @@ def _follow_by_name(names: Discovery, name: str, place: ConsolidatorPlace, clock
 async def _register(
     opened: AsyncExitStack, settings: WorkerProcessSettings, names: Discovery, card: WorkerCard
 ) -> None:
-    """Have a name."""
     opened.push_async_callback(names.withdraw)
     endpoints = {"generate": card.request_endpoint, "http": card.http_endpoint}
     await names.register(COMPONENTS[card.role], settings.worker_id, endpoints)

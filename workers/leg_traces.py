@@ -85,7 +85,6 @@ class LegTraces:
                 self.end(delta.request_id, error if delta.finish_reason is FinishReason.ERROR else "")
 
     def end(self, request_id: str, error: str = "") -> None:
-        """End a leg's record, if it has one."""
         record = self.records.pop(request_id, None)
         if record is not None:
             self._tracing.end(record, error)

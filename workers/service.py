@@ -262,7 +262,6 @@ class WorkerService:
         self._peers.refuse_all(reason, kind, self._kept)
 
     def _on_health(self) -> None:
-        """Leave the pool when the engine is silent, come back when it is well."""
         if self._engine.is_silent:
             if self._membership.is_away or not self._membership.publishers:
                 return
@@ -398,7 +397,6 @@ class WorkerService:
         self._forget(request_id)
 
     def _end_elsewhere(self, request_id: str, ending: Ending) -> None:
-        """End a request so that its router continues it on another worker."""
         if request_id in self._transfers.fetching:
             delta = refused_delta(request_id, ending.error, ending.kind)
             self._transfers.end(request_id, delta, ending.event_reason)

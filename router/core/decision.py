@@ -25,11 +25,9 @@ from poolgrid.wire.answers import (
     LegRow,
     LegsRow,
     MediaRow,
-    RetentionRow,
 )
 from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerId, WorkerKey
 from poolgrid.wire.request_ids import SEPARATOR, dispatch_of, kept_under, name_of
-from poolgrid.wire.requests import KvRetention
 from poolgrid.wire.second_counts import SecondCounts
 
 DECISION_BYTES: Final = 1000
@@ -73,8 +71,6 @@ class Decision(msgspec.Struct, eq=False):
     """How long the request waited for a worker with room before this decision could be carried out."""
     legs: LegChoice | None = None
     """Why the request has one leg or two, where both were possible."""
-    retention: KvRetention | None = None
-    """How long the prompt's blocks should stay, of a decision that was recorded when that was learned."""
     realised_cached_tokens: int | None = None
     """What the worker then really reused."""
     reported_isl: int | None = None
@@ -143,7 +139,6 @@ class Decision(msgspec.Struct, eq=False):
         return None if expected is None else float(expected[self.choice.row])
 
     def summary(self) -> DecisionRow:
-        """Return one line of facts, for lists."""
         costs = self.choice.costs
         return DecisionRow(
             request_id=self.request.request_id,
@@ -195,16 +190,9 @@ class Decision(msgspec.Struct, eq=False):
             untrusted={str(worker): why for worker, why in self.untrusted.items()},
             media=self._media(),
             legs=UNSET if self.legs is None else _legs_row(self.legs),
-            retention=self._retention(),
         )
 
-    def _retention(self) -> RetentionRow | UnsetType:
-        """Return how long the prompt's blocks should stay, where that was learned."""
-        said = self.retention
-        return UNSET if said is None else msgspec.convert(said, RetentionRow, from_attributes=True)
-
     def _media(self) -> MediaRow | UnsetType:
-        """Return how far the prompt was compared, where it has media."""
         if self.compared_blocks is None:
             return UNSET
         return MediaRow(items=len(self.request.media), compared_blocks=self.compared_blocks)

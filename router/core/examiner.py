@@ -203,7 +203,6 @@ class Examiner:
     # -- views -----------------------------------------------------------------------------------------------------
 
     def evidence(self, key: WorkerKey) -> WorkerEvidence:
-        """Return what is known of a worker of the fleet."""
         projection = self._projection
         worker = projection.fleet.workers[key]
         state, reason = projection.trust.stream(key)

@@ -57,14 +57,12 @@ class Fleet:
         return worker
 
     def drain(self, key: WorkerKey) -> None:
-        """Mark a worker as taking nothing new."""
         worker = self.workers.get(key)
         if worker is not None and not worker.draining:
             worker.draining = True
             self.version += 1
 
     def leave(self, key: WorkerKey) -> None:
-        """Forget a worker."""
         if self.workers.pop(key, None) is not None:
             self.version += 1
 

@@ -369,7 +369,6 @@ class DecisionSegments:
         return tail.size >= max(segment_bytes, 2 * tail.begun_with)
 
     def begin(self, payloads: Sequence[bytes], now_ms: int) -> None:
-        """Begin a segment with these entries."""
         name = f"{self._next:020d}{SUFFIX}"
         if name in self._disk.names():
             self._disk.truncate(name, 0)  # a failed attempt left a part behind
@@ -399,7 +398,6 @@ class DecisionSegments:
             self._needs_repair = False
 
     def sync(self) -> None:
-        """Make the newest segment durable."""
         if self._segments:
             self._disk.sync(self._segments[-1].name)
 

@@ -138,7 +138,6 @@ def read_recording(
 
 
 def _chosen(made: DecisionMade) -> int:
-    """Return the number of the chosen worker."""
     return int.from_bytes(decompress(made.columns)[4 * made.row : 4 * made.row + 4], "little")
 
 

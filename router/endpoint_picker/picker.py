@@ -51,7 +51,6 @@ class Pods:
         self._without: dict[WorkerKey, str] = {}
 
     def endpoint_of(self, worker: WorkerKey) -> str:
-        """Return where a worker that is not in ``excluded`` serves."""
         return self._current()._endpoint_of[worker]
 
     def at(self, endpoint: str) -> list[WorkerKey]:
@@ -305,7 +304,6 @@ class Picker:
             self._router.reserved(found, again.path)
 
     def answer_began(self, booking: Booking) -> None:
-        """Count the prompt as computed."""
         wanted = booking.wanted
         is_held = wanted is not None and wanted.request.isl >= TOKENS_MIN
         if self._state.note_prompt(PromptComputed(booking.worker, booking.dispatch_id, is_held)):

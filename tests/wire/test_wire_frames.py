@@ -399,17 +399,6 @@ GOLDEN: dict[tuple[str, str], Any] = {
     ("to_pool", "release"): Release(Reservation("r-1", WorkerRank("w1"))),
     ("to_pool", "ask status"): AskStatus(U64_MAX),
     ("from_pool", "selected"): Selected(1, WorkerRank("w1"), "tcp://10.0.0.7:40001", 7, 3, 32, "lowest_cost", 30_000),
-    ("from_pool", "selected, with retention"): Selected(
-        1,
-        WorkerRank("w1"),
-        "tcp://10.0.0.7:40001",
-        7,
-        3,
-        32,
-        "lowest_cost",
-        30_000,
-        KvRetention((RetainedTokens(0, 2048, 80, 600_000), RetainedTokens(2048, None, 20)), 10),
-    ),
     ("from_pool", "select refused"): SelectRefused(
         2,
         SelectRefusal.BUSY,

@@ -74,7 +74,6 @@ class CacheFacts:
         self._moved_tiers = (Tier.DEVICE, Tier.HOST)
 
     def stored(self, parent: int | None, hashes: Sequence[int], tier: Tier) -> None:
-        """Note a chain of new blocks."""
         if self._removed or self._moved:
             self._close()
         self._events += stored_chain(parent, hashes, tier)
@@ -86,14 +85,12 @@ class CacheFacts:
         self._events.append(BlocksStored(parent, sequence_hash.to_bytes(8, "little"), tier))
 
     def removed(self, hashes: Iterable[int], tier: Tier) -> None:
-        """Note blocks that left one tier."""
         if self._moved or (self._removed and self._removed_tier is not tier):
             self._close()
         self._removed_tier = tier
         self._removed.extend(hashes)
 
     def removed_one(self, sequence_hash: int, tier: Tier) -> None:
-        """Note that one block left one tier."""
         if self._moved or (self._removed and self._removed_tier is not tier):
             self._close()
         self._removed_tier = tier
@@ -107,12 +104,10 @@ class CacheFacts:
         self._moved.extend(links)
 
     def append(self, event: CacheEvent | GroupsReported) -> None:
-        """Note an event as it is."""
         self._close()
         self._events.append(event)
 
     def take(self) -> list[CacheEvent | GroupsReported]:
-        """Return the events since the last call."""
         self._close()
         events, self._events = self._events, []
         return events

@@ -110,7 +110,6 @@ class Outbox:
 
     @property
     def kept_bytes(self) -> int:
-        """Return what counts against the bound."""
         return self._bytes
 
     def __len__(self) -> int:
@@ -144,7 +143,6 @@ class Outbox:
             self._bytes -= self._frames.popleft()[1]
 
     def frames_from(self, seq: int) -> Iterator[bytes]:
-        """Iterate over the kept batches from ``seq`` on."""
         skip = max(0, seq - self.oldest_seq)
         for index, (frame, _) in enumerate(self._frames):
             if index >= skip:
@@ -304,7 +302,6 @@ class PushStream:
         return effects
 
     def receive(self, message: FromConsolidator, now_ms: float) -> list[Effect]:
-        """Take in a message of the consolidator."""
         if (message.worker_id, message.dp_rank) != (self._worker_id, self._dp_rank):
             return []
         if not isinstance(message, Unknown | JoinRefused) and message.epoch != self._epoch:
@@ -449,7 +446,6 @@ class PublishedRequests:
         return len(self._started)
 
     def apply(self, events: Iterable[AnyEvent]) -> None:
-        """Take in what is about to be published."""
         for event in events:
             if type(event) in CACHE_EVENTS:
                 continue

@@ -21,13 +21,9 @@ from poolgrid.workers.core.refusal import UnsupportedError
 class LogitsRow(Protocol):
     """One row of logits as an engine has it (a torch tensor of one dimension): read and changed in place by index."""
 
-    def __getitem__(self, index: Any, /) -> Any:
-        """Return some of the logits."""
-        ...
+    def __getitem__(self, index: Any, /) -> Any: ...
 
-    def __setitem__(self, index: Any, value: Any, /) -> None:
-        """Change some of the logits."""
-        ...
+    def __setitem__(self, index: Any, value: Any, /) -> None: ...
 
 
 class LogitsProcessor(Protocol):
@@ -101,7 +97,6 @@ class AllowedTokens:
         self._allowed = list(allowed)
 
     def __call__(self, token_ids: Sequence[int], logits: LogitsRow) -> None:
-        """Forbid all other tokens."""
         kept = logits[self._allowed]
         logits[:] = NEVER
         logits[self._allowed] = kept
@@ -127,7 +122,6 @@ class ForcedPrefix:
         self._isl = isl
 
     def __call__(self, token_ids: Sequence[int], logits: LogitsRow) -> None:
-        """Forbid all but the next token of the prefix."""
         position = len(token_ids) - self._isl
         if 0 <= position < len(self._prefix):
             logits[:] = NEVER

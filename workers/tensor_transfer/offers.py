@@ -50,7 +50,6 @@ class EmbeddingOffers:
         return offered
 
     def withdraw(self, request_id: str) -> bool:
-        """Release what is kept of a request; return whether anything was."""
         kept = self._kept.pop(request_id, None)
         for tensor_id in kept or ():
             del self._request_of[tensor_id]

@@ -111,7 +111,6 @@ class TensorTransfer:
         return self._keep(name, tensor)[0]
 
     def _keep(self, name: str, tensor: Tensor) -> tuple[TensorDescriptor, Tensor]:
-        """Keep a tensor; return its descriptor and the memory that is kept."""
         tensor_id, kept = self._store.add(tensor, self._clock.monotonic_ms())
         self._count()
         self._set_timer()
@@ -125,7 +124,6 @@ class TensorTransfer:
         self._told(tensor_id, expired)
 
     def withdraw(self, tensor_id: str) -> bool:
-        """Release an offered tensor; return whether it was kept."""
         kept = self._store.release(tensor_id)
         self._count()
         return kept

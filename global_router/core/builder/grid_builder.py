@@ -41,7 +41,6 @@ class Prediction:
         return self.worst_share <= 1.0
 
     def evidence(self) -> dict[str, Any]:
-        """Return the prediction as plain JSON."""
         latencies = {f"{metric}_ms": round(value, 3) for metric, value in self.latency_ms.items()}
         return {
             "pool": self.pool,

@@ -86,14 +86,12 @@ class PoolProfile(DocumentModel):
     simulate: PoolSimulation | None = None
 
     def table(self, target: AxisKind) -> LatencyTable | None:
-        """Return the latencies of one kind of target."""
         table = getattr(self, target.name)
         assert table is None or isinstance(table, LatencyTable)
         return table
 
     @property
     def cost(self) -> float:
-        """Return the pool's cost, of the kind that the profiles give."""
         return self.cost_per_hour if self.cost_per_hour is not None else self.cost_per_million_tokens or 0.0
 
 

@@ -97,7 +97,6 @@ class LoopStep:
     reason: str
 
     def explanation(self) -> LoopStepRow:
-        """Return the step for operators."""
         return LoopStepRow(
             time_ms=self.time_ms,
             stage=self.key.stage,
@@ -174,7 +173,6 @@ class ClosedLoop:
         return Spill(watched.spill_pool, watched.share)
 
     def share(self, key: CellKey) -> float:
-        """Return the share of a cell's traffic that spills now."""
         watched = self._watched.get(key)
         return 0.0 if watched is None else watched.share
 

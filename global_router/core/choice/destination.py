@@ -71,7 +71,6 @@ class Destination:
 
     @property
     def pools(self) -> tuple[str, ...]:
-        """Return the names of the pools to try, in order."""
         return tuple(candidate.pool for candidate in self.order)
 
     def choose(self, states: Mapping[str, PoolStanding]) -> FallbackChoice:

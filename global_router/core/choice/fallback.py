@@ -74,7 +74,6 @@ class FallbackChoice:
         return self.pool is None and any(fallen.state in PASSING for fallen in self.passed_over)
 
     def explanation(self) -> dict[str, Any]:
-        """Return the choice as plain JSON."""
         return {
             "chosen": self.chosen,
             "pool": self.pool,

@@ -54,7 +54,6 @@ class Reading:
         return not self.axis.minimum <= self.value <= self.axis.maximum
 
     def explanation(self) -> dict[str, Any]:
-        """Return the reading as plain JSON."""
         low, high = self.axis.bounds(self.index)
         return {
             "axis": self.axis.name,
@@ -87,7 +86,6 @@ class Selection:
     """What the chosen pool has cached of the prompt, as far as selection knew."""
 
     def reason(self) -> str:
-        """Return the choice in one line."""
         where = ", ".join(f"{reading.axis.name} {reading.value:g} {reading.axis.unit}" for reading in self.readings)
         cell = "".join(f"[{index}]" for index in self.cell)
         text = f"{where}: cell {cell} is {self.grid_pool}"

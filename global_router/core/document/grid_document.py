@@ -144,7 +144,6 @@ class GridStage(DocumentModel):
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """Return the axes that this grid has, in the order in which the mapping is nested."""
         axes = []
         for kind in axes_of(self.name):
             low, high, resolution = (getattr(self, key) for key in kind.keys)
@@ -153,14 +152,12 @@ class GridStage(DocumentModel):
         return tuple(axes)
 
     def pool_at(self, cell: tuple[int, ...]) -> str:
-        """Return the pool of a cell, one index per axis."""
         row: Any = self.mapping
         for index in cell:
             row = row[index]
         return str(row)
 
     def pool(self, name: str) -> Pool:
-        """Return a pool by name; raise ``KeyError``."""
         for pool in self.pools:
             if pool.name == name:
                 return pool

@@ -44,7 +44,6 @@ class Reload:
     problems: tuple[Problem, ...] = ()
 
     def explanation(self) -> ReloadAnswer:
-        """Return the outcome for operators."""
         return ReloadAnswer(
             outcome=self.outcome,
             revision=self.revision.number,

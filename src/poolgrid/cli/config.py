@@ -197,7 +197,6 @@ def build(profiles: Path, out: Path, strict: bool = False, evidence: Path | None
 
 
 def _write(path: Path, text: str) -> int:
-    """Write a file whole or not at all."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")

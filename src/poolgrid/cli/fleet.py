@@ -99,7 +99,6 @@ class LocalFleet:
         return self._global_router.ready_words[0]
 
     def planned_parts(self) -> list[PlannedPart]:
-        """Return what would be started."""
         settings, ports = self._settings, iter(TYPED_PORTS)
         others: dict[str, tuple[str, Sequence[str]]] = {}
         workers: list[PlannedWorker] = []
@@ -156,7 +155,6 @@ class LocalFleet:
         await until_workers_are_ready(self._routers[pool.name].word("select"), workers, START_TIMEOUT_S)
 
     def greeting(self, url: str) -> str:
-        """Return what a newcomer should know."""
         workers = counted(len(self._workers), f"{self._settings.engine} worker")
         what = f"{counted(len(self._routers), 'pool')} with {workers} behind a global router"
         keyed = self._settings.api_keys is not None

@@ -31,9 +31,7 @@ class HttpGroup(Protocol):
         """Start all and return the words of the ready line; raises ``PartFailed``."""
         ...
 
-    async def stop(self) -> None:
-        """End all in order."""
-        ...
+    async def stop(self) -> None: ...
 
 
 def member(name: str, arguments: list[str], place: GroupPlace, shutdown_timeout_ms: float) -> Part:

@@ -57,9 +57,7 @@ def journal_errors(what: str = "reading a journal") -> Iterator[None]:
 class JournalFiles(ReadableDisk, Protocol):
     """A journal for those who only look: a directory, or a stream that reads like one."""
 
-    def is_in_use(self) -> bool:
-        """Return whether some process writes this journal now."""
-        ...
+    def is_in_use(self) -> bool: ...
 
 
 def open_journal(where: str) -> JournalFiles:

@@ -46,7 +46,6 @@ class PlannedWorker:
     """Workers in the process."""
 
     def environment(self) -> dict[str, str]:
-        """Return what this worker's environment has that others' have not."""
         return {} if self.gpus is None else {CUDA_VISIBLE_DEVICES: ",".join(self.gpus)}
 
 

@@ -330,7 +330,6 @@ class UpSettings(EventPlaneSettings):
         return options_as_arguments([option for part, _, option in found if part in parts])
 
     def start_timeout_s(self, default: float) -> float:
-        """Return how long the start may take."""
         return default if self.start_timeout_ms is None else self.start_timeout_ms / 1000
 
     @property
@@ -339,17 +338,14 @@ class UpSettings(EventPlaneSettings):
 
     @property
     def model_name(self) -> str:
-        """Return the model's name as clients write it."""
         return self.served_model_name or self.model_path.resolve().name
 
     @property
     def multimodal(self) -> bool:
-        """Return whether requests may carry media."""
         return self.modality == "multimodal" or (self.modality is None and bool(self.encode))
 
     @property
     def worker_modality(self) -> str:
-        """Return the modality that workers are started with."""
         return self.modality or ("multimodal" if self.multimodal else "text")
 
     def groups(self, workers: Mapping[str, str] | None = None) -> list[LaunchGroup]:
@@ -407,13 +403,11 @@ class UpSettings(EventPlaneSettings):
 
     @property
     def whole_workers(self) -> int:
-        """Return how many workers do the whole of a request."""
         if self.workers is not None:
             return self.workers
         return 0 if self.decode else 4
 
     def workers_by_name(self) -> dict[str, str]:
-        """Return the role of every worker, by its id."""
         counts = {"aggregated": self.whole_workers, "prefill": self.prefill, "decode": self.decode}
         return {
             f"{'worker' if role == 'aggregated' else role}-{number}": role
@@ -559,7 +553,6 @@ class LocalPool:
         return await first_given_up(self._workers)
 
     def greeting(self, url: str) -> str:
-        """Return what a newcomer should know."""
         settings = self._settings
         apart = settings.prefill or settings.backends()["prefill"]
         shown = ": one worker computed the prompt, another one continues" if apart else ""
@@ -591,7 +584,6 @@ class LocalPool:
         return part
 
     async def stop(self) -> None:
-        """End everything in order."""
         for parts in ([self._router], self._workers, self._consolidators):
             await stop_parts(parts)
         self._ports.close()

@@ -196,12 +196,10 @@ class Part:
         raise PartFailed(f"{self.name} did not say where its {key} is")
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process, if it runs."""
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(number)
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM."""
         self.stopping = True
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()

@@ -94,7 +94,6 @@ async def other_url_of(url: str, silent: str) -> str:
 
 
 async def _takes_connections(url: str) -> bool:
-    """Return whether a process listens at a URL."""
     parts = urlsplit(url)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):

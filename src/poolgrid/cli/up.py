@@ -113,17 +113,13 @@ class Local(Protocol):
         """Start every part; return the URL of the OpenAI API once it can serve."""
         ...
 
-    def greeting(self, url: str) -> str:
-        """Return what a newcomer should know."""
-        ...
+    def greeting(self, url: str) -> str: ...
 
     async def given_up(self) -> str:
         """Wait until a part is not started again any more; return why."""
         ...
 
-    async def stop(self) -> None:
-        """End every part."""
-        ...
+    async def stop(self) -> None: ...
 
 
 def _run(make: Callable[[Path], Local]) -> int:

@@ -101,14 +101,12 @@ class FeedFollower:
         return self._loading.workers(self._clock.monotonic_ms())
 
     async def start(self) -> None:
-        """Subscribe and ask for the snapshot."""
         self._subscription = Subscription(self._context, self._endpoints[0], FEED_TOPIC, self._on_feed)
         self._query_inbox.start()
         self._query.connect(self._endpoints[1])
         self._carry_out(self._reader.start(self._clock.monotonic_ms()))
 
     async def stop(self) -> None:
-        """Close the sockets."""
         if self._closed:
             return
         self._closed = True

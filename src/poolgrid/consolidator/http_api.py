@@ -17,11 +17,9 @@ class ConsolidatorHealth:
 
     @property
     def is_healthy(self) -> bool:
-        """The same: it does nothing else."""
         return self._service.ready
 
     def describe(self) -> dict[str, object]:
-        """Return the state for people and probes."""
         service = self._service
         return {
             "status": "ready" if service.ready else "journal unavailable" if service.stalled else "starting",

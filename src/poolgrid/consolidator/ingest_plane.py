@@ -96,7 +96,6 @@ class IngestPlane:
         self._take_turn(work)
 
     def reply(self, turn: ConsolidatorTurn) -> None:
-        """Send the replies of a turn that is in the journal."""
         for peer, reply in turn.replies:
             try:
                 self._send((peer, codec.from_consolidator.encode(reply)))

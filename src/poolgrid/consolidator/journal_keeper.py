@@ -92,7 +92,6 @@ class JournalKeeper:
         on_full: Callable[[], None],
         on_room: Callable[[], None],
     ) -> None:
-        """Take turns from now on."""
         self._dumps = dumps
         fsync, context = self._settings.fsync, self._context
         self.writer = JournalWriter(
@@ -135,13 +134,11 @@ class JournalKeeper:
     # What was stored
 
     def note_stored(self, offset: int) -> None:
-        """Take note that all records below an offset are in the journal."""
         self.stored_offset = offset
         if self._syncs_later and not self._unsynced:
             self._sync_later()
 
     def wake_waiters(self) -> None:
-        """Release those that wait for stored records."""
         while self._until_stored and self._until_stored[0][0] <= self.stored_offset:
             self._until_stored.popleft()[1].set()
 
@@ -279,7 +276,6 @@ class JournalKeeper:
             self._looking = False
 
     def note_unreadable(self, damage: JournalCorrupt) -> None:
-        """Take note of a segment that could not be read."""
         if damage.file not in self._damaged_files:
             self._damaged_files.add(damage.file)
             self._note_damage(str(damage))

@@ -170,7 +170,6 @@ class JournalWriter:
 
     @property
     def stalled_ms(self) -> float:
-        """Return since when attempts fail."""
         return self._clock.monotonic_ms() - self._stalled_since_ms if self.stalled else 0.0
 
     def _enqueue(self, item: _Item) -> None:

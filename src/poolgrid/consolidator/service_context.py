@@ -80,7 +80,6 @@ class ServiceContext:
             await asyncio.wait(self._tasks)
 
     def on_thread(self, work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-        """Do what may wait for a disk."""
         return asyncio.get_running_loop().run_in_executor(self.threads, work, *arguments)
 
 

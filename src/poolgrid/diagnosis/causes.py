@@ -9,7 +9,6 @@ class Cause(Enum):
     """A cause: its name, whether it raises an alert, what it means and what to change."""
 
     def __new__(cls, name: str, is_fault: bool, meaning: str, fix: str) -> Cause:
-        """Have the name as value."""
         cause = object.__new__(cls)
         cause._value_ = name
         cause.is_fault = is_fault

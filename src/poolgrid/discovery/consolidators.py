@@ -57,7 +57,6 @@ class DiscoveredConsolidator:
         """Entries that were named in the log."""
 
     def start(self) -> None:
-        """Look from now on."""
         first = self._wanted[0]
         self._names.follow(Scope(first.namespace, first.component), self.look)
         self._names.after_each_look(self.look)

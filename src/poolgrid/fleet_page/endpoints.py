@@ -117,7 +117,6 @@ class EventStream(Response):
         self._resume = resume
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until it is ended."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         if scope.get(BODILESS):  # no client would ever read it
             await send({"type": "http.response.body", "body": b"", "more_body": False})

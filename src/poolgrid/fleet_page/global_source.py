@@ -116,7 +116,6 @@ class GlobalFleetSource:
         self._grids = None
 
     async def look(self) -> Picture:
-        """Return what there is to see now."""
         service = self._service
         active = service.configuration.active
         if self._grids is None or self._grids[0] is not active:

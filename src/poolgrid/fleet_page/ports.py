@@ -32,9 +32,7 @@ class FleetSource(Protocol):
         """There are viewers from now on: begin to collect what is not kept anyway."""
         ...
 
-    def end(self) -> None:
-        """Release it: there are no viewers any more."""
-        ...
+    def end(self) -> None: ...
 
     async def look(self) -> Picture:
         """Return what there is to see now; others have their turn meanwhile."""

@@ -125,15 +125,12 @@ class RouterFleetSource:
         }
 
     def begin(self) -> None:
-        """Begin to watch what is not kept anyway."""
         self._watch.begin()
 
     def end(self) -> None:
-        """Watch no more."""
         self._watch.end()
 
     async def look(self) -> Picture:
-        """Return what there is to see now."""
         service, projection = self._service, self._service.projection
         fleet, unreachable = projection.fleet.workers, service.unreachable
         workers: dict[str, Row] = {}

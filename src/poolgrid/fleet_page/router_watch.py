@@ -64,16 +64,13 @@ class FleetWatch:
         self._next, self._state.log = self._state.log, self
 
     def end(self) -> None:
-        """Be there no more."""
         if self._state.log is self:
             self._state.log = self._next
 
     def conversation_of(self, request_id: str) -> str:
-        """Return the conversation of a request; empty when it is not known."""
         return self._of_request.get(dispatch_of(request_id)[0], "")
 
     def note(self, given: Input, came: Decision | Admission | None = None) -> None:
-        """Hand an input on, and look at it."""
         if self._next is not None:
             self._next.note(given, came)
         if self._broken:

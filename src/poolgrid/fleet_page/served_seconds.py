@@ -39,7 +39,6 @@ class ServedSeconds:
             self._seconds.put(self._clock.wall_ms() - INTERVAL_MS // 2, more)
 
     async def run(self) -> None:
-        """Sample at the end of each second."""
         while True:
             await asyncio.sleep((INTERVAL_MS - self._clock.wall_ms() % INTERVAL_MS) / 1000)
             self.sample()

@@ -104,7 +104,6 @@ class _Answer(ClientExchange):
         self.body += data
 
     def said(self) -> str:
-        """Return the text of a refusal."""
         try:
             return msgspec.json.decode(self.body, type=_Status).message[:SAID_BYTES]
         except msgspec.MsgspecError:
@@ -158,16 +157,13 @@ class KubernetesRegistrations:
         self.where = f"{self._target.url}, {', '.join(self._namespaces)}"
 
     async def close(self) -> None:
-        """Close the connection."""
         if self._client is not None:
             self._client.close()
 
     async def write(self, registration: Registration, data: bytes) -> None:
-        """Nothing is written: the cluster knows its pods."""
         raise DiscoveryUnavailable(f"{registration.key} is not written: names on Kubernetes are read only")
 
     async def remove(self, key: str) -> None:
-        """Nothing is written."""
         raise DiscoveryUnavailable(f"{key} is not removed: names on Kubernetes are read only")
 
     async def look(self, scopes: Sequence[Scope]) -> list[Seen]:

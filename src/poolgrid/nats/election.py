@@ -86,11 +86,9 @@ class LeaderElection:
 
     @property
     def is_healthy(self) -> bool:
-        """The same: it does nothing else."""
         return self.is_ready
 
     def describe(self) -> dict[str, object]:
-        """Return the state for people and probes."""
         role = {"role": "standby" if self.service is None else "active", "pool": self._journal.connection.pool}
         service = self.service
         if service is None or not service.started:

@@ -173,7 +173,6 @@ class JetStreamJournal:
         return messages
 
     def _read_message(self, sequence: int, headers: Mapping[str, str], body: bytes) -> StoredMessage:
-        """Return a message that was stored, or what stands for one that is none of ours."""
         try:
             return self._own_message(sequence, headers, body)
         except Damaged as error:
@@ -201,7 +200,6 @@ class JetStreamJournal:
         return found
 
     async def _newest(self) -> int:
-        """Return the sequence of the last message that was not removed."""
         return await self._last_on(f"{self._subjects}.>")
 
     async def _last_on(self, subject: str) -> int:

@@ -132,7 +132,6 @@ class KeptSnapshots:
         return self._kept[-1] if self._kept else None
 
     def is_old(self, anchor: Anchor) -> bool:
-        """Return whether a snapshot is durable by its age."""
         return self._kept_since_ms[anchor] <= self._clock.monotonic_ms() - self._durable_after_ms
 
     def keep(self, anchor: Anchor, content: bytes) -> None:
@@ -284,7 +283,6 @@ class StreamJournal(Journal):
             raise corrupt(self._stream.name, last.sequence, 0, str(error)) from None
 
     def _find_oldest(self) -> None:
-        """Note the offset of the oldest record that is kept."""
         if not self._facts.messages:
             self._oldest = self._next
             return
@@ -378,7 +376,6 @@ class StreamJournal(Journal):
         return count
 
     def _look(self) -> StreamFacts:
-        """Ask how the stream is, where records are appended."""
         facts = self._facts = self._stream.facts()
         self._bytes = facts.bytes
         return facts
@@ -441,7 +438,6 @@ class StreamJournal(Journal):
     # Reading
 
     def read(self, from_offset: int, limit: int, bytes_max: int) -> list[bytes]:
-        """Return encoded records from ``from_offset`` on."""
         if from_offset < self._oldest:
             raise ValueError(f"reading the journal: offset {from_offset}, the oldest kept is {self._oldest}")
         next_offset = self._done

@@ -167,7 +167,6 @@ class LimitsOnNats:
         )
 
     def meter(self, tenant: str) -> Meter:
-        """Return what keeps a tenant's figures."""
         return SharedMeter(lambda: self._active.add(tenant))
 
     def start(self, tenants: Callable[[], Tenants]) -> None:

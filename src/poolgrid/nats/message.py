@@ -59,7 +59,6 @@ class Outgoing:
     body: bytes
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of the message."""
         headers = {MESSAGE_ID: self.message_id}
         if self.piece:
             headers[PIECE] = str(self.piece)
@@ -80,7 +79,6 @@ class StoredMessage:
 
     @property
     def is_foreign(self) -> bool:
-        """Return whether no process of ours wrote it."""
         return not self.message_id
 
 

@@ -46,9 +46,7 @@ class Readable(Protocol):
     @property
     def name(self) -> str: ...
 
-    def facts(self) -> StreamFacts:
-        """Return the stream as its leader knows it."""
-        ...
+    def facts(self) -> StreamFacts: ...
 
     def read(self, from_sequence: int, limit: int) -> list[StoredMessage]:
         """Return messages from a sequence on, as many as fit an answer; none only when none is there (yet).
@@ -61,18 +59,14 @@ class Readable(Protocol):
         """Return the snapshots that are kept, oldest first."""
         ...
 
-    def get_snapshot(self, anchor: Anchor) -> bytes:
-        """Return the content of a snapshot, checked."""
-        ...
+    def get_snapshot(self, anchor: Anchor) -> bytes: ...
 
 
 class RecordStream(Readable, Protocol):
     """A stream as its writer uses it, on threads: every call waits, and may raise ``StreamUnavailable``."""
 
     @property
-    def body_bytes_max(self) -> int:
-        """Return how much of a body one message may hold."""
-        ...
+    def body_bytes_max(self) -> int: ...
 
     def open(self) -> None:
         """Make what is not there yet, and clear away what a writer that was killed left unfinished."""
@@ -92,9 +86,7 @@ class RecordStream(Readable, Protocol):
 
     def remove_before(self, sequence: int) -> None: ...
 
-    def put_snapshot(self, anchor: Anchor, content: bytes) -> None:
-        """Keep a snapshot, so that it exists completely or not at all."""
-        ...
+    def put_snapshot(self, anchor: Anchor, content: bytes) -> None: ...
 
     def remove_snapshot(self, anchor: Anchor) -> None: ...
 

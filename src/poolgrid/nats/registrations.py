@@ -110,7 +110,6 @@ class NatsRegistrations:
             raise DiscoveryUnavailable(str(error)) from None
 
     async def close(self) -> None:
-        """End the connection."""
         await self._bucket.close()
 
 

@@ -65,7 +65,6 @@ class SharedMeter(Meter):
             self._buckets[rate] = bucket.charged(max(more, -bucket.used(now_ms)), now_ms)
 
     def use_of(self, rules: Tenant, now_ms: float) -> Use:
-        """Return what is used and wanted now."""
         if now_ms - self._since_ms >= WINDOW_MS:
             is_long_ago = now_ms - self._since_ms >= 2 * WINDOW_MS
             self._before, self._now = (_Window() if is_long_ago else self._now), _Window()
@@ -87,7 +86,6 @@ class SharedMeter(Meter):
 
     @property
     def is_quiet(self) -> bool:
-        """Return whether nothing was asked of it lately."""
         return not self.in_flight and self._now.is_empty and self._before.is_empty
 
     # What tenants ask
@@ -107,7 +105,6 @@ class SharedMeter(Meter):
         super().end(self._of_share(rules), output_tokens, now_ms)
 
     def standing(self, rules: Tenant, now_ms: float) -> list[tuple[Rate, TokenBucket, float]]:
-        """Return the bucket of each rate of which this router has a share, as it is now."""
         limited = self._of_share(rules)
         limits = (limited.requests_per_minute, limited.tokens_per_minute)
         return [
@@ -123,7 +120,6 @@ class SharedMeter(Meter):
         super().give_back_tokens(self._of_share(rules), tokens, now_ms)
 
     def _of_share(self, rules: Tenant) -> Tenant:
-        """Return the rules with this router's shares as limits."""
         if rules is not self._rules or self._limited is None:
             self._rules = rules
             here = [min(limit, share) for limit, share in zip(limits_of(rules), self.shares, strict=True)]

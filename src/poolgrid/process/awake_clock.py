@@ -74,7 +74,6 @@ class AwakeTime:
         self.until_ms = now_ms
 
     def go_on(self, now_ms: float) -> None:
-        """Count again."""
         self._held = False
         self.beat(now_ms)
 

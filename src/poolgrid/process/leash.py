@@ -76,7 +76,6 @@ def keep(grace_s: float, command: Sequence[str]) -> int:
 
 
 def _become(command: Sequence[str], parent: int) -> None:
-    """Turn this process into the command."""
     try:
         signal.set_wakeup_fd(-1)
         for number in (*HANDED_ON, signal.SIGCHLD, signal.SIGPIPE):

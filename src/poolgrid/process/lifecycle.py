@@ -53,7 +53,6 @@ class LoopFaults:
         """Called for each exception."""
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Take what the loop reports."""
         loop.default_exception_handler(context)
         if "handle" not in context:
             return  # a task that was never awaited, or a transport, which the loop has closed

@@ -89,11 +89,9 @@ class LineFormatter(logging.Formatter):
         super().__init__(f"%(asctime)s {process_name} %(levelname)s %(message)s")
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - logging's name
-        """Return when it happened."""
         return written_time(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """Return the line of an event."""
         words = one_line(record.message)
         more = " ".join(
             f"{name}={_one_word(value)}" for name, value in fields_of(record).items() if not _has_word(words, value)
@@ -131,7 +129,6 @@ class JsonFormatter(logging.Formatter):
         self._fields = fields
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of an event."""
         line: dict[str, Field] = {
             "time": written_time(record),
             "level": record.levelname.lower(),

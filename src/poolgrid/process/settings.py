@@ -31,7 +31,6 @@ class Settings(BaseModel):
 
     @classmethod
     def panel_of(cls, name: str) -> str:
-        """Return the panel of a field: that of the model which declares it."""
         return next(
             each.panel for each in cls.__mro__ if issubclass(each, Settings) and name in inspect.get_annotations(each)
         )

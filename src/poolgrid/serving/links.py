@@ -162,7 +162,6 @@ class WorkerLink:
         self._dealer.close()
 
     def on_frame(self, frame: bytes) -> None:
-        """Take what the worker sent."""
         try:
             message: FromWorker = codec.from_worker.decode(frame)
         except DecodeError as error:
@@ -182,7 +181,6 @@ class WorkerLink:
             self._on_up(self)
 
     def _take_waiting(self) -> None:
-        """Take what one turn may of the frames that wait."""
         if self._waiting and self._take_one():
             asyncio.get_running_loop().call_soon(self._take_waiting)
 
@@ -204,7 +202,6 @@ class WorkerLink:
         self._first_ping()
 
     def on_disconnected(self) -> None:
-        """Go down."""
         self._stop_trying()
         self._fresh_from = self._nonce + 1
         self._go_down("connection lost")
@@ -289,7 +286,6 @@ class LinkTable:
         return len(self._links)
 
     def close(self) -> None:
-        """Close every link, without a message to workers."""
         for link in self._links.values():
             link.close()
         self._links.clear()
@@ -359,7 +355,6 @@ class LinksOnDemand(LinkTable):
                 del self._links[endpoint], self._used_ms[endpoint]
 
     def close(self) -> None:
-        """Close every link, without a message to workers."""
         super().close()
         for endpoint in list(self._waiters):
             self._resolve(endpoint)

@@ -81,7 +81,6 @@ class RouterProcess:
     # -- below HTTP ------------------------------------------------------------------------------------------------
 
     def start_clock(self, *timeouts_ms: float) -> AwakeClock:
-        """Start the clock that the timeouts of others are judged by."""
         awake = AwakeClock(self.clock, min(timeouts_ms)).start()
         self.opened.callback(awake.stop)
         return awake
@@ -142,7 +141,6 @@ class RouterProcess:
         troubles: Callable[[], list[str]] = list,
         data_dir: Path | None = None,
     ) -> Application:
-        """Make the application, which closes with the process."""
         app = create_app(
             service,
             {self.prompt_model.name: self.prompt_model},

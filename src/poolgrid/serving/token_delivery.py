@@ -82,7 +82,6 @@ class TokenDelivery:
         return deltas
 
     def cancel(self) -> None:
-        """Give the request up."""
         if not self.finished:
             self._on_cancel(self)
             if not self.finished:
@@ -115,6 +114,5 @@ class TokenDelivery:
             self._waiter.set_result(None)
 
     def finish(self, delta: StreamDelta) -> None:
-        """Take the last delta."""
         self.finished = True
         self.deliver(delta)

@@ -100,7 +100,6 @@ def http_url_problem(url: str) -> str | None:
 
 
 def _place_problem(place: str, port_needed: bool) -> str | None:
-    """Look at ``host:port``."""
     if "@" in place:
         return "has a user name in it, which is not sent anywhere"
     if place.startswith("["):

@@ -134,7 +134,6 @@ class ChatSpec(msgspec.Struct, array_like=True, frozen=True):
     """Source in Jinja, in place of the model's own. Of several ranks of a worker the first has it."""
 
     def filled(self, other: ChatSpec) -> ChatSpec:
-        """Return this, completed by ``other`` where it is empty."""
         if other == NO_CHAT_SPEC or self == other:
             return self
         return ChatSpec(
@@ -237,7 +236,6 @@ def name_problem(field: str, name: str, needed: bool) -> str | None:
 
 
 def _times_problem(part: str, points: tuple[tuple[float, float], ...], least: float, most: float) -> str | None:
-    """Say which point of a curve of step times is none, or ``None``."""
     before = -1.0
     for position, (x, ms) in enumerate(points):
         where = f"the card's step_times.{part}[{position}]"

@@ -57,7 +57,6 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """Return the name of the entry where it is kept."""
         return f"{self.namespace}.{self.component}.{self.life}"
 
     @property

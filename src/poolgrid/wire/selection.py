@@ -31,7 +31,6 @@ from poolgrid.wire.limits import (
     RENEWALS_MAX,
     WORKERS_EXCLUDED_MAX,
 )
-from poolgrid.wire.requests import KvRetention
 from poolgrid.wire.trace_context import TraceContext
 
 
@@ -126,8 +125,6 @@ class Selected(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False)
     """Short reason code of the choice."""
     lease_ms: U32
     """How long the reservation stands unconfirmed."""
-    retention: KvRetention | None = None
-    """How long the prompt's blocks should stay, for ``Generate``, where the pool's router learns that."""
 
 
 class SelectRefusal(StrEnum):

@@ -30,14 +30,12 @@ class TraceContext(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Return the two headers, for an engine that takes them."""
         if self.tracestate:
             return {"traceparent": self.traceparent, "tracestate": self.tracestate}
         return {"traceparent": self.traceparent}
 
     @property
     def is_sampled(self) -> bool:
-        """Return whether the trace is kept; ``False`` for what is no traceparent."""
         place = read_traceparent(self.traceparent)
         return place is not None and place.is_sampled
 

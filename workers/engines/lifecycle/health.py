@@ -89,13 +89,11 @@ class EngineHealth:
         self._progress[rank].entered(request_id, transfers, self._clock.monotonic_ms())
 
     def moved(self, rank: int, request_id: str) -> None:
-        """Note output of a request."""
         now_ms = self._clock.monotonic_ms()
         self._progress[rank].moved(request_id, now_ms)
         self.proved(now_ms)
 
     def ended(self, rank: int, request_id: str, now_ms: float) -> None:
-        """Note that the engine came to a request's end by itself."""
         self._progress[rank].ended(request_id, now_ms)
         self.proved(now_ms)
 
@@ -162,7 +160,6 @@ class EngineHealth:
             raise group.exceptions[0] from None
 
     async def close(self) -> None:
-        """End the check in progress."""
         if self._probing is not None:
             self._probing.cancel()
             await asyncio.wait({self._probing})

@@ -58,14 +58,12 @@ class ProgressMonitor:
         return len(self._waiting) + len(self._running)
 
     def entered(self, request_id: str, transfers: bool, now_ms: float) -> None:
-        """Note a request that the engine was given."""
         if not len(self):
             self._since_ms = now_ms
         self._waiting[request_id] = _Entry(self._serial, now_ms, transfers)
         self._serial += 1
 
     def moved(self, request_id: str, now_ms: float) -> None:
-        """Note output of a request."""
         self.proved(now_ms)
         entry = self._waiting.pop(request_id, None)
         if entry is not None:
@@ -78,7 +76,6 @@ class ProgressMonitor:
         self._since_ms = now_ms
 
     def ended(self, request_id: str, now_ms: float) -> None:
-        """Note that the engine came to a request's end."""
         self.proved(now_ms)
         self._remove(request_id)
 
@@ -94,7 +91,6 @@ class ProgressMonitor:
         return self._owed_ms + max(0.0, now_ms - self._since_ms) if len(self) else 0.0
 
     def stall(self, now_ms: float) -> Stall | None:
-        """Return what is stuck, or ``None``."""
         silent_ms = self.silent_ms(now_ms)
         if silent_ms > self._timeout_ms:
             transfers = sum(entry.transfers for entry in self._waiting.values())

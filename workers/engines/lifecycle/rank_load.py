@@ -37,14 +37,12 @@ class RankLoad:
 
     @property
     def requests(self) -> int:
-        """Requests in the engine, kept ones not included."""
         return len(self._entries) - self._kept
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
 
     def entered(self, request_id: str, prompt_tokens: int, computes: bool) -> None:
-        """Book a request that the engine was given."""
         if not self._entries:
             self._engine = None  # of the last step before it rested
         self._entries[request_id] = _Entry(prompt_tokens, 0, computes)
@@ -96,7 +94,6 @@ class RankLoad:
 
     @property
     def total_blocks(self) -> int:
-        """Device blocks of the rank; 0 = not known."""
         return self._total_blocks
 
     def report(self, cached_blocks: int) -> LoadReported:

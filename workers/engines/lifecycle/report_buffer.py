@@ -35,12 +35,10 @@ class ReportBuffer:
         self.keeps_encoded = False
 
     def open(self, deliver: Callable[[EngineReport], None]) -> None:
-        """Hand reports to ``deliver`` from now on, and what there is already."""
         self._deliver = deliver
         self.flush()
 
     def rank(self, rank: int) -> list[AnyEvent]:
-        """Return the events of a rank, which is then part of the report."""
         return self._events.setdefault(rank, [])
 
     def flush_soon(self) -> None:

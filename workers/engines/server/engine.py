@@ -340,7 +340,6 @@ class ServerEngine:
         self._finish(active, FinishReason.LENGTH, piece)
 
     def _break(self, active: ServerRequest, error: Exception) -> None:
-        """End one request as broken, for an exception that is its own."""
         log.error("request %s failed: this is a bug", active.request_id, exc_info=error)
         self._metrics.request_faults.inc()
         if self._active.get(active.request_id) is active:
@@ -349,7 +348,6 @@ class ServerEngine:
             self._finish(active, ERROR, failure=failure)
 
     def _on_end(self, active: ServerRequest, failure: Failure | None) -> None:
-        """Take the end of an exchange."""
         request_id = active.request_id
         if self._kept.get(request_id) is active:
             if failure is not None:

@@ -68,7 +68,6 @@ async def open_server(
 async def _asked(
     settings: EngineServerSettings, around: EngineHost, kind: ServerKind, server: StartedServer | None
 ) -> AsyncIterator[OpenedEngine]:
-    """Ask the server at ``server_url``."""
     client = ServerClient(settings.server_url, around.clock, settings.engine_api_key)
     try:
         facts = completed(await _first_facts(client, kind, settings), settings, kind)

@@ -102,7 +102,6 @@ class RequestLedger:
         return self._loads[dp_rank].report(self._cached_blocks(dp_rank))
 
     def enter(self, active: ServerRequest, now_ms: float) -> None:
-        """Book a request that the server is given."""
         self._loads[active.rank].entered(active.request_id, active.prompt_tokens, computes=not active.transfers)
         self._progress[active.rank].entered(active.request_id, active.transfers, now_ms)
 
@@ -199,7 +198,6 @@ class RequestLedger:
         self.report.rank(active.rank).append(RequestFinished(request_id, reason, active.cached_tokens))
 
     def cache_changed(self, dp_rank: int, events: Sequence[AnyEvent], now_ms: float) -> None:
-        """Report events of a rank's cache."""
         self._cache_ms[dp_rank] = now_ms
         self.report.rank(dp_rank).extend(events)
 

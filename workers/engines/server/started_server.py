@@ -201,7 +201,6 @@ class StartedServer:
             changed()
 
     async def end(self, patience_s: float) -> None:
-        """End it, orderly where there is patience, with everything that it has started."""
         process = self._process
         if process is None:
             return
@@ -242,7 +241,6 @@ class StartedServer:
             log.info("%s", words)
 
     def _last_words(self) -> list[str]:
-        """Return the last lines of this life."""
         try:
             with self._log_file.open("rb") as written:
                 end = written.seek(0, os.SEEK_END)

@@ -76,7 +76,6 @@ class SimulatedEncodeEngine(AlwaysWell):
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
-        """Stop a request soon, or release what it left."""
         if self._waiting.pop(request_id, None) is not None:
             self._deltas.append(TokenDelta(request_id, 0, b"", FinishReason.CANCELLED))
             self._facts.append(RequestFinished(request_id, FinishReason.CANCELLED))

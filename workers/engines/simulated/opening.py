@@ -52,7 +52,6 @@ async def open_engine(settings: SimulatedWorkerSettings, around: EngineHost) -> 
 async def _open_tasks(
     settings: SimulatedWorkerSettings, around: EngineHost, stage: Stage
 ) -> AsyncIterator[OpenedEngine]:
-    """Open the engine of tasks."""
     # Late: workers of tokens need no arrays.
     from poolgrid.workers.engines.simulated.tasks import SimulatedDiffusion, SimulatedEmbeddings
 

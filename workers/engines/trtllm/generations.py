@@ -82,7 +82,6 @@ class Growth:
     end: RequestEnd | None = None
 
     def then(self, later: Growth) -> Growth:
-        """Return this and what came after it as one."""
         logprobs = self.logprobs if later.logprobs is None else (self.logprobs or ()) + later.logprobs
         return replace(self, tokens=self.tokens + later.tokens, logprobs=logprobs, end=later.end)
 
@@ -337,7 +336,6 @@ class Generations:
             self._thread.tell(self._grown)
 
     def _read(self, leg: _Leg) -> Growth:
-        """Return what is new of one request."""
         result = leg.result
         tokens = b""
         logprobs: tuple[TokenLogprobs, ...] | None = None

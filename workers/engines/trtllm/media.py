@@ -91,7 +91,6 @@ def _image(item: MediaItem) -> Any:
 
 
 def _embeddings(item: MediaItem) -> Any:
-    """Return the one tensor of a file."""
     found: Any
     if item.media_type == SAFETENSORS:
         from safetensors.torch import load

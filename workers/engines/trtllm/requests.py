@@ -257,7 +257,6 @@ class EngineRequests:
         self._report.flush_soon()
 
     def _break(self, active: ActiveRequest, error: Exception) -> None:
-        """End one request as broken, for an exception that is its own."""
         log.error("request %s failed: this is a bug", active.request_id, exc_info=error)
         self._metrics.request_faults.inc()
         if self._by_serial.get(active.serial) is active:
@@ -266,7 +265,6 @@ class EngineRequests:
             self._finish_broken(active, delta, f"reading the engine's output failed: {error!r}")
 
     def _collect(self, active: ActiveRequest, growth: Growth, failed: Counter[str]) -> None:
-        """Take what is new of one request."""
         left = active.request.sampling.max_tokens - active.taken
         if len(growth.tokens) > 4 * left and active.request.stage is not Stage.ENCODE:
             growth = self._cut(active, growth, left)

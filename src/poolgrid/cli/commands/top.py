@@ -313,7 +313,6 @@ def _printable(text: str) -> str:
 
 
 def _fleet_parts(frame: Frame, fleet: FleetList) -> list[RenderableType]:
-    """Return what there is to see of names."""
     counts: dict[str, int] = {}
     for row in fleet.data:
         counts[row.component] = counts.get(row.component, 0) + 1

@@ -203,7 +203,6 @@ class Consolidator:
     # What workers send
 
     def receive(self, peer: bytes, message: ToConsolidator, turn: ConsolidatorTurn) -> None:
-        """Take in a control message of a worker."""
         if isinstance(message, Hello):
             self._hello(peer, message, turn)
         elif isinstance(message, Heartbeat):
@@ -344,7 +343,6 @@ class Consolidator:
         return None
 
     def detach(self, key: WorkerKey, reason: str, turn: ConsolidatorTurn) -> None:
-        """End the membership of an attached rank."""
         worker = self.pool.workers.get(key)
         if worker is not None:
             self._leave(worker, reason, turn)

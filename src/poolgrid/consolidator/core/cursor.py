@@ -62,7 +62,6 @@ class Cursor:
         return f"Cursor(epoch={self.epoch}, next_seq={self.next_seq})"
 
     def judge_batch(self, epoch: int, seq: int) -> SequenceVerdict:
-        """Say what a batch numbered ``(epoch, seq)`` is."""
         if epoch != self.epoch:
             return SequenceVerdict.NEW_EPOCH if epoch > self.epoch else SequenceVerdict.OLD_EPOCH
         if seq == self.next_seq:
@@ -81,6 +80,5 @@ class Cursor:
         self.next_seq += 1
 
     def begin(self, epoch: int) -> None:
-        """Start over with another epoch of the source."""
         self.epoch = epoch
         self.next_seq = 0

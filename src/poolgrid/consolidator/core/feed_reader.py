@@ -102,7 +102,6 @@ class FeedReader:
         return 0 if self.state is _LIVE else max(1, self._goal - self.next_offset)
 
     def start(self, now_ms: float) -> list[FeedEffect]:
-        """Begin: the subscription is on its way."""
         return self._ask_snapshot(now_ms)
 
     def resync(self, now_ms: float) -> list[FeedEffect]:
@@ -110,7 +109,6 @@ class FeedReader:
         return self._ask_snapshot(now_ms)
 
     def receive(self, frame: FeedFrame, now_ms: float) -> list[FeedEffect]:
-        """Take in a message of the feed."""
         if frame.life != self.life:
             return self._meet(frame.life, now_ms)
         payloads = frame.payloads
@@ -135,7 +133,6 @@ class FeedReader:
         return self._close_hole(now_ms) if self.state is _LIVE else []
 
     def answer(self, message: FromFeed, life: bytes, now_ms: float) -> list[FeedEffect]:
-        """Take in an answer."""
         if message.request != self._request:
             return []
         if self.life is None:
@@ -166,7 +163,6 @@ class FeedReader:
         return self._ask_snapshot(now_ms) if self.state is FeedState.SYNCING else self._ask_replay(now_ms)
 
     def due_ms(self) -> float | None:
-        """Return the time at which ``tick`` has something to do."""
         return None if self.state is _LIVE else self._asked_ms + self._answer_timeout_ms
 
     # Inside

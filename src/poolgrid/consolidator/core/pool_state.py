@@ -122,7 +122,6 @@ class MemberRank:
         return self.streams.get(source) or SourceStream(source, StreamState.SYNCING)
 
     def apply(self, source: str, event: AnyEvent) -> None:
-        """Apply one event of a journal record that is about this worker."""
         match event:
             case BlocksStored() | BlocksRemoved() | BlocksShared() | BlocksReleased() | CacheCleared():
                 self.presence.apply(source, event)
@@ -200,7 +199,6 @@ class MemberRank:
         return True
 
     def note(self, event: WorkerEvent) -> None:
-        """Apply an event that is about the worker and its requests, and not about blocks."""
         match event:
             case RequestStarted():
                 self.requests.pop(event.request_id, None)
@@ -291,7 +289,6 @@ class FrozenPool:
                     yield position, BlockChain(parent, pack_hashes(hashes), tier, group)
 
     def source_chains(self) -> Iterator[tuple[int, str, BlockChain]]:
-        """Yield (position of the worker, source, chain) for all that the fold knows."""
         for position, worker in enumerate(self.workers):
             for tier, group, source, held in worker.held:
                 for parent, hashes in dump([held]):
@@ -342,7 +339,6 @@ class PoolState:
         return MemberRank(key, epoch, card, self._blocks_max, self.discarded)
 
     def forget(self, key: WorkerKey) -> None:
-        """Forget a worker, if there is one of that name."""
         worker = self.workers.pop(key, None)
         if worker is not None:
             worker.presence.forget_all()

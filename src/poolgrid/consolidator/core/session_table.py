@@ -72,7 +72,6 @@ class _Entry(msgspec.Struct, eq=False):
     """Whether a snapshot has the record, too."""
 
     def own(self) -> SessionRecord:
-        """Return the record to be changed."""
         if self.is_shared:
             self.record, self.is_shared = _copy(self.record), False
         return self.record
@@ -113,11 +112,9 @@ class SessionTable:
 
     @property
     def turns(self) -> Mapping[str, Turn]:
-        """Return the running turns of all sessions, by dispatch."""
         return self._turns
 
     def running_of(self, session: SessionRecord) -> list[Turn]:
-        """Return the running turns of a session."""
         entry = self._sessions.get((session.tenant, session.name))
         return [] if entry is None else list(entry.running)
 
@@ -174,7 +171,6 @@ class SessionTable:
     # -- folding ---------------------------------------------------------------------------------------------------
 
     def apply(self, record: JournalRecord) -> None:
-        """Fold the next record in."""
         for event in record.events:
             effect = _EFFECTS.get(type(event))
             if effect is not None:
@@ -218,7 +214,6 @@ class SessionTable:
         session.running += 1
 
     def _withdraw(self, dispatch_id: str) -> None:
-        """Forget a turn that another dispatch replaces."""
         session = self._take(self._turns[dispatch_id]).own()
         session.running = max(0, session.running - 1)
 
@@ -322,7 +317,6 @@ class SessionTable:
             heapify(shares)
 
     def _keep(self, key: SessionKey) -> None:
-        """Let a session be the one used last."""
         self._sessions.move_to_end(key)
         self._of_tenant[key[0]].move_to_end(key[1])
 
@@ -362,7 +356,6 @@ class SessionTable:
     # -- snapshots -------------------------------------------------------------------------------------------------
 
     def freeze(self) -> SessionsSnapshot:
-        """Return the table as it stays whatever is applied later."""
         for entry in self._sessions.values():
             entry.is_shared = True
         return SessionsSnapshot(list(self), [_copy(each) for each in self._turns.values()], self.gaps)

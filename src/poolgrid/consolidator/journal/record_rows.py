@@ -37,7 +37,6 @@ def event_row(event: AnyEvent) -> dict[str, Any]:
 
 
 def _named(struct: msgspec.Struct) -> dict[str, Any]:
-    """Return a struct, an array on disk, with the names of its fields."""
     return {
         name: _named(value)
         if isinstance(value := getattr(struct, name), msgspec.Struct)

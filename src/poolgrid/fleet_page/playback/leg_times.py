@@ -40,7 +40,6 @@ class Leg(msgspec.Struct):
 
     @property
     def status(self) -> str:
-        """Return in a word where it stands."""
         if self.ended_ms is not None:
             return self.end
         if self.released:

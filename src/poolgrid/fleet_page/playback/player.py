@@ -161,7 +161,6 @@ class Player:
             return False
 
     async def _tell(self, pipe: asyncio.StreamWriter, question: Question, records: list[bytes]) -> None:
-        """Write the question, and behind it the records of a journal in memory."""
         with contextlib.suppress(ConnectionError):  # it has what it needs, or has reported why not
             _write(pipe, msgspec.msgpack.encode(question))
             await pipe.drain()

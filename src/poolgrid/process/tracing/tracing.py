@@ -26,9 +26,7 @@ class TraceSink(Protocol):
         """Take a record; ``now_ms`` is the time by its clock. Returns at once."""
         ...
 
-    def close(self) -> None:
-        """Send what is left, for a bounded time."""
-        ...
+    def close(self) -> None: ...
 
 
 class Tracing:
@@ -75,7 +73,6 @@ class Tracing:
         return TraceRecord(name, SpanKind.SERVER, trace_id, flags, caller, state, began_ms, ids, now_ms)
 
     def end(self, record: TraceRecord, error: str = "") -> None:
-        """Hand a record over; what has not ended ends now."""
         record.end(error)
         self._sink.take(record, self._clock.monotonic_ms())
 

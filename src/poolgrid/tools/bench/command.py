@@ -224,7 +224,6 @@ class _Bench:
         self.failure: Exception | None = None
 
     async def main(self, stop: asyncio.Event) -> None:
-        """Measure everything; what prevents it is in ``failure``."""
         try:
             async with AsyncExitStack() as opened:
                 await self._measure(stop, opened)

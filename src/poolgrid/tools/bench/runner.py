@@ -73,7 +73,6 @@ class RequestShape(msgspec.Struct, frozen=True):
 
     @property
     def path(self) -> str:
-        """The path below the endpoint's URL."""
         return "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
 
     def body(self, request: PlannedRequest, prompts: PromptMaker, earlier: Sequence[Message] = ()) -> bytes:

@@ -114,7 +114,6 @@ class RunLogs:
         self._open.write(msgspec.json.encode(line) + b"\n")
 
     def end(self) -> None:
-        """End the lines of a run."""
         if self._open is not None:
             self._open.close()
             self._open = None

@@ -41,7 +41,6 @@ class Distribution:
         self._buckets: dict[int, int] = {}
 
     def add(self, value: float, count: int = 1) -> None:
-        """Count a value (at least 0) ``count`` times."""
         self.count += count
         self.total += value * count
         self.smallest = min(self.smallest, value)
@@ -64,7 +63,6 @@ class Distribution:
 
     @property
     def mean(self) -> float | None:
-        """Arithmetic mean; ``None`` without values."""
         return self.total / self.count if self.count else None
 
     def percentile(self, percent: float) -> float | None:
@@ -155,7 +153,6 @@ class Measurements:
 
     @property
     def requests(self) -> int:
-        """Requests that came to an end, well or not."""
         return self.succeeded + self.errors
 
     def add(self, outcome: Outcome) -> None:
@@ -178,7 +175,6 @@ class Measurements:
             share.cached_tokens += outcome.cached_tokens
 
     def add_error(self, kind: str, message: str) -> None:
-        """Count a request that failed."""
         self.errors += 1
         entry = self._kind(kind)
         entry.count += 1

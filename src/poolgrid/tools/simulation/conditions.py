@@ -69,7 +69,6 @@ class ChangingTiming:
         self.speed = 1.0
 
     def prefill_ms(self, new_tokens: int) -> float:
-        """Return the time to compute ``new_tokens`` prompt tokens."""
         return self._model.prefill_ms(new_tokens) / self.speed
 
     def decode_ms(self, used_share: float) -> float:

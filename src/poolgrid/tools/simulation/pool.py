@@ -416,7 +416,6 @@ class SimulatedPool:
             self._deliver(now)
 
     def _deliver(self, now: float) -> None:
-        """Let the routers have what has reached them by now."""
         while self._under_way and self._under_way[0][0] <= now:
             due, record = self._under_way.popleft()
             for projection in self._projections:

@@ -41,7 +41,6 @@ class SimulatedRequest:
 
     @property
     def request_id(self) -> str:
-        """Return the request's id."""
         return self.generate.request_id
 
 
@@ -60,9 +59,7 @@ class RequestArrivals(Protocol):
 
     def pop(self) -> SimulatedRequest: ...
 
-    def finished(self, request_id: str, now_ms: float) -> None:
-        """Take in that a request is over."""
-        ...
+    def finished(self, request_id: str, now_ms: float) -> None: ...
 
 
 class ListedArrivals:

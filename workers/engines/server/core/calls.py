@@ -60,9 +60,7 @@ class ServerDialect(Protocol):
     """How requests are put to one kind of server. Pure."""
 
     @property
-    def title(self) -> str:
-        """What people call such a server."""
-        ...
+    def title(self) -> str: ...
 
     @property
     def tells_reuse_first(self) -> bool:

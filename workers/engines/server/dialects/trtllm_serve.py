@@ -132,7 +132,6 @@ class TrtllmServeDialect:
 
 
 def _refuse(request: Generate) -> None:
-    """Refuse what has no place in its requests, by name."""
     sampling, routing = request.sampling, request.routing
     if request.multimodal is not None:
         raise UnableError(

@@ -270,7 +270,6 @@ class BlockPool:
         return True
 
     def reserve(self) -> bool:
-        """Take one more private block; return whether there was one."""
         if self.available_blocks < 1:
             return False
         self._make_room(1)

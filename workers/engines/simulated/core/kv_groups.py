@@ -59,7 +59,6 @@ class GroupCaches:
         recorder.tell(GroupsReported(tuple(by_needs)))
 
     def store(self, hashes: Sequence[int], start: int, end: int) -> None:
-        """Take in what was computed of a prefix."""
         for number, (_, group, held) in enumerate(self._groups, 1):
             if group.kind == "window":
                 kept = list(hashes[start:end])

@@ -95,5 +95,4 @@ def _box(kind: bytes, *content: bytes) -> bytes:
 
 
 def _full(kind: bytes, content: bytes, flags: int = 0) -> bytes:
-    """Return a box with a version, 0, and flags."""
     return _box(kind, struct.pack(">I", flags), content)
