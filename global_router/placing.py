@@ -21,12 +21,11 @@ from poolgrid.global_router.core.choice.fallback import FallbackChoice, PoolStan
 from poolgrid.global_router.core.choice.grid import GridRequest
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.decisions import PoolPlacement, Refusal
-from poolgrid.global_router.flight import Flight, ReservedLeg
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pools import PoolConnection, Pools, model_status
 from poolgrid.global_router.router_link import PoolLost
 from poolgrid.global_router.settings import GlobalRouterSettings, Timings
-from poolgrid.global_router.tracker import GlobalRouterTracker
+from poolgrid.global_router.tracker import Flight, GlobalRouterTracker, ReservedLeg
 from poolgrid.inference.ports import Refused
 from poolgrid.process.clock import Clock
 from poolgrid.process.tracing.record import SpanKind, SpanRecord, TraceRecord
@@ -35,8 +34,8 @@ from poolgrid.serving.prompt_paths import TenantPaths, media_hashes, media_kinds
 from poolgrid.wire.hashing import HASH_SPEC, pack_hashes, stable_u64
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, WORKERS_EXCLUDED_MAX
+from poolgrid.wire.request_ids import TraceContext
 from poolgrid.wire.selection import Probe, Reservation, Select, Selected, SelectRefusal, SelectRefused, WorkerRank
-from poolgrid.wire.trace_context import TraceContext
 
 WORKERS_TRIED_PER_POOL_MAX = 4
 """Workers of one pool that may turn out to be out of reach before the next pool is asked."""

@@ -28,9 +28,8 @@ from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.core.document.grid_document import CircuitBreakerSettings, GridDocument
 from poolgrid.global_router.router_link import Discover, PoolLost, PoolNetwork, RouterLink
 from poolgrid.process.log_lines import about
-from poolgrid.wire.addresses import zmq_endpoint_problem
+from poolgrid.wire.addresses import ROUTER, SCHEME, is_name, zmq_endpoint_problem
 from poolgrid.wire.identifiers import Role, Stage
-from poolgrid.wire.names import ROUTER, SCHEME, is_name
 from poolgrid.wire.selection import (
     ModelStatus,
     PoolStatus,

@@ -22,8 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from poolgrid.process.awake_clock import within
 from poolgrid.process.clock import Clock
-from poolgrid.process.complaints import Complaints
-from poolgrid.process.log_lines import about
+from poolgrid.process.log_lines import Complaints, about
 from poolgrid.process.tasks import Restart, supervised
 from poolgrid.transport.zmq_socket import CallbackSocket
 from poolgrid.wire import codec

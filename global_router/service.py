@@ -23,13 +23,12 @@ from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.core.choice.request_hints import HintError, RequestHints, read_hints
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.decisions import RequestDecision, RequestDecisions
-from poolgrid.global_router.flight import Flight
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.placing import PoolPlacer
 from poolgrid.global_router.pools import Pools
 from poolgrid.global_router.queue import NEW, Attempt, GlobalRouterQueue, Place, WaitingFlight
 from poolgrid.global_router.settings import TIMINGS, GlobalRouterSettings, Timings
-from poolgrid.global_router.tracker import GlobalRouterTracker
+from poolgrid.global_router.tracker import Flight, GlobalRouterTracker
 from poolgrid.global_router.view import PoolsView
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import Refused, ServedModel
@@ -42,8 +41,8 @@ from poolgrid.serving.metrics import LegTimer
 from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.request_ids import TraceContext
 from poolgrid.wire.sessions import SessionTurn, tenant_key
-from poolgrid.wire.trace_context import TraceContext
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from poolgrid.process.settings import InputFile
 from poolgrid.serving.router_settings import ServingSettings
-from poolgrid.wire.addresses import http_url_problem
-from poolgrid.wire.names import is_name, parse_name
+from poolgrid.wire.addresses import http_url_problem, is_name, parse_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ from poolgrid.global_router.pools import Pools
 from poolgrid.inference.ports import ServedModel
 from poolgrid.process.clock import Clock
 from poolgrid.wire.answers import EndpointRow
-from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, MediaSpec
-from poolgrid.wire.inabilities import Inability, common
+from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, Inability, MediaSpec, common
 from poolgrid.wire.selection import ModelStatus
 from poolgrid.wire.tasks import TASK_ROLES
 

@@ -12,7 +12,7 @@ from poolgrid.consolidator.feed_follower import FeedFollower
 from poolgrid.consolidator.ports import PoolListener
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import unless
-from poolgrid.wire.loading import LoadingWorker
+from poolgrid.wire.ingest import LoadingWorker
 
 if TYPE_CHECKING:
     from poolgrid.consolidator.service import ConsolidatorService

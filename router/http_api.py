@@ -49,6 +49,7 @@ from poolgrid.router.select_plane import SelectPlane
 from poolgrid.router.service import RouterService
 from poolgrid.serving.fair_queue import QueuedRequest
 from poolgrid.serving.router_process import decision_not_found
+from poolgrid.wire.addresses import COMPONENTS
 from poolgrid.wire.answers import (
     DecisionList,
     DoctorAnswer,
@@ -74,9 +75,8 @@ from poolgrid.wire.answers import (
 )
 from poolgrid.wire.hashing import TOKEN_BYTES
 from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
+from poolgrid.wire.ingest import LoadingWorker
 from poolgrid.wire.limits import DRAIN_TIMEOUT_MS_MAX, IDENTIFIER_BYTES_MAX
-from poolgrid.wire.loading import LoadingWorker
-from poolgrid.wire.names import COMPONENTS
 from poolgrid.wire.selection import PoolStatus, RoleStatus
 from poolgrid.wire.sessions import SessionRecord, TurnEnding
 from poolgrid.wire.tasks import TASK_ROLES

@@ -12,7 +12,7 @@ from poolgrid.process.settings import Settings, ZmqAddress
 from poolgrid.router.core.load_ledger import LEDGER_BYTES
 from poolgrid.router.core.policy import APPROXIMATE_TTL_MS, HOLD_LIMIT_MS
 from poolgrid.serving.router_settings import ServingSettings
-from poolgrid.wire.names import is_name
+from poolgrid.wire.addresses import is_name
 
 EXT_PROC = ("grpc", "google.protobuf", "poolgrid.router.endpoint_picker")
 """What the endpoint picker needs: libraries of the extra ``ext-proc``, and the folder of the plug-in."""

@@ -12,8 +12,8 @@ from prometheus_client.registry import Collector
 
 from poolgrid.router.service import RouterService
 from poolgrid.serving.admission_queue import queue_metrics
+from poolgrid.wire.feed import OWN_STATES, WORKER_SOURCE
 from poolgrid.wire.identifiers import StreamState
-from poolgrid.wire.streams import OWN_STATES, WORKER_SOURCE
 
 if TYPE_CHECKING:
     from poolgrid.router.decision_journal.recorder import DecisionRecorder

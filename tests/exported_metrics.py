@@ -32,7 +32,7 @@ from poolgrid.nats.connection import foreign_counter
 from poolgrid.nats.election import LeaderElectionMetrics
 from poolgrid.nats.limits import ShareMetrics
 from poolgrid.process.clock import SystemClock
-from poolgrid.process.event_loop import LoopMetrics
+from poolgrid.process.lifecycle import LoopMetrics
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
@@ -48,8 +48,7 @@ from poolgrid.router.settings import RouterSettings
 from poolgrid.router.state_metrics import DecisionRecordCollector, register_views
 from poolgrid.serving.links import LinksOnDemand, link_opener
 from poolgrid.transport.planes import PlaneMetrics
-from poolgrid.transport.security import SecuritySettings
-from poolgrid.transport.tls import Tls
+from poolgrid.transport.security import SecuritySettings, Tls
 from poolgrid.wire.registration import Registration, encode_registration
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.tensor_transfer.tensor_store import TensorMetrics

@@ -17,17 +17,17 @@ from prometheus_client import CollectorRegistry
 from poolgrid.http.http_server import HttpServer
 from poolgrid.process.awake_clock import AwakeClock
 from poolgrid.process.clock import Clock, SystemClock
-from poolgrid.process.event_loop import LoopMetrics
+from poolgrid.process.lifecycle import LoopMetrics
 from poolgrid.process.plugins import EVENT_PLANES, load_plugin
 from poolgrid.process.tasks import cancel_all, detached, supervised, unless
-from poolgrid.process.tracing.opening import open_tracing
+from poolgrid.process.tracing.tracing import open_tracing
 from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
-from poolgrid.transport.tls import Tls
+from poolgrid.transport.security import Tls
+from poolgrid.wire.addresses import COMPONENTS
 from poolgrid.wire.card import AUTO, ChatSpec, WorkerCard
-from poolgrid.wire.leadership import Leader
+from poolgrid.wire.ingest import LoadingWorker
 from poolgrid.wire.limits import CHAT_TEMPLATE_CHARS_MAX, IDENTIFIER_BYTES_MAX
-from poolgrid.wire.loading import LoadingWorker
-from poolgrid.wire.names import COMPONENTS
+from poolgrid.wire.registration import Leader
 from poolgrid.workers.adapters.http_api import HttpApi
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.push_stream import PushStream, PushTiming
@@ -86,7 +86,7 @@ async def serve_worker(
         names: Discovery | None = None
         if settings.has_names:
             # Imported when it is used: most pools are given addresses.
-            from poolgrid.discovery.opening import open_discovery
+            from poolgrid.discovery.directory import open_discovery
 
             names = await open_discovery(opened, settings, clock, registry)
         epoch = time.time_ns()
@@ -261,7 +261,7 @@ async def _ended(task: asyncio.Task[None]) -> None:
 
 def _follow_by_name(names: Discovery, name: str, place: ConsolidatorPlace, clock: Clock) -> None:
     """Push to the consolidator of the namespace, at its current address."""
-    from poolgrid.discovery.consolidators import DiscoveredConsolidator
+    from poolgrid.discovery.discovery import DiscoveredConsolidator
 
     DiscoveredConsolidator(names, [name], lambda where: place.move(where[0]), place.answers, clock).start()
 

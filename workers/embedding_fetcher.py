@@ -11,8 +11,8 @@ from poolgrid.process.log_lines import about
 from poolgrid.process.tasks import cancel_all, detached
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.multimodal import TensorDescriptor
 from poolgrid.wire.requests import Generate
-from poolgrid.wire.tensors import TensorDescriptor
 from poolgrid.workers.core.refusal import BusyError, RefusedError
 from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import zmq
 
 from poolgrid.process.clock import Clock
-from poolgrid.process.complaints import Complaints
-from poolgrid.process.log_lines import about
+from poolgrid.process.log_lines import Complaints, about
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.requests import FetchKv, KvOffered, ReleaseKv

@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from poolgrid.process.clock import Clock
-from poolgrid.process.complaints import Complaints
+from poolgrid.process.log_lines import Complaints
 from poolgrid.transport.planes import PlaneContext
 from poolgrid.wire import codec
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, LoadReported, RequestProgressed
-from poolgrid.wire.loading import LOADING_FRAME, TELL_EVERY_S, LoadingWorker
+from poolgrid.wire.ingest import LOADING_FRAME, TELL_EVERY_S, LoadingWorker
 from poolgrid.workers.adapters.sockets import CONSOLIDATOR, DealerSocket
 from poolgrid.workers.core.push_stream import Effect, PublishedRequests, PushStream, RestateNeeded, Send, State
 from poolgrid.workers.metrics import WorkerMetrics

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from poolgrid.process.clock import Clock
-from poolgrid.process.complaints import Complaints, shown_peer
+from poolgrid.process.log_lines import Complaints, shown_peer
 from poolgrid.process.tasks import owned
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.wire import codec

@@ -26,10 +26,9 @@ from lab.benchmarks.clairvoyant import Clairvoyant, ClairvoyantPool, least_ttfts
 from poolgrid.router.core.policy import HOLD_LIMIT_MS
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import TraceRow, read_trace
-from poolgrid.tools.simulation.conditions import SpeedChange, TtftTargets, WorkerSpeeds
 from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool
-from poolgrid.tools.simulation.report import policy_report
-from poolgrid.tools.simulation.workload import Workload, build_workload
+from poolgrid.tools.simulation.recording import policy_report
+from poolgrid.tools.simulation.workload import SpeedChange, TtftTargets, WorkerSpeeds, Workload, build_workload
 from poolgrid.workers.core.timing import TimingModel, timing_model
 from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 

@@ -43,8 +43,7 @@ from poolgrid.frontend.media.references import read_reference
 from poolgrid.frontend.media.settings import MediaSettings
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.inference.cache_domain import CacheDomain, CacheShares
-from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference.inference_request import CacheDomain, CacheShares, InferenceRequest
 from poolgrid.process.clock import SystemClock
 from poolgrid.serving.prompt_paths import TenantPaths
 from poolgrid.wire.hashing import hash_seed

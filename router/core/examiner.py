@@ -10,8 +10,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from poolgrid.diagnosis.evidence import WINDOW, Observation, UncachedSplit, WorkerEvidence, split_uncached
-from poolgrid.diagnosis.rules import ReuseVerdict, diagnose
+from poolgrid.diagnosis.rules import (
+    WINDOW,
+    Observation,
+    ReuseVerdict,
+    UncachedSplit,
+    WorkerEvidence,
+    diagnose,
+    split_uncached,
+)
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.projection import Projection

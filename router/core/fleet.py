@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, MediaSpec, WorkerCard
+from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, Inability, MediaSpec, WorkerCard, common
 from poolgrid.wire.events import LoadReported
 from poolgrid.wire.feed import SourceStream
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
-from poolgrid.wire.inabilities import Inability, common
 from poolgrid.wire.tasks import TASK_ROLES
 
 

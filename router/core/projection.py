@@ -46,12 +46,11 @@ from poolgrid.wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from poolgrid.wire.feed import BlockChain, WorkerState
+from poolgrid.wire.feed import BlockChain, WorkerState, fold
 from poolgrid.wire.hashing import hash_array
 from poolgrid.wire.identifiers import Role, StreamState, WorkerId, WorkerKey
 from poolgrid.wire.request_ids import request_of
 from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
-from poolgrid.wire.streams import fold
 
 HASH_BYTES: Final = 8
 """Of one packed hash."""

@@ -24,9 +24,8 @@ import msgspec
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.lower_tiers import TierOverlap
 from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.wire.feed import SourceStream
+from poolgrid.wire.feed import SourceStream, own_stream
 from poolgrid.wire.identifiers import StreamState, WorkerKey
-from poolgrid.wire.streams import own_stream
 
 PENDING_MAX: Final = 16_384
 """Chosen requests whose start is awaited for the cross-check; beyond it the oldest is not checked."""

@@ -6,8 +6,7 @@ import logging
 from importlib import metadata
 
 from poolgrid.consolidator.journal.posix_disk import DirectoryInUse, PosixDisk
-from poolgrid.consolidator.settings import ConsolidatorSettings
-from poolgrid.consolidator.tuning import Tuning
+from poolgrid.consolidator.settings import ConsolidatorSettings, Tuning
 from poolgrid.process.clock import Clock
 from poolgrid.process.settings import with_constants
 from poolgrid.router.core.policy import Policy

@@ -23,8 +23,7 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.consolidator.journal.errors import JournalCorrupt
-from poolgrid.consolidator.journal.framing import FILE_HEADER, EntryFault, file_header, frame, scan
+from poolgrid.consolidator.journal.framing import FILE_HEADER, EntryFault, JournalCorrupt, file_header, frame, scan
 from poolgrid.consolidator.journal.stored_records import SUFFIX, created_ms_of, offset_of, segment_names
 from poolgrid.consolidator.ports import Disk
 from poolgrid.process.clock import Clock

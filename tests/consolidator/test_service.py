@@ -47,8 +47,7 @@ from poolgrid.wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from poolgrid.wire.feed import BlockChain, WorkerState
-from poolgrid.wire.feed_frames import FEED_TOPIC, FeedFrame, decode_feed
+from poolgrid.wire.feed import FEED_TOPIC, BlockChain, FeedFrame, WorkerState, decode_feed
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import StreamState, Tier
 from poolgrid.wire.ingest import Hello, JoinRefused, Unknown, Welcome
@@ -706,7 +705,7 @@ PROCESS = """
 import asyncio, sys
 from poolgrid.consolidator.bootstrap import serve
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings
-from poolgrid.consolidator.tuning import Tuning
+from poolgrid.consolidator.settings import Tuning
 from poolgrid.process import lifecycle
 
 settings = ConsolidatorProcessSettings.model_validate_json(sys.argv[1])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.consolidator.journal.errors import JournalCorrupt, JournalFenced
+from poolgrid.consolidator.journal.framing import JournalCorrupt, JournalFenced
 from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
 from poolgrid.nats.message import StoredMessage
 from poolgrid.nats.ports import StreamUnavailable

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from poolgrid.consolidator.core.consolidator import Consolidator, ConsolidatorTurn
-from poolgrid.consolidator.core.cursor import Cursor, SequenceVerdict
 from poolgrid.consolidator.core.feed_reader import FeedReader
+from poolgrid.consolidator.core.pool_state import Cursor, SequenceVerdict
 from poolgrid.consolidator.journal import files
 from poolgrid.consolidator.journal.files import FileJournal
 from poolgrid.consolidator.journal_writer import JournalWriter

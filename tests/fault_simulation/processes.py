@@ -16,13 +16,12 @@ from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.consolidator.journal.errors import JournalFenced
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.consolidator.journal.framing import JournalFenced
 from poolgrid.consolidator.journal.memory import MemoryJournal
 from poolgrid.consolidator.ports import Disk, Journal, PoolListener
 from poolgrid.consolidator.service import ConsolidatorService
-from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
-from poolgrid.consolidator.tuning import Tuning
+from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings, Tuning
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.core.document.reader import LoadedDocument
 from poolgrid.global_router.metrics import GlobalRouterMetrics
@@ -52,8 +51,8 @@ from poolgrid.serving.links import LinksOnDemand, link_opener
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.feed import BlockChain, WorkerState
-from poolgrid.wire.leadership import Leader
-from poolgrid.wire.loading import LoadingWorker
+from poolgrid.wire.ingest import LoadingWorker
+from poolgrid.wire.registration import Leader
 from poolgrid.wire.requests import Generate
 from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 from poolgrid.workers.adapters.sockets import RequestSocket

@@ -23,11 +23,10 @@ from poolgrid.frontend.tasks import result_files, videos
 from poolgrid.frontend.tasks.result_files import ResultFiles
 from poolgrid.frontend.tasks.schema import read_form, read_video
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import Refused, ServedModel
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.ports import Refused, ServedModel, StreamDelta
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.tasks import EmbeddingTask, TaskResult, VisualTask
-from poolgrid.workers.engines.simulated.core import pictures
+from poolgrid.workers.engines.simulated.core import media as pictures
 from tests.frontend.fake_backend import FakeBackend, Step
 from tests.frontend.server import application, in_process, served_in_thread
 

@@ -10,7 +10,7 @@ from itertools import count, product
 
 import pytest
 
-from poolgrid.consolidator.journal.errors import JournalFenced
+from poolgrid.consolidator.journal.framing import JournalFenced
 from poolgrid.nats.connection import NatsConnection
 from poolgrid.nats.jetstream import JetStreamJournal, StreamShape, ThreadedStream
 from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
@@ -20,7 +20,7 @@ from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.tasks import wait_from_thread
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
-from poolgrid.wire.leadership import Leader
+from poolgrid.wire.registration import Leader
 from tests.consolidator.fake_stream import StillClock
 from tests.consolidator.journal_builder import encoded, facts_of, fold
 from tests.consolidator.journal_kinds import BLOCKS_MAX, InStream

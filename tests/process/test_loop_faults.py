@@ -11,8 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from poolgrid.process import lifecycle
-from poolgrid.process.event_loop import LoopMetrics
-from poolgrid.process.lifecycle import OF_ONE_CONNECTION, TaskFailed
+from poolgrid.process.lifecycle import OF_ONE_CONNECTION, LoopMetrics, TaskFailed
 
 
 def raising(module: str, error: Exception) -> Callable[..., None]:

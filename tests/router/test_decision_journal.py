@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from poolgrid.consolidator.journal.errors import JournalCorrupt
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
-from poolgrid.consolidator.journal.framing import FILE_HEADER, frame, payload_at, scan
+from poolgrid.consolidator.journal.framing import FILE_HEADER, JournalCorrupt, frame, payload_at, scan
 from poolgrid.consolidator.journal.inspection import state_at
 from poolgrid.consolidator.journal.stored_records import offset_of
 from poolgrid.router.core.candidates import RoutingRequest

@@ -17,16 +17,16 @@ import pytest
 from poolgrid.wire.events import BlocksStored, PrefillCompleted, RequestFinished, RequestProgressed, RequestStarted
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
 from poolgrid.wire.identifiers import Role, Stage
+from poolgrid.wire.request_ids import TraceContext
 from poolgrid.wire.requests import KvRetention, LogitsProcessorCall, RefusalKind, RetainedTokens, Routing
 from poolgrid.wire.sessions import SessionTurn
-from poolgrid.wire.trace_context import TraceContext
 from poolgrid.workers import bootstrap
+from poolgrid.workers.core.cache_facts import RETURN_PRIORITY
 from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.core.turn_retention import RETURN_PRIORITY
 from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread, end_engine, start_engine
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
 from poolgrid.workers.engines.trtllm import generations
-from poolgrid.workers.engines.trtllm.core.outputs import OutputCursor
+from poolgrid.workers.engines.trtllm.core.statistics import OutputCursor
 from poolgrid.workers.engines.trtllm.library import LibraryMissingError, load_library
 from poolgrid.workers.engines.trtllm.logits import RequestProcessors
 from poolgrid.workers.engines.trtllm.requests import TrtllmLimits

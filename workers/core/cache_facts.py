@@ -7,11 +7,13 @@ that follow each other become one ``BlocksStored`` per chain on the new tier, th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared, GroupsReported
 from poolgrid.wire.hashing import pack_hashes, unpack_hashes
 from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX
+from poolgrid.wire.requests import Generate, KvRetention, RetainedTokens
 
 CacheEvent = BlocksStored | BlocksRemoved
 RestatedEvent = BlocksStored | GroupsReported
@@ -179,3 +181,16 @@ class ReportedBlocks:
                     for each in stored_chain(parent, hashes, tier)
                 ]
         return events
+
+
+RETURN_PRIORITY: Final = 50
+"""Above blocks of which nothing is asked (35), below the most that a client can ask for (100)."""
+
+
+def retention_of(request: Generate) -> KvRetention | None:
+    """Return what the client asks; without that, what ``SessionTurn.return_ms`` asks, and ``None`` without both."""
+    turn = request.turn
+    if request.retention is not None or turn is None or not turn.return_ms:
+        return request.retention
+    prompt = RetainedTokens(0, None, RETURN_PRIORITY, turn.return_ms)
+    return KvRetention((prompt,), RETURN_PRIORITY, turn.return_ms)

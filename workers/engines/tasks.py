@@ -24,7 +24,7 @@ from poolgrid.wire.limits import RESULT_BYTES_MAX
 from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
 from poolgrid.wire.tasks import TASK_ROLES, Task, TaskResult, stage_of
 from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError, UnableError
-from poolgrid.workers.engines.lifecycle.report_buffer import ReportBuffer
+from poolgrid.workers.engines.lifecycle.rank_load import ReportBuffer
 from poolgrid.workers.engines.protocol import EngineReport
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from poolgrid.wire.tensors import NixlRegion, TensorDescriptor
+from poolgrid.wire.multimodal import NixlRegion, TensorDescriptor
 from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable
 from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer, dtype_of
 

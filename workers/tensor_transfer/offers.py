@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from poolgrid.wire.tensors import TensorDescriptor
+from poolgrid.wire.multimodal import TensorDescriptor
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.tensor_transfer.port import Tensor
 

@@ -16,13 +16,13 @@ import numpy as np
 import zmq
 
 from poolgrid.process.clock import Clock
-from poolgrid.process.complaints import Complaints, shown_peer
+from poolgrid.process.log_lines import Complaints, shown_peer
 from poolgrid.transport.planes import name_plane
 from poolgrid.transport.zmq_socket import CallbackSocket, bind, bracketed, port_of
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.limits import FRAME_BYTES_MAX
-from poolgrid.wire.tensors import FetchTensor, ReleaseTensor, TensorChunk, TensorDescriptor, TensorUnknown
+from poolgrid.wire.multimodal import FetchTensor, ReleaseTensor, TensorChunk, TensorDescriptor, TensorUnknown
 from poolgrid.workers.adapters.sockets import CLOSE_LINGER_MS
 from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable
 from poolgrid.workers.tensor_transfer.tensor_store import TensorMetrics, TensorStore

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from poolgrid.cli.options import environment_name
-from poolgrid.consolidator.journal.errors import JournalCorrupt
+from poolgrid.consolidator.journal.framing import JournalCorrupt
 from poolgrid.consolidator.journal.inspection import NotKept
 from poolgrid.consolidator.journal.posix_disk import ReadOnlyDirectory
 from poolgrid.consolidator.ports import ReadableDisk

@@ -18,16 +18,15 @@ from poolgrid.consolidator.journal.memory import MemoryJournal
 from poolgrid.consolidator.journal.posix_disk import PosixDisk
 from poolgrid.consolidator.ports import Journal
 from poolgrid.consolidator.service import ConsolidatorService
-from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
-from poolgrid.consolidator.tuning import Tuning
+from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings, Tuning
 from poolgrid.http.health_app import HealthApp, Observed
 from poolgrid.http.http_server import HttpServer
 from poolgrid.process.clock import Clock, SystemClock
-from poolgrid.process.event_loop import LoopMetrics
+from poolgrid.process.lifecycle import LoopMetrics
 from poolgrid.process.plugins import EVENT_PLANES, load_plugin
 from poolgrid.transport.planes import CurveKeys, MakeContext, PlaneContext, PlaneMetrics
-from poolgrid.transport.tls import Tls
-from poolgrid.wire.names import CONSOLIDATOR
+from poolgrid.transport.security import Tls
+from poolgrid.wire.addresses import CONSOLIDATOR
 
 if TYPE_CHECKING:
     from poolgrid.discovery.discovery import Discovery
@@ -100,7 +99,7 @@ async def serve(
         names: Discovery | None = None
         if settings.has_names:
             # Imported when it is used: most pools are given addresses.
-            from poolgrid.discovery.opening import open_discovery
+            from poolgrid.discovery.directory import open_discovery
 
             names = await open_discovery(opened, settings, SystemClock(), registry)
         service = _open_service(opened, settings, registry, tuning)

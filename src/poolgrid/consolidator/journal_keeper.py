@@ -14,13 +14,12 @@ from typing import TypeVar
 
 from poolgrid.consolidator.core.consolidator import ConsolidatorTurn
 from poolgrid.consolidator.core.pool_state import PoolState
-from poolgrid.consolidator.journal.errors import JournalCorrupt, JournalFenced
+from poolgrid.consolidator.journal.framing import JournalCorrupt, JournalFenced
 from poolgrid.consolidator.journal_writer import JournalWriter
 from poolgrid.consolidator.ports import Journal
 from poolgrid.consolidator.service_context import ServiceContext, to_its_end
-from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.consolidator.settings import ConsolidatorSettings, Tuning
 from poolgrid.consolidator.state_dumps import StateDumps
-from poolgrid.consolidator.tuning import Tuning
 from poolgrid.process.bulk_work import BulkWork
 
 log = logging.getLogger(__name__)

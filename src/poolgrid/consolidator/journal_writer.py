@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from poolgrid.consolidator.core.consolidator import ConsolidatorTurn
-from poolgrid.consolidator.journal.errors import JournalFenced
+from poolgrid.consolidator.journal.framing import JournalFenced
 from poolgrid.consolidator.ports import Journal
 from poolgrid.process.bulk_work import SLICE_MS, BulkWork
 from poolgrid.process.clock import Clock

@@ -22,8 +22,8 @@ from poolgrid.kv_events.follower import AskReplay, Leave, NewLife, PubEffect, Pu
 from poolgrid.kv_events.publisher_sockets import PublisherSockets
 from poolgrid.process.clock import Clock
 from poolgrid.wire.events import EventBatch
+from poolgrid.wire.feed import WORKER_SOURCE
 from poolgrid.wire.identifiers import StreamState, WorkerKey
-from poolgrid.wire.streams import WORKER_SOURCE
 
 log = logging.getLogger(__name__)
 

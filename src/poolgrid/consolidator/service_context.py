@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from poolgrid.process.clock import Clock
-from poolgrid.process.complaints import Complaints
+from poolgrid.process.log_lines import Complaints
 from poolgrid.process.tasks import detached
 from poolgrid.wire.errors import WireError
 

@@ -10,8 +10,8 @@ from pydantic import Field, StringConstraints, model_validator
 
 from poolgrid.process.nats_settings import NatsSettings
 from poolgrid.transport.security import is_loopback
+from poolgrid.wire.addresses import is_name, part_problem
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
-from poolgrid.wire.names import is_name, part_problem
 
 EVERYWHERE = ("0.0.0.0", "::", "*")
 """Hosts that stand for all addresses of a machine."""

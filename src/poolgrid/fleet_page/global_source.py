@@ -16,7 +16,7 @@ import msgspec
 from poolgrid import __version__
 from poolgrid.fleet_page.endpoints import open_fleet_page
 from poolgrid.fleet_page.ports import Picture, Row
-from poolgrid.fleet_page.served_seconds import ServedSeconds, open_served_seconds
+from poolgrid.fleet_page.router_watch import ServedSeconds, open_served_seconds
 from poolgrid.frontend.app import Application
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.metrics import SERVED_COLUMNS

@@ -58,8 +58,8 @@ from poolgrid.inference.ports import InferenceBackend, Refused, ServedModel
 from poolgrid.process.clock import Clock, SystemClock
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.process.tracing.tracing import Tracing
+from poolgrid.wire.addresses import SCHEME
 from poolgrid.wire.answers import EndpointRow
-from poolgrid.wire.names import SCHEME
 
 if TYPE_CHECKING:
     from poolgrid.frontend.shared_state import SharedState

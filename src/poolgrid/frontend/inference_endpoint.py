@@ -60,9 +60,8 @@ from poolgrid.frontend.tools import HOSTED_TOOL
 from poolgrid.frontend.traffic import NOTHING_YET, EndedRequest, TokenTotals, Traffic, tell_request
 from poolgrid.http.exchange import EXCHANGE, ON_DISCONNECT, HttpExchange
 from poolgrid.http.http_server import SERVER_ENDS
-from poolgrid.inference.ports import HINT_HEADERS, InferenceBackend, Refused
-from poolgrid.inference.session_hint import NO_HINT
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.inference_request import NO_HINT
+from poolgrid.inference.ports import HINT_HEADERS, InferenceBackend, Refused, StreamDelta
 from poolgrid.process.clock import Clock
 from poolgrid.process.log_lines import about
 from poolgrid.process.tasks import detached

@@ -22,8 +22,7 @@ from poolgrid.http.http_settings import HttpLimits, ServerSettings
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.process.tasks import Restart, cancel_all, supervised
 from poolgrid.transport.bound_socket import bind
-from poolgrid.transport.security import is_loopback
-from poolgrid.transport.tls import Tls
+from poolgrid.transport.security import Tls, is_loopback
 
 log = logging.getLogger(__name__)
 

@@ -25,8 +25,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from poolgrid.discovery.ports import DiscoveryUnavailable, Scope
-from poolgrid.discovery.registry import Seen
+from poolgrid.discovery.registry import DiscoveryUnavailable, Scope, Seen
 from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.http.http_client import ClientExchange, HttpClient, RequestFailed, bearer
 from poolgrid.http.http_target import HttpTarget
@@ -126,7 +125,7 @@ def api_server() -> str:
 
 
 class KubernetesRegistrations:
-    """Implements ``poolgrid.discovery.ports.RegistrationStore``; reads only."""
+    """Implements ``poolgrid.discovery.registry.RegistrationStore``; reads only."""
 
     kind = "kubernetes"
     writable = False

@@ -26,8 +26,8 @@ from weakref import WeakKeyDictionary
 from prometheus_client import CollectorRegistry
 
 from poolgrid.process.clock import Clock
-from poolgrid.process.complaints import Complaints
 from poolgrid.process.instruments import Counter
+from poolgrid.process.log_lines import Complaints
 from poolgrid.process.nats_settings import EventPlaneSettings, NatsSettings
 from poolgrid.process.tasks import end_process, keep_cancellation
 

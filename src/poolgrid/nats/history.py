@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.consolidator.journal import snapshot_file
-from poolgrid.consolidator.journal.errors import JournalCorrupt
-from poolgrid.consolidator.journal.framing import SEGMENT_MAGIC, file_header, frame
+from poolgrid.consolidator.journal.framing import SEGMENT_MAGIC, JournalCorrupt, file_header, frame
 from poolgrid.consolidator.journal.stored_records import SUFFIX, Understood, understand
 from poolgrid.nats.message import (
     PIECES_MAX,

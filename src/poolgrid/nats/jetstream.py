@@ -20,7 +20,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 import msgspec
 
 from poolgrid.consolidator.journal import snapshot_file
-from poolgrid.consolidator.journal.errors import JournalCorrupt
+from poolgrid.consolidator.journal.framing import JournalCorrupt
 from poolgrid.nats.bucket import WRONG_LAST_SEQUENCE
 from poolgrid.nats.connection import NatsConnection, NatsMessage, NatsUnavailable
 from poolgrid.nats.leader import BUCKET, bucket_stream, told_subject

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.consolidator.journal import snapshot_file
-from poolgrid.consolidator.journal.errors import JournalCorrupt, JournalFenced
+from poolgrid.consolidator.journal.framing import JournalCorrupt, JournalFenced
 from poolgrid.consolidator.ports import Journal
 from poolgrid.nats.history import StreamHistory, corrupt
 from poolgrid.nats.message import (

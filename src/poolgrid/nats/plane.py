@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from prometheus_client import CollectorRegistry
 
 from poolgrid.consolidator.bootstrap import ConsolidatorEndpoints, open_server
-from poolgrid.consolidator.journal.errors import JournalFenced
+from poolgrid.consolidator.journal.framing import JournalFenced
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings
 from poolgrid.frontend.responses_api.store import TTL_S
@@ -27,7 +27,7 @@ from poolgrid.process.clock import Clock, SystemClock
 from poolgrid.process.nats_settings import EventPlaneSettings, NatsSettings
 from poolgrid.process.tasks import cancel_all, owned, unless
 from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics
-from poolgrid.wire.leadership import Leader
+from poolgrid.wire.registration import Leader
 
 
 async def serve_consolidator(

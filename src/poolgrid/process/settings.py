@@ -14,8 +14,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
-from poolgrid.wire.addresses import zmq_endpoint_problem
-from poolgrid.wire.names import is_name, parse_name
+from poolgrid.wire.addresses import is_name, parse_name, zmq_endpoint_problem
 
 
 class Settings(BaseModel):

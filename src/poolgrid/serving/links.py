@@ -26,7 +26,7 @@ import zmq
 
 from poolgrid.process.awake_clock import within
 from poolgrid.process.clock import Clock
-from poolgrid.process.complaints import Complaints
+from poolgrid.process.log_lines import Complaints
 from poolgrid.serving.legs import LegEvent
 from poolgrid.transport.dealer import connect_dealer
 from poolgrid.wire import codec

@@ -26,18 +26,17 @@ from poolgrid.http.http_server import RouterServers, open_server
 from poolgrid.inference.ports import InferenceBackend
 from poolgrid.process.awake_clock import AwakeClock
 from poolgrid.process.clock import SystemClock
-from poolgrid.process.event_loop import LoopMetrics
+from poolgrid.process.lifecycle import LoopMetrics
 from poolgrid.process.plugins import EVENT_PLANES, load_plugin
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.process.tasks import unless
-from poolgrid.process.tracing.opening import open_tracing
-from poolgrid.process.tracing.tracing import Tracing
+from poolgrid.process.tracing.tracing import Tracing, open_tracing
 from poolgrid.serving.admission_queue import AdmissionQueue
 from poolgrid.serving.links import OpenLink, link_opener
 from poolgrid.serving.metrics import ServingMetrics
 from poolgrid.serving.router_settings import ServingSettings
 from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics
-from poolgrid.wire.trace_context import TraceContext
+from poolgrid.wire.request_ids import TraceContext
 
 if TYPE_CHECKING:
     from poolgrid.discovery.discovery import Discovery
@@ -109,7 +108,7 @@ class RouterProcess:
     async def open_names(self) -> None:
         if self.settings.has_names:
             # Imported when it is used: most pools are given addresses.
-            from poolgrid.discovery.opening import open_discovery
+            from poolgrid.discovery.directory import open_discovery
 
             self.names = await open_discovery(self.opened, self.settings, self.clock, self.registry)
 

@@ -20,9 +20,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, MediaSpec
+from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, Inabilities, MediaSpec
 from poolgrid.wire.identifiers import U32, U64, Identifier, PackedHashes, Role, Stage, Text
-from poolgrid.wire.inabilities import Inabilities
 from poolgrid.wire.limits import (
     LORAS_PER_WORKER_MAX,
     MEDIA_KINDS_MAX,
@@ -31,7 +30,7 @@ from poolgrid.wire.limits import (
     RENEWALS_MAX,
     WORKERS_EXCLUDED_MAX,
 )
-from poolgrid.wire.trace_context import TraceContext
+from poolgrid.wire.request_ids import TraceContext
 
 
 class WorkerRank(msgspec.Struct, array_like=True, frozen=True, gc=False):

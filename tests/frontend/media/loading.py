@@ -15,7 +15,7 @@ from poolgrid.frontend.media.loader import MediaLoader
 from poolgrid.frontend.media.metrics import MediaMetrics
 from poolgrid.frontend.media.references import MediaReference, MediaRefused, read_reference
 from poolgrid.frontend.media.settings import FETCH_TIMEOUT_MS, ITEMS_MAX, MEGABYTE, MediaSettings
-from poolgrid.inference.cache_domain import EVERYBODY, CacheDomain
+from poolgrid.inference.inference_request import EVERYBODY, CacheDomain
 from poolgrid.process.clock import SystemClock
 from poolgrid.wire.multimodal import MediaItem
 

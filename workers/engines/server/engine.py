@@ -32,7 +32,7 @@ from msgspec import structs
 
 from poolgrid.http.http_client import RequestFailed
 from poolgrid.process.clock import Clock
-from poolgrid.process.complaints import Complaints
+from poolgrid.process.log_lines import Complaints
 from poolgrid.process.tasks import cancel_all, owned
 from poolgrid.wire.events import (
     AnyEvent,
@@ -46,9 +46,8 @@ from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError
 from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.engines.server.answer import AnswerStream
 from poolgrid.workers.engines.server.cache_events import CacheEvents
-from poolgrid.workers.engines.server.core.calls import Failure, ServerAnswerPiece, ServerDialect
+from poolgrid.workers.engines.server.core.calls import Failure, ServerAnswerPiece, ServerDialect, ServerRoom
 from poolgrid.workers.engines.server.core.openai_words import refusal_of, retry_after_ms
-from poolgrid.workers.engines.server.core.room import ServerRoom
 from poolgrid.workers.engines.server.health import ServerHealth
 from poolgrid.workers.engines.server.request_ledger import RequestLedger, ServerRequest
 from poolgrid.workers.engines.server.server_client import ServerClient

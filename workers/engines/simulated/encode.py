@@ -18,8 +18,8 @@ from poolgrid.process.clock import Clock
 from poolgrid.wire import codec
 from poolgrid.wire.events import AnyEvent, BlocksStored, LoadReported, PrefillCompleted, RequestFinished, RequestStarted
 from poolgrid.wire.hashing import TOKEN_BYTES
+from poolgrid.wire.multimodal import TensorList
 from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
-from poolgrid.wire.tensors import TensorList
 from poolgrid.workers.core.refusal import BusyError, RefusedError
 from poolgrid.workers.engines.protocol import AlwaysWell, EngineReport, RankReport
 from poolgrid.workers.engines.simulated.core.media import embed, images_of, read_media

@@ -35,11 +35,10 @@ from poolgrid.wire.limits import TEXT_CHARS_MAX
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenDelta
 from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError, UnableError
 from poolgrid.workers.engines.lifecycle.health import EngineHealth
-from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
-from poolgrid.workers.engines.lifecycle.report_buffer import ReportBuffer
+from poolgrid.workers.engines.lifecycle.rank_load import RankLoad, ReportBuffer
 from poolgrid.workers.engines.trtllm.calls import TrtllmCalls
 from poolgrid.workers.engines.trtllm.core.disaggregated_params import CarriedTensor, with_tensors
-from poolgrid.workers.engines.trtllm.core.outputs import FINISH_REASONS, GOES_ON
+from poolgrid.workers.engines.trtllm.core.statistics import FINISH_REASONS, GOES_ON
 from poolgrid.workers.engines.trtllm.generations import Generations, Growth, RequestEnd
 from poolgrid.workers.engines.trtllm.metrics import EngineCollector
 from poolgrid.workers.engines.trtllm.shared_tensors import HostTensor

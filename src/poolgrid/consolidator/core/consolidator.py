@@ -12,7 +12,7 @@ Rules for this file:
 4. A gap is never skipped. The only batch accepted out of turn is one that restates the whole cache
    (``SnapshotBegan`` first); requests that were open before it are finished with reason ``lost``, because their end may
    have been among the missing batches. A worker restates the requests it still has with ``RequestStarted``.
-5. A stream's health (``poolgrid.wire.streams``) is part of the state: a gap makes it ``REPLAYING``, a gap that is not
+5. A stream's health (``poolgrid.wire.feed``) is part of the state: a gap makes it ``REPLAYING``, a gap that is not
    filled for ``stale_after_ms`` makes it ``STALE``, and a stream that has caught up is ``LIVE`` again. Each is a
    record.
 6. A rank that is silent for the lease leaves the pool. Ranks attached by configuration hold their lease by connection.
@@ -30,11 +30,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from poolgrid.consolidator.core.compatibility import incompatibility
-from poolgrid.consolidator.core.cursor import SequenceVerdict
 from poolgrid.consolidator.core.pool_state import (
     BLOCKS_PER_WORKER_MAX,
     MemberRank,
     PoolState,
+    SequenceVerdict,
 )
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.events import (
@@ -48,6 +48,7 @@ from poolgrid.wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
+from poolgrid.wire.feed import CONSOLIDATOR_SOURCE, WORKER_SOURCE, fold
 from poolgrid.wire.identifiers import StreamState, WorkerId, WorkerKey
 from poolgrid.wire.ingest import (
     Acknowledged,
@@ -62,7 +63,6 @@ from poolgrid.wire.ingest import (
     Welcome,
 )
 from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX, TEXT_CHARS_MAX
-from poolgrid.wire.streams import CONSOLIDATOR_SOURCE, WORKER_SOURCE, fold
 
 LIVE = StreamState.LIVE
 """Found once, not in the enumeration for each batch."""

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 
 from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
 from poolgrid.consolidator.journal import snapshot_file
-from poolgrid.consolidator.journal.errors import JournalCorrupt
 from poolgrid.consolidator.journal.framing import (
     FILE_HEADER,
     SEGMENT_MAGIC,
     EntryFault,
+    JournalCorrupt,
     file_header,
     frame,
     payload_at,

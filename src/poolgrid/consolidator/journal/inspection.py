@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.consolidator.journal import snapshot_file
-from poolgrid.consolidator.journal.errors import JournalCorrupt
-from poolgrid.consolidator.journal.framing import FILE_HEADER, scan
+from poolgrid.consolidator.journal.framing import FILE_HEADER, JournalCorrupt, scan
 from poolgrid.consolidator.journal.stored_records import (
     RECORDS,
     SegmentKind,

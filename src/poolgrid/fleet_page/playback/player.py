@@ -21,8 +21,8 @@ from pathlib import Path
 import msgspec
 
 from poolgrid.consolidator.journal.stored_records import SUFFIX
-from poolgrid.fleet_page.playback.leg_times import Leg
 from poolgrid.fleet_page.playback.process import Answer, Question
+from poolgrid.fleet_page.playback.reel import Leg
 from poolgrid.frontend.errors import RequestError
 from poolgrid.process.tasks import cancel_all, owned
 

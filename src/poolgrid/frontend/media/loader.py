@@ -31,7 +31,7 @@ from poolgrid.frontend.media.settings import (
     REQUEST_BYTES_MAX,
     MediaSettings,
 )
-from poolgrid.inference.cache_domain import CacheDomain
+from poolgrid.inference.inference_request import CacheDomain
 from poolgrid.process.caches import TenantCaches
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import cancel_all, owned
