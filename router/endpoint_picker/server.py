@@ -121,7 +121,7 @@ class EndpointPickerServer:
             most = self._table.limits.connections
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{most} requests have an endpoint, the limit (max_ext_proc_streams)",
+                f"{most} requests have an endpoint, the limit",
             )
         stream = _Stream(context, exchange, self._table)
         try:

@@ -17,6 +17,7 @@ from poolgrid.frontend.media.references import MediaReference, MediaRefused, rea
 from poolgrid.frontend.media.settings import FETCH_TIMEOUT_MS, ITEMS_MAX, MEGABYTE, MediaSettings
 from poolgrid.inference.inference_request import EVERYBODY, CacheDomain
 from poolgrid.process.clock import SystemClock
+from poolgrid.process.settings import with_constants
 from poolgrid.wire.multimodal import MediaItem
 
 LOOPBACK = ("127.0.0.1/32",)
@@ -79,7 +80,7 @@ async def loading(
     settings.setdefault("media_allowed_networks", LOOPBACK)
     metrics = MediaMetrics(CollectorRegistry())
     loader = MediaLoader(
-        MediaSettings(**settings),
+        with_constants(MediaSettings, settings),
         metrics,
         SystemClock(),
         names or Names(),

@@ -45,7 +45,7 @@ class MediaMetrics:
         )
         self.held_bytes = gauge(
             "poolgrid_frontend_media_held_bytes",
-            "Memory of media of requests in flight. At `media_memory_bytes` the next request gets 429.",
+            "Memory of media of requests in flight. At 1 GiB the next request gets 429.",
         )
         self.cached_bytes = gauge("poolgrid_frontend_media_cached_bytes", "Memory of media cached by URL.")
         self.cache_lookups = counter(
