@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from poolgrid.global_router.core.choice.closed_loop import Spill
-from poolgrid.global_router.core.choice.fallback import FallbackChoice
-from poolgrid.global_router.core.choice.grid import Selection
+from poolgrid.global_router.core.choice.grid import FallbackChoice, Selection
 from poolgrid.global_router.core.choice.request_hints import ExpectedOutput, RequestHints
 from poolgrid.global_router.core.document.axis import TARGETS
 from poolgrid.wire.answers import ExpectedOutputRow, PlacedExplanation, PlacedRow, PlacementRow, RefusalRow

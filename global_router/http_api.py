@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.openapi import error_answers
-from poolgrid.global_router.core.choice.fallback import PoolStanding
+from poolgrid.global_router.core.choice.grid import PoolStanding
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.core.document.history import Reload
 from poolgrid.global_router.pools import PoolConnection

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 
 from poolgrid.global_router.core.choice.circuit_breaker import Ticket
 from poolgrid.global_router.core.choice.destination import Destination, destination
-from poolgrid.global_router.core.choice.fallback import FallbackChoice, PoolStanding
-from poolgrid.global_router.core.choice.grid import GridRequest
+from poolgrid.global_router.core.choice.grid import FallbackChoice, GridRequest, PoolStanding
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.decisions import PoolPlacement, Refusal
 from poolgrid.global_router.metrics import GlobalRouterMetrics

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from poolgrid.global_router.core.choice.circuit_breaker import BreakerStep, CircuitBreaker
-from poolgrid.global_router.core.choice.fallback import PoolStanding
+from poolgrid.global_router.core.choice.grid import PoolStanding
 from poolgrid.global_router.core.document.grid_document import CircuitBreakerSettings, GridDocument
 from poolgrid.global_router.router_link import Discover, PoolLost, PoolNetwork, RouterLink
 from poolgrid.process.log_lines import about

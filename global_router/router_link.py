@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from poolgrid.process.awake_clock import within
-from poolgrid.process.clock import Clock
+from poolgrid.process.clock import Clock, within
 from poolgrid.process.log_lines import Complaints, about
 from poolgrid.process.tasks import Restart, supervised
 from poolgrid.transport.zmq_socket import CallbackSocket

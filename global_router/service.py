@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from poolgrid.global_router.configuration import Configuration
-from poolgrid.global_router.core.choice.fallback import PoolStanding
+from poolgrid.global_router.core.choice.grid import PoolStanding
 from poolgrid.global_router.core.choice.request_hints import HintError, RequestHints, read_hints
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.decisions import RequestDecision, RequestDecisions

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from poolgrid.global_router.configuration import Configuration
-from poolgrid.global_router.core.choice.fallback import PoolStanding
+from poolgrid.global_router.core.choice.grid import PoolStanding
 from poolgrid.global_router.pools import Pools
 from poolgrid.inference.ports import ServedModel
 from poolgrid.process.clock import Clock

@@ -22,8 +22,7 @@ from collections.abc import Callable, Mapping
 
 import zmq
 
-from poolgrid.process.awake_clock import within
-from poolgrid.process.clock import Clock
+from poolgrid.process.clock import Clock, within
 from poolgrid.process.log_lines import about
 from poolgrid.router.core.fleet import Worker
 from poolgrid.serving.legs import LegEvent

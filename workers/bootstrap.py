@@ -15,8 +15,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from poolgrid.http.http_server import HttpServer
-from poolgrid.process.awake_clock import AwakeClock
-from poolgrid.process.clock import Clock, SystemClock
+from poolgrid.process.clock import AwakeClock, Clock, SystemClock
 from poolgrid.process.lifecycle import LoopMetrics
 from poolgrid.process.plugins import EVENT_PLANES, load_plugin
 from poolgrid.process.tasks import cancel_all, detached, supervised, unless

@@ -4,7 +4,7 @@ Rules
     1. Workers share the process and its event loop. Each has its own name, epoch, ports, connections, metrics and
        health; nothing of one is read by another.
     2. What ends one worker (its server came back as another one, or a task or a callback of its own failed) ends that
-       worker only. It starts again in a new epoch, at growing intervals (``poolgrid.process.restart_pace``) and without
+       worker only. It starts again in a new epoch, at growing intervals (``poolgrid.process.leash``) and without
        end, as a process of its own would; its requests move to other workers.
     3. The process is ready with its first worker: a server that is down keeps no other one waiting.
     4. Where every worker has failed and none was ever ready, the process ends with the last error: then the options are
@@ -17,8 +17,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
+from poolgrid.process.leash import RestartPace
 from poolgrid.process.log_lines import fields_of_task
-from poolgrid.process.restart_pace import RestartPace
 from poolgrid.process.tasks import cancel_all, on_fatal, owned, unless
 from poolgrid.workers.settings import WorkerProcessSettings
 

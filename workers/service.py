@@ -54,6 +54,7 @@ from poolgrid.wire.requests import Drain as DrainOrder
 from poolgrid.wire.tasks import TASK_ROLES
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.booked_prefill import BookedPrefill
+from poolgrid.workers.core.push_stream import TokenCoalescer
 from poolgrid.workers.core.refusal import (
     BrokenError,
     BusyError,
@@ -62,7 +63,6 @@ from poolgrid.workers.core.refusal import (
     RefusedError,
     UnknownModelError,
 )
-from poolgrid.workers.core.token_coalescer import TokenCoalescer
 from poolgrid.workers.endings import Ending, Endings, WorkerDrain, cancelled_delta, refused_delta
 from poolgrid.workers.engines.protocol import Engine, EngineReport
 from poolgrid.workers.leg_traces import LegTraces

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from poolgrid.consolidator.journal.framing import JournalCorrupt, JournalFenced
 from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
-from poolgrid.nats.message import StoredMessage
-from poolgrid.nats.ports import StreamUnavailable
+from poolgrid.nats.message import StoredMessage, StreamUnavailable
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
 from tests.consolidator.fake_stream import FakeStream, StillClock

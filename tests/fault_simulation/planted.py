@@ -21,7 +21,7 @@ from poolgrid.consolidator.journal_writer import JournalWriter
 from poolgrid.global_router.router_link import RouterLink
 from poolgrid.nats.journal import KeptSnapshots, StreamJournal
 from poolgrid.nats.leader import LeaderWatch
-from poolgrid.process.awake_clock import AwakeTime
+from poolgrid.process.clock import AwakeTime
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex

@@ -33,7 +33,7 @@ from poolgrid.nats.election import LeaderElection, LeaderElectionMetrics
 from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
 from poolgrid.nats.leader import LeaderWatch
 from poolgrid.nats.message import BODY_BYTES
-from poolgrid.process.awake_clock import AwakeClock
+from poolgrid.process.clock import AwakeClock
 from poolgrid.process.settings import with_constants
 from poolgrid.process.tasks import detached
 from poolgrid.router.core.load_ledger import LoadLedger
@@ -63,11 +63,10 @@ from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource, TransferModel
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
 from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
-from poolgrid.workers.kv_fetcher import KvFetcher
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.publisher import EventPublisher
 from poolgrid.workers.service import ServiceLimits, WorkerService
-from poolgrid.workers.transfers import KvExchange
+from poolgrid.workers.transfers import KvExchange, KvFetcher
 from tests.fault_simulation.jetstream import SimulatedJetStream, WrittenStream
 from tests.fault_simulation.machine import Machine
 from tests.fault_simulation.network import Network

@@ -21,8 +21,7 @@ from poolgrid.nats.jetstream import JetStreamJournal, StreamShape, ThreadedStrea
 from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
 from poolgrid.nats.leader import LeaderLease, read_leader
 from poolgrid.nats.limits import LimitsOnNats, SharedMeter
-from poolgrid.nats.message import Outgoing, empty_body
-from poolgrid.nats.ports import StreamUnavailable
+from poolgrid.nats.message import Outgoing, StreamUnavailable, empty_body
 from poolgrid.nats.registrations import NatsRegistrations
 from poolgrid.nats.responses import NatsResponseStore
 from poolgrid.process.clock import SystemClock

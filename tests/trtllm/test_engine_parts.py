@@ -15,7 +15,7 @@ from poolgrid.kv_events.root_seeds import RootSeeds, root_key, salt_ids
 from poolgrid.wire.events import LoadReported
 from poolgrid.wire.hashing import BASE_SEED, hash_seed, pack_tokens, unpack_tokens
 from poolgrid.workers.core.refusal import UNLIKELY
-from poolgrid.workers.engines.lifecycle.progress import ProgressMonitor
+from poolgrid.workers.engines.lifecycle.health import ProgressMonitor
 from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
 from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts, adapter_number, adapters, model_facts
 from poolgrid.workers.engines.trtllm.core.statistics import (

@@ -30,8 +30,7 @@ from math import ceil
 
 import msgspec
 
-from poolgrid.global_router.core.choice.fallback import retry_order
-from poolgrid.global_router.core.choice.grid import Selection
+from poolgrid.global_router.core.choice.grid import Selection, retry_order
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.core.document.grid_document import ClosedLoopSettings, GridDocument, GridStage
 from poolgrid.wire.answers import LoopStepRow, MeasuredRow

@@ -20,11 +20,17 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
-from poolgrid.cli.greeting import greeting
 from poolgrid.cli.launch_plan import ANY, PlannedPart, PlannedWorker, described_parts
-from poolgrid.cli.local_pool import UpSettings, first_given_up, output_arguments, pushing, worker_part
+from poolgrid.cli.local_pool import (
+    UpSettings,
+    first_given_up,
+    greeting,
+    output_arguments,
+    pushing,
+    until_workers_are_ready,
+    worker_part,
+)
 from poolgrid.cli.part import START_TIMEOUT_S, Part, part_environment, stop_parts
-from poolgrid.cli.pool_status import until_workers_are_ready
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.core.document.grid_document import GridDocument, Pool, PoolSimulation

@@ -2,7 +2,7 @@
 
 Rules
     1. A part that dies is started again with the same arguments (so: the same ports), at growing intervals and without
-       end (``poolgrid.process.restart_pace``), unless it has a bound (``restarts_max``): one that died more often in a
+       end (``poolgrid.process.leash``), unless it has a bound (``restarts_max``): one that died more often in a
        row is given up, and ``given_up`` returns. No other part is ended for it here: what works keeps
        serving, and what does not is logged.
     2. A part also ends when this process disappears, whatever became of it: it holds the other end of a pipe.
@@ -25,7 +25,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from poolgrid.cli.service_process import PARENT_PIPE_VARIABLE
-from poolgrid.process.restart_pace import RestartPace
+from poolgrid.process.leash import RestartPace
 from poolgrid.process.tasks import Restart, detached, supervised
 
 log = logging.getLogger(__name__)

@@ -44,9 +44,8 @@ from poolgrid.consolidator.service_context import ServiceContext
 from poolgrid.consolidator.settings import ConsolidatorSettings, Tuning
 from poolgrid.consolidator.sources_file import FurtherPub, PubSource, load_sources
 from poolgrid.consolidator.state_dumps import StateDumps
-from poolgrid.process.awake_clock import AwakeClock
 from poolgrid.process.bulk_work import BulkWork
-from poolgrid.process.clock import Clock
+from poolgrid.process.clock import AwakeClock, Clock
 from poolgrid.process.tasks import end_process
 from poolgrid.transport.planes import name_plane
 from poolgrid.transport.zmq_socket import bind

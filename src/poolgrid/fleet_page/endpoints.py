@@ -19,8 +19,7 @@ from fastapi import Path as PathParameter
 from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
-from poolgrid.fleet_page.hub import FleetHub
-from poolgrid.fleet_page.ports import FleetSource
+from poolgrid.fleet_page.hub import FleetHub, FleetSource
 from poolgrid.frontend.access.gate import PAGE_FOLDER, PAGE_PATH
 from poolgrid.frontend.app import BODILESS
 from poolgrid.frontend.errors import RequestError, invalid

@@ -15,7 +15,7 @@ import msgspec
 
 from poolgrid import __version__
 from poolgrid.fleet_page.endpoints import open_fleet_page
-from poolgrid.fleet_page.ports import Picture, Row
+from poolgrid.fleet_page.hub import Picture, Row
 from poolgrid.fleet_page.router_watch import ServedSeconds, open_served_seconds
 from poolgrid.frontend.app import Application
 from poolgrid.frontend.errors import RequestError
@@ -80,7 +80,7 @@ COLUMNS: Mapping[str, Sequence[str]] = {
 
 
 class GlobalFleetSource:
-    """Implements ``poolgrid.fleet_page.ports.FleetSource``."""
+    """Implements ``poolgrid.fleet_page.hub.FleetSource``."""
 
     columns = COLUMNS
 

@@ -14,9 +14,9 @@ from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.fleet_page.endpoints import open_fleet_page
+from poolgrid.fleet_page.hub import Picture, Row
 from poolgrid.fleet_page.playback.player import Player
 from poolgrid.fleet_page.playback.reel import Leg
-from poolgrid.fleet_page.ports import Picture, Row
 from poolgrid.fleet_page.router_watch import FleetWatch, ServedSeconds, open_served_seconds
 from poolgrid.frontend.app import Application
 from poolgrid.frontend.metrics import SERVED_COLUMNS
@@ -92,7 +92,7 @@ COLUMNS: Mapping[str, Sequence[str]] = {
 
 
 class RouterFleetSource:
-    """Implements ``poolgrid.fleet_page.ports.FleetSource``."""
+    """Implements ``poolgrid.fleet_page.hub.FleetSource``."""
 
     columns = COLUMNS
 

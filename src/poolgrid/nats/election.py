@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter
 
-from poolgrid.consolidator.http_api import ConsolidatorHealth
+from poolgrid.consolidator.bootstrap import ConsolidatorHealth
 from poolgrid.consolidator.journal.framing import JournalFenced
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings

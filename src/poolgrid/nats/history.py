@@ -15,15 +15,18 @@ from poolgrid.consolidator.journal.framing import SEGMENT_MAGIC, JournalCorrupt,
 from poolgrid.consolidator.journal.stored_records import SUFFIX, Understood, understand
 from poolgrid.nats.message import (
     PIECES_MAX,
+    Anchor,
     Body,
     BodyAssembler,
     Damaged,
+    Readable,
     StoredMessage,
+    StreamFacts,
+    StreamUnavailable,
     created_ms_of,
     first_offset_of,
     open_body,
 )
-from poolgrid.nats.ports import Anchor, Readable, StreamFacts, StreamUnavailable
 from poolgrid.wire.errors import DecodeError
 
 READ_MESSAGES = 256

@@ -25,14 +25,17 @@ from poolgrid.nats.bucket import WRONG_LAST_SEQUENCE
 from poolgrid.nats.connection import NatsConnection, NatsMessage, NatsUnavailable
 from poolgrid.nats.leader import BUCKET, bucket_stream, told_subject
 from poolgrid.nats.message import (
+    Anchor,
     Damaged,
     Outgoing,
+    OutOfTurn,
     StoredMessage,
+    StreamFacts,
+    StreamUnavailable,
     begins_body,
     foreign_message,
     stored_message,
 )
-from poolgrid.nats.ports import Anchor, OutOfTurn, StreamFacts, StreamUnavailable
 from poolgrid.process.tasks import wait_from_thread
 
 log = logging.getLogger(__name__)

@@ -38,21 +38,19 @@ from poolgrid.nats.message import (
     BODY_BYTES,
     MESSAGE_BYTES,
     PIECES_MAX,
+    Anchor,
     BodyAssembler,
     Damaged,
     Outgoing,
+    OutOfTurn,
+    RecordStream,
+    StreamFacts,
+    StreamUnavailable,
     bodies,
     empty_body,
     first_offset_of,
     open_body,
     pieces,
-)
-from poolgrid.nats.ports import (
-    Anchor,
-    OutOfTurn,
-    RecordStream,
-    StreamFacts,
-    StreamUnavailable,
 )
 from poolgrid.process.clock import Clock
 from poolgrid.wire.limits import FRAME_BYTES_MAX

@@ -24,8 +24,7 @@ from typing import Any, Final
 
 import zmq
 
-from poolgrid.process.awake_clock import within
-from poolgrid.process.clock import Clock
+from poolgrid.process.clock import Clock, within
 from poolgrid.process.log_lines import Complaints
 from poolgrid.serving.legs import LegEvent
 from poolgrid.transport.dealer import connect_dealer

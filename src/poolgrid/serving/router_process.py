@@ -24,8 +24,7 @@ from poolgrid.frontend.shared_state import SharedState, Sharing
 from poolgrid.frontend.traffic import open_report
 from poolgrid.http.http_server import RouterServers, open_server
 from poolgrid.inference.ports import InferenceBackend
-from poolgrid.process.awake_clock import AwakeClock
-from poolgrid.process.clock import SystemClock
+from poolgrid.process.clock import AwakeClock, SystemClock
 from poolgrid.process.lifecycle import LoopMetrics
 from poolgrid.process.plugins import EVENT_PLANES, load_plugin
 from poolgrid.process.process_group import GroupPlace

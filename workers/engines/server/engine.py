@@ -44,13 +44,12 @@ from poolgrid.wire.requests import FinishReason, Generate, RefusalKind
 from poolgrid.workers.core.cache_facts import RestatedEvent
 from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError
 from poolgrid.workers.engines.protocol import EngineReport
-from poolgrid.workers.engines.server.answer import AnswerStream
 from poolgrid.workers.engines.server.cache_events import CacheEvents
 from poolgrid.workers.engines.server.core.calls import Failure, ServerAnswerPiece, ServerDialect, ServerRoom
 from poolgrid.workers.engines.server.core.openai_words import refusal_of, retry_after_ms
 from poolgrid.workers.engines.server.health import ServerHealth
 from poolgrid.workers.engines.server.request_ledger import RequestLedger, ServerRequest
-from poolgrid.workers.engines.server.server_client import ServerClient
+from poolgrid.workers.engines.server.server_client import AnswerStream, ServerClient
 from poolgrid.workers.engines.server.started_server import StartedServer
 from poolgrid.workers.metrics import WorkerMetrics
 

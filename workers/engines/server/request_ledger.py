@@ -23,10 +23,10 @@ from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.limits import TEXT_CHARS_MAX
 from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
-from poolgrid.workers.engines.lifecycle.progress import ProgressMonitor, Stall
+from poolgrid.workers.engines.lifecycle.health import ProgressMonitor, Stall
 from poolgrid.workers.engines.lifecycle.rank_load import RankLoad, ReportBuffer
-from poolgrid.workers.engines.server.answer import AnswerStream
 from poolgrid.workers.engines.server.core.calls import Call, Failure, ServerAnswerPiece
+from poolgrid.workers.engines.server.server_client import AnswerStream
 
 PREFILLED = FinishReason.PREFILLED
 

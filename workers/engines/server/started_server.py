@@ -3,7 +3,7 @@
 Rules
 
 1. A server that does not start the first time ends the worker, with the last lines of its log: what is wrong with its
-   arguments stays wrong. One that dies later is started again, at growing intervals (``poolgrid.process.restart_pace``)
+   arguments stays wrong. One that dies later is started again, at growing intervals (``poolgrid.process.leash``)
    and a few times in a row; then the worker ends.
 2. It keeps its addresses over its restarts: clients find it again. Its port is held for it while it is down.
 3. It never outlives the worker, whatever becomes of that: a process between the two (``poolgrid.process.leash``) holds
@@ -29,8 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from poolgrid.process.leash import leashed
-from poolgrid.process.restart_pace import RestartPace
+from poolgrid.process.leash import RestartPace, leashed
 from poolgrid.process.tasks import cancel_all, owned
 from poolgrid.transport.bound_socket import ReservedPorts, bind
 from poolgrid.workers.engines.definition import EngineHost

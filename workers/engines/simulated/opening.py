@@ -11,7 +11,6 @@ from poolgrid.wire.card import NO_STEP_TIMES, MediaSpec, WorkerCard, WorkerLimit
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.tasks import MODALITIES
 from poolgrid.workers.core.timing import ScaledTiming, TimingModel, step_times_of, timing_model
-from poolgrid.workers.embedding_fetcher import EmbeddingFetcher
 from poolgrid.workers.engines.definition import EngineHost, OpenedEngine, close_in_order
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource
 from poolgrid.workers.engines.simulated.encode import EncodeLimits, SimulatedEncodeEngine
@@ -20,9 +19,8 @@ from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
 from poolgrid.workers.engines.simulated.words import TokenizerWords, read_words
 from poolgrid.workers.engines.tasks import TaskEngine, TaskMaker, task_card
-from poolgrid.workers.kv_fetcher import KvFetcher
 from poolgrid.workers.tensor_transfer.opening import open_tensor_transfer
-from poolgrid.workers.transfers import EmbeddingExchange, KvExchange
+from poolgrid.workers.transfers import EmbeddingExchange, EmbeddingFetcher, KvExchange, KvFetcher
 
 if TYPE_CHECKING:
     from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer

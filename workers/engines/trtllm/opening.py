@@ -17,7 +17,6 @@ from poolgrid.wire.card import MediaSpec, ResizedGrid, WorkerCard, WorkerLimits
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import PROMPT_TOKENS_MAX
 from poolgrid.wire.multimodal import MediaKind, TensorDescriptor
-from poolgrid.workers.embedding_fetcher import EmbeddingFetcher
 from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
 from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread, end_engine, start_engine
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
@@ -40,7 +39,7 @@ from poolgrid.workers.engines.trtllm.settings import TrtllmSettings, TrtllmWorke
 from poolgrid.workers.logits.registry import FailureChannel, LogitsProcessorRegistry
 from poolgrid.workers.start_phases import Phase
 from poolgrid.workers.tensor_transfer.opening import open_tensor_transfer
-from poolgrid.workers.transfers import EmbeddingExchange
+from poolgrid.workers.transfers import EmbeddingExchange, EmbeddingFetcher
 
 if TYPE_CHECKING:
     from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer

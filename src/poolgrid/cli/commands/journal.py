@@ -37,19 +37,17 @@ from poolgrid.consolidator.journal.inspection import (
     NotKept,
     Verified,
     check_journal,
+    chosen_events,
     load_snapshot,
     next_offset,
     offset_at,
     reaches_back_to,
+    record_row,
     snapshot_offsets,
     state_at,
     survey,
 )
 from poolgrid.consolidator.journal.posix_disk import DirectoryInUse, PosixDisk, ReadOnlyDirectory
-from poolgrid.consolidator.journal.record_rows import (
-    chosen_events,
-    record_row,
-)
 from poolgrid.consolidator.journal.stored_records import StoredRecord, TornTail, stored_records
 from poolgrid.consolidator.ports import ReadableDisk
 from poolgrid.consolidator.settings import ConsolidatorSettings, Tuning
