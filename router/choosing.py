@@ -182,7 +182,7 @@ class Chooser:
         leg = self._next_leg(plan)
         queued = None if routed is None else routed.queued
         return leg, WorkerWanted(
-            _routing(request, output_tokens, block_size, leg),
+            _routing(request, output_tokens, block_size, leg, self.naming.is_later(request.turn)),
             path,
             now_ms,
             self._clock.wall_ms(),
@@ -353,7 +353,9 @@ class Chooser:
         return staff
 
 
-def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg: LegSpec) -> RoutingRequest:
+def _routing(
+    request: InferenceRequest, output_tokens: int, block_size: int, leg: LegSpec, is_later: bool
+) -> RoutingRequest:
     """Return what a policy may know of a request: what it was given and has generated so far is one prompt."""
     tokens = len(request.token_ids) // 4 + output_tokens
     size = max(1, block_size)
@@ -373,6 +375,7 @@ def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg
         tenant=0 if turn is None else turn.tenant,
         domain="adapter" if request.lora_name else "salt" if request.cache_salt else "",
         parent="" if turn is None else turn.parent,
+        is_later=is_later,
     )
 
 

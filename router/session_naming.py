@@ -47,6 +47,10 @@ class SessionNaming:
         tail = path[-1] if path else 0
         return SessionTurn(name, tenant, parent, hint.after_tool, tail, anchor, residual, return_ms)
 
+    def is_later(self, turn: SessionTurn | None) -> bool:
+        """Return whether a turn continues an earlier one, of its session or of the one that it forked from."""
+        return turn is not None and (bool(turn.parent) or self._sessions.get(turn.tenant, turn.session) is not None)
+
     def dispatched(self, request: InferenceRequest) -> None:
         """Note that a turn is on a worker: what its session's next prompts continue from now on."""
         if request.turn is not None:

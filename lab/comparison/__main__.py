@@ -5,8 +5,9 @@
         --routers ours,smg,vllm-router --peer-python PYTHON --seeds 1,2       a machine with GPUs
 
 Each run: empty caches, a fresh router with its defaults, the sessions of the seed, then the engines' own counters. The
-level of ``--disturb`` is played twice more for each router: with its process killed and started again after a
-third of the time, and with an engine killed and started again. Tables, figures and plots go to ``--output``.
+level of ``--disturb`` is played once more for each router and each of ``--disturbances``: ``restart`` kills its process
+after a third of the time and starts it again, ``kill`` does so with the first engine. Tables, figures and plots go to
+``--output``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from lab.benchmarks.http_model import ensure_model
 from lab.comparison.engines import MODEL, Engines, difference
 from lab.comparison.load import LoadSpec, Record
 from lab.comparison.report import CAUTION, COLUMNS, Run, cells, figures, markdown, plot
-from lab.comparison.routers import NAMES, Python, Router
+from lab.comparison.routers import NAMES, SESSION_HEADER, Python, Router
 from lab.comparison.traffic import LEVELS, Session, Traffic
 
 REHEARSAL_SCALE = 0.1
@@ -39,6 +40,7 @@ KV_BYTES = 36_000_000_000
 ``eviction``."""
 
 RESTART, KILL = "router restarted", "engine killed"
+DISTURBANCES = {"restart": RESTART, "kill": KILL}
 
 
 class Plan(NamedTuple):
@@ -58,7 +60,9 @@ def plans(options: argparse.Namespace, routers: Sequence[str]) -> list[Plan]:
             turn = at % len(routers)
             found += [Plan(level, seed, router, "") for router in [*routers[turn:], *routers[:turn]]]
         if level == options.disturb:
-            found += [Plan(level, options.seeds[0], router, each) for each in (RESTART, KILL) for router in routers]
+            found += [
+                Plan(level, options.seeds[0], router, each) for each in options.disturbances for router in routers
+            ]
     return found
 
 
@@ -72,7 +76,9 @@ class Comparison:
         self._output: Path = options.output
         command = [] if options.rehearse else options.serve.split()
         arguments = options.engine_arguments.split()
-        self.engines = Engines(command, model, options.gpus, options.kv_bytes, arguments, self._output)
+        self.engines = Engines(
+            command, model, options.gpus, options.kv_bytes, options.block_size, arguments, self._output
+        )
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         words_file = model / "words.json"
         words = msgspec.json.decode(words_file.read_bytes(), type=list[str]) if words_file.is_file() else []
@@ -84,7 +90,8 @@ class Comparison:
         """Make one run; raises ``RuntimeError`` when its router does not start."""
         self.engines.start(LEVELS[plan.level].kv_share)
         self.engines.warm_up()
-        router = Router(plan.router, self.engines.addresses, self._model, self._python, self._output / _name(plan))
+        logs, size = self._output / _name(plan), self._options.block_size
+        router = Router(plan.router, self.engines.addresses, self._model, size, self._python, logs)
         try:
             self.engines.empty()
             before, spent_s = self.engines.counters(), router.cpu_s()
@@ -110,7 +117,8 @@ class Comparison:
             sessions = self._traffic.sessions(plan.level, plan.seed, seconds, self._options.gpus)
             self._sessions = {(plan.level, plan.seed): sessions}
         records = self._output / _name(plan) / "records.json"
-        spec = LoadSpec(router.url, MODEL, sessions, seconds, seconds / 2, str(records))
+        header = SESSION_HEADER if LEVELS[plan.level].sends_ids else ""
+        spec = LoadSpec(router.url, MODEL, sessions, seconds, seconds / 2, str(records), header)
         file = records.with_name("load.json")
         file.write_bytes(msgspec.json.encode(spec))
         load = subprocess.Popen([sys.executable, "-m", "lab.comparison.load", str(file)])
@@ -147,6 +155,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="directory of the model")
     parser.add_argument("--gpus", type=int, default=2, help="engine servers, one on each GPU")
     parser.add_argument("--kv-bytes", type=int, default=KV_BYTES, help="KV cache of each server")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens of a block of KV cache")
     parser.add_argument("--engine-arguments", default="", help="further arguments of each server")
     parser.add_argument("--routers", default="ours,smg,vllm-router", help=f"of {', '.join(NAMES)} and ours-POLICY")
     parser.add_argument("--peer-python", default="", help="a Python with the peers' wheels")
@@ -155,6 +164,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", default="1")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long sessions and turns begin in a run")
     parser.add_argument("--disturb", default="", help="a level that is played with a restart and with a kill besides")
+    parser.add_argument("--disturbances", default="restart,kill", help=f"of {', '.join(DISTURBANCES)}: which of them")
     parser.add_argument("--output", type=Path, required=True, help="directory for tables, figures, plots and logs")
     options = parser.parse_args(arguments)
     options.levels = options.levels.split(",")
@@ -165,6 +175,10 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     for level in [*options.levels, *([options.disturb] if options.disturb else [])]:
         if level not in LEVELS:
             parser.error(f"there is no level {level!r}, allowed are {', '.join(LEVELS)}")
+    unknown = set(options.disturbances.split(",")) - set(DISTURBANCES)
+    if unknown:
+        parser.error(f"there is no disturbance {min(unknown)!r}, allowed are {', '.join(DISTURBANCES)}")
+    options.disturbances = [DISTURBANCES[each] for each in options.disturbances.split(",")]
     for router in options.routers.split(","):
         if router not in NAMES and not router.startswith("ours-"):
             parser.error(f"there is no router {router!r}, allowed are {', '.join(NAMES)} and ours-POLICY")

@@ -21,7 +21,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from lab.benchmarks.fleet import free_port
 
 MODEL = "m"
-BLOCK_SIZE = 16
 START_TIMEOUT_S = 300.0
 """Three times what vLLM 0.25 needs to start with four servers on one host."""
 
@@ -55,15 +54,24 @@ class Engines:
     """All engine servers of a machine."""
 
     def __init__(
-        self, command: list[str], model: Path, count: int, kv_bytes: int, arguments: list[str], logs: Path
+        self,
+        command: list[str],
+        model: Path,
+        count: int,
+        kv_bytes: int,
+        block_size: int,
+        arguments: list[str],
+        logs: Path,
     ) -> None:
         """``command`` serves a model directory with the arguments of ``vllm serve``; empty = stand-ins."""
         self._command = command
         self._model = model
         self._kv_bytes = kv_bytes
+        self._block_size = block_size
         self._arguments = arguments
         self._logs = logs
         self._ports = [(free_port(), free_port(), free_port()) for _ in range(count)]
+        self._transfer_ports = [free_port() for _ in range(count)]
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._share = 0.0
 
@@ -96,7 +104,7 @@ class Engines:
         }
         arguments = [
             *(str(self._model), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(http)),
-            *("--block-size", str(BLOCK_SIZE), "--enable-prefix-caching", "--enable-prompt-tokens-details"),
+            *("--block-size", str(self._block_size), "--enable-prefix-caching", "--enable-prompt-tokens-details"),
             *("--kv-cache-memory-bytes", str(int(self._kv_bytes * self._share))),
             *("--kv-events-config", json.dumps(publisher), *self._arguments),
         ]
@@ -108,7 +116,11 @@ class Engines:
         with (self._logs / f"engine-{number}.log").open("ab") as log:
             return subprocess.Popen(
                 [*command, *arguments],
-                env={**SERVER, **caches, **os.environ, "CUDA_VISIBLE_DEVICES": str(number)},
+                env={
+                    **(SERVER | caches | os.environ),
+                    "CUDA_VISIBLE_DEVICES": str(number),
+                    "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self._transfer_ports[number]),  # read with a KV connector
+                },
                 stdout=log,
                 stderr=log,
                 start_new_session=True,

@@ -34,6 +34,8 @@ class LoadSpec(msgspec.Struct):
     drain_s: float
     """How long answers are waited for after that; what is not there then counts as unfinished."""
     records: str
+    session_header: str = ""
+    """Names the session in each request; empty = none does."""
 
 
 class Record(msgspec.Struct):
@@ -79,6 +81,8 @@ class Player:
 
     async def _play(self, number: int, session: Session, began_ms: float) -> None:
         messages = [{"role": "system", "content": session.system}]
+        header = self._spec.session_header
+        headers = [f"{header}: s{number}"] if header else []
         pause_s = session.at_s
         for at, turn in enumerate(session.turns):
             await asyncio.sleep(turn.think_s if at else pause_s)
@@ -88,10 +92,10 @@ class Player:
             messages.append({"role": "user", "content": turn.user})
             record = Record(number, at, round(at_s, 3), turn.answer_tokens)
             self.records.append(record)
-            await self._ask(messages, record)
+            await self._ask(messages, record, headers)
             messages.append({"role": "assistant", "content": turn.answer})
 
-    async def _ask(self, messages: list[dict[str, str]], record: Record) -> None:
+    async def _ask(self, messages: list[dict[str, str]], record: Record, headers: list[str]) -> None:
         body = {
             "model": self._spec.model,
             "messages": messages,
@@ -105,7 +109,7 @@ class Player:
         began_ms = self._clock.monotonic_ms()
         try:
             await self._client.send(
-                "POST", "/v1/chat/completions", msgspec.json.encode(body), exchange, timeout_s=ANSWER_TIMEOUT_S
+                "POST", "/v1/chat/completions", msgspec.json.encode(body), exchange, headers, ANSWER_TIMEOUT_S
             )
         except RequestFailed as error:
             record.fault = str(error)[:300]

@@ -1,9 +1,12 @@
 """Each router of the comparison: how it is started before the same engine servers, with its own defaults.
 
     ours, ours-POLICY   this checkout: a router with the consolidator in it, and one process with all workers
+    legs, apart         the same, half of the servers for prefill and half for decode: one leg or two by expected time,
+                        and always two
     before              0a211ed, from a Python that has it: a process for each worker, and the consolidator's
-    smg                 SGLang's gateway, ``--policy cache_aware``
-    vllm-router         its ``cache_aware``; ``-events`` and ``-robin`` behind the name: ``kv_aware``, round robin
+    smg                 SGLang's gateway, ``--policy cache_aware``; ``-ids``: and a server for each session id
+    vllm-router         its ``cache_aware``; ``-events`` and ``-robin`` behind the name: ``kv_aware``, round robin;
+                        ``-ids``: ``consistent_hash`` over session ids; ``-programs``: scheduling of agents' programs
 
 Peers run from another Python, which has their wheels.
 """
@@ -14,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -22,15 +25,22 @@ import httpx
 from lab.benchmarks.fleet import Fleet, free_port
 from lab.benchmarks.http_load import cpu_s, rss_mb
 from lab.benchmarks.peers import MODULE_OF, import_fault, smg_command, vllm_router_command
-from lab.comparison.engines import BLOCK_SIZE, MODEL, Address
+from lab.comparison.engines import MODEL, Address
 
 START_TIMEOUT_S = 90.0
-VLLM_ROUTER_POLICIES = {
-    "vllm-router": "cache_aware",
-    "vllm-router-events": "kv_aware",
-    "vllm-router-robin": "round_robin",
+SESSION_HEADER = "x-session-id"
+"""One that every router here knows or can be told."""
+
+SMG_OPTIONS = {"smg": (), "smg-ids": ("--routing-key-override", "--routing-key-headers", SESSION_HEADER)}
+VLLM_ROUTER_OPTIONS = {
+    "vllm-router": ("cache_aware",),
+    "vllm-router-events": ("kv_aware",),
+    "vllm-router-robin": ("round_robin",),
+    "vllm-router-ids": ("consistent_hash",),
+    "vllm-router-programs": ("cache_aware", "--enable-program-scheduling"),
 }
-NAMES = ("ours", "before", "smg", *VLLM_ROUTER_POLICIES)
+TWO_LEGS = {"legs": (), "apart": ("--legs", "two")}
+NAMES = ("ours", *TWO_LEGS, "before", *SMG_OPTIONS, *VLLM_ROUTER_OPTIONS)
 
 
 class Python:
@@ -54,17 +64,19 @@ class Python:
 
     def _of(self, router: str) -> tuple[str, str]:
         """Return the Python that has a router, and the package's name."""
-        if router.startswith("ours"):
+        if router.startswith("ours") or router in TWO_LEGS:
             return sys.executable, "poolgrid"
         if router == "before":
             return self.before, "poolgrid"
-        return self.peers, "smg" if router == "smg" else "vllm-router"
+        return self.peers, "smg" if router in SMG_OPTIONS else "vllm-router"
 
 
 class Router:
     """One router that runs, with everything that belongs to it."""
 
-    def __init__(self, name: str, engines: Sequence[Address], model: Path, python: Python, logs: Path) -> None:
+    def __init__(
+        self, name: str, engines: Sequence[Address], model: Path, block_size: int, python: Python, logs: Path
+    ) -> None:
         """Start it; raises ``RuntimeError`` when it does not answer in time."""
         self.name = name
         self.port = free_port()
@@ -74,21 +86,28 @@ class Router:
         self._engines = engines
         self._model = model
         self._spent_s = 0.0
-        self._is_ours = name == "before" or name.startswith("ours")
+        self._is_ours = name in ("before", *TWO_LEGS) or name.startswith("ours")
         if name == "before":
             self._command = self._before(python.before)
+        elif name in TWO_LEGS:
+            half = len(engines) // 2
+            groups = {"prefill": engines[:half], "decode": engines[half:]}
+            self._command = self._ours(groups, TWO_LEGS[name])
         elif self._is_ours:
-            self._command = self._ours(name.partition("-")[2])
-        elif name == "smg":
+            policy = name.partition("-")[2]
+            self._command = self._ours({"both": engines}, ("--policy", policy) if policy else ())
+        elif name in SMG_OPTIONS:
             self._command = smg_command(python.peers, self.port, [each.url for each in engines])
+            self._command += SMG_OPTIONS[name]
         else:
-            policy = VLLM_ROUTER_POLICIES[name]
+            policy, *more = VLLM_ROUTER_OPTIONS[name]
             self._command = vllm_router_command(python.peers, self.port, [each.url for each in engines], policy)
+            self._command += more
             if policy == "kv_aware":
                 for each in engines:
                     self._command += ["--kv-event-source", f"{each.url}={each.events}"]
                     self._command += ["--kv-event-replay-source", f"{each.url}={each.replay}"]
-                self._command += ["--kv-event-block-size", str(BLOCK_SIZE), "--kv-event-model", MODEL]
+                self._command += ["--kv-event-block-size", str(block_size), "--kv-event-model", MODEL]
         self._process = self._fleet.start("router", self._command)
         try:
             self.wait()
@@ -100,18 +119,20 @@ class Router:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def _ours(self, policy: str) -> list[str]:
-        """Start the workers, all in one process; return the command of the router, with the consolidator in it."""
+    def _ours(self, engines_by_role: Mapping[str, Sequence[Address]], options: Sequence[str]) -> list[str]:
+        """Start the workers, those of a role in one process; return the command of the router, with the consolidator
+        in it."""
         ingest = free_port()
-        worker = [sys.executable, "-m", "poolgrid", "worker", "--engine", "vllm", "--worker-id", "gpu"]
-        for engine in self._engines:
-            worker += ["--engine-url", engine.url, "--kv-events-endpoint", engine.events]
-            worker += ["--kv-events-replay-endpoint", engine.replay]
-        self._fleet.start("workers", [*worker, "--consolidator", f"tcp://127.0.0.1:{ingest}"])
-        chosen = ["--policy", policy] if policy else []
+        for role, engines in engines_by_role.items():
+            worker = [sys.executable, "-m", "poolgrid", "worker", "--engine", "vllm", "--worker-id", role]
+            worker += [] if role == "both" else ["--role", role]
+            for engine in engines:
+                worker += ["--engine-url", engine.url, "--kv-events-endpoint", engine.events]
+                worker += ["--kv-events-replay-endpoint", engine.replay]
+            self._fleet.start(f"workers-{role}", [*worker, "--consolidator", f"tcp://127.0.0.1:{ingest}"])
         return [
             *(sys.executable, "-m", "poolgrid", "router", "--port", str(self.port), "--ingest-port", str(ingest)),
-            *("--model-path", str(self._model), "--served-model-name", MODEL, *chosen),
+            *("--model-path", str(self._model), "--served-model-name", MODEL, *options),
         ]
 
     def _before(self, python: str) -> list[str]:

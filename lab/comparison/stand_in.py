@@ -45,6 +45,7 @@ async def main(arguments: argparse.Namespace) -> None:
         step_s=STEP_S,
         prefill_tokens_per_s=PREFILL_TOKENS_PER_S,
         render=render,
+        kv_connector=bool(arguments.kv_transfer_config),
     )
     events = json.loads(arguments.kv_events_config)
     context = zmq.asyncio.Context()
@@ -66,5 +67,6 @@ if __name__ == "__main__":
     parser.add_argument("--block-size", type=int, required=True)
     parser.add_argument("--kv-cache-memory-bytes", type=int, required=True)
     parser.add_argument("--kv-events-config", required=True)
+    parser.add_argument("--kv-transfer-config", default="", help="anything: it moves KV to and from others of its kind")
     known, _ = parser.parse_known_args()
     asyncio.run(main(known))

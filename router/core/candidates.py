@@ -12,9 +12,20 @@ from numpy.typing import NDArray
 from poolgrid.wire.identifiers import Stage, WorkerKey
 from poolgrid.wire.request_ids import name_of
 
-__all__ = ["EXPECTED_MS", "Candidates", "Choice", "Column", "FloatArray", "Forecast", "IndexArray", "RoutingRequest"]
+__all__ = [
+    "EXPECTED_MS",
+    "BoolArray",
+    "Candidates",
+    "Choice",
+    "Column",
+    "FloatArray",
+    "Forecast",
+    "IndexArray",
+    "RoutingRequest",
+]
 """With the request, since policies look at both."""
 
+BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float64]
 IndexArray = NDArray[np.intp]
 
@@ -110,6 +121,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """What its blocks are hashed with besides the tokens: ``salt`` or ``adapter``; empty for plain text."""
     parent: str = ""
     """The session that it forked from; empty where it did not, or that is not known."""
+    is_later: bool = False
+    """Whether its prompt continues an earlier turn, which one of the workers has computed."""
 
     @property
     def drawn_by(self) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from poolgrid.router.core.batch_planner import BatchPlanner
 from poolgrid.router.core.candidates import (
     EXPECTED_MS,
+    BoolArray,
     Candidates,
     Choice,
     Column,
@@ -39,13 +40,16 @@ EARLY_WORTH, LATE_WORTH = 0.1, 10.0
 """What a millisecond is worth that a first token comes within its target, and after it."""
 
 AGAIN_WORTH: Final = 1.0
-"""What a millisecond is worth that computes again what another worker holds: it displaces as much of what is cached,
-and the next turn finds half of its history here and half there. At 0 every eighteenth later turn of a simulated peak
-load leaves, at 1 every fortieth; at 2 first turns stay with their system prompts instead of spreading."""
+"""What a millisecond is worth that computes again what another worker holds: it displaces as much of what is cached."""
 
-NEXT_WORTH, EVEN = 2.0, 1.25
-"""How many typical prompts it costs, at most, to come to a worker that was sent more than its share of late: the next
-turns of a conversation will come there too. Up to ``EVEN`` times the mean, workers count as equally used."""
+LEAVE_WORTH: Final = 2.0
+"""How many typical prompts it costs a later turn to leave the worker that holds most: what it holds of the conversation
+is never used again. At 0 every twenty-fifth later turn of a simulated peak load leaves, at 2 every seventieth."""
+
+NEXT_WORTH, EVEN, UNEVEN = 5.0, 1.1, 1.4
+"""How many typical prompts it costs a first turn, at most, to come to a worker that was sent more than its share of
+late: the next turns of a conversation will come there too. Up to ``EVEN`` times the mean, workers count as equally
+used; from ``UNEVEN`` on the whole of it counts."""
 
 FEW_REQUESTS: Final = 1.0 / ARRIVALS_MEMORY_MS
 """What is no share yet: a single request of late."""
@@ -61,8 +65,8 @@ class KvAware:
         cost     = expected + own + joined + decoding              of the worker alone: poolgrid.router.core.delay
                    + crowding + again + next + behind
         crowding = rate · (after² − before²) / 2                   who would have been free of a queue
-        again    = AGAIN_WORTH · (own − own of the worker that holds most)
-        next     = NEXT_WORTH · typical · (how far its load of late is above EVEN times the mean: 0 to 1)
+        again    = AGAIN_WORTH · (own − own of the worker that holds most), of a later turn + LEAVE_WORTH · typical
+        next     = NEXT_WORTH · typical · (where its load of late is between EVEN and UNEVEN times the mean: 0 to 1)
         behind   = pace · own · (requests queued at the router, to be computed behind it)
 
     What a prompt takes of others is counted at pace 1: a slow worker's requests wait longer for it, and are fewer.
@@ -77,9 +81,11 @@ class KvAware:
     a queue of ``after`` in the place of ``before``. So a long prompt does not take the last free worker from short ones
     where it can as well wait behind another long one.
 
-    A later turn stays where its history is (``again``); a first turn, which finds the same system prompt or none
-    everywhere, goes where least was sent of late (``next``). It plans: of requests that come together, some wait at the
-    router until the worker that is best for them has nothing to compute (``poolgrid.router.core.batch_planner``).
+    A later turn stays where its history is (``again``). A first turn goes where least was sent of late (``next``), as
+    long as a worker that was sent no more than its share has nothing to compute.
+
+    It plans: of requests that come together, some wait at the router until the worker that is best for them has nothing
+    to compute (``poolgrid.router.core.batch_planner``).
     """
 
     name = "kv"
@@ -104,7 +110,8 @@ class KvAware:
             row, reason = lowest(step, request)
             return Choice(row, reason, step, {"step_ms": step, PACE: paces})
         uncached = uncached_tokens(request, candidates.device_overlap, candidates.host_overlap, candidates.disk_overlap)
-        costs, terms = self.estimate(np.array((request.ttft_target_ms,)), uncached, candidates)
+        asked = np.array((request.ttft_target_ms,)), np.array((request.is_later,))
+        costs, terms = self.estimate(*asked, uncached, candidates)
         if candidates.behind is not None:
             behind = candidates.behind * paces * terms[OWN_MS]
             costs = costs + behind
@@ -113,13 +120,14 @@ class KvAware:
         return Choice(row, reason, costs, terms)
 
     def estimate(
-        self, targets_ms: FloatArray, uncached: FloatArray, candidates: Candidates
+        self, targets_ms: FloatArray, is_later: BoolArray, uncached: FloatArray, candidates: Candidates
     ) -> tuple[FloatArray, dict[str, FloatArray]]:
         """Return what prompts would cost on each worker, and the terms of that, without those who would come behind.
 
         ``uncached`` are the tokens that each worker would compute, at least one: one number a worker, or a row of them
-        for each of several prompts; ``targets_ms`` are within how long each prompt's first token is wanted, or 0.
-        Overlaps of ``candidates`` are not looked at. The same as ``prompt_cost`` for many, to the bit.
+        for each of several prompts. ``targets_ms`` are within how long each prompt's first token is wanted, or 0;
+        ``is_later`` is whether each continues a turn. Overlaps of ``candidates`` are not looked at. The same as
+        ``prompt_cost`` for many, to the bit.
         """
         engines = candidates.engines
         assert isinstance(engines, Engines), "it is what the policy's observer describes"
@@ -141,11 +149,15 @@ class KvAware:
         fixed = np.ceil(uncached / engines.step_tokens) * engines.least_ms()
         decoding = DECODING_WORTH * paces * generating * np.maximum(0.0, own - fixed)
         least = np.broadcast_to(uncached.min(axis=-1, keepdims=True), uncached.shape)
-        again = AGAIN_WORTH * np.maximum(0.0, own - engines.prompt_ms(least))
+        more = AGAIN_WORTH * np.maximum(0.0, own - engines.prompt_ms(least))
+        later = is_later if uncached.ndim == 1 else is_later[:, np.newaxis]
+        leaving = np.where(later, LEAVE_WORTH * engines.typical_ms, 0.0)
+        again = np.where(uncached > least, more + leaving, 0.0)
         loads = engines.recent_load * paces
-        even = EVEN * sum(loads.tolist()) / len(loads) + FEW_REQUESTS
-        above = np.minimum(1.0, np.maximum(0.0, loads - even) / even)
-        following = np.broadcast_to(NEXT_WORTH * engines.typical_ms * above, own.shape)
+        even, span = _even_load(sum(loads.tolist()), len(loads))
+        above = np.minimum(1.0, np.maximum(0.0, loads - even) / span)
+        is_free = ((loads <= even) & (candidates.prefill_tokens == 0.0)).any()
+        following = np.where(later | ~is_free, 0.0, NEXT_WORTH * engines.typical_ms * above)
         others = own + joined + crowding + decoding + again + following
         columns = (uncached, expected, own, joined, crowding, paces, decoding, again, following)
         terms = dict(zip(TERMS, columns, strict=True))
@@ -156,6 +168,12 @@ class KvAware:
             late = np.maximum(0.0, expected * TARGET_MARGIN - wanted)
             costs = np.where(wanted > 0.0, EARLY_WORTH * expected + others + LATE_WORTH * late, costs)
         return costs, terms
+
+
+def _even_load(loads: float, workers: int) -> tuple[float, float]:
+    """Return up to which load a worker counts as equally used, and how much above it counts in full."""
+    even = EVEN * loads / workers + FEW_REQUESTS
+    return even, even * (UNEVEN / EVEN - 1.0)
 
 
 def _crowding(queues: FloatArray, own: FloatArray, typical: FloatArray, rate_per_ms: float) -> FloatArray:
@@ -224,14 +242,19 @@ def _costs_of_few(
     crowding = _crowding_of_few(workers, prompts, engines)
     least, typical_ms = min(uncached), engines.typical_ms
     loads = [worker.recent_load * worker.pace for worker in workers]
-    even = EVEN * sum(loads) / len(workers) + FEW_REQUESTS
+    even, span = _even_load(sum(loads), len(workers))
+    leaving_ms = LEAVE_WORTH * typical_ms if request.is_later else 0.0
+    spreads = not request.is_later and any(
+        load <= even and not worker.queued_tokens for load, worker in zip(loads, workers, strict=True)
+    )
     again, following, costs = [], [], []
     for worker, tokens, prompt, crowd, load in zip(workers, uncached, prompts, crowding, loads, strict=True):
         expected, own, joined, decoding, _ = prompt
         extra = 0.0
         if tokens > least:
-            extra = AGAIN_WORTH * max(0.0, own - worker.curve.one_prompt_ms(least, worker.step_tokens))
-        next_ms = NEXT_WORTH * typical_ms * min(1.0, (load - even) / even) if load > even else 0.0
+            more = AGAIN_WORTH * max(0.0, own - worker.curve.one_prompt_ms(least, worker.step_tokens))
+            extra = more + leaving_ms
+        next_ms = NEXT_WORTH * typical_ms * min(1.0, (load - even) / span) if spreads and load > even else 0.0
         others = own + joined + crowd + decoding + extra + next_ms
         if target_ms > 0.0:
             late = max(0.0, expected * TARGET_MARGIN - target_ms)

@@ -76,6 +76,7 @@ def test_every_router_comes_first_once_and_engines_with_less_cache_last() -> Non
         ([], "give --rehearse, or --serve and --model"),
         (["--rehearse", "--levels", "calm"], "there is no level 'calm'"),
         (["--rehearse", "--routers", "nginx"], "there is no router 'nginx'"),
+        (["--rehearse", "--disturbances", "flood"], "there is no disturbance 'flood', allowed are restart, kill"),
     ],
 )
 def test_a_wrong_option_is_named(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

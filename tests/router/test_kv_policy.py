@@ -213,6 +213,22 @@ def test_who_has_time_goes_where_others_lose_least_and_who_has_none_where_it_is_
     assert chosen(5000.0) == a, "there is less to compute, and time to wait for it"
 
 
+def test_first_turns_spread_where_a_worker_is_free_and_later_ones_stay() -> None:
+    pool, selector = make_pool("a", "b")
+    a, b = worker_key("a"), worker_key("b")
+    pool.say(a, stored(PATH[:50]))  # a system prompt
+    for number in range(10):
+        serve(pool, selector, a, 87.0, 1000.0 * number, f"a{number}")
+
+    def chosen(*, is_later: bool) -> WorkerKey:
+        asked = like(LONG, is_later=is_later)
+        return decided(selector.select(WorkerWanted(asked, PATH, 10_000.0, 0))).worker
+
+    assert (chosen(is_later=False), chosen(is_later=True)) == (b, a)
+    pool.say(b, RequestStarted("x", 100, 0, 0))
+    assert chosen(is_later=False) == a, "it would wait there"
+
+
 def wanted(request_id: str, path: list[int], blocks: int = 250) -> WorkerWanted:
     request = RoutingRequest(request_id, "m", blocks * BLOCK_SIZE, BLOCK_SIZE, blocks)
     return WorkerWanted(request, path, 0.0, 0)
@@ -272,7 +288,7 @@ def test_few_workers_cost_the_same_bits_as_many(seed: int, monkeypatch: pytest.M
         isl = source.randrange(16, 20_000)
         asked = RoutingRequest(
             f"r{number}", "m", isl, 16, -(-isl // 16), stage=source.choice([Stage.WHOLE, Stage.WHOLE, Stage.DECODE]),
-            ttft_target_ms=source.choice([0.0, 0.0, 100.0]),
+            ttft_target_ms=source.choice([0.0, 0.0, 100.0]), is_later=source.random() < 0.4,
         )  # fmt: skip
         behind = {worker: source.randrange(3) for worker in workers if source.random() < 0.2}
         path = [source.randrange(3) * 10_000 + block for block in range(isl // 16)]

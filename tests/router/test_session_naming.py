@@ -18,6 +18,20 @@ def return_ms(projection: Projection, session: str = "s", after_tool: bool = Tru
     return SessionNaming(projection).turn_of(request, [], 16).return_ms
 
 
+def test_a_later_turn_is_of_a_session_that_is_known_or_of_a_fork() -> None:
+    projection = Projection(PrefixIndex(), LoadLedger())
+    naming = SessionNaming(projection)
+
+    def is_later(hint: SessionHint) -> bool:
+        return naming.is_later(naming.turn_of(like(REQUEST, session=hint), [], 16))
+
+    assert not naming.is_later(None)
+    assert not is_later(SessionHint("s"))
+    assert is_later(SessionHint("s", parent="p"))
+    turn(projection.sessions, "r1", 0, 10)
+    assert is_later(SessionHint("s"))
+
+
 def test_blocks_stay_for_the_learned_pause_of_tools() -> None:
     projection = Projection(PrefixIndex(), LoadLedger())
     table = projection.sessions

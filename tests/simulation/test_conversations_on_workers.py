@@ -59,7 +59,7 @@ def test_light_load_spreads_first_turns_although_system_prompts_attract() -> Non
     fields = [figures_of(turns, FieldCost()) for turns in runs]
     kvs = [figures_of(turns, make_policy("kv")) for turns in runs]
 
-    assert max(each.spread for each in kvs) < 1.65, "equal would be 1; the aim of 1.25 is not reached"
+    assert max(each.spread for each in kvs) < 1.4
     assert min(each.stayed for each in kvs) >= 0.98
     assert sum(each.ttft_ms for each in kvs) < 1.02 * sum(each.ttft_ms for each in fields)
 

@@ -6,8 +6,8 @@ Rules
     2. Results are kept for ``TTL_S``, and those of one owner up to its equal part of ``BYTES_MAX``; beyond that the
        oldest go first. One that alone is larger is refused by ``RESULT_BYTES_MAX`` before.
     3. Without a directory they are in a temporary one, which is gone with the process.
-    4. A result that is forgotten stays so: whoever still makes it learns that when it describes it again. A lock on
-       the owner's folder makes it so across processes.
+    4. A result that is forgotten stays forgotten: a process that still makes it is told so when it describes it
+       again. A lock on the owner's folder holds across processes.
 
 The methods wait for the disk: callers run them in a thread.
 """

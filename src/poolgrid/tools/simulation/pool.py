@@ -159,6 +159,8 @@ class SimulatedPool:
         self._under_way: deque[tuple[float, JournalRecord]] = deque()
         """Records that the routers have not received yet, in order."""
         self._turn = 0
+        self._tails: set[int] = set()
+        """Last whole blocks of prompts: one that repeats such a block continues their conversation."""
         # A lone router knows what its workers have; it is never refused.
         self._crowding_retries = fleet.crowding_retries if fleet.routers > 1 else 0
         self._books = [BookedPrefill() for _ in range(workers)]
@@ -305,6 +307,7 @@ class SimulatedPool:
             block_size,
             -(-request.isl // block_size),
             ttft_target_ms=target_ms if self._targets is not None and self._targets.told else 0.0,
+            is_later=not self._tails.isdisjoint(request.path),
         )
 
     def _place(
@@ -343,6 +346,7 @@ class SimulatedPool:
         overlap_tokens = min(request.isl, decision.overlap_blocks * block_size)
         self._books[number].accept(request.request_id, request.isl - overlap_tokens)
         self._arrived[request.request_id] = request
+        self._tails.update(request.path[-1:])
         self.engines[number].submit(request.generate, now, request.path)
         self.result.worker_tokens[number] += request.isl
         self.result.worker_requests[number] += 1
