@@ -34,8 +34,7 @@ from poolgrid.frontend.openapi import ROUTE_REQUEST, ROUTE_STATUSES, error_answe
 from poolgrid.frontend.preparation import Preparation
 from poolgrid.frontend.prepared_request import PreparedRequest
 from poolgrid.frontend.prompts import tokenize
-from poolgrid.frontend.request_body import BodyReader
-from poolgrid.frontend.request_ids import RequestIds
+from poolgrid.frontend.request_body import BodyReader, RequestIds
 from poolgrid.frontend.schema import parse
 from poolgrid.frontend.sequences import sequences_of
 from poolgrid.frontend.tokenization import TokenizationPool

@@ -16,7 +16,7 @@ from poolgrid.consolidator.bootstrap import create as create_consolidator
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.discovery.discovery import DiscoveryMetrics
 from poolgrid.discovery.registry import Registry, Seen
-from poolgrid.frontend.media.metrics import MediaMetrics
+from poolgrid.frontend.media.loader import MediaMetrics
 from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.document_file import read_document_file

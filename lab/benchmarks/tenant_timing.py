@@ -37,8 +37,7 @@ from lab.attacks.media import png, serving
 from lab.attacks.pool import AttackedPool, Shape
 from lab.benchmarks.rank_test import accuracy, area
 from lab.benchmarks.soak_requests import WORDS
-from poolgrid.frontend.media.loader import MediaLoader
-from poolgrid.frontend.media.metrics import MediaMetrics
+from poolgrid.frontend.media.loader import MediaLoader, MediaMetrics
 from poolgrid.frontend.media.references import read_reference
 from poolgrid.frontend.media.settings import MediaSettings
 from poolgrid.frontend.models import TINY_MODEL_PATH

@@ -19,7 +19,7 @@ from time import perf_counter
 
 import msgspec
 
-from poolgrid.frontend.request_ids import RequestIds
+from poolgrid.frontend.request_body import RequestIds
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.process.clock import Clock
 from poolgrid.router.core.candidates import RoutingRequest

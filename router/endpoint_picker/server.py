@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from poolgrid.frontend.access.cache_domains import CacheDomains
 from poolgrid.frontend.app import Application
-from poolgrid.frontend.request_ids import RequestIds
+from poolgrid.frontend.request_body import RequestIds
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.process.clock import Clock
 from poolgrid.process.log_lines import Complaints

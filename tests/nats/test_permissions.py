@@ -15,7 +15,7 @@ from poolgrid.discovery.registry import DiscoveryUnavailable, Scope
 from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.frontend.access.key_file import KeyDocument, Tenant
 from poolgrid.frontend.access.tenants import Tenants
-from poolgrid.frontend.responses_api.store import KeptResponse, Owner
+from poolgrid.frontend.responses_api.kept import KeptResponse, Owner
 from poolgrid.nats.connection import NatsConnection
 from poolgrid.nats.jetstream import JetStreamJournal, StreamShape, ThreadedStream
 from poolgrid.nats.journal import StreamJournal, StreamJournalSettings

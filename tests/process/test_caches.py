@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.frontend.media.media_cache import MediaCache
-from poolgrid.frontend.segment_cache import SegmentCache
+from poolgrid.frontend.media.loader import MediaCache
+from poolgrid.frontend.tokenization import SegmentCache
 from poolgrid.inference.inference_request import WHOLE, CacheShares, InferenceRequest
 from poolgrid.process.caches import BudgetedLru, TenantCaches
 from poolgrid.process.clock import SystemClock

@@ -78,7 +78,7 @@ def test_an_exception_in_any_callback_of_ours_ends_the_process(way: int, caplog:
     ("module", "error"),
     [
         *((module, ValueError("injected")) for module in sorted(OF_ONE_CONNECTION)),
-        ("poolgrid.http.fair_acceptor", ConnectionAbortedError("injected")),
+        ("poolgrid.http.http_server", ConnectionAbortedError("injected")),
         ("httpx._client", ValueError("injected")),
     ],
 )

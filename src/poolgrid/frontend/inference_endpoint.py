@@ -31,8 +31,7 @@ from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.dialects import OPENAI, ApiDialect
 from poolgrid.frontend.errors import RequestError, refused, without_others
 from poolgrid.frontend.guide_check import GuideCheck
-from poolgrid.frontend.media.loader import MediaLoader
-from poolgrid.frontend.media.media_cache import MediaLease
+from poolgrid.frontend.media.loader import MediaLease, MediaLoader
 from poolgrid.frontend.metrics import FrontendMetrics, ModelSeries
 from poolgrid.frontend.parsed_answers import encoder_of
 from poolgrid.frontend.prepared_request import PreparedRequest, Prompt
@@ -41,6 +40,7 @@ from poolgrid.frontend.request_body import (
     GZIP_BYTES_MIN,
     SHORT_BYTES,
     BodyReader,
+    RequestIds,
     accepts_gzip,
     check_announced,
     check_shape,
@@ -48,7 +48,6 @@ from poolgrid.frontend.request_body import (
     receive_body,
     too_large,
 )
-from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.frontend.responses import AnswerEncoder, counts_so_far, usage
 from poolgrid.frontend.sequence_output import RequestOutput, SequenceOutput
 from poolgrid.frontend.sequences import sequences_of

@@ -27,8 +27,7 @@ import msgspec
 
 from poolgrid.discovery.registry import DiscoveryUnavailable, Scope, Seen
 from poolgrid.discovery.settings import DiscoverySettings
-from poolgrid.http.http_client import ClientExchange, HttpClient, RequestFailed, bearer
-from poolgrid.http.http_target import HttpTarget
+from poolgrid.http.http_client import ClientExchange, HttpClient, HttpTarget, RequestFailed, bearer
 from poolgrid.kubernetes.slices import COMPONENT_LABEL, NAMESPACE_LABEL, EndpointSlice, decode_slices, seen_in
 from poolgrid.process.clock import Clock
 from poolgrid.wire.registration import Registration

@@ -12,7 +12,7 @@ from poolgrid.consolidator.bootstrap import ConsolidatorEndpoints, open_server
 from poolgrid.consolidator.journal.framing import JournalFenced
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings
-from poolgrid.frontend.responses_api.store import TTL_S
+from poolgrid.frontend.responses_api.kept import TTL_S
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.shared_state import SharedState, Sharing
 from poolgrid.nats.commands import JournalInStream

@@ -11,8 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.media.loader import MediaLoader
-from poolgrid.frontend.media.metrics import MediaMetrics
+from poolgrid.frontend.media.loader import MediaLoader, MediaMetrics
 from poolgrid.frontend.media.references import MediaReference, MediaRefused, read_reference
 from poolgrid.frontend.media.settings import FETCH_TIMEOUT_MS, ITEMS_MAX, MEGABYTE, MediaSettings
 from poolgrid.inference.inference_request import EVERYBODY, CacheDomain

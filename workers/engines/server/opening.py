@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import msgspec
 
-from poolgrid.http.http_target import HttpTarget
+from poolgrid.http.http_client import HttpTarget
 from poolgrid.transport.security import is_loopback
 from poolgrid.wire.addresses import ip_endpoint_problem
 from poolgrid.wire.card import MediaSpec, WorkerCard, WorkerLimits

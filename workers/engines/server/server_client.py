@@ -7,8 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from poolgrid.http.http_client import ClientExchange, HttpClient, RequestFailed, bearer
-from poolgrid.http.http_target import HttpTarget
+from poolgrid.http.http_client import ClientExchange, HttpClient, HttpTarget, RequestFailed, bearer
 from poolgrid.process.clock import Clock
 from poolgrid.wire.errors import DecodeError
 from poolgrid.workers.engines.server.core.calls import Call, LineTooLong, ServerAnswerPiece, ServerSentEvents

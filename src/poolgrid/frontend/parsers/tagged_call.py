@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from poolgrid.frontend.parsers.call_forms import HEAD_CHARS_MAX, NAME_CHARS_MAX, CallForm, declared_name
-from poolgrid.frontend.parsers.json_value import json_of, strict_json
-from poolgrid.frontend.parsers.pieces import first_marker, held_length
+from poolgrid.frontend.parsers.pieces import first_marker, held_length, json_of, strict_json
 
 GAP_CHARS_MAX = 64
 """Most white space between a tag that ends a value and the next one: it is looked at again per character."""

@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from poolgrid.http import http_client
-from poolgrid.http.http_client import HttpClient, RequestFailed, bearer, excerpt
-from poolgrid.http.http_target import HttpTarget
+from poolgrid.http.http_client import HttpClient, HttpTarget, RequestFailed, bearer, excerpt
 from poolgrid.process.clock import Clock
 
 __all__ = ["BenchExchange", "Client", "HttpTarget", "RequestFailed", "Usage"]
