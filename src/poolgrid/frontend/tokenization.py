@@ -170,7 +170,6 @@ class SegmentCache:
         return begin
 
     def get(self, segment: str, salt: str = "") -> bytes | None:
-        """Return the ids of a segment."""
         name = (salt, segment) if salt else segment
         with self._lock:
             found = self._kept.get(name)
@@ -190,7 +189,6 @@ class SegmentCache:
             self._kept.keep(name, kept)
 
     def clear(self) -> None:
-        """Forget everything."""
         with self._lock:
             for name in list(self._kept):
                 kept = self._kept.get(name)

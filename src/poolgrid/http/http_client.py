@@ -138,7 +138,6 @@ class Connection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the transport."""
         assert isinstance(transport, asyncio.Transport) or hasattr(transport, "writelines")
         self._transport = transport  # type: ignore[assignment]
         self.usable = True
@@ -214,7 +213,6 @@ class Connection(asyncio.Protocol):
     # httptools
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Hand a header to the exchange."""
         assert self._exchange is not None
         self._exchange.take_header(name.lower(), value)
 
@@ -226,7 +224,6 @@ class Connection(asyncio.Protocol):
         self._keep = self._parser.should_keep_alive()
 
     def on_body(self, data: bytes) -> None:
-        """Hand the body to the exchange."""
         self._beside_body_bytes = 0
         assert self._exchange is not None
         if self._fault is None:
@@ -299,7 +296,6 @@ class HttpClient:
             raise RequestFailed("timeout", f"no whole answer within {timeout_s} s") from None
 
     def close(self) -> None:
-        """Close the idle connections."""
         for connection in self._idle:
             connection.close()
         self._idle.clear()

@@ -271,7 +271,6 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """Return where the server answers."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'http' if self._tls is None else 'https'}://{host}:{self.port}"
 
@@ -356,7 +355,6 @@ class RouterServers(NamedTuple):
         return "" if self.admin is None else self.admin.url
 
     def start(self) -> None:
-        """Begin to answer."""
         if self.admin is not None:
             self.admin.start()
         self.shared.start()

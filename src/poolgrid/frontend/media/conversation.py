@@ -124,7 +124,6 @@ def _file_data(part: ContentPart) -> str | None:
 
 
 def _file_text(part: ContentPart, where: str, room: int) -> str:
-    """Return the name and the text of a file."""
     file = part.file if isinstance(part.file, dict) else {}
     data = _file_data(part)
     if data is None:

@@ -136,7 +136,6 @@ class MediaLease:
             self._budget.held += size
 
     def close(self) -> None:
-        """Give everything back."""
         self._budget.held -= self._held
         self._held = 0
         self._closed = True
@@ -175,7 +174,6 @@ class MediaCache:
     async def get(
         self, key: Key, fetch: Callable[[], Coroutine[Any, Any, MediaItem | MediaRefused]]
     ) -> MediaItem | MediaRefused:
-        """Return what is kept, or what ``fetch`` returns."""
         kept = self._kept.get(key)
         if kept is not None:
             if kept[0] > self._clock.monotonic_ms():
@@ -201,7 +199,6 @@ class MediaCache:
                 flight.task.cancel()
 
     async def close(self) -> None:
-        """Cancel every fetch and forget everything."""
         await cancel_all([flight.task for flight in self._flights.values()])
         self._kept.clear()
 
@@ -303,7 +300,6 @@ class MediaLoader:
             await cancel_all(tasks)
 
     async def close(self) -> None:
-        """End everything."""
         for cache in self._caches:
             await cache.close()
         if self._fetcher is not None:

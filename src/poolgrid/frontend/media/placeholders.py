@@ -143,7 +143,6 @@ def place_media(
 
 
 def _between_tokens(token_ids: bytes, placeholder: int) -> list[bytes]:
-    """Cut tokens at every occurrence of one of them."""
     found = np.flatnonzero(np.frombuffer(token_ids, "<u4") == placeholder).tolist()
     starts = [0, *(TOKEN_BYTES * (position + 1) for position in found)]
     ends = [*(TOKEN_BYTES * position for position in found), len(token_ids)]

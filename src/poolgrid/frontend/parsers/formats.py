@@ -205,7 +205,6 @@ _JSON = ("{", "[", '"')
 
 
 def _let_through(calls: OutputParser, tools: ToolUse) -> OutputParser:
-    """Return a parser without the calls that a request does not want."""
     if len(tools.names) < len(tools.schemas):
         calls = calls_of(tools.names, calls)
     return calls if tools.parallel else first_call(calls)

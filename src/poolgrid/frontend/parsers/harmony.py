@@ -191,7 +191,6 @@ class Harmony(StatefulParser):
             self._no_call()
 
     def _no_call(self) -> None:
-        """The message that was taken for a call is content."""
         text = self._call_header + "".join(self._call_text)
         self._call_text.clear()
         self._kind = PieceKind.CONTENT

@@ -94,7 +94,6 @@ class StatefulParser:
         self._out: list[AnswerPiece] = []
 
     def feed(self, text: str) -> list[AnswerPiece]:
-        """Take new text and return what is certain now."""
         self._buffer += text
         while self._buffer and self._state(self):
             pass

@@ -139,7 +139,6 @@ class TaggedCall(CallForm):
         return True
 
     def _next(self) -> bool:
-        """Between arguments: the next one, or the end."""
         tags = self._tags
         found = self._expect(tags.key_begin, tags.end, *tags.after)
         if found == tags.key_begin:
@@ -222,7 +221,6 @@ class TaggedCall(CallForm):
         return isinstance(properties, Mapping) and key.strip() in properties and key.strip() not in self._given
 
     def _end_value_at_the_end(self) -> None:
-        """End the value at a tag which no text follows."""
         for mark in self._marks:
             if self._buffer.startswith(mark) and mark != self._tags.key_begin:
                 rest = self._buffer[len(mark) :]

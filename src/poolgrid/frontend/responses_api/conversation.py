@@ -109,7 +109,6 @@ class CallItem:
     """Returns the value of ``field`` for the text that the model wrote."""
 
     def begun(self, call_id: str, name: str, tool: ClientTool | None) -> dict[str, Any]:
-        """Return the item of a call that has begun. ``name``: of its function, as the model writes it."""
         data: dict[str, Any] = {"type": self.type, "call_id": call_id}
         if self.event:
             data["name"] = name if tool is None else tool.name
@@ -283,7 +282,6 @@ def _output(output: Any, where: str) -> str | list[ContentPart]:
 
 
 def _with_loaded(tools: Sequence[Mapping[str, Any]], loaded: list[Any]) -> list[dict[str, Any]]:
-    """Return the tools, those that searches found with the tool that searched for them."""
     return [{**tool, "tools": loaded} if tool.get("type") == "tool_search" else dict(tool) for tool in tools]
 
 

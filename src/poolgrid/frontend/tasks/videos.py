@@ -73,7 +73,6 @@ class ResultFiles:
         self._temporary: Path | None = None
 
     def close(self) -> None:
-        """Remove what is this process's alone."""
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
@@ -109,7 +108,6 @@ class ResultFiles:
             return None
 
     def content(self, owner: Owner, result_id: str) -> Path | None:
-        """Return the file of a result's content."""
         path = self._folder(owner) / f"{result_id}.bin"
         return path if _ID.fullmatch(result_id) and path.is_file() else None
 
@@ -311,7 +309,6 @@ class VideoJobs:
         return await asyncio.to_thread(self.files.forget, owner, video_id)
 
     async def close(self) -> None:
-        """Cancel every job."""
         tasks = [job.task for job in self._running.values() if job.task is not None]
         await cancel_all([*tasks, *([] if self._toucher is None else [self._toucher])])
         self.files.close()
@@ -379,7 +376,6 @@ class VideoJobs:
 
 @contextmanager
 def _unavailable(job: _Job) -> Iterator[None]:
-    """Name what could not be kept, and why."""
     try:
         yield
     except OSError as error:
