@@ -26,7 +26,7 @@ from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread, end_engine, start_engine
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
 from poolgrid.workers.engines.trtllm import generations
-from poolgrid.workers.engines.trtllm.core.statistics import OutputCursor
+from poolgrid.workers.engines.trtllm.core.outputs import OutputCursor
 from poolgrid.workers.engines.trtllm.library import LibraryMissingError, load_library
 from poolgrid.workers.engines.trtllm.logits import RequestProcessors
 from poolgrid.workers.engines.trtllm.requests import TrtllmLimits

@@ -18,13 +18,8 @@ from poolgrid.workers.core.refusal import UNLIKELY
 from poolgrid.workers.engines.lifecycle.health import ProgressMonitor
 from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
 from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts, adapter_number, adapters, model_facts
-from poolgrid.workers.engines.trtllm.core.statistics import (
-    EngineStatistics,
-    KvCacheStatistics,
-    OutputCursor,
-    load_of,
-    prompt_logprobs,
-)
+from poolgrid.workers.engines.trtllm.core.outputs import OutputCursor, prompt_logprobs
+from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, KvCacheStatistics, load_of
 from poolgrid.workers.engines.trtllm.model_files import read_model_facts
 from tests.fakes.tensorrt_llm._fake.block_key import block_key_hash, salt_id
 from tests.fakes.tensorrt_llm.executor.result import CompletionOutput, Logprob

@@ -10,7 +10,7 @@ import pytest
 
 from poolgrid.wire.requests import FinishReason, RefusalKind
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
-from poolgrid.workers.engines.trtllm.core.statistics import OutputCursor
+from poolgrid.workers.engines.trtllm.core.outputs import OutputCursor
 from poolgrid.workers.engines.trtllm.requests import EngineRequests
 from tests.trtllm.engines import RunningEngine, expected, make_request, running_engine
 

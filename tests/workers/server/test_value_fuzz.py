@@ -24,7 +24,8 @@ from poolgrid.wire.events import EventBatch
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.workers.core.cache_facts import ReportedBlocks
 from poolgrid.workers.core.event_translation import EventTranslator
-from poolgrid.workers.engines.trtllm.core.statistics import OutputCursor, load_of, parse_statistics, prompt_logprobs
+from poolgrid.workers.engines.trtllm.core.outputs import OutputCursor, prompt_logprobs
+from poolgrid.workers.engines.trtllm.core.statistics import load_of, parse_statistics
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
 from tests.examples import examples
 from tests.workers.builders import make_request

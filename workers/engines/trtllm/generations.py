@@ -36,7 +36,7 @@ from poolgrid.workers.core.refusal import RefusedError, UnableError, count_of
 from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
 from poolgrid.workers.engines.trtllm.calls import RequestPlan, TrtllmCalls
 from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec
-from poolgrid.workers.engines.trtllm.core.statistics import GOES_ON, OutputCursor, prompt_logprobs
+from poolgrid.workers.engines.trtllm.core.outputs import GOES_ON, OutputCursor, prompt_logprobs
 from poolgrid.workers.engines.trtllm.library import REQUEST_ERRORS, is_alive
 from poolgrid.workers.engines.trtllm.shared_tensors import HostTensor, SharedHandles, SharedTensors
 from poolgrid.workers.tensor_transfer.port import Tensor

@@ -38,7 +38,7 @@ from poolgrid.workers.engines.lifecycle.health import EngineHealth
 from poolgrid.workers.engines.lifecycle.rank_load import RankLoad, ReportBuffer
 from poolgrid.workers.engines.trtllm.calls import TrtllmCalls
 from poolgrid.workers.engines.trtllm.core.disaggregated_params import CarriedTensor, with_tensors
-from poolgrid.workers.engines.trtllm.core.statistics import FINISH_REASONS, GOES_ON
+from poolgrid.workers.engines.trtllm.core.outputs import FINISH_REASONS, GOES_ON
 from poolgrid.workers.engines.trtllm.generations import Generations, Growth, RequestEnd
 from poolgrid.workers.engines.trtllm.metrics import EngineCollector
 from poolgrid.workers.engines.trtllm.shared_tensors import HostTensor
