@@ -14,7 +14,7 @@ from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenDel
 from poolgrid.wire.requests import Sampling as Wanted
 from poolgrid.workers.core.kv_fetches import KvArrival
 from poolgrid.workers.engines.protocol import EngineReport
-from poolgrid.workers.leg_traces import LegTraces
+from poolgrid.workers.service import LegTraces
 
 CALLER = TracePlace(7, 9, 1)
 
