@@ -33,8 +33,8 @@ from poolgrid.serving.prompt_paths import TenantPaths, media_hashes, media_kinds
 from poolgrid.wire.hashing import HASH_SPEC, pack_hashes, stable_u64
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, WORKERS_EXCLUDED_MAX
-from poolgrid.wire.request_ids import TraceContext
 from poolgrid.wire.selection import Probe, Reservation, Select, Selected, SelectRefusal, SelectRefused, WorkerRank
+from poolgrid.wire.trace_context import TraceContext
 
 WORKERS_TRIED_PER_POOL_MAX = 4
 """Workers of one pool that may turn out to be out of reach before the next pool is asked."""

@@ -42,10 +42,10 @@ from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.answers import EndpointRow
 from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, Inability, MediaSpec, common
 from poolgrid.wire.identifiers import Stage
-from poolgrid.wire.request_ids import TraceContext
 from poolgrid.wire.selection import ModelStatus
 from poolgrid.wire.sessions import SessionTurn, tenant_key
 from poolgrid.wire.tasks import TASK_ROLES
+from poolgrid.wire.trace_context import TraceContext
 
 log = logging.getLogger(__name__)
 

@@ -31,9 +31,9 @@ from poolgrid.serving.legs import AvoidWorker, Dispatch, EndRequest, WorkerFull,
 from poolgrid.serving.links import LinksOnDemand
 from poolgrid.serving.request_tracker import Placer, RequestTracker, RoutedRequest
 from poolgrid.wire.identifiers import Stage
-from poolgrid.wire.request_ids import TraceContext
 from poolgrid.wire.requests import FinishReason
 from poolgrid.wire.selection import ALL_RANKS, Reservation, WorkerRank
+from poolgrid.wire.trace_context import TraceContext
 
 
 @dataclass(slots=True)

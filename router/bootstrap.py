@@ -43,7 +43,7 @@ from poolgrid.serving.router_process import RouterProcess
 from poolgrid.transport.planes import MakeContext
 from poolgrid.wire.addresses import CONSOLIDATOR, ROUTER, is_name
 from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.registration import Leader
+from poolgrid.wire.leadership import Leader
 
 if TYPE_CHECKING:
     from poolgrid.consolidator.service import ConsolidatorService

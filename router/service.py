@@ -48,8 +48,8 @@ from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.events import JournalRecord, RequestFinished, RequestStarted
 from poolgrid.wire.identifiers import WorkerKey
-from poolgrid.wire.request_ids import TraceContext
 from poolgrid.wire.tasks import TASK_ROLES
+from poolgrid.wire.trace_context import TraceContext
 
 log: Final = logging.getLogger(__name__)
 

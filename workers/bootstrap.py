@@ -29,10 +29,10 @@ from prometheus_client import CollectorRegistry
 
 from poolgrid.http.http_server import HttpServer
 from poolgrid.process.clock import AwakeClock, Clock, SystemClock
-from poolgrid.process.leash import RestartPace
 from poolgrid.process.lifecycle import LoopMetrics
 from poolgrid.process.log_lines import fields_of_task
 from poolgrid.process.plugins import EVENT_PLANES, load_plugin
+from poolgrid.process.restart_pace import RestartPace
 from poolgrid.process.tasks import cancel_all, detached, on_fatal, owned, supervised, unless
 from poolgrid.process.tracing.tracing import open_tracing
 from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
@@ -40,8 +40,8 @@ from poolgrid.transport.security import Tls
 from poolgrid.wire.addresses import COMPONENTS
 from poolgrid.wire.card import AUTO, ChatSpec, WorkerCard
 from poolgrid.wire.ingest import LoadingWorker
+from poolgrid.wire.leadership import Leader
 from poolgrid.wire.limits import CHAT_TEMPLATE_CHARS_MAX, IDENTIFIER_BYTES_MAX
-from poolgrid.wire.registration import Leader
 from poolgrid.workers.adapters.http_api import HttpApi
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.push_stream import PushStream, PushTiming

@@ -290,10 +290,6 @@ class KvFetcher:
         self._timer = self._loop.call_at(when, self._on_timer)
 
 
-def _nobody(*_: object) -> None:
-    raise AssertionError("a fetch began before start")
-
-
 @dataclass(frozen=True, slots=True)
 class KvExchange:
     """The service's part in handing KV over, for an engine that needs one."""

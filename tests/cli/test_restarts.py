@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from poolgrid.cli.part import Part, PartFailed, part_environment, stop_parts
-from poolgrid.process.leash import DEATHS_LOUD, JITTER, PAUSE_MAX_S, PAUSE_MIN_S, STEADY_S, RestartPace
+from poolgrid.process.restart_pace import DEATHS_LOUD, JITTER, PAUSE_MAX_S, PAUSE_MIN_S, STEADY_S, RestartPace
 from poolgrid.transport.bound_socket import ReservedPorts, bind
 
 HOST = "127.0.0.1"

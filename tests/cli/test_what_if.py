@@ -97,7 +97,6 @@ def test_what_if_is_a_function_of_its_arguments(recording: Path, tmp_path: Path)
     [
         (["--policy", "clever"], "'clever' is unknown"),
         (["--out", "/nowhere/x"], "cannot be written"),
-        (["--queue-weight", "0.5"], "--queue-weight: removed"),
     ],
 )
 def test_what_cannot_be_tried_is_refused_before_anything_runs(recording: Path, options: list[str], words: str) -> None:

@@ -47,7 +47,8 @@ from poolgrid.wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from poolgrid.wire.feed import FEED_TOPIC, BlockChain, FeedFrame, WorkerState, decode_feed
+from poolgrid.wire.feed import BlockChain, WorkerState
+from poolgrid.wire.feed_frames import FEED_TOPIC, FeedFrame, decode_feed
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import StreamState, Tier
 from poolgrid.wire.ingest import Hello, JoinRefused, Unknown, Welcome

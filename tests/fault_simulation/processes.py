@@ -52,7 +52,7 @@ from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.feed import BlockChain, WorkerState
 from poolgrid.wire.ingest import LoadingWorker
-from poolgrid.wire.registration import Leader
+from poolgrid.wire.leadership import Leader
 from poolgrid.wire.requests import Generate
 from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 from poolgrid.workers.adapters.sockets import RequestSocket

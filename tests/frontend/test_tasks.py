@@ -27,7 +27,7 @@ from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import Refused, ServedModel, StreamDelta
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.tasks import EmbeddingTask, TaskResult, VisualTask
-from poolgrid.workers.engines.simulated.core import media as pictures
+from poolgrid.workers.engines.simulated.core import pictures
 from tests.frontend.fake_backend import FakeBackend, Step
 from tests.frontend.server import application, in_process, served_in_thread
 

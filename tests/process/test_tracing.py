@@ -19,7 +19,7 @@ from poolgrid.process.tracing.record import EVENTS_MAX, SPANS_MAX, SpanKind, Tra
 from poolgrid.process.tracing.settings import Sampler, TraceSampling, TraceSettings, trace_target
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.wire.limits import TRACE_STATE_CHARS_MAX
-from poolgrid.wire.request_ids import TraceContext, TracePlace
+from poolgrid.wire.trace_context import TraceContext, TracePlace
 
 CALLER = TracePlace(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0xF067AA0BA902B7, 1)
 UNSAMPLED = CALLER._replace(flags=0)

@@ -256,19 +256,6 @@ def test_beliefs_that_do_not_fit_together_are_damage_and_located() -> None:
         router.replay(decisions=decisions)
 
 
-def test_a_journal_of_a_router_that_wrote_no_beliefs_is_replayed_as_before() -> None:
-    router = recorded(steps=900, segment_bytes=60_000, **MIDWAY["approximate mode"])
-    kept = kept_from_each_segment(router)
-    decisions = changed_checkpoint(kept[0], without_beliefs)
-
-    outcome = router.replay(decisions=decisions)
-
-    assert outcome.difference is None
-    assert "its own choices" in str(outcome.causes)
-    assert outcome.identical == len(entries_of(kept[1], DecisionMade)), "it begins at the next one that has them"
-    assert outcome.identical + outcome.not_derivable == len(entries_of(decisions, DecisionMade))
-
-
 def test_a_router_that_begins_again_is_followed_into_its_next_life() -> None:
     async def run() -> RecordedRouter:
         router = RecordedRouter(seed=4)

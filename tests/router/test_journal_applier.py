@@ -30,7 +30,8 @@ from poolgrid.router.settings import RouterSettings
 from poolgrid.serving.links import link_opener
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord, WorkerJoined
-from poolgrid.wire.feed import BlockChain, FeedFrame, Records, SnapshotPart, WorkerState
+from poolgrid.wire.feed import BlockChain, Records, SnapshotPart, WorkerState
+from poolgrid.wire.feed_frames import FeedFrame
 from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.ingest import LoadingWorker

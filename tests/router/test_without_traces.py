@@ -21,7 +21,7 @@ OF_TRACES = (
     "poolgrid.serving.request_tracker.begin_leg",
     "poolgrid.serving.request_tracker.follow_legs",
     "poolgrid.router.placement.tell_decision",
-    "poolgrid.wire.request_ids",
+    "poolgrid.wire.trace_context",
     "opentelemetry",
 )
 

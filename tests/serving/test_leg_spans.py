@@ -9,8 +9,8 @@ from poolgrid.serving.legs import Dispatch, LegEvent
 from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.serving.request_tracker import begin_leg, follow_legs
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
-from poolgrid.wire.request_ids import TraceContext
 from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
+from poolgrid.wire.trace_context import TraceContext
 from tests.serving.test_request_machine import delta, machine
 
 

@@ -17,9 +17,9 @@ import pytest
 from poolgrid.wire.events import BlocksStored, PrefillCompleted, RequestFinished, RequestProgressed, RequestStarted
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
 from poolgrid.wire.identifiers import Role, Stage
-from poolgrid.wire.request_ids import TraceContext
 from poolgrid.wire.requests import KvRetention, LogitsProcessorCall, RefusalKind, RetainedTokens, Routing
 from poolgrid.wire.sessions import SessionTurn
+from poolgrid.wire.trace_context import TraceContext
 from poolgrid.workers import bootstrap
 from poolgrid.workers.core.cache_facts import RETURN_PRIORITY
 from poolgrid.workers.core.refusal import RefusedError

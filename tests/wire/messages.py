@@ -6,11 +6,21 @@ from collections.abc import Iterator
 
 import msgspec
 
-from poolgrid.wire import card, events, feed, ingest, multimodal, requests, selection, sessions, tasks
+from poolgrid.wire import (
+    card,
+    events,
+    feed,
+    ingest,
+    leadership,
+    multimodal,
+    requests,
+    selection,
+    sessions,
+    tasks,
+    trace_context,
+)
 from poolgrid.wire import ingest as loading
 from poolgrid.wire import multimodal as tensors
-from poolgrid.wire import registration as leadership
-from poolgrid.wire import request_ids as trace_context
 
 MODULES = (
     card,

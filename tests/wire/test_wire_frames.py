@@ -20,10 +20,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.wire import codec, ingest, limits
-from poolgrid.wire import feed as feed_frames
+from poolgrid.wire import codec, feed_frames, ingest, leadership, limits
 from poolgrid.wire import ingest as loading
-from poolgrid.wire import registration as leadership
 from poolgrid.wire.card import ChatSpec, MediaSpec, ResizedGrid, StepTimes, TiledGrid, WorkerCard, WorkerLimits
 from poolgrid.wire.codec import Codec
 from poolgrid.wire.errors import DecodeError, LimitError
@@ -80,7 +78,6 @@ from poolgrid.wire.multimodal import (
     TensorUnknown,
     digest_media,
 )
-from poolgrid.wire.request_ids import TraceContext
 from poolgrid.wire.requests import (
     Cancel,
     Drain,
@@ -129,6 +126,7 @@ from poolgrid.wire.sessions import (
     TurnEnding,
 )
 from poolgrid.wire.tasks import EmbeddingTask, TaskResult, VisualTask
+from poolgrid.wire.trace_context import TraceContext
 from tests.cases import for_each
 from tests.wire.messages import messages
 

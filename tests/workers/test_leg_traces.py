@@ -9,9 +9,9 @@ from poolgrid.process.tracing.settings import TraceSampling
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Stage
-from poolgrid.wire.request_ids import TraceContext, TracePlace, read_traceparent
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenDelta
 from poolgrid.wire.requests import Sampling as Wanted
+from poolgrid.wire.trace_context import TraceContext, TracePlace, read_traceparent
 from poolgrid.workers.core.kv_fetches import KvArrival
 from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.service import LegTraces

@@ -25,7 +25,7 @@ from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
 from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.engines.server.server_client import ServerClient
 from poolgrid.workers.engines.server.tasks import ServerEmbeddings
-from poolgrid.workers.engines.simulated.core import media as pictures
+from poolgrid.workers.engines.simulated.core import pictures
 from poolgrid.workers.engines.simulated.tasks import SimulatedDiffusion, SimulatedEmbeddings
 from poolgrid.workers.engines.tasks import TaskEngine, TaskMaker, Told
 from poolgrid.workers.engines.trtllm.settings import TrtllmSettings

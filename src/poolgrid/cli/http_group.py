@@ -6,14 +6,6 @@ Rules
     2. Each process knows its place in the group (``poolgrid.process.process_group``), and answers for itself alone at
        an admin port of its own, which it keeps when it is started again.
     3. A process that dies is started again with the same arguments, at growing intervals; the others keep serving.
-
-`poolgrid router --http-workers N`: processes that share one port (``poolgrid.cli.http_group``), each a router.
-
-Rules
-    1. Every process follows the same event stream and so has the same projection; each has its own identity towards
-       workers, its own admission queue and its own caches.
-    2. A consolidator that would be embedded runs as a process of its own here, so that any router may die.
-    3. Only the first process answers global routers, at ``select_port``, and gateways, at ``ext_proc_port``.
 """
 
 from __future__ import annotations
@@ -25,15 +17,10 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from poolgrid.cli.command_line import LogChoice
-from poolgrid.cli.options import arguments_of
-from poolgrid.cli.part import STOP_TIMEOUT_S, Part, part_environment, stop_parts
-from poolgrid.consolidator.settings import ConsolidatorSettings
-from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.cli.part import STOP_TIMEOUT_S, Part, part_environment
 from poolgrid.http.http_settings import ServerSettings
 from poolgrid.process.process_group import GROUP_VARIABLE, GroupPlace
 from poolgrid.process.tasks import unless
-from poolgrid.router.settings import RouterSettings
 from poolgrid.transport.bound_socket import bind
 
 Start = Callable[[AsyncExitStack, int, Path], Coroutine[Any, Any, list[str]]]
@@ -74,53 +61,3 @@ async def run_group(host: str, port: int, start: Start, stop: asyncio.Event, rea
         if words is not None:
             ready(*words)
             await stop.wait()
-
-
-async def serve_group(
-    settings: RouterSettings,
-    frontend: FrontendSettings,
-    consolidator: ConsolidatorSettings,
-    log: LogChoice,
-    stop: asyncio.Event,
-    ready: Callable[..., None],
-) -> None:
-    """Run the group until ``stop`` is set; ``ready`` gets the URL and the words of the parts' ready lines.
-
-    Raises ``OSError`` when the port cannot be bound, ``PartFailed`` when a process does not start.
-    """
-
-    async def start(opened: AsyncExitStack, port: int, directory: Path) -> list[str]:
-        shared, words = settings, list[str]()
-        if settings.feed_endpoint is None and not settings.on_nats:
-            arguments = ["consolidator", "--host", settings.host, *arguments_of(consolidator), *log.arguments]
-            part = Part("consolidator", arguments, part_environment())
-            opened.push_async_callback(stop_parts, [part])
-            await part.start()
-            for key in ("ingest", "feed", "query"):
-                part.arguments += [f"--{key}-port", part.word(key).rpartition(":")[2]]
-            part.watch()
-            endpoints = {"feed_endpoint": part.word("feed"), "query_endpoint": part.word("query")}
-            shared = settings.model_copy(update=endpoints)
-            words.append(f"ingest={part.word('ingest')}")
-
-        def router(index: int) -> Part:
-            own = {
-                "http_workers": 1,
-                "port": port,
-                "admin_port": admin_port(settings, index),
-                "router_id": f"{settings.router_id}.{index}",
-                **({"select_port": 0, "ext_proc_port": None} if index else {}),
-            }
-            arguments = arguments_of(shared.model_copy(update=own), frontend, consolidator)
-            place = GroupPlace(directory, index, settings.http_workers)
-            return member("router", ["router", *arguments, *log.arguments], place, settings.shutdown_timeout_ms)
-
-        routers = [router(index) for index in range(settings.http_workers)]
-        opened.push_async_callback(stop_parts, routers)  # before the consolidator: they finish open responses
-        admin = await start_members(routers)
-        first = routers[0]
-        first.arguments += ["--select-port", first.word("select").rpartition(":")[2]]
-        ext_proc = [f"ext-proc={first.word('ext-proc')}"] if settings.ext_proc_port is not None else []
-        return [first.ready_words[0], *words, f"select={first.word('select')}", *ext_proc, admin]
-
-    await run_group(settings.host, settings.port, start, stop, ready)

@@ -25,7 +25,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from poolgrid.cli.service_process import PARENT_PIPE_VARIABLE
-from poolgrid.process.leash import RestartPace
+from poolgrid.process.restart_pace import RestartPace
 from poolgrid.process.tasks import Restart, detached, supervised
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,8 @@ from poolgrid.process.log_lines import shown_peer
 from poolgrid.transport.zmq_socket import BatchSocket
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError, WireError
-from poolgrid.wire.feed import Records, Replay, SnapshotPart, TooOld, encode_answer
+from poolgrid.wire.feed import Records, Replay, SnapshotPart, TooOld
+from poolgrid.wire.feed_frames import encode_answer
 from poolgrid.wire.limits import REPLAY_RECORDS_MAX
 from poolgrid.wire.sessions import NO_SESSIONS
 

@@ -19,10 +19,6 @@ import logging
 from time import monotonic_ns, time_ns
 from typing import Any, Final, Protocol, TypeVar, final
 
-# A compiled module looks up what it imports at each use, and these many times a request.
-_monotonic_ns: Final = monotonic_ns
-_time_ns: Final = time_ns
-
 
 class Clock(Protocol):
     """A source of wall-clock and monotonic time."""
@@ -41,20 +37,16 @@ class SystemClock:
     """The machine's clock."""
 
     def wall_ms(self) -> int:
-        return _time_ns() // 1_000_000
+        return time_ns() // 1_000_000
 
     def monotonic_ms(self) -> float:
         """Return milliseconds that only grow."""
-        return _monotonic_ns() / 1e6
+        return monotonic_ns() / 1e6
 
 
 log: Final = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-# A compiled module looks up what it imports at each use, and these many times a request.
-_monotonic_ns: Final = monotonic_ns
-_time_ns: Final = time_ns
 
 BEAT_MAX_MS: Final = 50.0
 """Longest time between two heartbeats: twenty wake-ups a second cost an idle process a thousandth of a core."""
@@ -146,12 +138,12 @@ class AwakeClock:
         self._timer = asyncio.get_running_loop().call_later(self._beat_ms / 1000, self._beat)
 
     def wall_ms(self) -> int:
-        return _time_ns() // 1_000_000 if self._is_systems else self._clock.wall_ms()
+        return time_ns() // 1_000_000 if self._is_systems else self._clock.wall_ms()
 
     def monotonic_ms(self) -> float:
         """Return milliseconds that grow while this process is awake."""
         if self._is_systems:
-            return self._time.at(_monotonic_ns() / 1e6)
+            return self._time.at(monotonic_ns() / 1e6)
         read = self._monotonic_ms  # called at once it would be looked up as a method
         return self._time.at(read())
 

@@ -17,8 +17,9 @@ from poolgrid.inference.ports import StreamDelta
 from poolgrid.wire import codec
 from poolgrid.wire.identifiers import Stage, WorkerKey
 from poolgrid.wire.multimodal import MediaKind, MultimodalInput
-from poolgrid.wire.request_ids import TraceContext, dispatch_id
+from poolgrid.wire.request_ids import dispatch_id
 from poolgrid.wire.requests import Generate, Routing, Sampling, TokenDelta
+from poolgrid.wire.trace_context import TraceContext
 
 TOKENS_TOGETHER: Final = 32
 """Tokens that come together where the answer is read whole: a worker that dies takes at most so many with it, which is

@@ -50,9 +50,9 @@ from poolgrid.serving.legs import (
 )
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.identifiers import Stage, WorkerKey
-from poolgrid.wire.request_ids import TraceContext
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenDelta
 from poolgrid.wire.tasks import TASK_ROLES
+from poolgrid.wire.trace_context import TraceContext
 
 STATE_OF: Final = {
     Stage.WHOLE: LegState.WHOLE,

@@ -36,8 +36,8 @@ from poolgrid.serving.metrics import LegTimer, ServingMetrics
 from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
-from poolgrid.wire.request_ids import TraceContext
 from poolgrid.wire.requests import FinishReason, TokenDelta
+from poolgrid.wire.trace_context import TraceContext
 
 log: Final = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from poolgrid.serving.links import OpenLink, link_opener
 from poolgrid.serving.metrics import ServingMetrics
 from poolgrid.serving.router_settings import ServingSettings
 from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics
-from poolgrid.wire.request_ids import TraceContext
+from poolgrid.wire.trace_context import TraceContext
 
 if TYPE_CHECKING:
     from poolgrid.discovery.discovery import Discovery

@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Meta
 
 from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.feed import FEED_TOPIC
+from poolgrid.wire.feed_frames import FEED_TOPIC
 from poolgrid.wire.identifiers import U32, U64, Identifier, Text
 
 BATCH_FRAME = b"B"

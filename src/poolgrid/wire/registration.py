@@ -3,11 +3,6 @@
 An entry is JSON, so that people can read it where it lies. It is written by all that may write there and read by
 others, so nothing of it is used before it was checked: a reader refuses an entry with the field and its value, and
 continues with the next.
-
-Which consolidator writes a pool's journal, where several may: the entry by which one claims it.
-
-The entry lies in the key-value bucket of the pool and goes when its writer does not renew it in time. Workers push to
-the ``ingest`` of the active consolidator, and routers follow its ``feed`` and ask its ``query``.
 """
 
 from __future__ import annotations
@@ -18,7 +13,6 @@ from typing import Annotated
 import msgspec
 
 from poolgrid.wire.addresses import EndpointName, http_url_problem, part_problem, zmq_endpoint_problem
-from poolgrid.wire.identifiers import Identifier
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 
 ENTRY_BYTES_MAX = 4096
@@ -129,15 +123,3 @@ def _problem(found: Registration) -> str | None:
 
 def _shown(value: str) -> str:
     return repr(value) if len(value) <= SHOWN_CHARS else f"{value[:SHOWN_CHARS]!r}… ({len(value)} characters)"
-
-
-class Leader(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """The consolidator that is active."""
-
-    consolidator_id: Identifier
-    ingest: str = ""
-    """Where workers push; empty while it reads the journal."""
-    feed: str = ""
-    """Where routers subscribe."""
-    query: str = ""
-    """Where routers ask for snapshots and records."""

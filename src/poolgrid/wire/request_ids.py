@@ -9,23 +9,13 @@ Rules
 
 Only rule 1's name is the client's. Answers show it, people look requests up by it, and ties and seeds are drawn from
 it, so that the same name is drawn the same; nothing is found, cancelled or reserved by it.
-
-Where a request stands in a distributed trace, as W3C's Trace Context writes it: what processes hand to each other.
-
-A span is made by the process that did the work. What crosses between processes is only the name of the span that asked
-for it, and whether the trace is kept.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Annotated, Final, NamedTuple
-
-import msgspec
-from msgspec import Meta
-
-from poolgrid.wire.limits import TRACE_STATE_CHARS_MAX, TRACEPARENT_CHARS_MAX
+from typing import Final
 
 SEPARATOR: Final = "~"
 
@@ -124,58 +114,3 @@ def are_sequences(one: str, other: str) -> bool:
 
 def _unique(request_id: str) -> str:
     return request_id.partition(SEPARATOR)[2]
-
-
-SAMPLED = 0x01
-"""The flag of a trace that is kept."""
-
-_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
-
-
-class TraceContext(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The span that a message was sent from."""
-
-    traceparent: Annotated[str, Meta(max_length=TRACEPARENT_CHARS_MAX)]
-    """``00-TRACE-SPAN-FLAGS`` in lower-case hex: 16 bytes, 8 bytes, 1 byte."""
-    tracestate: Annotated[str, Meta(max_length=TRACE_STATE_CHARS_MAX)] = ""
-    """State of tracing systems; passed on unread."""
-
-    @property
-    def headers(self) -> dict[str, str]:
-        if self.tracestate:
-            return {"traceparent": self.traceparent, "tracestate": self.tracestate}
-        return {"traceparent": self.traceparent}
-
-    @property
-    def is_sampled(self) -> bool:
-        place = read_traceparent(self.traceparent)
-        return place is not None and place.is_sampled
-
-
-class TracePlace(NamedTuple):
-    """A traceparent, read."""
-
-    trace_id: int
-    """u128, not 0."""
-    span_id: int
-    """u64, not 0."""
-    flags: int
-
-    @property
-    def is_sampled(self) -> bool:
-        return bool(self.flags & SAMPLED)
-
-    @property
-    def traceparent(self) -> str:
-        return f"00-{self.trace_id:032x}-{self.span_id:016x}-{self.flags & 0xFF:02x}"
-
-
-def read_traceparent(text: str) -> TracePlace | None:
-    """Return the content of a ``traceparent``; ``None`` when it is none, which W3C treats as absent."""
-    found = _TRACEPARENT.fullmatch(text)
-    if found is None or found[1] == "ff" or (found[1] == "00" and found[5]):
-        return None
-    trace_id, span_id = int(found[2], 16), int(found[3], 16)
-    if not trace_id or not span_id:
-        return None
-    return TracePlace(trace_id, span_id, int(found[4], 16))

@@ -27,9 +27,9 @@ from poolgrid.wire.limits import (
     TOKEN_DELTAS_PER_BATCH_MAX,
     TOKENS_TOGETHER_MAX,
 )
-from poolgrid.wire.request_ids import TraceContext
 from poolgrid.wire.sessions import SessionTurn, TurnAnswer
 from poolgrid.wire.tasks import Task, TaskResult
+from poolgrid.wire.trace_context import TraceContext
 
 Guide = Annotated[str, Meta(max_length=GUIDE_BYTES_MAX)]
 """What an output must keep to, in a language of the engine's guided decoding."""

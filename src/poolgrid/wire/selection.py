@@ -30,7 +30,7 @@ from poolgrid.wire.limits import (
     RENEWALS_MAX,
     WORKERS_EXCLUDED_MAX,
 )
-from poolgrid.wire.request_ids import TraceContext
+from poolgrid.wire.trace_context import TraceContext
 
 
 class WorkerRank(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -11,7 +11,6 @@ import pytest
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Stage
-from poolgrid.wire.request_ids import TraceContext
 from poolgrid.wire.requests import (
     FinishReason,
     Generate,
@@ -21,6 +20,7 @@ from poolgrid.wire.requests import (
     Routing,
     Sampling,
 )
+from poolgrid.wire.trace_context import TraceContext
 from poolgrid.workers.core.refusal import RefusedError, UnableError
 from poolgrid.workers.engines.server.core.calls import ServerAnswerPiece
 from poolgrid.workers.engines.server.core.openai_words import refusal_of, retry_after_ms

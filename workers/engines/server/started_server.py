@@ -29,7 +29,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from poolgrid.process.leash import RestartPace, leashed
+from poolgrid.process.leash import leashed
+from poolgrid.process.restart_pace import RestartPace
 from poolgrid.process.tasks import cancel_all, owned
 from poolgrid.transport.bound_socket import ReservedPorts, bind
 from poolgrid.workers.engines.definition import EngineHost

@@ -11,7 +11,7 @@ import asyncio
 from poolgrid.wire.limits import RESULT_BYTES_MAX
 from poolgrid.wire.tasks import EmbeddingTask, TaskResult, VisualTask
 from poolgrid.workers.core.refusal import RefusedError, UnsupportedError
-from poolgrid.workers.engines.simulated.core.media import DIMENSIONS, image, vector, video
+from poolgrid.workers.engines.simulated.core.pictures import DIMENSIONS, image, vector, video
 from poolgrid.workers.engines.tasks import Told
 
 MS_PER_EMBEDDED_TOKEN = 0.02

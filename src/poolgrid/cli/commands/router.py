@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from poolgrid.cli.command_line import LogChoice, command, log_options
-from poolgrid.cli.http_group import serve_group
 from poolgrid.cli.options import with_settings
+from poolgrid.cli.router_group import serve_group
 from poolgrid.cli.service_process import run_service, say_ready
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.frontend.settings import FrontendSettings

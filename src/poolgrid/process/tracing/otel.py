@@ -21,7 +21,7 @@ from opentelemetry.trace import SpanKind as OtelKind
 from poolgrid import __version__
 from poolgrid.process.tracing.record import SpanKind, SpanRecord, TraceRecord
 from poolgrid.process.tracing.settings import TraceTarget
-from poolgrid.wire.request_ids import TracePlace
+from poolgrid.wire.trace_context import TracePlace
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from poolgrid.wire.request_ids import TraceContext, TracePlace
+from poolgrid.wire.trace_context import TraceContext, TracePlace
 
 SPANS_MAX = 128
 """A request of eight choices in two legs has some forty, and each move of one adds five."""

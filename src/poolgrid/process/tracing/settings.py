@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from poolgrid.process.settings import Settings
-from poolgrid.wire.request_ids import SAMPLED, TracePlace
+from poolgrid.wire.trace_context import SAMPLED, TracePlace
 
 ID_HALF = 1 << 64
 """A trace's id is drawn by its lower half, as OpenTelemetry does."""

@@ -20,7 +20,7 @@ from poolgrid.process.clock import Clock
 from poolgrid.process.tracing.record import SpanKind, TraceRecord
 from poolgrid.process.tracing.settings import Sampler, TraceSampling, TraceSettings, trace_target
 from poolgrid.wire.limits import TRACE_STATE_CHARS_MAX
-from poolgrid.wire.request_ids import TraceContext, TracePlace, read_traceparent
+from poolgrid.wire.trace_context import TraceContext, TracePlace, read_traceparent
 
 
 class TraceSink(Protocol):
