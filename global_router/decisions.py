@@ -159,7 +159,7 @@ class RequestDecisions:
     def add(self, record: RequestDecision) -> None:
         """Keep a record, forgetting the oldest beyond the capacity; a second one of the same id replaces the first."""
         self.added += 1
-        self.seconds.add(record.time_ms, 1, record.isl, 0)
+        self.seconds.add(record.time_ms, (1, record.isl, 0, 0))
         self._records.pop(record.request_id, None)
         self._records[record.request_id] = record
         self._latest[name_of(record.request_id)] = record.request_id

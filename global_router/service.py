@@ -339,7 +339,7 @@ class GlobalRouterService:
         output = delivery.tokens > 0
         if not place.for_room:
             self._metrics.moves.labels("amid_output" if output else "before_output").inc()
-            self.decisions.seconds.add(self._clock.wall_ms(), 0, 0, 0, moves=1)
+            self.decisions.seconds.add(self._clock.wall_ms(), (0, 0, 0, 1))
         elif flight.timer.waits_since_ms is not None:
             waited_ms = self._clock.monotonic_ms() - flight.timer.waits_since_ms
             timeout_ms = max(0.0, self._settings.queue_timeout_ms - waited_ms)

@@ -47,7 +47,7 @@ _NO_REASONS: Final[Mapping[WorkerKey, str]] = MappingProxyType({})
 _NO_WORKER: Final = WorkerKey(WorkerId(""), 0)
 
 
-class Decision(msgspec.Struct, eq=False):
+class Decision(msgspec.Struct, eq=False, gc=False):
     """Why one request went to one worker."""
 
     request: RoutingRequest
@@ -243,12 +243,12 @@ class DecisionLog:
         request = decision.request
         if request.stage is not Stage.DECODE:
             if decision.attempt:
-                self.seconds.add(decision.time_ms, 0, 0, 0, moves=1)
+                self.seconds.add(decision.time_ms, (0, 0, 0, 1))
             else:
                 found_tokens = min(request.isl, decision.overlap_blocks * request.block_size)
-                self.seconds.add(decision.time_ms, 1, request.isl, found_tokens)
+                self.seconds.add(decision.time_ms, (1, request.isl, found_tokens, 0))
         decisions = self._decisions
-        request_id = decision.request.request_id
+        request_id = request.request_id
         key = (request_id, decision.attempt)
         if key in decisions:
             self.size_bytes -= decisions.pop(key).kept_bytes
@@ -290,14 +290,6 @@ class DecisionLog:
     def of_dispatch(self, dispatch_id: str) -> Decision | None:
         """Return the decision of a dispatch: attempt 0 has the request's own id, attempt n is called ``<id>~<n>``."""
         return self._decisions.get((dispatch_id, 0)) or self._decisions.get(dispatch_of(dispatch_id))
-
-    def realised(self, dispatch_id: str, cached_tokens: int) -> Decision | None:
-        """Note what the worker really reused for a dispatch; return its decision when that is news."""
-        decision = self.of_dispatch(dispatch_id)
-        if decision is None or decision.realised_cached_tokens is not None:
-            return None
-        decision.realised_cached_tokens = cached_tokens
-        return decision
 
     def first_token(self, dispatch_id: str, ttft_ms: float) -> Decision | None:
         """Note how long the first token of a dispatch really took; return its decision, if it is kept."""

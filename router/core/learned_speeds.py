@@ -226,11 +226,10 @@ class LearnedSpeeds(Observer):
 
     def on_released(self, worker: WorkerKey, request_id: str, blocks: int | None) -> None:
         """Await a request no longer that had no first token."""
-        now_ms = self._latest_ms
         known = self._workers.get(worker)
-        awaited = None if known is None else known.awaited.pop(request_id, None)
-        if known is None or awaited is None:
+        if known is None or request_id not in known.awaited:
             return
+        now_ms, awaited = self._latest_ms, known.awaited.pop(request_id)
         self._awaited -= 1
         if now_ms - awaited.chosen_ms > awaited.unit_ms * self._ratio(known, now_ms) + GRACE_MS:
             self._learn(known, awaited, now_ms)

@@ -45,7 +45,7 @@ Window = tuple[WorkerKey, list[tuple[int, int, int]], bool]
 """A worker's cross-check: what counts for it (predicted, realised, disagreeing tokens), and whether it is suspect."""
 
 
-class _Pending(msgspec.Struct):
+class _Pending(msgspec.Struct, gc=False):
     """A chosen request that its worker has not started yet."""
 
     path: Sequence[int]

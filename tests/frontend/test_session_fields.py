@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 
+from poolgrid.frontend.cache_fields import keep_ms_of
 from poolgrid.frontend.prepared_request import PreparedRequest
 from poolgrid.frontend.schema import Function, Message, ToolCall, chat_decoder, parse_inference
 from poolgrid.frontend.session_fields import NAME_CHARS_MAX, answered_by, clean, response_key, session_hint
@@ -24,6 +25,7 @@ class Job:
         body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
         self.body, self.is_plain = parse_inference(chat_decoder, json.dumps(body).encode())
         self.after_tool, self.answer = answered_by(self.body.messages)
+        self.keep_ms = 0 if self.is_plain else keep_ms_of(self.body)
 
 
 def hint(headers: dict[str, str] | None = None, **fields: Any) -> SessionHint:

@@ -31,6 +31,8 @@ from poolgrid.workers.engines.simulated.core import pictures
 from tests.frontend.fake_backend import FakeBackend, Step
 from tests.frontend.server import application, in_process, served_in_thread
 
+pytestmark = pytest.mark.filterwarnings("ignore:The Sora API")
+
 MODELS = (
     ServedModel("words", 1, 1, generates=False, tasks=(Stage.EMBEDDING,)),
     ServedModel("flux", 1, 1, generates=False, tasks=(Stage.IMAGE,)),

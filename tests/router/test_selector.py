@@ -279,8 +279,7 @@ def test_the_decision_log_keeps_the_newest_and_all_attempts_of_a_request() -> No
 
     assert [d.request.request_id for d in log.newest(10)] == ["r4", "r3", "r2"]
     assert log.of_request("r0") == []
-    assert log.realised("r4", 77) is not None
-    assert log.of_request("r4")[0].realised_cached_tokens == 77
+    assert log.of_dispatch("r4") is log.newest(1)[0]
 
 
 def test_the_decision_log_finds_the_latest_request_of_a_name_and_every_one_by_its_id() -> None:
@@ -292,7 +291,7 @@ def test_the_decision_log_finds_the_latest_request_of_a_name_and_every_one_by_it
 
     assert [each.request.request_id for each in log.of_request("mine")] == ["mine~r2"]
     assert [each.request.request_id for each in log.of_request("mine~r1")] == ["mine~r1"]
-    assert log.realised("mine~r1", 7) is log.of_request("mine~r1")[0]
+    assert log.of_dispatch("mine~r1") is log.of_request("mine~r1")[0]
     for request_id in ("other~r3", "third~r4"):
         log.add(decide(pool, KvAware(), PATH, request_id))
     assert log.of_request("mine") == [], "what is forgotten is not found by its name either"

@@ -151,7 +151,7 @@ class LargePool:
         worker, overlap = found.worker, found.overlap_blocks
         self._running[worker] += 1
         reused = overlap * BLOCK_SIZE
-        self.decisions.realised(name, reused)
+        found.realised_cached_tokens = reused
         self.say(worker, [RequestStarted(name, isl, reused, len(grown)), self._load(worker)])
         held = self._held[worker]
         new = [each for each in grown if each not in held]

@@ -134,7 +134,7 @@ GOLDEN_FILE = Path(__file__).with_name("golden_frames.txt")
 
 CODECS: dict[str, Codec[Any]] = {name: value for name, value in vars(codec).items() if isinstance(value, Codec)}
 
-TURN = SessionTurn("s-1", U64_MAX, "s-0", True, U64_MAX, 5, 6, 900)
+TURN = SessionTurn("s-1", U64_MAX, "s-0", True, U64_MAX, 5, 6, 900, 300_000, 96)
 
 SMALL_CARD = WorkerCard("tiny", Role.AGGREGATED, 16, WorkerLimits(8, 2048, 512, 4096), "tcp://127.0.0.1:40001")
 FULL_CARD = WorkerCard(
@@ -369,6 +369,8 @@ GOLDEN: dict[tuple[str, str], Any] = {
                     (Gap(2, 900, 300), Gap(), Gap()),
                     (Footprint("w1", 0, 7, U64_MAX),),
                     (Tail("r-1", 5, 4, 100, 3, 120, 7),),
+                    96,
+                    1_700_000_300_123,
                 )
             ],
             [Turn("r-1", U64_MAX, "s-1", "w1", 0, 5, 7, 96)],

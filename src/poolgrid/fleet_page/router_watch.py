@@ -169,7 +169,7 @@ class ServedSeconds:
         more = [max(0, after - before) for after, before in zip(now, self._before, strict=True)]
         self._before = now
         if any(more):
-            self._seconds.put(self._clock.wall_ms() - INTERVAL_MS // 2, more)
+            self._seconds.add(self._clock.wall_ms() - INTERVAL_MS // 2, more)
 
     async def run(self) -> None:
         while True:

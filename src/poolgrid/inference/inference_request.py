@@ -26,6 +26,8 @@ class SessionHint(NamedTuple):
     """Whether the prompt has the result of a tool behind the last answer in it."""
     answer: int = 0
     """``answer_key`` of the response that it continues by its id; 0 = none is named."""
+    keep_ms: int = 0
+    """How long to keep its prompt's KV, as far as ``InferenceRequest.kept_tokens_max`` allows; 0 = nothing is asked."""
 
 
 NO_HINT: Final = SessionHint()
@@ -91,6 +93,8 @@ class InferenceRequest(msgspec.Struct, eq=False):
     ``headers`` (those of ``HINT_HEADERS``, by name in lower case). Either may be absent."""
     session: SessionHint = NO_HINT
     """The client's hint about its session."""
+    kept_tokens_max: int = 0
+    """Prompt tokens that its tenant may have kept at a time where ``session`` asks for that."""
     turn: SessionTurn | None = None
     """The turn of a session that it is, once its router has looked."""
     trace: TraceRecord | None = None

@@ -132,14 +132,17 @@ class RequestTracker(ABC, Generic[R]):
         context = self._not_sampled if trace is None else begin_leg(trace, machine, worker, stage, pool)
         endpoint = link.endpoint
         message = machine.begin(worker, endpoint, stage, overlap_tokens, expected_prefill_tokens, context)
-        if not link.generate(message, not self._on_link.get(endpoint)):
+        on_link = self._on_link.get(endpoint)
+        if not link.generate(message, on_link is None):
             machine.not_sent()
             if trace is not None:
                 trace.close(message.request_id, "not sent")
             return None
         dispatch = machine.plan.current
         assert dispatch is not None, "a leg was begun"
-        self._on_link.setdefault(endpoint, {})[dispatch.id] = routed
+        if on_link is None:
+            on_link = self._on_link[endpoint] = {}
+        on_link[dispatch.id] = routed
         self._leg_times.sent(routed.timer, dispatch.number, perf_counter())
         return dispatch
 

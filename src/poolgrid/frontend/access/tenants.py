@@ -233,6 +233,8 @@ class Caller:
             request.priority = min(request.priority, rules.priority_max)
             if request.retention is not None:
                 request.retention = request.retention.capped(rules.retention_priority_max)
+            if request.session.keep_ms:
+                request.kept_tokens_max = rules.kept_tokens_max
 
     def not_dispatched(self, now_ms: float) -> None:
         """Give the prompt tokens back: no worker saw them."""

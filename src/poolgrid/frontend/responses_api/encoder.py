@@ -93,7 +93,7 @@ class ResponsesEncoder(PieceEncoder[Event]):
         reasoning = "".join(self._reasoning)
         response["usage"] = {
             "input_tokens": counts["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": counts["prompt_tokens_details"]["cached_tokens"]},
+            "input_tokens_details": {"cache_write_tokens": 0, **counts["prompt_tokens_details"]},
             "output_tokens": counts["completion_tokens"],
             "output_tokens_details": {
                 # As many tokens as its text makes by itself: markers are not counted.

@@ -15,7 +15,8 @@ class TaskOutput(RequestOutput):
     """What has come of a task."""
 
     def __init__(self, request: InferenceRequest) -> None:
-        super().__init__(0, request)
+        self.index = 0
+        self.request = request
         self.progress = 0
         self.result: TaskResult | None = None
 
