@@ -18,13 +18,13 @@ import pytest
 
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
-from poolgrid.frontend.responses_api.store import Owner
-from poolgrid.frontend.tasks import result_files, videos
-from poolgrid.frontend.tasks.result_files import ResultFiles
+from poolgrid.frontend.responses_api.kept import Owner
+from poolgrid.frontend.tasks import videos
+from poolgrid.frontend.tasks import videos as result_files
 from poolgrid.frontend.tasks.schema import read_form, read_video
+from poolgrid.frontend.tasks.videos import ResultFiles
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import Refused, ServedModel
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.ports import Refused, ServedModel, StreamDelta
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.tasks import EmbeddingTask, TaskResult, VisualTask
 from poolgrid.workers.engines.simulated.core import pictures

@@ -30,7 +30,7 @@ from typing import Final
 import msgspec
 
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.ports import StreamDelta
 from poolgrid.serving.legs import (
     NOTHING,
     AvoidWorker,
@@ -119,13 +119,11 @@ class Transition(msgspec.Struct):
 
     @property
     def dispatch(self) -> Dispatch:
-        """The leg it happened to."""
         assert self.leg is not None, "it happened to a leg"
         return self.leg
 
     @property
     def reported(self) -> TokenDelta:
-        """What the worker sent."""
         assert self.worker_delta is not None, "a worker sent something"
         return self.worker_delta
 

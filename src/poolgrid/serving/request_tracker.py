@@ -216,14 +216,12 @@ class RequestTracker(ABC, Generic[R]):
         self.carry_out(routed, routed.machine.end(event, why, retry_after_s))
 
     def end_all(self, why: str) -> None:
-        """End every request because this process ends."""
         for routed in list(self.requests.values()):
             self.end(routed, LegEvent.SHUTDOWN, why)
 
     # -- effects ---------------------------------------------------------------------------------------------------
 
     def carry_out(self, routed: R, effects: tuple[Effect, ...]) -> None:
-        """Carry out what follows from an event."""
         request = routed.machine.request
         if request.trace is not None:
             follow_legs(request.trace, routed.machine, effects)  # first: what is placed next is linked to what was lost

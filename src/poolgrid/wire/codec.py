@@ -18,14 +18,12 @@ import msgspec
 from poolgrid.wire.errors import DecodeError, LimitError
 from poolgrid.wire.events import AnyEvent, EventBatch, JournalRecord
 from poolgrid.wire.feed import FromFeed, SnapshotPart, ToFeed
-from poolgrid.wire.ingest import FromConsolidator, ToConsolidator
+from poolgrid.wire.ingest import FromConsolidator, LoadingWorker, LoadingWorkers, ToConsolidator
 from poolgrid.wire.leadership import Leader
 from poolgrid.wire.limits import FRAME_BYTES_MAX
-from poolgrid.wire.loading import LoadingWorker, LoadingWorkers
-from poolgrid.wire.multimodal import MultimodalInput
+from poolgrid.wire.multimodal import FromTensorSource, MultimodalInput, TensorList, ToTensorSource
 from poolgrid.wire.requests import FromWorker, Generate, KvOffered, TokenBatch, ToWorker
 from poolgrid.wire.selection import FromPool, Probe, Select, ToPool
-from poolgrid.wire.tensors import FromTensorSource, TensorList, ToTensorSource
 
 T = TypeVar("T")
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -40,7 +38,6 @@ class Codec(Generic[T]):
         self._check = check
 
     def encode(self, value: T) -> bytes:
-        """Return the frame of a message."""
         frame = _encoder.encode(value)
         if len(frame) > FRAME_BYTES_MAX:
             raise LimitError(f"the size of {self._what}", len(frame), FRAME_BYTES_MAX)
