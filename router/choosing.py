@@ -78,7 +78,7 @@ class Chooser:
         full: FullWorkers[WorkerKey],
     ) -> None:
         self.paths = TenantPaths()
-        self.naming = SessionNaming(state.projection)
+        self.naming = SessionNaming(state.projection, clock.wall_ms)
         self.full = full
         """Workers that refused requests for lack of room: they get nothing for a while."""
         self._always_two = settings.legs == "two"

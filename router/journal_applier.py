@@ -52,12 +52,11 @@ class JournalApplier:
         state: RouterState,
         clock: Clock,
         bulk: BulkWork,
-        on_applied: Callable[[Sequence[JournalRecord]], None],
-        on_loaded: Callable[[], None],
+        on_applied: Callable[[], None],
         resync: Callable[[], None],
     ) -> None:
-        """``on_applied`` is called for records, ``on_loaded`` of a snapshot, right after they became the state;
-        ``resync`` asks the feed for a snapshot."""
+        """``on_applied`` is called right after records or a snapshot became the state; ``resync`` asks the feed for a
+        snapshot."""
         self.level = asyncio.Event()
         """Set while all that arrived is applied."""
         self._state = state
@@ -65,7 +64,6 @@ class JournalApplier:
         self._clock = clock
         self._bulk = bulk
         self._on_applied = on_applied
-        self._on_loaded = on_loaded
         self._resync = resync
         self._lost = False
         """Whether records could not be applied, and the snapshot that stands in for them has not come."""
@@ -125,7 +123,6 @@ class JournalApplier:
         return max(behind, int(self._lost))
 
     def stop(self) -> None:
-        """Drop what was still to be applied."""
         self._loading = self._replaced = None
         self._arrived.clear()
         self._stopped = True
@@ -147,7 +144,7 @@ class JournalApplier:
                 self._state.adopt(SnapshotArrived(loaded, self._clock.monotonic_ms()))
                 self._replaced = loaded
                 self._note_level()
-                self._on_loaded()
+                self._on_applied()
         elif self._arrived:
             records = _leading(self._arrived)
             for _ in records:
@@ -170,7 +167,7 @@ class JournalApplier:
         except Exception as error:
             self._start_over(records, error)
         else:
-            self._on_applied(records)
+            self._on_applied()
 
     def _start_over(self, records: Sequence[JournalRecord], error: Exception) -> None:
         self._lost = True

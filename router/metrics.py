@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.diagnosis.evidence import UncachedSplit
+from poolgrid.diagnosis.rules import UncachedSplit
 from poolgrid.process.instruments import Counter, Histogram
 from poolgrid.serving.metrics import ServingMetrics
 
@@ -74,6 +74,7 @@ class RouterMetrics(ServingMetrics):
             registry=registry,
         )
         self._uncached = [uncached.labels(cause) for cause in UncachedSplit.__struct_fields__]
+        self.cold_tokens = self._uncached[0]
         self.prediction_error_tokens = Counter(
             "poolgrid_router_prediction_error_tokens_total",
             "Prompt tokens by which workers reused `less` or `more` than the index predicted. Less: evictions "

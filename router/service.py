@@ -46,7 +46,6 @@ from poolgrid.serving.links import LINKS_MAX, OpenLink
 from poolgrid.serving.metrics import LegTimer
 from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.serving.token_delivery import TokenDelivery
-from poolgrid.wire.events import JournalRecord, RequestFinished, RequestStarted
 from poolgrid.wire.identifiers import WorkerKey
 from poolgrid.wire.tasks import TASK_ROLES
 from poolgrid.wire.trace_context import TraceContext
@@ -85,7 +84,7 @@ class RouterService:
         self._feed = feed
         self.metrics = self._metrics = metrics
         self._clock = clock
-        self.journal = JournalApplier(state, clock, BulkWork(clock), self._on_applied, self._after_records, feed.resync)
+        self.journal = JournalApplier(state, clock, BulkWork(clock), self._after_records, feed.resync)
         journal = self.journal
         self._behind_records: Callable[[], int] = lambda: journal.behind() + feed.behind()
         self._full: FullWorkers[WorkerKey] = FullWorkers(clock)
@@ -156,17 +155,6 @@ class RouterService:
         self._troubled = bool(trouble)
 
     # -- the journal -----------------------------------------------------------------------------------------------
-
-    def _on_applied(self, records: Sequence[JournalRecord]) -> None:
-        for record in records:
-            for event in record.events:
-                # Also of requests that were only placed here, and whose tokens go past this router.
-                if type(event) is RequestStarted:
-                    if not event.cached_later:
-                        self.tracker.realised(event.request_id, event.cached_tokens)
-                elif type(event) is RequestFinished and event.cached_tokens is not None:
-                    self.tracker.realised(event.request_id, event.cached_tokens)
-        self._after_records()
 
     def _after_records(self) -> None:
         if self.projection.fleet.version != self._fleet_version:
@@ -273,6 +261,8 @@ class RouterService:
             trace.close(queue_span(machine.request.request_id))
             tell_decision(trace.add("choose", began_ms), decision)
         overlap_tokens = chosen.overlap_tokens()
+        if machine.request.session.keep_ms and leg.stage in PROMPT_STAGES:
+            self.chooser.naming.placed(machine.request, self.projection.fleet.workers[decision.worker].card)
         dispatch = self.tracker.send(
             routed,
             self.links.to_worker(decision.worker),
@@ -381,5 +371,4 @@ class RouterService:
         return self._feed.trouble(self._clock.monotonic_ms()) if self.ready else ""
 
     def counts(self) -> tuple[int, int]:
-        """Return how many requests are active and how many wait."""
         return len(self.tracker.requests), len(self.queue)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
+import msgspec
+
+from poolgrid.consolidator.core.session_table import IDLE_MAX_MS
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.router.core.lineage import anchor_of, digest_of
 from poolgrid.router.core.projection import Projection
+from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.hashing import TOKEN_BYTES, stable_u64
 from poolgrid.wire.requests import FinishReason
 from poolgrid.wire.sessions import SessionTurn, TurnAnswer, TurnEnding, tenant_key
@@ -24,9 +28,10 @@ RETURN_MAX_MS: Final = 60_000
 class SessionNaming:
     """Names the turns of one router's requests, and notes their ends at once: the pool's journal is slower."""
 
-    def __init__(self, projection: Projection) -> None:
+    def __init__(self, projection: Projection, wall_ms: Callable[[], int]) -> None:
         self._sessions = projection.sessions
         self._lineage = projection.lineage
+        self._wall_ms = wall_ms
 
     def turn_of(self, request: InferenceRequest, path: Sequence[int], block_size: int) -> SessionTurn:
         """Return the turn that a request would be, dispatched now."""
@@ -45,11 +50,32 @@ class SessionNaming:
             gap = session.gaps[AFTER_TOOL] if session.gaps[AFTER_TOOL].count else self._sessions.gaps[AFTER_TOOL]
             return_ms = gap.limit_ms if gap.limit_ms <= RETURN_MAX_MS else 0
         tail = path[-1] if path else 0
-        return SessionTurn(name, tenant, parent, hint.after_tool, tail, anchor, residual, return_ms)
+        turn = SessionTurn(name, tenant, parent, hint.after_tool, tail, anchor, residual, return_ms)
+        return self._keeping(turn, request) if request.kept_tokens_max and request.retention is None else turn
+
+    def _keeping(self, turn: SessionTurn, request: InferenceRequest) -> SessionTurn:
+        """Return a turn with what its client has kept, as far as the tenant's budget has room next to others.
+
+        Engines always compute the last token of a prompt. Turns whose start is not in the pool's journal yet are not
+        counted: those that come at once may exceed the budget.
+        """
+        others = self._sessions.kept.others(turn.tenant, turn.session, self._wall_ms())
+        tokens = min(len(request.token_ids) // TOKEN_BYTES - 1, request.kept_tokens_max - others)
+        if tokens <= 0:
+            return turn
+        # Longer than the table knows a session that does nothing, its tokens would not count any more.
+        return msgspec.structs.replace(turn, keep_ms=min(request.session.keep_ms, IDLE_MAX_MS), keep_tokens=tokens)
+
+    @staticmethod
+    def placed(request: InferenceRequest, card: WorkerCard) -> None:
+        """Keep nothing of a turn on a worker whose engine cannot: its client is told what was kept."""
+        turn = request.turn
+        if turn is not None and turn.keep_tokens and not card.takes_retention:
+            request.turn = msgspec.structs.replace(turn, keep_ms=0, keep_tokens=0)
 
     def is_later(self, turn: SessionTurn | None) -> bool:
         """Return whether a turn continues an earlier one, of its session or of the one that it forked from."""
-        return turn is not None and (bool(turn.parent) or self._sessions.get(turn.tenant, turn.session) is not None)
+        return turn is not None and (bool(turn.parent) or (turn.tenant, turn.session) in self._sessions)
 
     def dispatched(self, request: InferenceRequest) -> None:
         """Note that a turn is on a worker: what its session's next prompts continue from now on."""

@@ -55,7 +55,7 @@ class RouterTracker(RequestTracker[LocalRequest]):
         self.decisions = DecisionLog(DECISIONS_KEPT)
         self.sketch = ReuseSketch()
         """What prompts were seen, of requests with a worker."""
-        self.naming = SessionNaming(state.projection)
+        self.naming = SessionNaming(state.projection, clock.wall_ms)
         self.recorder: DecisionRecorder | None = None
         """Where decisions are kept beyond ``decisions``; it is the log of the state too."""
         self._counters: dict[tuple[str, str, Stage, str], tuple[Counter, Counter]] = {}
@@ -63,7 +63,7 @@ class RouterTracker(RequestTracker[LocalRequest]):
         self._state = state
         self._metrics = metrics
         self._full = full
-        self.examiner = Examiner(state.projection, self.decisions.of_dispatch)
+        self.examiner = Examiner(state.projection, self.decisions.of_dispatch, self._realised)
         self._plans = state.selector.planner is not None
         self._overcommit_timer: asyncio.TimerHandle | None = None
         for observer in state.projection.observers:
@@ -116,16 +116,16 @@ class RouterTracker(RequestTracker[LocalRequest]):
 
     def gateway_realised(self, dispatch_id: str, path: Sequence[int], cached_tokens: int, isl: int | None) -> None:
         """Note what an engine reported in an answer that went past this router."""
-        self.realised(dispatch_id, cached_tokens, isl)
         decision = self.decisions.of_dispatch(dispatch_id)
         if decision is not None:
+            self._realised(decision, cached_tokens, isl)
             self.examiner.gateway_reported(decision, path, cached_tokens, isl)
 
-    def realised(self, dispatch_id: str, cached_tokens: int, isl: int | None = None) -> None:
-        """Note what the chosen worker really reused."""
-        decision = self.decisions.realised(dispatch_id, cached_tokens)
-        if decision is None:
+    def _realised(self, decision: Decision, cached_tokens: int, isl: int | None = None) -> None:
+        """Note what the chosen worker really reused, the first time that it is reported."""
+        if decision.realised_cached_tokens is not None:
             return
+        decision.realised_cached_tokens = cached_tokens
         request = decision.request
         if request.stage in PROMPT_STAGES and request.isl:
             metrics = self._metrics
@@ -136,7 +136,10 @@ class RouterTracker(RequestTracker[LocalRequest]):
                 metrics.reused_less.value -= error
             metrics.prediction_error.observe(abs(error) / request.isl)
             if decision.attempt == 0 or decision.is_reservation:
-                metrics.count_uncached(uncached_of(decision, cached_tokens))
+                if decision.seen_tokens <= cached_tokens <= request.isl and not error:
+                    metrics.cold_tokens.value += request.isl - cached_tokens
+                else:
+                    metrics.count_uncached(uncached_of(decision, cached_tokens))
             if decision.is_reservation and _is_first(decision):
                 metrics.overlap_realised_tokens.value += cached_tokens
         if self.recorder is not None:
@@ -163,7 +166,9 @@ class RouterTracker(RequestTracker[LocalRequest]):
             if computed and self._plans:
                 self._placer.room_changed(soon=True)
         if delta.cached_tokens is not None:
-            self.realised(dispatch.id, delta.cached_tokens)
+            decision = self.decisions.of_dispatch(dispatch.id)
+            if decision is not None:
+                self._realised(decision, delta.cached_tokens)
             if dispatch.number == machine.plan.encode_legs + machine.stale_loads:
                 self._metrics.overlap_realised_tokens.value += delta.cached_tokens
 
@@ -206,7 +211,6 @@ class RouterTracker(RequestTracker[LocalRequest]):
         self._state.expire(Expired(self._clock.monotonic_ms(), running))
 
     def stop(self) -> None:
-        """Expire nothing any more."""
         if self._overcommit_timer is not None:
             self._overcommit_timer.cancel()
 

@@ -209,7 +209,7 @@ class AttackedPool:
         await self.until_ready(router.url, len(roles))
 
     async def _start_finding(self) -> None:
-        self._found_by = ["--names", "directory", "--names-dir", str(self.names), "--names-lease-ms", "2000"]
+        self._found_by = ["--names", "directory", "--names-dir", str(self.names)]
         planes = [f"--{plane}-endpoint=dyn://{NAMESPACE}.consolidator.{plane}" for plane in ("feed", "query")]
         journal = ["--data-dir", str(self.directory / "data"), *_flags(JOURNAL_BOUNDS)]
         consolidators = ["consolidator"]

@@ -65,7 +65,6 @@ LINES: tuple[tuple[str, str, str], ...] = (
         ENCODE,
     ),
     ("frontend/inference_endpoint.py", r"_Answer\.(_take|_absorb)|_Pumps\..*", INTAKE),
-    ("frontend/inference_endpoint.py", r"InferenceExchange\._inflate", PREPARATION),
     ("frontend/responses.py", r".*", ENCODE),
     ("frontend/parsed_answers.py", r".*", ENCODE),
     ("frontend/stream_head.py", r".*", ENCODE),

@@ -33,7 +33,7 @@ Column = FloatArray | Sequence[float]
 """One number per candidate, as a decision keeps it."""
 
 
-class Candidates(msgspec.Struct, frozen=True, eq=False):
+class Candidates(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Columns of equal length, one row per worker, in the order of worker keys.
 
     They are arrays, or sequences of numbers for few workers and a policy that compares numbers: walking a few of them
@@ -76,7 +76,7 @@ class Forecast(NamedTuple):
     pace: float
 
 
-class Choice(msgspec.Struct, frozen=True, eq=False):
+class Choice(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A policy's answer: a row of the candidates, why, and the numbers behind it."""
 
     row: int
@@ -94,7 +94,7 @@ class Choice(msgspec.Struct, frozen=True, eq=False):
         return given() if callable(given) else given
 
 
-class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """What a policy may know of a request; the decision journal stores it as it is, by the names of the fields."""
 
     request_id: str

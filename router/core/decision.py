@@ -25,11 +25,9 @@ from poolgrid.wire.answers import (
     LegRow,
     LegsRow,
     MediaRow,
-    RetentionRow,
 )
 from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerId, WorkerKey
 from poolgrid.wire.request_ids import SEPARATOR, dispatch_of, kept_under, name_of
-from poolgrid.wire.requests import KvRetention
 from poolgrid.wire.second_counts import SecondCounts
 
 DECISION_BYTES: Final = 1000
@@ -49,7 +47,7 @@ _NO_REASONS: Final[Mapping[WorkerKey, str]] = MappingProxyType({})
 _NO_WORKER: Final = WorkerKey(WorkerId(""), 0)
 
 
-class Decision(msgspec.Struct, eq=False):
+class Decision(msgspec.Struct, eq=False, gc=False):
     """Why one request went to one worker."""
 
     request: RoutingRequest
@@ -73,8 +71,6 @@ class Decision(msgspec.Struct, eq=False):
     """How long the request waited for a worker with room before this decision could be carried out."""
     legs: LegChoice | None = None
     """Why the request has one leg or two, where both were possible."""
-    retention: KvRetention | None = None
-    """How long the prompt's blocks should stay, of a decision that was recorded when that was learned."""
     realised_cached_tokens: int | None = None
     """What the worker then really reused."""
     reported_isl: int | None = None
@@ -143,7 +139,6 @@ class Decision(msgspec.Struct, eq=False):
         return None if expected is None else float(expected[self.choice.row])
 
     def summary(self) -> DecisionRow:
-        """Return one line of facts, for lists."""
         costs = self.choice.costs
         return DecisionRow(
             request_id=self.request.request_id,
@@ -195,16 +190,9 @@ class Decision(msgspec.Struct, eq=False):
             untrusted={str(worker): why for worker, why in self.untrusted.items()},
             media=self._media(),
             legs=UNSET if self.legs is None else _legs_row(self.legs),
-            retention=self._retention(),
         )
 
-    def _retention(self) -> RetentionRow | UnsetType:
-        """Return how long the prompt's blocks should stay, where that was learned."""
-        said = self.retention
-        return UNSET if said is None else msgspec.convert(said, RetentionRow, from_attributes=True)
-
     def _media(self) -> MediaRow | UnsetType:
-        """Return how far the prompt was compared, where it has media."""
         if self.compared_blocks is None:
             return UNSET
         return MediaRow(items=len(self.request.media), compared_blocks=self.compared_blocks)
@@ -255,12 +243,12 @@ class DecisionLog:
         request = decision.request
         if request.stage is not Stage.DECODE:
             if decision.attempt:
-                self.seconds.add(decision.time_ms, 0, 0, 0, moves=1)
+                self.seconds.add(decision.time_ms, (0, 0, 0, 1))
             else:
                 found_tokens = min(request.isl, decision.overlap_blocks * request.block_size)
-                self.seconds.add(decision.time_ms, 1, request.isl, found_tokens)
+                self.seconds.add(decision.time_ms, (1, request.isl, found_tokens, 0))
         decisions = self._decisions
-        request_id = decision.request.request_id
+        request_id = request.request_id
         key = (request_id, decision.attempt)
         if key in decisions:
             self.size_bytes -= decisions.pop(key).kept_bytes
@@ -302,14 +290,6 @@ class DecisionLog:
     def of_dispatch(self, dispatch_id: str) -> Decision | None:
         """Return the decision of a dispatch: attempt 0 has the request's own id, attempt n is called ``<id>~<n>``."""
         return self._decisions.get((dispatch_id, 0)) or self._decisions.get(dispatch_of(dispatch_id))
-
-    def realised(self, dispatch_id: str, cached_tokens: int) -> Decision | None:
-        """Note what the worker really reused for a dispatch; return its decision when that is news."""
-        decision = self.of_dispatch(dispatch_id)
-        if decision is None or decision.realised_cached_tokens is not None:
-            return None
-        decision.realised_cached_tokens = cached_tokens
-        return decision
 
     def first_token(self, dispatch_id: str, ttft_ms: float) -> Decision | None:
         """Note how long the first token of a dispatch really took; return its decision, if it is kept."""

@@ -10,13 +10,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from poolgrid.diagnosis.evidence import WINDOW, Observation, UncachedSplit, WorkerEvidence, split_uncached
-from poolgrid.diagnosis.rules import ReuseVerdict, diagnose
+from poolgrid.diagnosis.rules import (
+    WINDOW,
+    Observation,
+    ReuseVerdict,
+    UncachedSplit,
+    WorkerEvidence,
+    diagnose,
+    split_uncached,
+)
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import Worker
-from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.projection import Projection, Promise
 from poolgrid.router.core.selector import PROMPT_STAGES
-from poolgrid.wire.events import LoadReported
+from poolgrid.wire.events import LoadReported, RequestStarted
 from poolgrid.wire.identifiers import StreamState, WorkerKey
 
 HEAD_BLOCKS: Final = 32
@@ -36,6 +43,9 @@ JUDGED_EVERY: Final = 4
 
 DecisionOf = Callable[[str], Decision | None]
 """Returns the decision of a dispatch, while it is kept."""
+
+OnReuse = Callable[[Decision, int], None]
+"""Takes how many tokens of a decision's prompt its worker reused, as reported."""
 
 
 class _History:
@@ -78,42 +88,43 @@ class _History:
 class Examiner:
     """The evidence on all workers of one projection."""
 
-    def __init__(self, projection: Projection, decision_of: DecisionOf) -> None:
+    def __init__(self, projection: Projection, decision_of: DecisionOf, on_reuse: OnReuse | None = None) -> None:
         self._projection = projection
         self._decision_of = decision_of
+        self._on_reuse = on_reuse
         self._histories: dict[WorkerKey, _History] = {}
         projection.examiner = self
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
-    def started(
-        self,
-        key: WorkerKey,
-        dispatch_id: str,
-        isl: int,
-        promised: tuple[Sequence[int], int] | None,
-        reported_tokens: int,
-    ) -> None:
-        """A worker began a request, perhaps of another router; ``promised`` as in ``compared``, if it says so now."""
+    def started(self, key: WorkerKey, event: RequestStarted, promised: Promise | None) -> None:
+        """A worker began a request, perhaps of another router."""
+        decision = self._decision_of(event.request_id)
+        if decision is not None and not event.cached_later and self._on_reuse is not None:
+            self._on_reuse(decision, event.cached_tokens)
         worker = self._projection.fleet.workers.get(key)
         if worker is None:
             return
         history = self._history(worker)
-        decision = self._decision_of(dispatch_id)
         if decision is None:
             history.foreign += 1
             return
         history.own += 1
         if decision.request.stage in PROMPT_STAGES:
-            decision.reported_isl = isl
+            decision.reported_isl = event.isl
             if promised is not None:
-                self._compare(worker, history, decision, dispatch_id, *promised, reported_tokens)
+                self._compare(worker, history, decision, event.request_id, promised, event.cached_tokens)
 
-    def compared(self, key: WorkerKey, dispatch_id: str, path: Sequence[int], promised: int, reported: int) -> None:
-        """A worker reported how much of a prompt of ours it reused; ``promised`` is what the index held, in tokens."""
-        worker, decision = self._projection.fleet.workers.get(key), self._decision_of(dispatch_id)
-        if worker is not None and decision is not None and decision.request.stage in PROMPT_STAGES:
-            self._compare(worker, self._history(worker), decision, dispatch_id, path, promised, reported)
+    def finished(self, key: WorkerKey, request_id: str, promised: Promise | None, reported_tokens: int) -> None:
+        """A worker ended a request and reported only then how much of its prompt it reused."""
+        decision = self._decision_of(request_id)
+        if decision is None:
+            return
+        if self._on_reuse is not None:
+            self._on_reuse(decision, reported_tokens)
+        worker = self._projection.fleet.workers.get(key)
+        if worker is not None and promised is not None and decision.request.stage in PROMPT_STAGES:
+            self._compare(worker, self._history(worker), decision, request_id, promised, reported_tokens)
 
     def _compare(
         self,
@@ -121,11 +132,11 @@ class Examiner:
         history: _History,
         decision: Decision,
         dispatch_id: str,
-        path: Sequence[int],
-        promised_tokens: int,
+        promised: Promise,
         reported_tokens: int,
     ) -> None:
         request, now_ms = decision.request, decision.time_ms
+        path, promised_tokens = promised
         isl, block_size = request.isl, request.block_size
         if promised_tokens > isl:
             promised_tokens = isl
@@ -168,9 +179,11 @@ class Examiner:
         if worker is None or worker.requests_total:
             return  # workers that report requests are compared at their starts
         decision.reported_isl = reported_isl
-        self._history(worker).own += 1
-        promised_tokens = decision.overlap_blocks * decision.request.block_size
-        self.compared(worker.key, decision.request.request_id, path, promised_tokens, reported_tokens)
+        history, request = self._history(worker), decision.request
+        history.own += 1
+        if request.stage in PROMPT_STAGES:
+            promised = (path, decision.overlap_blocks * request.block_size)
+            self._compare(worker, history, decision, request.request_id, promised, reported_tokens)
 
     def _announced(self, worker: WorkerKey, history: _History, now_ms: int) -> float | None:
         """Return how much of the last prompt that is old enough the index holds of the worker."""
@@ -203,7 +216,6 @@ class Examiner:
     # -- views -----------------------------------------------------------------------------------------------------
 
     def evidence(self, key: WorkerKey) -> WorkerEvidence:
-        """Return what is known of a worker of the fleet."""
         projection = self._projection
         worker = projection.fleet.workers[key]
         state, reason = projection.trust.stream(key)
@@ -268,7 +280,7 @@ def uncached_of(decision: Decision, reported_tokens: int) -> UncachedSplit:
     promised_blocks = best_blocks = decision.overlap_blocks
     if decision.seen_tokens > max(reported_tokens, promised_blocks * request.block_size):
         tiers = zip(columns.device_overlap, columns.host_overlap, columns.disk_overlap, strict=True)
-        best_blocks = int(max(device + host + disk for device, host, disk in tiers))
+        best_blocks = int(max(map(sum, tiers)))
     size = request.block_size
     return split_uncached(
         request.isl, decision.seen_tokens, best_blocks * size, promised_blocks * size, reported_tokens

@@ -22,7 +22,7 @@ _NO_COUNTS: Final[Mapping[WorkerKey, int]] = {}
 _NO_REASONS: Final[Mapping[WorkerKey, str]] = {}
 
 
-class RecordsArrived(msgspec.Struct, frozen=True):
+class RecordsArrived(msgspec.Struct, frozen=True, gc=False):
     """The next records of the pool's journal, in order."""
 
     records: Sequence[JournalRecord]
@@ -36,7 +36,7 @@ class SnapshotArrived(msgspec.Struct, frozen=True):
     now_ms: float
 
 
-class WorkerWanted(msgspec.Struct, frozen=True):
+class WorkerWanted(msgspec.Struct, frozen=True, gc=False):
     """A request needs a worker now; what comes of it is a ``Decision``."""
 
     request: RoutingRequest
@@ -58,7 +58,7 @@ class WorkerWanted(msgspec.Struct, frozen=True):
     """How long it has waited at the router; for the record, changes nothing."""
 
 
-class TurnOffered(msgspec.Struct, frozen=True):
+class TurnOffered(msgspec.Struct, frozen=True, gc=False):
     """A turn of a session asks for room in the pool's working set; what comes of it is an ``Admission``."""
 
     request: RoutingRequest
@@ -70,7 +70,7 @@ class TurnOffered(msgspec.Struct, frozen=True):
     """How long it has waited for that at the router."""
 
 
-class Booked(msgspec.Struct, frozen=True):
+class Booked(msgspec.Struct, frozen=True, gc=False):
     """The last decision of a request is carried out: its load counts from now on."""
 
     decision: Decision
@@ -99,7 +99,7 @@ class Renewed(msgspec.Struct, frozen=True):
     now_ms: float
 
 
-class PromptComputed(msgspec.Struct, frozen=True):
+class PromptComputed(msgspec.Struct, frozen=True, gc=False):
     """The first of a dispatch's answer passed the router: its prompt is no work any more, regardless of events."""
 
     worker: WorkerKey
@@ -108,7 +108,7 @@ class PromptComputed(msgspec.Struct, frozen=True):
     """Its worker counts as holding the prompt's blocks, until the worker's own events report what it holds."""
 
 
-class Released(msgspec.Struct, frozen=True):
+class Released(msgspec.Struct, frozen=True, gc=False):
     """The router takes a dispatch off a worker."""
 
     worker: WorkerKey

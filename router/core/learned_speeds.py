@@ -85,14 +85,12 @@ class Arrivals(msgspec.Struct, array_like=True):
     last_ms: float = 0.0
 
     def add(self, own_ms: float, now_ms: float) -> None:
-        """Count a request."""
         kept = _remembered(now_ms - self.last_ms, ARRIVALS_MEMORY_MS)
         self.count = self.count * kept + 1.0
         self.own_ms = self.own_ms * kept + own_ms
         self.last_ms = now_ms
 
     def load(self, now_ms: float) -> float:
-        """Return the requests per millisecond."""
         return self.count / (ARRIVALS_MEMORY_MS + max(0.0, now_ms - self.last_ms))
 
 
@@ -228,11 +226,10 @@ class LearnedSpeeds(Observer):
 
     def on_released(self, worker: WorkerKey, request_id: str, blocks: int | None) -> None:
         """Await a request no longer that had no first token."""
-        now_ms = self._latest_ms
         known = self._workers.get(worker)
-        awaited = None if known is None else known.awaited.pop(request_id, None)
-        if known is None or awaited is None:
+        if known is None or request_id not in known.awaited:
             return
+        now_ms, awaited = self._latest_ms, known.awaited.pop(request_id)
         self._awaited -= 1
         if now_ms - awaited.chosen_ms > awaited.unit_ms * self._ratio(known, now_ms) + GRACE_MS:
             self._learn(known, awaited, now_ms)
@@ -248,7 +245,6 @@ class LearnedSpeeds(Observer):
                 self._awaited -= 1
 
     def on_left(self, worker: WorkerKey) -> None:
-        """Forget a worker that left, or whose life ended."""
         known = self._workers.pop(worker, None)
         if known is not None:
             self._awaited -= len(known.awaited)

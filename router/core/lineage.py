@@ -52,7 +52,7 @@ class Found(NamedTuple):
 NOTHING: Final = Found()
 
 
-class Known(msgspec.Struct, eq=False):
+class Known(msgspec.Struct, eq=False, gc=False):
     """The end of one turn, as ``Tail`` with its session."""
 
     tenant: int
@@ -77,7 +77,7 @@ class Lineage:
         self._capacity = capacity
         self._by_request: OrderedDict[str, Known] = OrderedDict()
         """Oldest first. In a dict that loses its first entries, finding the next first one takes ever longer."""
-        self._by_tail: dict[int, list[Known]] = {}
+        self._by_tail: dict[int, tuple[Known, ...]] = {}
         self._anchors: dict[int, int] = {}
         """How many tails an anchor stands for."""
         self._latest: dict[tuple[int, str], Known] = {}
@@ -104,7 +104,7 @@ class Lineage:
                 return found
         return NOTHING
 
-    def _turns_in(self, path: Sequence[int]) -> Iterator[tuple[int, list[Known]]]:
+    def _turns_in(self, path: Sequence[int]) -> Iterator[tuple[int, Sequence[Known]]]:
         """Yield the turns whose prompts' last whole block is in a path, by its place, from the end on."""
         anchors, by_tail = self._anchors, self._by_tail
         end = len(path)
@@ -130,20 +130,15 @@ class Lineage:
         if before is not None:
             before.is_latest, before.before = False, None
         self._latest[key] = self._by_request[request_id] = known
-        behind = self._by_tail.get(tail)
-        if behind is None:
-            self._by_tail[tail] = [known]
-        else:
-            behind.append(known)
-            if len(behind) > SAME_TAIL_MAX:
-                self._forget(behind[0])
+        behind = self._by_tail[tail] = (*self._by_tail.get(tail, ()), known)
+        if len(behind) > SAME_TAIL_MAX:
+            self._forget(behind[0])
         self._anchors[anchor] = self._anchors.get(anchor, 0) + 1
         if len(self._by_request) > self._capacity:
             self._forget(next(iter(self._by_request.values())))
         return known
 
     def end(self, request_id: str, total: int, digest: int) -> None:
-        """Note the complete answer of a turn."""
         known = self._by_request.get(request_id)
         if known is not None and not known.total:
             known.total, known.digest = total, digest
@@ -160,7 +155,6 @@ class Lineage:
         self._forget(known)
 
     def load(self, snapshot: SessionsSnapshot) -> None:
-        """Note the turns of a snapshot that are not known."""
         for session in snapshot.sessions:
             for tail in session.tails:
                 known = self._by_request.get(tail.request_id)
@@ -172,9 +166,10 @@ class Lineage:
 
     def _forget(self, known: Known) -> None:
         del self._by_request[known.request_id]
-        behind = self._by_tail[known.tail]
-        behind.remove(known)
-        if not behind:
+        behind = tuple([other for other in self._by_tail[known.tail] if other is not known])
+        if behind:
+            self._by_tail[known.tail] = behind
+        else:
             del self._by_tail[known.tail]
         count = self._anchors[known.anchor] - 1
         if count:
@@ -196,22 +191,23 @@ def _match(behind: Sequence[Known], tenant: int, token_ids: bytes, begin: int) -
     digests: dict[int, int] = {}
     longest = 0
     continued: Known | None = None
-    forked: Known | None = None
-    for known in behind:
-        if known.tenant != tenant:
-            continue
-        isl, total = known.isl, known.total
-        if isl < total < tokens and _repeats(token_ids, begin, total, known.digest, digests):
-            if not known.is_latest:
-                forked = known
-            elif total >= longest:
-                # Of several that end there, it is unknown whose turn it is.
-                continued, longest = known if total > longest else None, total
-        elif isl <= tokens and _repeats(token_ids, begin, isl, known.residual, digests):
-            forked = known
+    for known in [known for known in behind if known.isl < known.total < tokens]:
+        total = known.total
+        if (
+            known.is_latest
+            and total >= longest
+            and known.tenant == tenant
+            and _repeats(token_ids, begin, total, known.digest, digests)
+        ):
+            # Of several that end there, it is unknown whose turn it is.
+            continued, longest = known if total > longest else None, total
     if longest:
         return NOTHING if continued is None else Found(continued.session)
-    return NOTHING if forked is None else Found(parent=forked.session)
+    for known in reversed(behind):
+        isl = known.isl
+        if isl <= tokens and known.tenant == tenant and _repeats(token_ids, begin, isl, known.residual, digests):
+            return Found(parent=known.session)
+    return NOTHING
 
 
 def _repeats(token_ids: bytes, begin: int, end: int, digest: int, digests: dict[int, int]) -> bool:

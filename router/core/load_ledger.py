@@ -67,7 +67,7 @@ GONE: Final = -1
 """Slot of an entry that the ledger has forgotten."""
 
 
-class LoadEntry(msgspec.Struct):
+class LoadEntry(msgspec.Struct, gc=False):
     """One request on one worker."""
 
     slot: int
@@ -94,7 +94,6 @@ class LoadLedger:
             )
         self._hold([_zeros(INITIAL_SLOTS) for _ in range(3)])
         self._entries: dict[tuple[WorkerKey, str], LoadEntry] = {}
-        self._of_worker: dict[WorkerKey, dict[str, None]] = {}
         self._leases: deque[Lease] = deque()
         """Of unconfirmed entries, by due time: nearly all last the same, so the latest is the last one."""
         self._odd_leases: list[Lease] = []
@@ -105,8 +104,6 @@ class LoadLedger:
         """When load that workers reported of other routers expires, in order; ``expire`` drops it."""
         self.late_starts: dict[tuple[WorkerKey, str], None] = {}
         """Requests released before their workers reported their start, oldest first."""
-        self.late_starts_max = LATE_STARTS_MAX
-        """0 in the replay of a router that did not know of them."""
         self._reservation_ttl_ms = reservation_ttl_ms
         self._max_entries = max_entries
         self.others_share = 0.0
@@ -117,7 +114,6 @@ class LoadLedger:
         """How often a worker had no prompt tokens to compute any more: others may have their turn there."""
 
     def ensure_slot(self, slot: int) -> None:
-        """Make the arrays long enough for a slot."""
         length = len(self._requests)
         if slot >= length:
             further = _zeros(max(2 * length, slot + 1) - length)
@@ -229,7 +225,6 @@ class LoadLedger:
             self._crowding.append(now_ms + self.lease_ms(CROWDING_LEASE_MS))
 
     def prefill_completed(self, worker: WorkerKey, request_id: str) -> None:
-        """Count the request's prompt as computed."""
         entry = self._entries.get((worker, request_id))
         if entry is not None:
             self._count_prompt(entry)
@@ -259,42 +254,39 @@ class LoadLedger:
             self._active_blocks[entry.slot] += active_blocks - entry.active_blocks
             entry.active_blocks = active_blocks
 
-    def blocks_of(self, worker: WorkerKey, request_id: str) -> int | None:
-        """Return how many blocks a request occupies, as far as is known; ``None`` for one that is not."""
-        entry = self._entries.get((worker, request_id))
-        return None if entry is None else entry.active_blocks
+    def finished(self, worker: WorkerKey, request_id: str, is_released: bool = False) -> int | None:
+        """Forget a request that is over, or that its router released; return the blocks that it occupied.
 
-    def finished(self, worker: WorkerKey, request_id: str, is_released: bool = False) -> bool:
-        """Forget a request that is over, or that its router released; return whether it was known."""
+        ``None`` for one that is not known.
+        """
         key = (worker, request_id)
         entry = self._entries.pop(key, None)
         if entry is None:
-            return False
-        if is_released and not entry.confirmed and self.late_starts_max:
+            return None
+        if is_released and not entry.confirmed:
             late = self.late_starts
-            if len(late) >= self.late_starts_max:
+            if len(late) >= LATE_STARTS_MAX:
                 del late[next(iter(late))]
             late[key] = None
         self._subtract(entry)
-        of_worker = self._of_worker[worker]
-        del of_worker[request_id]
-        if not of_worker:
-            del self._of_worker[worker]
-        return True
+        return entry.active_blocks
 
     def drop(self, worker: WorkerKey) -> None:
-        """Forget all requests of a worker that is gone."""
-        for request_id in self._of_worker.pop(worker, {}):
-            self._subtract(self._entries.pop((worker, request_id)))
+        for key in self._keys_of(worker):
+            self._subtract(self._entries.pop(key))
 
     def move(self, worker: WorkerKey, slot: int) -> None:
         """Count a worker's requests at another slot, since the index has given it one."""
-        for request_id in list(self._of_worker.get(worker, ())):
-            held = self._entries[(worker, request_id)]
+        for key in self._keys_of(worker):
+            held = self._entries[key]
             entry = LoadEntry(slot, held.prefill_tokens, held.active_blocks, held.confirmed, held.due_ms)
-            self._put(worker, request_id, entry)
+            self._put(*key, entry)
             if not entry.confirmed:
-                self._lease(worker, request_id, entry)
+                self._lease(*key, entry)
+
+    def _keys_of(self, worker: WorkerKey) -> list[tuple[WorkerKey, str]]:
+        """Return a worker's requests; rarely asked for, so no request pays for an order by worker."""
+        return [key for key in self._entries if key[0] == worker]
 
     def expire(self, now_ms: float, held: Collection[str] = frozenset()) -> tuple[int, list[str]]:
         """Release reservations that no worker confirmed in time, except those that are still ``held`` open.
@@ -325,8 +317,9 @@ class LoadLedger:
 
     def clear(self) -> None:
         """Forget everything; slots may mean other workers from now on."""
-        for worker in list(self._of_worker):
-            self.drop(worker)
+        for entry in self._entries.values():
+            self._subtract(entry)
+        self._entries.clear()
         self._leases.clear()
         self._odd_leases.clear()
         self._crowding.clear()
@@ -348,7 +341,6 @@ class LoadLedger:
         return (worker, request_id) in self._entries
 
     def entries(self) -> dict[tuple[WorkerKey, str], LoadEntry]:
-        """Return all entries (a copy)."""
         return dict(self._entries)
 
     def size_bytes(self) -> int:
@@ -359,20 +351,17 @@ class LoadLedger:
 
     def _put(self, worker: WorkerKey, request_id: str, entry: LoadEntry) -> bool:
         """Count an entry in the place of the request's earlier one; return False when there is no room for it."""
-        previous = self._entries.get((worker, request_id))
+        key, entries = (worker, request_id), self._entries
+        previous = entries.get(key)
         if previous is not None:
             self._subtract(previous)
-        elif len(self._entries) >= self._max_entries:
+        elif len(entries) >= self._max_entries:
             self.refused_entries += 1
             return False
         slot = entry.slot
         if slot >= len(self._requests):
             self.ensure_slot(slot)
-        self._entries[(worker, request_id)] = entry
-        of_worker = self._of_worker.get(worker)
-        if of_worker is None:
-            of_worker = self._of_worker[worker] = {}
-        of_worker[request_id] = None
+        entries[key] = entry
         self._prefill_tokens[slot] += entry.prefill_tokens
         self._active_blocks[slot] += entry.active_blocks
         self._requests[slot] += 1

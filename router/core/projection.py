@@ -46,12 +46,11 @@ from poolgrid.wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from poolgrid.wire.feed import BlockChain, WorkerState
+from poolgrid.wire.feed import BlockChain, WorkerState, fold
 from poolgrid.wire.hashing import hash_array
 from poolgrid.wire.identifiers import Role, StreamState, WorkerId, WorkerKey
 from poolgrid.wire.request_ids import request_of
 from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
-from poolgrid.wire.streams import fold
 
 HASH_BYTES: Final = 8
 """Of one packed hash."""
@@ -112,21 +111,18 @@ class Hole(RuntimeError):
         )
 
 
+Promise = tuple[Sequence[int], int]
+"""A prompt's path, and the leading tokens of it that its worker held by the index."""
+
+
 class ReuseExaminer(Protocol):
     """Looks on while requests start (``poolgrid.router.core.examiner``)."""
 
-    def started(
-        self,
-        key: WorkerKey,
-        dispatch_id: str,
-        isl: int,
-        promised: tuple[Sequence[int], int] | None,
-        reported_tokens: int,
-    ) -> None: ...
+    def started(self, key: WorkerKey, event: RequestStarted, promised: Promise | None) -> None: ...
+
+    def finished(self, key: WorkerKey, request_id: str, promised: Promise | None, reported_tokens: int) -> None: ...
 
     def cleared(self, worker: WorkerKey) -> None: ...
-
-    def compared(self, key: WorkerKey, dispatch_id: str, path: Sequence[int], promised: int, reported: int) -> None: ...
 
     def left(self, worker: WorkerKey) -> None: ...
 
@@ -170,7 +166,6 @@ class Projection:
             self.observers += (self.legs,)
 
     def observer(self, name: str) -> Any:
-        """Return the observer of a name, or ``None``."""
         return next((observer for observer in self.observers if observer.name == name), None)
 
     def expect(self, offset: int) -> None:
@@ -186,24 +181,19 @@ class Projection:
         if record.offset != self.next_offset:
             raise Hole(record.offset, self.next_offset)
         self.next_offset += 1
+        workers, events = self.fleet.workers, record.events
         # A plain tuple finds what a WorkerKey was stored under, and costs less to make.
-        worker = self.fleet.workers.get((record.worker_id, record.dp_rank))  # type: ignore[call-overload]
+        worker = workers.get((record.worker_id, record.dp_rank))  # type: ignore[call-overload]
         key = WorkerKey(WorkerId(record.worker_id), record.dp_rank) if worker is None else worker.key
-        # A stream that is live stays so, without ``fold``, until an event changes that.
-        concerns_streams = False
-        for event in record.events:
-            kind = type(event)
-            _EFFECTS[kind](self, key, record, event, now_ms)
-            if kind in _OF_STREAMS:
-                concerns_streams = True
-        self.sessions.apply(record)
-        worker = self.fleet.workers.get(key)
+        for event in events:
+            _EFFECTS[type(event)](self, key, record, event, now_ms)
+        worker = workers.get(key)
         if worker is not None:
-            streams = worker.streams
-            known = streams.get(record.source)
-            is_live = known is not None and known.state is StreamState.LIVE
-            if (concerns_streams or not is_live) and fold(streams, record.source, record.events):
-                self.trust.note_streams(key, streams.values())
+            known = worker.streams.get(record.source)
+            # A stream that is live stays so, without ``fold``, until an event changes that.
+            is_live = known is not None and known.state is _LIVE and _OF_STREAMS.isdisjoint(map(type, events))
+            if not is_live and fold(worker.streams, record.source, events):
+                self.trust.note_streams(key, worker.streams.values())
             worker.last_event_ms = record.time_ms
             worker.last_recorded_ms = record.recorded_ms
 
@@ -228,8 +218,10 @@ class Projection:
             self.index.report_groups(key, event)
 
     def _cleared(self, key: WorkerKey, record: JournalRecord, event: AnyEvent, now_ms: float) -> None:
-        if self.examiner is not None and type(event) is CacheCleared:
-            self.examiner.cleared(key)
+        if type(event) is CacheCleared:
+            self.sessions.cleared(record, event)
+            if self.examiner is not None:
+                self.examiner.cleared(key)
         if self.follows_blocks:
             self.index.clear(key)
             self.ledger.move(key, self.index.slot(key))
@@ -238,18 +230,19 @@ class Projection:
             observer.on_cleared(key)
 
     def _started(self, key: WorkerKey, record: JournalRecord, event: RequestStarted, now_ms: float) -> None:
-        uncached = event.isl - event.cached_tokens
-        self.ledger.started(key, self.index.slot(key), event.request_id, uncached, event.active_blocks, now_ms)
+        request_id, cached_tokens = event.request_id, event.cached_tokens
+        uncached = event.isl - cached_tokens
+        self.ledger.started(key, self.index.slot(key), request_id, uncached, event.active_blocks, now_ms)
         worker = self.fleet.workers.get(key)
         if worker is not None:
             worker.requests_total += 1
         # Compare what it reused with what the index held.
-        cached_tokens = event.cached_tokens
-        promised = None if event.cached_later else self.trust.started(key, event.request_id, cached_tokens)
+        promised = None if event.cached_later else self.trust.started(key, request_id, cached_tokens)
         if self.examiner is not None:
-            self.examiner.started(key, event.request_id, event.isl, promised, cached_tokens)
+            self.examiner.started(key, event, promised)
         for observer in self.observers:
-            observer.on_started(key, event.request_id, event.cached_tokens)
+            observer.on_started(key, request_id, cached_tokens)
+        self.sessions.started(record, event)
 
     def _prefilled(self, key: WorkerKey, record: JournalRecord, event: PrefillCompleted, now_ms: float) -> None:
         self.ledger.prefill_completed(key, event.request_id)
@@ -258,17 +251,21 @@ class Projection:
 
     def _progressed(self, key: WorkerKey, record: JournalRecord, event: RequestProgressed, now_ms: float) -> None:
         self.ledger.progressed(key, event.request_id, event.active_blocks)
+        self.sessions.progressed(record, event)
 
     def _finished(self, key: WorkerKey, record: JournalRecord, event: RequestFinished, now_ms: float) -> None:
         request_id = event.request_id
+        blocks = self.ledger.finished(key, request_id)
         for observer in self.observers:
-            observer.on_finished(key, request_id, self.ledger.blocks_of(key, request_id), now_ms)
-        self.ledger.finished(key, request_id)
-        if event.cached_tokens is not None:
-            promised = self.trust.started(key, request_id, event.cached_tokens)
-            if promised is not None and self.examiner is not None:
-                self.examiner.compared(key, request_id, *promised, event.cached_tokens)
-        self.trust.not_started(key, request_id)
+            observer.on_finished(key, request_id, blocks, now_ms)
+        cached_tokens = event.cached_tokens
+        if cached_tokens is None:
+            self.trust.not_started(key, request_id)
+        else:
+            promised = self.trust.started(key, request_id, cached_tokens)
+            if self.examiner is not None:
+                self.examiner.finished(key, request_id, promised, cached_tokens)
+        self.sessions.finished(record, event)
 
     def _loaded(self, key: WorkerKey, record: JournalRecord, event: LoadReported, now_ms: float) -> None:
         worker = self.fleet.workers.get(key)
@@ -281,6 +278,7 @@ class Projection:
         self.ledger.ensure_slot(self.index.slot(key))
         if event.card.role is Role.PREFILL:
             self.follow_legs()
+        self.sessions.lost(record, event)
 
     def _draining(self, key: WorkerKey, record: JournalRecord, event: WorkerDraining, now_ms: float) -> None:
         self.fleet.drain(key)
@@ -290,12 +288,15 @@ class Projection:
             self.examiner.left(key)
         self._forget(key)
         self.fleet.leave(key)
+        self.sessions.lost(record, event)
 
     def _turn_began(self, key: WorkerKey, record: JournalRecord, event: TurnBegan, now_ms: float) -> None:
         self.lineage.begin(request_of(event.request_id), event.turn, event.isl)
+        self.sessions.began(record, event)
 
     def _turn_ended(self, key: WorkerKey, record: JournalRecord, event: TurnEnded, now_ms: float) -> None:
         self.lineage.end(event.answer.request_id, event.answer.total, event.answer.digest)
+        self.sessions.answered(record, event)
 
     def _elsewhere(self, key: WorkerKey, record: JournalRecord, event: AnyEvent, now_ms: float) -> None:
         """Pass over an event of another source of the worker, or one that ``fold`` takes."""
@@ -309,15 +310,14 @@ class Projection:
 
     def release(self, key: WorkerKey, request_id: str) -> bool:
         """Take a request that is over for this router off a worker; return whether it was known."""
-        blocks = self.ledger.blocks_of(key, request_id) if self.observers else None
-        if not self.ledger.finished(key, request_id, is_released=True):
+        blocks = self.ledger.finished(key, request_id, is_released=True)
+        if blocks is None:
             return False
         for observer in self.observers:
             observer.on_released(key, request_id, blocks)
         return True
 
     def expire(self, now_ms: float, held: Collection[str] = frozenset()) -> tuple[int, list[str]]:
-        """Let reservations expire (``LoadLedger.expire``)."""
         expired, renewed = self.ledger.expire(now_ms, held)
         if expired:
             for observer in self.observers:
@@ -331,7 +331,6 @@ class Projection:
         chains: Iterable[tuple[int, BlockChain]],
         sessions: SessionsSnapshot = NO_SESSIONS,
     ) -> SnapshotLoad:
-        """Begin to load a snapshot next to the state in use; ``chains`` are read as it steps on."""
         return SnapshotLoad(self.index.empty() if self.follows_blocks else None, next_offset, workers, chains, sessions)
 
     def adopt(self, load: SnapshotLoad, now_ms: float) -> None:
@@ -386,6 +385,8 @@ _EFFECTS: Final[Mapping[type[AnyEvent], Callable[[Projection, WorkerKey, Journal
     TurnEnded: Projection._turn_ended,
 }
 """By exact type: each failed ``case`` of a match on structs takes a quarter of a microsecond."""
+
+_LIVE: Final = StreamState.LIVE
 
 _OF_STREAMS: Final = frozenset((CacheCleared, SnapshotBegan, SnapshotEnded, StreamStateChanged))
 """Events about how far a stream can be trusted."""

@@ -72,7 +72,7 @@ class RouterState:
         common = 0
         if not sessions.working_set.is_member((request.tenant, request.session)):
             common = self.selector.best_overlap_blocks(request.model, given.roles, given.path)
-        found = sessions.offer(request, workers, common, given.now_ms, given.waited_ms)
+        found = sessions.offer(request, workers, given.path[:common], given.now_ms, given.waited_ms)
         matters = bool(found.crowded or found.displaced or given.waited_ms) if found.admitted else not given.waited_ms
         if self.log is not None and matters:
             self.log.note(given, found)

@@ -20,8 +20,11 @@ from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 
 NOTHING_KNOWN: Final = WorkingSet().checkpoint()
 
+WITH_PLACE: Final = (Stage.WHOLE, Stage.PREFILL)
+"""Legs that compute a prompt."""
 
-class RunningTurn(msgspec.Struct, eq=False):
+
+class RunningTurn(msgspec.Struct, eq=False, gc=False):
     """A turn on a worker."""
 
     session: SessionKey
@@ -47,9 +50,16 @@ class SessionPlaces(Observer):
         return self.working_set.belongs(turn_of(request))
 
     def offer(
-        self, request: RoutingRequest, workers: Sequence[WorkerKey], common: int, now_ms: float, waited_ms: float
+        self,
+        request: RoutingRequest,
+        workers: Sequence[WorkerKey],
+        held: Sequence[int],
+        now_ms: float,
+        waited_ms: float,
     ) -> Admission:
-        return self.working_set.offer(turn_of(request), workers, common, now_ms, waited_ms)
+        """``held`` are the leading blocks of its prompt that some worker holds, for a session that is not known."""
+        prefix = held[-1] if held else 0
+        return self.working_set.offer(turn_of(request), workers, len(held), prefix, now_ms, waited_ms)
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
@@ -57,15 +67,14 @@ class SessionPlaces(Observer):
         self, decision: Decision, card: WorkerCard, dispatch_id: str, path: Sequence[int], now_ms: float
     ) -> None:
         request, worker = decision.request, decision.worker
-        if not request.session or request.stage not in (Stage.WHOLE, Stage.PREFILL):
+        if not request.session or request.stage not in WITH_PLACE:
             return
         self._now_ms = now_ms
-        offered = turn_of(request)
+        offered, overlap = turn_of(request), decision.overlap_blocks
         self._turns[worker, dispatch_id] = RunningTurn(offered.session)
-        working_set = self.working_set
-        working_set.know(worker, card.limits.total_kv_blocks)
-        overlap = min(decision.overlap_blocks, len(path))
-        working_set.begin(offered, worker, path, overlap, now_ms, decision.queued_ms)
+        self.working_set.know(worker, card.limits.total_kv_blocks)
+        overlap = min(overlap, len(path)) if overlap else 0
+        self.working_set.begin(offered, worker, path, overlap, now_ms, decision.queued_ms)
 
     def on_started(self, worker: WorkerKey, request_id: str, cached_tokens: int) -> None:
         turn = self._turns.get((worker, request_id))

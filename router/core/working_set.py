@@ -7,7 +7,8 @@ Rules
     1. A session is a *member* from the turn that is booked for it on. It is *resident* while a turn of it runs, and for
        ``lease_ms`` afterwards. Its footprint counts on the worker of its last turn: the blocks of its prompt and
        output, less those that the worker held before its first turn there. Blocks that several share count once for
-       each worker.
+       each worker. A session asks for room in the same way: what a worker holds of its prompt is free of charge where a
+       resident counts it. Blocks that no resident counts may be its own, of turns that a router has not seen.
     2. Turns of resident sessions always proceed. Where a grown footprint no longer fits, idle residents of that worker
        lose their place, the one that was used longest ago first, which is the order in which engines evict.
     3. A turn of another session needs a worker with room for its footprint within ``FILL_MAX``. Workers without room
@@ -62,7 +63,7 @@ SessionKey = tuple[int, str]
 """Tenant and name."""
 
 
-class OfferedTurn(msgspec.Struct, frozen=True):
+class OfferedTurn(msgspec.Struct, frozen=True, gc=False):
     """A call of a session that asks for a worker."""
 
     session: SessionKey
@@ -97,7 +98,7 @@ class CacheRoom(msgspec.Struct, eq=False):
     """By last block, blocks that residents share and how many do."""
 
 
-class Member(msgspec.Struct, eq=False):
+class Member(msgspec.Struct, eq=False, gc=False):
     """One session."""
 
     worker: WorkerKey
@@ -137,6 +138,9 @@ class WorkingSet:
         """Capacity of the smallest worker."""
         self._tight = 0
         """Workers that are filled above ``TIGHT_SHARE``."""
+        self.counts_cached = True
+        """Whether a session asks for room for blocks that a worker holds and no resident counts; not in recordings of
+        earlier versions."""
         self.changes = 0
         """Grows when room may have come: a turn that waits is offered again then, or at ``next_ms``."""
         self._running: dict[SessionKey, Member] = {}
@@ -195,23 +199,38 @@ class WorkingSet:
         return self.is_resident(turn.session) or (turn.parent is not None and self.is_resident(turn.parent))
 
     def offer(
-        self, turn: OfferedTurn, workers: Sequence[WorkerKey], common: int, now_ms: float, waited_ms: float
+        self,
+        turn: OfferedTurn,
+        workers: Sequence[WorkerKey],
+        common: int,
+        prefix: int,
+        now_ms: float,
+        waited_ms: float,
     ) -> Admission:
         """Return whether a turn may go to one of ``workers`` now.
 
-        ``common`` are the leading blocks of its prompt that some worker holds; they count as others' for a session
-        that is not known.
+        For a session that is not known, ``common`` are the leading blocks of its prompt that some worker holds, and
+        ``prefix`` is the hash of the last of them.
         """
         self._expire(now_ms)
         member = self._member(turn.session)
         if member is not None and member.is_resident:
             return Admission(True, (), self._shed(member, turn.blocks - member.common))
-        own = turn.blocks - (common if member is None else member.common)
-        belongs = turn.parent is not None and self.is_resident(turn.parent)
+        if member is not None:
+            common, prefix = member.common, member.prefix
+        parent = None if turn.parent is None else self._member(turn.parent)
+        belongs = parent is not None and parent.is_resident
+        home = parent.room if parent is not None and belongs else None
+
+        def missing_in(room: CacheRoom) -> int:
+            """Return the blocks that it lacks on a worker: it would add there what ``begin`` counts."""
+            is_counted = room is home or prefix in room.shared or not self.counts_cached
+            return _missing(room, turn.blocks - common if is_counted else turn.blocks)
+
         crowded: list[WorkerKey] = []
         for worker in workers:
             room = self._rooms.get(worker)
-            if room is not None and room.capacity and _missing(room, own) > 0:
+            if room is not None and room.capacity and missing_in(room) > 0:
                 crowded.append(worker)
         if len(crowded) < len(workers):
             return Admission(True, tuple(crowded)) if crowded else ADMITTED
@@ -220,7 +239,7 @@ class WorkingSet:
         chosen: WorkerKey | None = None
         displaced: list[SessionKey] = []
         for worker in workers:
-            givers = self._givers(worker, _missing(self._rooms[worker], own), turn, now_ms, waited_ms)
+            givers = self._givers(worker, missing_in(self._rooms[worker]), turn, now_ms, waited_ms)
             if givers and (chosen is None or len(givers) < len(displaced)):
                 chosen, displaced = worker, givers
         for session in displaced:
@@ -229,7 +248,6 @@ class WorkingSet:
         return Admission(chosen is not None, others, tuple(displaced))
 
     def next_ms(self) -> float:
-        """Return when the next lease ends."""
         return next(iter(self._idle.values())).used_ms + self.lease_ms if self._idle else math.inf
 
     def begin(
@@ -242,31 +260,45 @@ class WorkingSet:
         waited_ms: float = 0.0,
     ) -> None:
         """Note that a turn goes to a worker that holds ``overlap`` leading blocks of its ``path``."""
-        self._expire(now_ms)
+        if self._idle:
+            self._expire(now_ms)
         session = turn.session
         member = self._running.get(session)
         if member is None:
             member = self._idle.pop(session, None) or self._away.pop(session, None)
             if member is None:
-                is_slow, room = self.slow_share > 0.5, self._rooms.get(worker)
-                member = Member(worker, room, turn.priority, turn.parent, is_slow, now_ms, now_ms)
-                self._running[session] = member
-                self._found(member, path, overlap)
-            else:
-                self._running[session] = member
-                self._learn(member, now_ms - waited_ms - member.used_ms)
-                if not member.is_resident:
-                    member.since_ms = now_ms
-        if member.is_resident:
-            self._count(member, -1)
+                self._begin_first(turn, worker, path, overlap, now_ms)
+                return
+            self._running[session] = member
+            self._learn(member, now_ms - waited_ms - member.used_ms)
+            if not member.is_resident:
+                member.since_ms = now_ms
         if member.worker != worker:
+            if member.is_resident:
+                self._count(member, -1)
+                member.is_resident = False
             member.worker, member.room = worker, self._rooms.get(worker)
             self._found(member, path, overlap)
         member.running += 1
         member.priority = turn.priority
-        member.is_resident = True
         member.used_ms = now_ms
-        member.blocks = max(0, turn.blocks - member.common)
+        self._resize(member, max(0, turn.blocks - member.common))
+        if not member.is_resident:
+            member.is_resident = True
+            self._count(member, 1)
+        self._bound()
+
+    def _begin_first(
+        self, turn: OfferedTurn, worker: WorkerKey, path: Sequence[int], overlap: int, now_ms: float
+    ) -> None:
+        """Note the first turn of a session that is not known."""
+        room, is_slow = self._rooms.get(worker), self.slow_share > 0.5
+        member = Member(worker, room, turn.priority, turn.parent, is_slow, now_ms, now_ms)
+        self._running[turn.session] = member
+        if overlap:
+            self._found(member, path, overlap)
+        member.blocks = max(0, turn.blocks - overlap)
+        member.running, member.is_resident = 1, True
         self._count(member, 1)
         self._bound()
 
@@ -277,20 +309,18 @@ class WorkingSet:
             return
         member.used_ms = now_ms
         if blocks is not None:
-            blocks, before = max(0, blocks - member.common), member.blocks
-            member.blocks = blocks
-            if member.room is not None and blocks != before:
-                self._use(member.room, blocks - before)
+            self._resize(member, max(0, blocks - member.common))
         self.changes += 1  # an idle session may give way
         member.running -= 1
         if member.running:
             return
         del self._running[session]
-        self._idle[session] = member
         if not member.has_returned:
             self.return_share -= SHARE_STEP * self.return_share
         if member.is_slow or not (member.has_returned or self.return_share > 0.5):
-            self._send_away(session)
+            self._put_away(session, member)
+        else:
+            self._idle[session] = member
         if member.parent is not None and member.parent in self._idle:
             # Its parent continues once all subagents have answered.
             self._idle[member.parent].used_ms = now_ms
@@ -339,8 +369,11 @@ class WorkingSet:
     def _found(self, member: Member, path: Sequence[int], overlap: int) -> None:
         """Take what a worker holds of a session's first prompt there for what others have brought."""
         parent = self._member(member.parent) if member.parent else None
+        is_counted = parent is not None and parent.worker == member.worker
+        if parent is not None and self.counts_cached:
+            is_counted = is_counted and parent.is_resident
         member.common = overlap
-        member.prefix = path[overlap - 1] if overlap and (parent is None or parent.worker != member.worker) else 0
+        member.prefix = path[overlap - 1] if overlap and not is_counted else 0
 
     def _count(self, member: Member, sign: int) -> None:
         """Count a resident on its worker (1), or no longer (-1)."""
@@ -354,6 +387,14 @@ class WorkingSet:
             if not shared[1]:
                 del room.shared[member.prefix]
         self._use(room, sign * blocks)
+
+    def _resize(self, member: Member, blocks: int) -> None:
+        """Set the blocks of a member, which count if it is resident."""
+        more = blocks - member.blocks
+        if more:
+            member.blocks = blocks
+            if member.room is not None and member.is_resident:
+                self._use(member.room, more)
 
     def _use(self, room: CacheRoom, blocks: int) -> None:
         room.used += blocks
@@ -382,7 +423,9 @@ class WorkingSet:
             self._send_away(session)
 
     def _send_away(self, session: SessionKey) -> None:
-        member = self._idle.pop(session)
+        self._put_away(session, self._idle.pop(session))
+
+    def _put_away(self, session: SessionKey, member: Member) -> None:
         member.is_resident = False
         self.changes += 1
         self._count(member, -1)

@@ -24,7 +24,6 @@ from poolgrid.router.core.stage_plan import LegChoice
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.hashing import pack_hashes, unpack_hashes
 from poolgrid.wire.identifiers import WorkerKey
-from poolgrid.wire.requests import KvRetention
 
 DECISIONS = SegmentKind(
     b"PGRIDDEC",
@@ -36,18 +35,18 @@ DECISIONS = SegmentKind(
 COMPRESSION_LEVEL = 1
 """zlib's quickest: columns are mostly small integers as floats, which it shrinks to a fifth."""
 
-INPUTS_VERSION = 7
+INPUTS_VERSION = 8
 """Which inputs a router's state is made of, and what they mean: higher than what a reader knows, it cannot replay.
 
 A kind of input more, or one that does something else to the state, is a new version. An entry that no decision depends
 on, or a trailing field that may be missing, is none.
 """
 
-LATE_STARTS_VERSION = 5
-"""From this on, a worker's word that a request began makes no entry when the router has released the request before."""
+OLDEST_INPUTS_VERSION = 7
+"""Of poolgrid 0.1.0, the first release; recordings of programs before it are refused."""
 
-MILLISECONDS_VERSION = 7
-"""From this on the costs of ``kv`` and ``approximate`` are milliseconds; before, weighted blocks."""
+CACHED_BLOCKS_VERSION = 8
+"""From this on sessions ask for room for blocks that a worker holds and no resident session counts."""
 
 _FEATURE_COLUMNS = ("prefill_tokens", "active_blocks", "requests", "device_overlap", "host_overlap", "disk_overlap")
 _MASK = 2**64 - 1
@@ -147,8 +146,7 @@ class Checkpoint(JournalEntry, frozen=True):
     """Given when the router goes by more than the events of its workers."""
     paces: Any = None
     """What the observer of that name knows, which is given when the policy learns how fast workers are."""
-    retention: Any = None
-    """Written by versions that learned how long blocks should stay."""
+    reserved: None = None
     observers: dict[str, Any] = {}
     """What other observers know, by their names."""
     late_starts: list[tuple[str, int, str]] = []
@@ -213,8 +211,7 @@ class DecisionMade(JournalEntry, frozen=True):
     untrusted: list[tuple[int, str]] = []
     behind_records: int = 0
     """Records that the pool's journal was known to hold beyond ``offset``."""
-    retention: KvRetention | None = None
-    """How long the prompt's blocks should stay; of versions that learned it."""
+    reserved: None = None
     behind: list[tuple[int, int]] = []
     """Workers, and how many requests waited at the router that were to be computed behind this one there."""
     queued_ms: float = 0.0
@@ -396,7 +393,6 @@ def decision_of(made: DecisionMade, workers: Sequence[WorkerKey]) -> Decision:
         behind_records=made.behind_records,
         compared_blocks=len(made.path) // 8 if made.request.media else None,
     )
-    decision.retention = made.retention
     decision.queued_ms = made.queued_ms
     decision.legs = made.legs
     return decision
@@ -429,7 +425,7 @@ def made_of(wanted: WorkerWanted, decision: Decision, number_of: Mapping[WorkerK
         [(number_of[worker], why) for worker, why in decision.filtered.items()],
         [(number_of[worker], why) for worker, why in decision.untrusted.items()],
         decision.behind_records,
-        decision.retention,
+        None,
         [(number_of[worker], count) for worker, count in wanted.behind.items()],
         wanted.queued_ms,
         decision.legs,

@@ -210,19 +210,3 @@ def test_how_far_a_prompt_with_media_was_compared_is_told(path: range, words: st
     (line,) = [line for line in lines if "media:" in line]
     assert words in line
     assert ("the rest" in line) is (len(path) < 10)
-
-
-def test_how_long_blocks_should_stay_is_said_in_tokens_and_seconds() -> None:
-    answer = router_answer()
-    answer["attempts"][0]["retention"] = {
-        "ranges": [
-            {"start": 0, "end": 96, "priority": 70, "duration_ms": 90_500},
-            {"start": 96, "end": None, "priority": 10, "duration_ms": None},
-        ],
-        "decode_priority": 10,
-        "decode_duration_ms": None,
-    }
-    assert (
-        "its blocks should stay: tokens 0 to 96 with priority 70 for 90.5 s, 96 to the end with priority 10; the "
-        "output 10"
-    ) in " ".join(drawn(answer).split())

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from poolgrid.consolidator.core.consolidator import Consolidator, ConsolidatorTurn
-from poolgrid.consolidator.core.cursor import Cursor, SequenceVerdict
 from poolgrid.consolidator.core.feed_reader import FeedReader
+from poolgrid.consolidator.core.pool_state import Cursor, SequenceVerdict
 from poolgrid.consolidator.journal import files
 from poolgrid.consolidator.journal.files import FileJournal
 from poolgrid.consolidator.journal_writer import JournalWriter
 from poolgrid.global_router.router_link import RouterLink
 from poolgrid.nats.journal import KeptSnapshots, StreamJournal
 from poolgrid.nats.leader import LeaderWatch
-from poolgrid.process.awake_clock import AwakeTime
+from poolgrid.process.clock import AwakeTime
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex

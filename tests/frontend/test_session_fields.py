@@ -7,11 +7,12 @@ from typing import Any, cast
 
 import pytest
 
+from poolgrid.frontend.cache_fields import keep_ms_of
 from poolgrid.frontend.prepared_request import PreparedRequest
 from poolgrid.frontend.schema import Function, Message, ToolCall, chat_decoder, parse_inference
 from poolgrid.frontend.session_fields import NAME_CHARS_MAX, answered_by, clean, response_key, session_hint
 from poolgrid.frontend.tools import CallIds
-from poolgrid.inference.session_hint import NO_HINT, SessionHint
+from poolgrid.inference.inference_request import NO_HINT, SessionHint
 from poolgrid.router.core.lineage import answer_key
 
 UUID = "0f8fad5b-d9cb-469f-a165-70867728950e"
@@ -24,6 +25,7 @@ class Job:
         body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
         self.body, self.is_plain = parse_inference(chat_decoder, json.dumps(body).encode())
         self.after_tool, self.answer = answered_by(self.body.messages)
+        self.keep_ms = 0 if self.is_plain else keep_ms_of(self.body)
 
 
 def hint(headers: dict[str, str] | None = None, **fields: Any) -> SessionHint:

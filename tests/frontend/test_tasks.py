@@ -18,18 +18,20 @@ import pytest
 
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
-from poolgrid.frontend.responses_api.store import Owner
-from poolgrid.frontend.tasks import result_files, videos
-from poolgrid.frontend.tasks.result_files import ResultFiles
+from poolgrid.frontend.responses_api.kept import Owner
+from poolgrid.frontend.tasks import videos
+from poolgrid.frontend.tasks import videos as result_files
 from poolgrid.frontend.tasks.schema import read_form, read_video
+from poolgrid.frontend.tasks.videos import ResultFiles
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import Refused, ServedModel
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.ports import Refused, ServedModel, StreamDelta
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.tasks import EmbeddingTask, TaskResult, VisualTask
 from poolgrid.workers.engines.simulated.core import pictures
 from tests.frontend.fake_backend import FakeBackend, Step
 from tests.frontend.server import application, in_process, served_in_thread
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Sora API")
 
 MODELS = (
     ServedModel("words", 1, 1, generates=False, tasks=(Stage.EMBEDDING,)),

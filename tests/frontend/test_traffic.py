@@ -96,8 +96,8 @@ def test_on_demand_each_request_is_a_line_whatever_the_log_level(caplog: pytest.
 
 
 def test_requests_under_way_count_and_an_idle_front_end_is_silent(caplog: pytest.LogCaptureFixture) -> None:
-    traffic: Traffic[str] = Traffic(False, lambda request: got, lambda request: ended(name=request))
-    got = TokenTotals(100, 0, 0)
+    traffic: Traffic[str] = Traffic(False, lambda: over, lambda request: got, lambda request: ended(name=request))
+    got, over = TokenTotals(100, 0, 0), TokenTotals()
 
     class Ticks:
         def monotonic_ms(self) -> float:
@@ -113,7 +113,7 @@ def test_requests_under_way_count_and_an_idle_front_end_is_silent(caplog: pytest
         return 0
 
     async def go() -> None:
-        nonlocal got
+        nonlocal got, over
         report = asyncio.ensure_future(report_traffic(traffic, waiting, Ticks(), 0.01))
         await looks.get()
         await looks.get()
@@ -123,7 +123,8 @@ def test_requests_under_way_count_and_an_idle_front_end_is_silent(caplog: pytest
         await looks.get()
         await looks.get()  # what was looked at before is said by now
         assert traffic.totals() == Totals(0, 1, got)
-        traffic.end("one", got)
+        traffic.end("one")
+        over = got
         report.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await report

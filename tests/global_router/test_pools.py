@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from poolgrid.global_router.core.choice.circuit_breaker import BreakerState
-from poolgrid.global_router.core.choice.fallback import PoolStanding
+from poolgrid.global_router.core.choice.grid import PoolStanding
 from poolgrid.global_router.core.document.grid_document import CircuitBreakerSettings
 from poolgrid.global_router.pools import PoolConnection, Pools, select_endpoint, state_for
 from poolgrid.global_router.router_link import PoolLost, PoolNetwork, RouterLink

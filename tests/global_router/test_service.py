@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from poolgrid.inference.ports import Refused
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.ports import Refused, StreamDelta
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind

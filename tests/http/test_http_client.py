@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 import uvloop
 
-from poolgrid.http.http_client import HEADERS_BYTES_MAX, ClientExchange, Connection, HttpClient, RequestFailed
-from poolgrid.http.http_target import HttpTarget
+from poolgrid.http.http_client import (
+    HEADERS_BYTES_MAX,
+    ClientExchange,
+    Connection,
+    HttpClient,
+    HttpTarget,
+    RequestFailed,
+)
 from poolgrid.process.clock import SystemClock
 
 LOOPS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])

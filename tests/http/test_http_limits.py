@@ -32,8 +32,7 @@ from poolgrid.http.exchange import BODY_BUFFER_BYTES, ON_DISCONNECT
 from poolgrid.http.http_server import STOOD_STILL_S, HttpServer
 from poolgrid.http.http_settings import HttpLimits, HttpSettings
 from poolgrid.http.request_parser import SLICE_BYTES, SLICE_PIECES, RequestParser
-from poolgrid.transport.security import SecuritySettings
-from poolgrid.transport.tls import Tls
+from poolgrid.transport.security import SecuritySettings, Tls
 
 T = TypeVar("T")
 
@@ -553,6 +552,25 @@ async def test_the_ends_of_requests_are_found_in_any_pieces() -> None:
             answer = await within(reader.read())
             sizes = [part.split(b"\r\n\r\n")[1] for part in answer.split(b"HTTP/1.1 200 OK")[1:]]
             assert sizes == [b"3 bytes", b"0 bytes", b"4 bytes", b"20 bytes", b"0 bytes"], cut
+
+
+async def test_requests_behind_a_chunked_body_wait_for_its_answer_wherever_its_end_is_cut() -> None:
+    chunked = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
+    behind = get("/", CLOSE)
+
+    async with serving() as pair:
+        table = pair.server.connections
+        for cut in range(1, 6):
+            pair.application.hold.clear()
+            reader, writer = await pair.connect()
+            writer.write(chunked[:-cut])
+            await pair.until(lambda: table.unfinished_bytes == 3)
+            writer.write(chunked[-cut:] + behind)
+            await pair.until(lambda: table.unfinished_bytes == len(behind))
+            pair.application.hold.set()
+            answer = await within(reader.read())
+            sizes = [part.split(b"\r\n\r\n")[1] for part in answer.split(b"HTTP/1.1 200 OK")[1:]]
+            assert sizes == [b"3 bytes", b"0 bytes"], cut
 
 
 # -- connections -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from poolgrid.cli.router_client import url_of
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.discovery.discovery import Discovery
-from poolgrid.discovery.ports import DiscoveryUnavailable, Scope
+from poolgrid.discovery.registry import DiscoveryUnavailable, Scope
 from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.nats.bucket import ANSWERS_MAX

@@ -35,11 +35,12 @@ from tests.real_vllm.embeddings import embeddings
 from tests.real_vllm.hybrid import hybrid
 from tests.real_vllm.pool import Pool
 from tests.real_vllm.servers import VllmServer, make_model
+from tests.real_vllm.sessions import sessions
 
 IN_POOL = ("reuse", "index", "client", "load", "kill", "started")
 """Checks of one pool in front of the same two servers."""
 
-CHECKS = (*IN_POOL, "apart", "hybrid", "embeddings")
+CHECKS = (*IN_POOL, "sessions", "apart", "hybrid", "embeddings")
 TIMEOUT_S = 3600
 """A quarter of an hour on an idle machine; starting vLLM alone takes five minutes on a busy one, five times."""
 
@@ -94,6 +95,8 @@ def run(vllm: Path, names: Sequence[str], directory: Path, console: Console) -> 
         finally:
             for server in servers:
                 server.kill()
+    if "sessions" in names:
+        measured["sessions"] = _checked("sessions", partial(sessions, vllm, model, directory), console)
     if "apart" in names:
         measured["apart"] = _checked("apart", partial(apart, vllm, model, directory), console)
     if "hybrid" in names:

@@ -36,11 +36,15 @@ class Asked:
 
 @dataclass
 class Pool:
-    """The pool; ``router`` chooses by what is cached, ``turns`` in turns."""
+    """The pool; ``router`` has the first policy, ``turns`` the second."""
 
     servers: Sequence[VllmServer]
     model: Path
     vllm: Path
+    policies: tuple[str, str] = ("kv", "round-robin")
+    router_options: tuple[str, ...] = ()
+    """Of both."""
+    lost_share: float = LOST_SHARE
     wires: list[LossyWire] = field(default_factory=list)
     stack: ExitStack = field(default_factory=ExitStack)
     router: str = ""
@@ -53,7 +57,7 @@ class Pool:
         self.ingest = consolidator.word("ingest")
         workers = []
         for server in self.servers:
-            wire = LossyWire(server.endpoint, LOST_SHARE, server.number)
+            wire = LossyWire(server.endpoint, self.lost_share, server.number)
             self.stack.callback(wire.close)
             self.wires.append(wire)
             workers.append(
@@ -72,8 +76,9 @@ class Pool:
             "--served-model-name",
             "tiny",
             *planes,
+            *self.router_options,
         )
-        routers = [self._part("router", *common, "--policy", each) for each in ("kv", "round-robin")]
+        routers = [self._part("router", *common, "--policy", each) for each in self.policies]
         self.router, self.turns = (each.wait_ready().url for each in routers)
         for each in workers:
             each.wait_ready()
@@ -127,7 +132,7 @@ class Pool:
         except AssertionError:
             pass  # the numbers say by how much
         for wire in self.wires:
-            wire.share = LOST_SHARE
+            wire.share = self.lost_share
         return found
 
     def attempts(self, request_id: str) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ from poolgrid.transport.zmq_socket import CallbackSocket
 from poolgrid.wire import codec
 from poolgrid.wire.feed import WorkerState
 from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.loading import LoadingWorker
+from poolgrid.wire.ingest import LoadingWorker
 from poolgrid.wire.requests import (
     Cancel,
     FinishReason,

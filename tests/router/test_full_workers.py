@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from poolgrid.inference.ports import Refused, TokenStream
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.ports import Refused, StreamDelta, TokenStream
 from poolgrid.serving.admission_queue import RETRY_AFTER_DEFAULT_MS, RETRY_AFTER_MAX_MS, FullWorkers
 from poolgrid.wire.events import WorkerJoined
 from poolgrid.wire.hashing import pack_tokens

@@ -70,10 +70,10 @@ def test_a_start_that_is_told_after_the_release_is_of_no_other_router() -> None:
     for number in range(100):
         name = f"r{number}"
         ledger.reserve(W, 0, name, 10, 1, 0.0)
-        assert ledger.finished(W, name, is_released=True)
+        assert ledger.finished(W, name, is_released=True) == 1, "block"
         ledger.started(W, 0, name, 10, 1, 0.0)
         assert not len(ledger), "the request is over for its router"
-        assert not ledger.finished(W, name)
+        assert ledger.finished(W, name) is None
     assert ledger.others_share == 0
     assert not ledger.late_starts
 
@@ -156,7 +156,7 @@ def test_expiry_is_that_of_a_ledger_that_looks_at_every_entry(
             ledger.started(W, 0, name, 100, 4, now_ms)
             model[name] = Known(True, now_ms)
         elif what == "finish":
-            assert ledger.finished(W, name) == (model.pop(name, None) is not None)
+            assert (ledger.finished(W, name) is None) == (model.pop(name, None) is None)
         elif what == "wait":
             now_ms += ms
         else:

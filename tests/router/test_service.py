@@ -43,7 +43,7 @@ from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import AnyEvent, JournalRecord, PrefillCompleted, RequestStarted, WorkerJoined, WorkerLeft
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
-from poolgrid.wire.loading import LoadingWorker
+from poolgrid.wire.ingest import LoadingWorker
 from poolgrid.wire.requests import (
     FinishReason,
     Generate,

@@ -1,26 +1,49 @@
-"""A turn in a loop of tool calls asks for its blocks until its session is expected back."""
+"""A turn asks for its blocks until its session is expected back from a tool, and as long as its client has it kept."""
 
 from __future__ import annotations
 
-from poolgrid.inference.session_hint import SessionHint
+import pytest
+
+from poolgrid.consolidator.core.session_table import IDLE_MAX_MS
+from poolgrid.inference.inference_request import SessionHint
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.session_naming import RETURN_MAX_MS, SessionNaming
+from poolgrid.wire.requests import KvRetention
+from poolgrid.wire.sessions import SessionTurn, tenant_key
+from tests.consolidator.test_kept_prompts import begin
 from tests.consolidator.test_session_table import turn
 from tests.frontend.inference_requests import like
+from tests.router.fleet_builder import make_card
 from tests.router.test_service import REQUEST
 
 
 def return_ms(projection: Projection, session: str = "s", after_tool: bool = True) -> int:
     """Return how long the blocks of a session's next turn are to stay."""
     request = like(REQUEST, session=SessionHint(session, after_tool=after_tool))
-    return SessionNaming(projection).turn_of(request, [], 16).return_ms
+    return SessionNaming(projection, lambda: 0).turn_of(request, [], 16).return_ms
+
+
+def kept(
+    projection: Projection,
+    budget: int,
+    tokens: int = 100,
+    session: str = "s",
+    retention: KvRetention | None = None,
+    keep_ms: int = 300_000,
+) -> tuple[int, int]:
+    """Return how long the first how many tokens of a session's next prompt are to be kept."""
+    hint = SessionHint(session, keep_ms=keep_ms)
+    request = like(REQUEST, session=hint, token_ids=bytes(4 * tokens), tenant="acme", retention=retention)
+    request.kept_tokens_max = budget
+    turn = SessionNaming(projection, lambda: 20).turn_of(request, [], 16)
+    return turn.keep_ms, turn.keep_tokens
 
 
 def test_a_later_turn_is_of_a_session_that_is_known_or_of_a_fork() -> None:
     projection = Projection(PrefixIndex(), LoadLedger())
-    naming = SessionNaming(projection)
+    naming = SessionNaming(projection, lambda: 0)
 
     def is_later(hint: SessionHint) -> bool:
         return naming.is_later(naming.turn_of(like(REQUEST, session=hint), [], 16))
@@ -52,3 +75,30 @@ def test_blocks_of_slow_tools_stay_no_longer_than_others() -> None:
     turn(projection.sessions, "r2", 10 + RETURN_MAX_MS, 20 + RETURN_MAX_MS, after_tool=True)
 
     assert return_ms(projection) == 0
+
+
+def test_a_prompt_is_kept_as_far_as_its_tenants_budget_has_room() -> None:
+    projection = Projection(PrefixIndex(), LoadLedger())
+    assert kept(projection, 0) == (0, 0), "no operator gave the tenant a budget"
+    assert kept(projection, 1000) == (300_000, 99), "engines compute the last token again"
+    assert kept(projection, 64) == (300_000, 64)
+    assert kept(projection, 64, keep_ms=24 * IDLE_MAX_MS) == (IDLE_MAX_MS, 64), "as long as an idle session is known"
+    assert kept(projection, 1000, retention=KvRetention()) == (0, 0), "what the request says itself counts"
+
+    begin(projection.sessions, "other", 0, 50, 1000, tenant=tenant_key("acme"))
+    assert kept(projection, 60) == (300_000, 10)
+    assert kept(projection, 60, session="other") == (300_000, 60), "its own prompt before is part of this one"
+    assert kept(projection, 50) == (0, 0)
+    begin(projection.sessions, "stranger", 0, 900, 1000, tenant=tenant_key("stranger"))
+    assert kept(projection, 1000) == (300_000, 99)
+
+
+@pytest.mark.parametrize("takes_retention", [False, True])
+def test_on_an_engine_without_retention_nothing_is_kept(takes_retention: bool) -> None:
+    request = like(REQUEST)
+    request.turn = SessionTurn("s", return_ms=5, keep_ms=300_000, keep_tokens=64)
+    SessionNaming.placed(request, make_card(takes_retention=takes_retention))
+
+    assert request.turn == SessionTurn(
+        "s", return_ms=5, keep_ms=300_000 * takes_retention, keep_tokens=64 * takes_retention
+    )

@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference.inference_request import InferenceRequest, SessionHint
 from poolgrid.inference.ports import Refused
-from poolgrid.inference.session_hint import SessionHint
 from poolgrid.router.choosing import CROWDED
 from poolgrid.router.http_api import waiting_row
 from poolgrid.wire.card import WorkerLimits

@@ -33,6 +33,15 @@ def one_worker() -> WorkingSet:
     return places
 
 
+def restarted() -> WorkingSet:
+    """Two sessions are back after a restart of the router, with all that their worker still holds of them."""
+    places = one_worker()
+    for number, name in enumerate(("one", "two"), start=1):
+        places.begin(turn(name), A, range(BLOCKS * number, BLOCKS * number + 400), 390, 0.0)
+        places.end((1, name), None, 0.0)
+    return places
+
+
 def run(places: WorkingSet, given: OfferedTurn, now_ms: float = 0.0, worker: WorkerKey = A, overlap: int = 0) -> None:
     """Have a turn run, and be over at once."""
     places.begin(given, worker, list(range(given.blocks)), overlap, now_ms)
@@ -42,7 +51,8 @@ def run(places: WorkingSet, given: OfferedTurn, now_ms: float = 0.0, worker: Wor
 def offer(
     places: WorkingSet, given: OfferedTurn, now_ms: float = 0.0, waited_ms: float = 0.0, common: int = 0
 ) -> Admission:
-    return places.offer(given, sorted(places.workers()), common, now_ms, waited_ms)
+    """Offer a turn whose first ``common`` blocks some worker holds; block N has the hash N in ``run``."""
+    return places.offer(given, sorted(places.workers()), common, max(0, common - 1), now_ms, waited_ms)
 
 
 def test_a_session_waits_while_the_places_of_others_leave_no_room() -> None:
@@ -82,6 +92,49 @@ def test_blocks_that_several_sessions_share_count_once() -> None:
         run(places, turn(name, 250), overlap=100)
 
     assert not offer(places, turn("sixth", 250), common=100).admitted
+
+
+def test_a_session_that_a_restarted_router_does_not_know_needs_room_for_all_of_its_blocks() -> None:
+    places = restarted()
+
+    assert not offer(places, turn("three"), common=390).admitted, "what its worker holds is of its own turns before"
+    assert offer(places, turn("three"), LEASE_START_MS + 1, common=390).admitted, "the leases of the others are over"
+
+
+def test_a_session_that_comes_back_needs_room_for_what_the_worker_held_before_it() -> None:
+    places = one_worker()
+    run(places, turn("first"), overlap=390)
+    later_ms = LEASE_START_MS + 1
+    for name in ("one", "two"):
+        run(places, turn(name), later_ms)
+
+    assert not offer(places, turn("first", 410), later_ms).admitted
+
+
+def test_a_subagent_needs_no_room_at_its_parents_worker_for_what_its_parent_counts() -> None:
+    places = one_worker()
+    places.know(B, BLOCKS)
+    run(places, turn("parent", 400))
+
+    assert offer(places, turn("child", 900, parent="parent"), common=400) == Admission(True)
+    assert offer(places, turn("stranger", 900), common=400) == Admission(True, (A,))
+
+
+def test_blocks_of_a_parent_without_a_place_count_for_its_subagent() -> None:
+    places = one_worker()
+    run(places, turn("parent", 400))
+    later_ms = LEASE_START_MS + 1
+    run(places, turn("other", 400), later_ms)
+    run(places, turn("child", 420, parent="parent"), later_ms, overlap=400)
+
+    assert places._rooms[A].used == 400 + 420
+
+
+def test_a_recording_of_an_earlier_version_takes_cached_blocks_for_those_of_others() -> None:
+    places = restarted()
+    places.counts_cached = False
+
+    assert offer(places, turn("three"), common=390).admitted
 
 
 def test_a_crowded_worker_is_left_alone_where_another_has_room() -> None:
@@ -260,5 +313,5 @@ def test_the_fewest_sessions_give_way(is_aged: bool) -> None:
     places.begin(turn("running", 1), B, [], 0, 0.0)
 
     now_ms = LEASE_START_MS / 2
-    found = places.offer(turn("urgent", 800, priority=not is_aged), (A, B), 0, now_ms, 0.0)
+    found = places.offer(turn("urgent", 800, priority=not is_aged), (A, B), 0, 0, now_ms, 0.0)
     assert found == (Admission(False, (A, B)) if is_aged else Admission(True, (A,), ((1, "three"),)))

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lab.website.request_life_page import page
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.ports import StreamDelta
 from poolgrid.serving.legs import (
     NOTHING,
     AvoidWorker,

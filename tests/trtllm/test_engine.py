@@ -21,8 +21,8 @@ from poolgrid.wire.requests import KvRetention, LogitsProcessorCall, RefusalKind
 from poolgrid.wire.sessions import SessionTurn
 from poolgrid.wire.trace_context import TraceContext
 from poolgrid.workers import bootstrap
+from poolgrid.workers.core.cache_facts import RETURN_PRIORITY
 from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.core.turn_retention import RETURN_PRIORITY
 from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread, end_engine, start_engine
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
 from poolgrid.workers.engines.trtllm import generations
@@ -449,6 +449,13 @@ async def test_blocks_of_a_turn_are_kept_until_its_session_is_back() -> None:
             (0, 10, RETURN_PRIORITY, timedelta(milliseconds=900))
         ]
         assert kept.decode_duration_ms == timedelta(milliseconds=900)
+        by_client = msgspec.structs.replace(turn, keep_ms=300_000, keep_tokens=8)
+        await told.finish(msgspec.structs.replace(make_request("kept by its client"), turn=by_client))
+        ranges = calls.pop()["kv_cache_retention_config"].token_range_retention_configs
+        assert [_range(each) for each in ranges] == [
+            (0, 8, RETURN_PRIORITY, timedelta(minutes=5)),
+            (8, 10, RETURN_PRIORITY, timedelta(milliseconds=900)),
+        ]
         told.engine._calls._accepted -= {"kv_cache_retention_config"}
         await told.finish(msgspec.structs.replace(make_request("s"), turn=turn))
         assert "kv_cache_retention_config" not in calls[1], "nothing is refused for it"

@@ -20,8 +20,7 @@ from poolgrid.fleet_page.endpoints import add_fleet_page
 from poolgrid.fleet_page.hub import FleetHub
 from poolgrid.fleet_page.playback.player import Player
 from poolgrid.fleet_page.router_source import RouterFleetSource
-from poolgrid.fleet_page.router_watch import FleetWatch
-from poolgrid.fleet_page.served_seconds import ServedSeconds
+from poolgrid.fleet_page.router_watch import FleetWatch, ServedSeconds
 from poolgrid.http.http_server import HttpServer
 from poolgrid.process.clock import SystemClock
 from poolgrid.router.core.candidates import RoutingRequest
@@ -152,7 +151,7 @@ class LargePool:
         worker, overlap = found.worker, found.overlap_blocks
         self._running[worker] += 1
         reused = overlap * BLOCK_SIZE
-        self.decisions.realised(name, reused)
+        found.realised_cached_tokens = reused
         self.say(worker, [RequestStarted(name, isl, reused, len(grown)), self._load(worker)])
         held = self._held[worker]
         new = [each for each in grown if each not in held]

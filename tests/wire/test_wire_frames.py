@@ -20,14 +20,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.wire import (
-    codec,
-    feed_frames,
-    ingest,
-    leadership,
-    limits,
-    loading,
-)
+from poolgrid.wire import codec, feed_frames, ingest, leadership, limits
+from poolgrid.wire import ingest as loading
 from poolgrid.wire.card import ChatSpec, MediaSpec, ResizedGrid, StepTimes, TiledGrid, WorkerCard, WorkerLimits
 from poolgrid.wire.codec import Codec
 from poolgrid.wire.errors import DecodeError, LimitError
@@ -71,7 +65,19 @@ from poolgrid.wire.hashing import pack_hashes, pack_tokens
 from poolgrid.wire.identifiers import PackedHashes, PackedTokens, Role, Stage, StreamState, Tier
 from poolgrid.wire.ingest import Acknowledged, Goodbye, Heartbeat, Hello, JoinRefused, Resend, Unknown, Welcome
 from poolgrid.wire.limits import FRAME_BYTES_MAX, U32_MAX, U64_MAX
-from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
+from poolgrid.wire.multimodal import (
+    FetchTensor,
+    MediaItem,
+    MediaKind,
+    MultimodalInput,
+    NixlRegion,
+    ReleaseTensor,
+    TensorChunk,
+    TensorDescriptor,
+    TensorList,
+    TensorUnknown,
+    digest_media,
+)
 from poolgrid.wire.requests import (
     Cancel,
     Drain,
@@ -120,15 +126,6 @@ from poolgrid.wire.sessions import (
     TurnEnding,
 )
 from poolgrid.wire.tasks import EmbeddingTask, TaskResult, VisualTask
-from poolgrid.wire.tensors import (
-    FetchTensor,
-    NixlRegion,
-    ReleaseTensor,
-    TensorChunk,
-    TensorDescriptor,
-    TensorList,
-    TensorUnknown,
-)
 from poolgrid.wire.trace_context import TraceContext
 from tests.cases import for_each
 from tests.wire.messages import messages
@@ -137,7 +134,7 @@ GOLDEN_FILE = Path(__file__).with_name("golden_frames.txt")
 
 CODECS: dict[str, Codec[Any]] = {name: value for name, value in vars(codec).items() if isinstance(value, Codec)}
 
-TURN = SessionTurn("s-1", U64_MAX, "s-0", True, U64_MAX, 5, 6, 900)
+TURN = SessionTurn("s-1", U64_MAX, "s-0", True, U64_MAX, 5, 6, 900, 300_000, 96)
 
 SMALL_CARD = WorkerCard("tiny", Role.AGGREGATED, 16, WorkerLimits(8, 2048, 512, 4096), "tcp://127.0.0.1:40001")
 FULL_CARD = WorkerCard(
@@ -372,6 +369,8 @@ GOLDEN: dict[tuple[str, str], Any] = {
                     (Gap(2, 900, 300), Gap(), Gap()),
                     (Footprint("w1", 0, 7, U64_MAX),),
                     (Tail("r-1", 5, 4, 100, 3, 120, 7),),
+                    96,
+                    1_700_000_300_123,
                 )
             ],
             [Turn("r-1", U64_MAX, "s-1", "w1", 0, 5, 7, 96)],
@@ -399,17 +398,6 @@ GOLDEN: dict[tuple[str, str], Any] = {
     ("to_pool", "release"): Release(Reservation("r-1", WorkerRank("w1"))),
     ("to_pool", "ask status"): AskStatus(U64_MAX),
     ("from_pool", "selected"): Selected(1, WorkerRank("w1"), "tcp://10.0.0.7:40001", 7, 3, 32, "lowest_cost", 30_000),
-    ("from_pool", "selected, with retention"): Selected(
-        1,
-        WorkerRank("w1"),
-        "tcp://10.0.0.7:40001",
-        7,
-        3,
-        32,
-        "lowest_cost",
-        30_000,
-        KvRetention((RetainedTokens(0, 2048, 80, 600_000), RetainedTokens(2048, None, 20)), 10),
-    ),
     ("from_pool", "select refused"): SelectRefused(
         2,
         SelectRefusal.BUSY,

@@ -16,18 +16,19 @@ from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.events import AnyEvent, EventBatch, SnapshotBegan
 from poolgrid.wire.ingest import (
     BATCH_FRAME,
+    LOADING_FRAME,
     Acknowledged,
     FromConsolidator,
     Goodbye,
     Heartbeat,
     Hello,
     JoinRefused,
+    LoadingWorker,
     Resend,
     ToConsolidator,
     Unknown,
     Welcome,
 )
-from poolgrid.wire.loading import LOADING_FRAME, LoadingWorker
 from poolgrid.wire.requests import FromWorker, Pong, TokenBatch, TokenDelta, ToWorker
 
 PATIENCE_S = 120.0

@@ -14,9 +14,9 @@ import pytest
 from poolgrid.wire.limits import LOGITS_PROCESSORS_MAX
 from poolgrid.wire.requests import LogitsProcessorCall, RefusalKind
 from poolgrid.workers.core.refusal import RefusedError, UnsupportedError
-from poolgrid.workers.logits.failure_channel import FailureChannel
 from poolgrid.workers.logits.registry import (
     BUILT_IN,
+    FailureChannel,
     LogitsProcessorRegistry,
     LogitsRow,
     RegistrationError,

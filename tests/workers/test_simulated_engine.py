@@ -27,8 +27,8 @@ from poolgrid.wire.requests import (
 )
 from poolgrid.wire.sessions import SessionTurn
 from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
 from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits, StepOutcome
+from poolgrid.workers.engines.simulated.core.kv_groups import CacheRecorder
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource
 from poolgrid.workers.engines.simulated.core.next_token import (
     AnswerLengths,
@@ -416,9 +416,15 @@ def test_log_probabilities_of_the_prompt_come_once_with_the_first_token() -> Non
 
 
 def test_blocks_stay_as_long_as_their_request_says() -> None:
-    def reused(retention: KvRetention | None, flood: KvRetention | None = None, return_ms: int = 0) -> int:
+    def reused(
+        retention: KvRetention | None,
+        flood: KvRetention | None = None,
+        return_ms: int = 0,
+        keep_ms: int = 0,
+        keep_tokens: int = 0,
+    ) -> int:
         engine = make_engine(total_kv_blocks=8)
-        turn = SessionTurn("agent", return_ms=return_ms)
+        turn = SessionTurn("agent", return_ms=return_ms, keep_ms=keep_ms, keep_tokens=keep_tokens)
         kept = msgspec.structs.replace(make_request("kept", range(16), 1), retention=retention, turn=turn)
         engine.submit(kept, 0.0)
         run_to_end(engine)
@@ -440,6 +446,11 @@ def test_blocks_stay_as_long_as_their_request_says() -> None:
     assert reused(None, return_ms=60_000) == 12, "all of it, as its session will be back from its tool"
     assert reused(None, return_ms=5) == 0
     assert reused(high, return_ms=5) == 8, "what the client asks counts"
+    assert reused(None, keep_ms=300_000, keep_tokens=15) == 12, "as the client has it kept"
+    assert reused(None, keep_ms=300_000, keep_tokens=8) == 8, "as far as the tenant's budget reaches"
+    assert reused(None, keep_ms=5, keep_tokens=15) == 0
+    assert reused(None, return_ms=60_000, keep_ms=5, keep_tokens=4) == 12, "the longer time counts"
+    assert reused(None, return_ms=5, keep_ms=300_000, keep_tokens=8) == 8
 
 
 def test_an_output_that_moved_here_stays_as_long_as_output() -> None:

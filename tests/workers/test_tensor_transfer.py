@@ -15,8 +15,8 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from poolgrid.process.clock import SystemClock
+from poolgrid.wire.multimodal import TensorDescriptor
 from poolgrid.wire.requests import RefusalKind
-from poolgrid.wire.tensors import TensorDescriptor
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.tensor_transfer.nixl_transfer import NixlMissing, NixlTensorTransfer, make_agent
 from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable

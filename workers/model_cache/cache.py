@@ -137,7 +137,6 @@ class ModelCache:
         return self.directory / name
 
     def partial_path(self, name: str) -> Path:
-        """Return where a model is put together."""
         self.path(name)
         return self.directory / _OWN / "partial" / name
 

@@ -70,7 +70,6 @@ class Command(click.Command):
         return super().parse_args(ctx, args)
 
     def get_short_help_str(self, limit: int = 0) -> str:
-        """Return what it does, whole."""
         return first_sentence(self.help or "")
 
     @functools.cached_property
@@ -79,7 +78,6 @@ class Command(click.Command):
         return any(isinstance(each, Option) and each.is_basic for each in self.params)
 
     def get_help_option(self, ctx: click.Context) -> click.Option | None:
-        """Return ``--help``, which takes the name of a panel where the command has panels."""
         return self._panel_help if self.has_basics else super().get_help_option(ctx)
 
     @functools.cached_property
@@ -153,7 +151,6 @@ _PANEL = "poolgrid.panel"
 
 
 def _slug(panel: str) -> str:
-    """Return a panel's name as it is typed."""
     return re.sub(r"[^a-z0-9]+", "-", panel.lower()).strip("-")
 
 
@@ -207,7 +204,6 @@ class LateGroup(Group):
         return [*self.commands, *(each.name for each in _added() if each.name not in self.commands)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command; ``None`` when there is none of that name."""
         if cmd_name in self.commands:
             return self.commands[cmd_name]
         return next((each.load() for each in _added() if each.name == cmd_name), None)

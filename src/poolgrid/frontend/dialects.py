@@ -86,10 +86,10 @@ class ApiDialect:
             error.message = self.overflow(error)
         return error
 
-    def headers(self, request_id: str) -> tuple[tuple[bytes, bytes], ...]:
+    def headers(self, request_id: str) -> list[tuple[bytes, bytes]]:
         """Return the headers of an answer that name the request."""
-        own = ((self.id_header, request_id.encode()),) if self.id_header else ()
-        return ((b"x-request-id", request_id.encode()), *own)
+        name = request_id.encode()
+        return [(b"x-request-id", name), (self.id_header, name)] if self.id_header else [(b"x-request-id", name)]
 
 
 def _fields(names: Mapping[str, str]) -> tuple[tuple[re.Pattern[str], str], ...]:

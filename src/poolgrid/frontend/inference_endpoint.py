@@ -20,19 +20,18 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from starlette.types import Receive, Scope, Send
 
 from poolgrid.frontend.access.cache_domains import CacheDomains
-from poolgrid.frontend.access.gate import caller_of
+from poolgrid.frontend.access.gate import CALLER
 from poolgrid.frontend.access.meter import limit_headers
 from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.dialects import OPENAI, ApiDialect
 from poolgrid.frontend.errors import RequestError, refused, without_others
 from poolgrid.frontend.guide_check import GuideCheck
-from poolgrid.frontend.media.loader import MediaLoader
-from poolgrid.frontend.media.media_cache import MediaLease
+from poolgrid.frontend.media.loader import MediaLease, MediaLoader
 from poolgrid.frontend.metrics import FrontendMetrics, ModelSeries
 from poolgrid.frontend.parsed_answers import encoder_of
 from poolgrid.frontend.prepared_request import PreparedRequest, Prompt
@@ -41,6 +40,7 @@ from poolgrid.frontend.request_body import (
     GZIP_BYTES_MIN,
     SHORT_BYTES,
     BodyReader,
+    RequestIds,
     accepts_gzip,
     check_announced,
     check_shape,
@@ -48,21 +48,19 @@ from poolgrid.frontend.request_body import (
     receive_body,
     too_large,
 )
-from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.frontend.responses import AnswerEncoder, counts_so_far, usage
 from poolgrid.frontend.sequence_output import RequestOutput, SequenceOutput
 from poolgrid.frontend.sequences import sequences_of
-from poolgrid.frontend.session_fields import session_hint
+from poolgrid.frontend.session_fields import SESSION_HEADERS, session_hint
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.stream_head import KeepAlive, StreamHead
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.frontend.tools import HOSTED_TOOL
-from poolgrid.frontend.traffic import NOTHING_YET, EndedRequest, TokenTotals, Traffic, tell_request
+from poolgrid.frontend.traffic import EndedRequest, TokenTotals, Traffic, tell_request
 from poolgrid.http.exchange import EXCHANGE, ON_DISCONNECT, HttpExchange
 from poolgrid.http.http_server import SERVER_ENDS
-from poolgrid.inference.ports import HINT_HEADERS, InferenceBackend, Refused
-from poolgrid.inference.session_hint import NO_HINT
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.inference_request import NO_HINT
+from poolgrid.inference.ports import HINT_HEADERS, InferenceBackend, Refused, StreamDelta
 from poolgrid.process.clock import Clock
 from poolgrid.process.log_lines import about
 from poolgrid.process.tasks import detached
@@ -97,6 +95,8 @@ LEFT_OUT_CHARS_MAX: Final = 256
 
 LEFT_OUT_TYPES_MAX: Final = 64
 """Types of tools that the log names, once each: more than vendors have."""
+
+JSON: Final = b"application/json"
 
 CLIENT_LEFT: Final = 499
 """Status that is counted (not sent) when the client left first; nginx's number for it."""
@@ -181,9 +181,9 @@ class InferenceEndpoint:
         self._in_flight.value += 1
         self._traffic.running.add(exchange)
 
-    def end(self, exchange: InferenceExchange, account: TokenTotals) -> None:
-        """Take note of a request that is over, and of what it has got."""
-        self._traffic.end(exchange, account)
+    def end(self, exchange: InferenceExchange) -> None:
+        """Take note of a request that is over, whose tokens are counted."""
+        self._traffic.end(exchange)
         self._in_flight.value -= 1
         self._metrics.answered(self.name, exchange.status, exchange.streaming)
         if exchange.trace is not None and self._tracing is not None:
@@ -192,6 +192,28 @@ class InferenceEndpoint:
 
 class InferenceExchange:
     """One request and its answer."""
+
+    # Most of it stays as it is here for most requests.
+    done = False
+    """The last byte has been handed over: that the client leaves is no longer news."""
+    left = False
+    _started = False
+    """The status line has been sent."""
+    _lease: MediaLease | None = None
+    _encoder: AnswerEncoder | None = None
+    status = CLIENT_LEFT
+    streaming = False
+    _tools_left_out: Collection[str] = ()
+    """Types of the client's tools that cannot run here."""
+    model = ""
+    """What was asked for, once the body is read."""
+    series: ModelSeries | None = None
+    """The instruments of its model, once there is a token."""
+    error = ""
+    """Code of the error that it was answered with."""
+    first_token_ms: float | None = None
+    trace: TraceRecord | None = None
+    """What happens to it, where its trace is kept."""
 
     def __init__(
         self,
@@ -208,35 +230,14 @@ class InferenceExchange:
         self.headers = headers = dict(scope["headers"])
         self._wanted_id = endpoint._request_ids.wanted(headers.get(b"x-request-id"))
         self._arrived_ms = arrived_ms
-        self._caller = caller_of(scope)
+        self._caller: Caller | None = scope.get(CALLER)
         self._receive = receive
         self._send = send
-        self._extensions = scope.get("extensions") or {}
-        self._direct: HttpExchange | None = self._extensions.get(EXCHANGE)
+        extensions = scope.get("extensions") or {}
+        self._on_disconnect: Callable[[Callable[[], None]], None] | None = extensions.get(ON_DISCONNECT)
+        self._direct: HttpExchange | None = extensions.get(EXCHANGE)
         """The short way to our own server's connection, which spares messages."""
-        self._body = b""
-        """Until it is read."""
         self._outputs: list[RequestOutput] = []
-        self.done = False
-        """The last byte has been handed over: that the client leaves is no longer news."""
-        self.left = False
-        self._started = False
-        """The status line has been sent."""
-        self._lease: MediaLease | None = None
-        self._encoder: AnswerEncoder | None = None
-        self.status = CLIENT_LEFT
-        self.streaming = False
-        self._tools_left_out: Collection[str] = ()
-        """Types of the client's tools that cannot run here."""
-        self.model = ""
-        """What was asked for, once the body is read."""
-        self.series: ModelSeries | None = None
-        """The instruments of its model, once there is a token."""
-        self.error = ""
-        """Code of the error that it was answered with."""
-        self.first_token_ms: float | None = None
-        self.trace: TraceRecord | None = None
-        """What happens to it, where its trace is kept."""
 
     async def run(self) -> None:
         """Answer; raises only what is a bug or the end of the process."""
@@ -244,31 +245,13 @@ class InferenceExchange:
         assert task is not None, "servers call applications in a task"
         self._endpoint.begin(self)
         try:
-            limit = self._endpoint._body_bytes_max
-            headers = self.headers
-            content_type, content_length = headers.get(b"content-type", b""), headers.get(b"content-length", b"")
-            check_announced(content_type, content_length, limit, self._scope["headers"], self._endpoint.takes_forms)
-            body = None if self._direct is None else self._direct.body()
+            body = await self._read(task)
             if body is None:
-                body = await receive_body(self._receive, limit)
-                if body is None:
-                    self._left()
-                    return
-            elif len(body) > limit:
-                raise too_large(str(len(body)), limit)
-            if self.trace is not None:
-                self.trace.add("receive", self._arrived_ms)
-            on_disconnect = self._extensions.get(ON_DISCONNECT)
-            if on_disconnect is not None:
-                on_disconnect(partial(_leave, self, task))
-            encoding = headers.get(b"content-encoding")
-            if encoding:
-                body = await self._inflate(body, encoding.decode("latin-1").strip().lower())
-            if len(body) > SHORT_BYTES:
-                await check_shape(body, self._endpoint._settings.max_body_values, self._endpoint._tokenization)
-            self._body = body
+                self._left()
+                return
+            serving = self._serve_body(body)
             del body  # nothing here holds it while the answer is generated
-            await self._serve_body()
+            await serving
         except RequestError as error:
             await self._answer_error(error)
         except Refused as refusal:
@@ -290,96 +273,103 @@ class InferenceExchange:
             await self._answer_error(RequestError(500, "internal_error", message))
         finally:
             self.done = True
-            account = NOTHING_YET
             try:
                 self._give_up()
                 if self._lease is not None:
                     self._lease.close()
-                account = self._count_tokens()
+                self._count_tokens()
             finally:
-                self._endpoint.end(self, account)
+                self._endpoint.end(self)
 
-    async def _serve_body(self) -> None:
+    async def _read(self, task: asyncio.Task[Any]) -> bytes | None:
+        """Return the body as it may be parsed, and ``None`` when the client left before it was whole; from then on the
+        ``task`` is cancelled when the client leaves. Raises ``RequestError``."""
+        endpoint, headers = self._endpoint, self.headers
+        limit = endpoint._body_bytes_max
+        content_type = headers.get(b"content-type", b"")
+        if content_type != JSON or self._direct is None or not self._direct.is_received:
+            length = headers.get(b"content-length", b"")
+            check_announced(content_type, length, limit, self._scope["headers"], endpoint.takes_forms)
+        body = None if self._direct is None else self._direct.body()
+        if body is None:
+            body = await receive_body(self._receive, limit)
+            if body is None:
+                return None
+        elif len(body) > limit:
+            raise too_large(str(len(body)), limit)
+        if self.trace is not None:
+            self.trace.add("receive", self._arrived_ms)
+        if self._on_disconnect is not None:
+            self._on_disconnect(partial(_leave, self, task))
+        if b"content-encoding" in headers:
+            encoding = headers[b"content-encoding"]
+            body = await endpoint._bodies.inflated(body, encoding.decode("latin-1").strip().lower(), self.has_left)
+        if len(body) > SHORT_BYTES:
+            await check_shape(body, endpoint._settings.max_body_values, endpoint._tokenization)
+        return body
+
+    def has_left(self) -> bool:
+        return self.left
+
+    async def _serve_body(self, body: bytes) -> None:
         """Answer what the body asks for."""
-        body, self._body = self._body, b""
-        job = await self._prepared(body)
-        self.streaming = bool(job.body.stream)
-        self.model = job.body.model
-        if job.tools.left_out:
-            self._tools_left_out = job.tools.left_out
-            self._endpoint.note_left_out(job.tools.left_out, str(self._wanted_id))
-        if self._caller is not None:
-            self._caller.check_model(job.body.model)
-        self._endpoint._domains.claim(job, self._caller, self._scope["headers"])
-        if job.guide:
-            await self._try_guide(job)
-        if job.media:
-            if self._caller is not None:
-                self._caller.check_feature("media")  # before anything is fetched for it
-            self._lease = self._endpoint._media.lease()
-            job.items = await self._endpoint._media.load(
-                job.media, self._lease, job.domain, job.served.media.item_bytes_max
-            )
-        prompts = await self._tokenize(job, len(body))
-        del body
-        if self._lease is not None:
-            self._endpoint._media.note_places([each for prompt in prompts for each in prompt.media_items])
-        count = len(prompts) * job.choices_per_prompt
-        request_ids = self._endpoint._request_ids.of_sequences(self._wanted_id, count)
-        await self._serve(job, prompts, request_ids)
-
-    async def _prepared(self, body: bytes) -> PreparedRequest:
-        """Return the job that a body asks for; raises ``RequestError``."""
+        endpoint, caller = self._endpoint, self._caller
         try:
-            prepared = self._endpoint._prepare(body, self._caller)
-            return prepared if isinstance(prepared, PreparedRequest) else await prepared
+            prepared = endpoint._prepare(body, caller)
+            job = prepared if isinstance(prepared, PreparedRequest) else await prepared
         except RecursionError:
             # The parser takes what is nested several hundred levels deep; later code may take less.
             raise RequestError(
                 400, "invalid_json", f"reading the request body ({len(body)} bytes): it is nested too deeply"
             ) from None
-
-    async def _try_guide(self, job: PreparedRequest) -> None:
-        """Return when the guide may go to a worker; raises ``RequestError``."""
-        if self._caller is not None:
-            self._caller.check_feature("guided_decoding")
-        await self._endpoint._guides.check(job.guide, job.guide_param, job.domain)
-
-    async def _inflate(self, body: bytes, encoding: str) -> bytes:
-        return await self._endpoint._bodies.inflated(body, encoding, lambda: self.left)
-
-    async def _tokenize(self, job: PreparedRequest, body_bytes: int) -> list[Prompt]:
-        pool = self._endpoint._tokenization
+        body_bytes = len(body)
+        del body
+        self.streaming = bool(job.body.stream)
+        self.model = job.body.model
+        if job.tools.left_out:
+            self._tools_left_out = job.tools.left_out
+            endpoint.note_left_out(job.tools.left_out, str(self._wanted_id))
+        if caller is not None:
+            caller.check_model(job.body.model)
+        endpoint._domains.claim(job, caller, self._scope["headers"])
+        if job.guide:
+            if caller is not None:
+                caller.check_feature("guided_decoding")
+            await endpoint._guides.check(job.guide, job.guide_param, job.domain)
+        if job.media:
+            if caller is not None:
+                caller.check_feature("media")  # before anything is fetched for it
+            self._lease = endpoint._media.lease()
+            job.items = await endpoint._media.load(job.media, self._lease, job.domain, job.served.media.item_bytes_max)
         began_s = perf_counter()
         began_ms = 0.0 if self.trace is None else self._clock.monotonic_ms()
-        fast = job.model.tokenizes_fast()
-        if not job.has_text or (not job.chat and pool.is_short(body_bytes, fast)):
+        if _is_tokenized_here(job, body_bytes, endpoint._tokenization):
             prompts = tokenize(job)
         else:
-            left = look_up(job, LOOK_UP_RENDERING_MS) if body_bytes <= LOOK_UP_BYTES_MAX else None
-            if left is not None and pool.is_short(left, fast):
-                prompts = tokenize(job)
-            else:
-                prompts = await pool.run_in_thread(partial(tokenize, job))
+            prompts = await endpoint._tokenization.run_in_thread(partial(tokenize, job))
         job.forget_prompt()
         if self.trace is not None:
             self.trace.add("render and tokenize", began_ms)
         self._metrics.tokenization.observe(perf_counter() - began_s)
-        return prompts
+        if self._lease is not None:
+            endpoint._media.note_places([each for prompt in prompts for each in prompt.media_items])
+        await self._serve(job, prompts)
 
-    async def _serve(self, job: PreparedRequest, prompts: Sequence[Prompt], request_ids: list[str]) -> None:
-        requests = sequences_of(job, prompts, request_ids, _hints_of(self.headers))
-        hint = session_hint(job, self.headers)
-        if hint is not NO_HINT:
+    async def _serve(self, job: PreparedRequest, prompts: Sequence[Prompt]) -> None:
+        """Answer with what the router generates for the prompts."""
+        endpoint, per_prompt = self._endpoint, job.choices_per_prompt
+        count = len(prompts) * per_prompt
+        request_ids = endpoint._request_ids.of_sequences(self._wanted_id, count)
+        told = not TELLING_HEADERS.isdisjoint(self.headers)
+        requests = sequences_of(job, prompts, request_ids, _hints_of(self.headers) if told else None)
+        hint = session_hint(job, self.headers) if told or not job.is_plain or job.after_tool else NO_HINT
+        if hint is not NO_HINT or self.trace is not None:
             for request in requests:
                 request.session = hint
-        if self.trace is not None:
-            for request in requests:
                 request.trace = self.trace
         if self._caller is not None:
             isl = sum(prompt.isl for prompt in prompts)
             self._caller.admit(requests, isl, self._clock.monotonic_ms())
-        per_prompt = job.choices_per_prompt
         outputs: list[SequenceOutput] = []
         for index, request in enumerate(requests):
             output = SequenceOutput(
@@ -393,37 +383,25 @@ class InferenceExchange:
             )
             outputs.append(output)
             self._outputs.append(output)
-            output.stream = await self._endpoint._backend.submit(request)
-            if len(requests) > 1:
+            output.stream = await endpoint._backend.submit(request)
+            if count > 1:
                 # Others come between the sequences of this one: 128 of them take 40 ms.
                 await asyncio.sleep(0)
-        isl_seen = self._metrics.isl
         for prompt in prompts:
-            isl_seen.observe(len(prompt.token_ids) // TOKEN_BYTES)
-        encoder = encoder_of(job, prompts, request_ids, self._clock.wall_ms() // 1000)
+            self._metrics.isl.observe(len(prompt.token_ids) // TOKEN_BYTES)
+        self._encoder = encoder = encoder_of(job, prompts, request_ids, self._clock.wall_ms() // 1000)
         encoder.outputs = outputs
-        self._encoder = encoder
         if job.body.stream_options is not None and job.counts_in_chunks:
-            encoder.count_in_chunks(
-                lambda index: counts_so_far(prompts[index // per_prompt].isl, outputs[index].completion_tokens)
-            )
+            encoder.count_in_chunks(partial(_counts_in_chunk, prompts, outputs, per_prompt))
         answer = _Answer(self, job, prompts, encoder, outputs)
-        try:
-            if self.streaming:
-                await answer.stream()
-            else:
-                await answer.whole()
-        finally:
-            if answer.pumps is not None:
-                answer.pumps.close()
+        await (answer.stream() if self.streaming else answer.whole())
 
     def response_headers(self) -> list[tuple[bytes, bytes]]:
-        named = self._endpoint._dialect.headers(self._wanted_id)
+        headers = self._endpoint._dialect.headers(self._wanted_id)
         if self._tools_left_out:
-            left_out = _header_value(", ".join(self._tools_left_out)[:LEFT_OUT_CHARS_MAX])
-            named = (*named, (TOOLS_LEFT_OUT, left_out))
+            headers.append((TOOLS_LEFT_OUT, _header_value(", ".join(self._tools_left_out)[:LEFT_OUT_CHARS_MAX])))
         if self._endpoint._isolates:
-            return [*named]
+            return headers
         streams = [output.stream for output in self._outputs if output.stream is not None]
         if len(streams) == 1:
             [stream] = streams
@@ -432,11 +410,8 @@ class InferenceExchange:
             worker = _listed([stream.worker for stream in streams])
             reason = _listed([stream.decision_reason for stream in streams])
             pool = _listed([stream.pool for stream in streams if stream.pool])
-        headers = [
-            *named,
-            (b"x-poolgrid-worker", _header_value(worker)),
-            (b"x-poolgrid-decision", _header_value(reason)),
-        ]
+        headers.append((b"x-poolgrid-worker", _header_value(worker)))
+        headers.append((b"x-poolgrid-decision", _header_value(reason)))
         if pool:
             headers.append((b"x-poolgrid-pool", _header_value(pool)))
         if self.trace is not None:
@@ -464,11 +439,11 @@ class InferenceExchange:
         if not self.done:
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
-    async def answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+    def answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> Awaitable[None]:
         self.done = True
-        if self._direct is not None:
-            await self._direct.answer(status, headers, body)
-            return
+        return (self._send_whole if self._direct is None else self._direct.answer)(status, headers, body)
+
+    async def _send_whole(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         headers.append((b"content-length", b"%d" % len(body)))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
@@ -493,7 +468,7 @@ class InferenceExchange:
                 assert self._encoder is not None, "a stream has begun, so there is an encoder"
                 await self.end(self._encoder.error(error))
                 return
-            headers = [(b"content-type", b"application/json"), *dialect.headers(self._wanted_id), *error.headers]
+            headers = [(b"content-type", JSON), *dialect.headers(self._wanted_id), *error.headers]
             self.begin(error.status, headers)
             await self.answer(error.status, headers, body)
         except asyncio.CancelledError:
@@ -517,30 +492,29 @@ class InferenceExchange:
         self.status = CLIENT_LEFT
         self._metrics.disconnects.inc()
 
-    def _count_tokens(self) -> TokenTotals:
-        """Count what the request has got at its end, and return it."""
+    def _count_tokens(self) -> None:
+        """Count what the request has got at its end."""
         metrics = self._metrics
-        account = account_of(self)
-        prompt_tokens, cached_tokens, output_tokens = account
-        metrics.prompt_tokens.value += prompt_tokens
-        metrics.cached_tokens.value += cached_tokens
-        metrics.output_tokens.value += output_tokens
+        output_tokens = 0
         for output in self._outputs:
             if output.stream is None:
                 continue
             completion_tokens = output.completion_tokens
+            output_tokens += completion_tokens
+            metrics.prompt_tokens.value += len(output.request.token_ids) // TOKEN_BYTES
+            metrics.cached_tokens.value += output.cached_tokens or 0
             metrics.osl.observe(completion_tokens)
             # Of the tokens that came after the first ones: those came together.
             later_tokens = completion_tokens - output.first_tokens
-            if self.series is not None and output.last_token_at_ms is not None and later_tokens > 0:
+            if later_tokens > 0 and self.series is not None and output.last_token_at_ms is not None:
                 itl_ms = (output.last_token_at_ms - output.first_token_at_ms) / later_tokens
                 met = itl_ms <= metrics.itl_target_ms
                 (self.series.itl_met if met else self.series.itl_missed).value += 1
+        metrics.output_tokens.value += output_tokens
         if self._caller is not None:
-            self._caller.generated(sum(output.completion_tokens for output in self._outputs))
+            self._caller.generated(output_tokens)
             if all(output.stream is None for output in self._outputs):
                 self._caller.not_dispatched(self._clock.monotonic_ms())
-        return account
 
 
 class _Answer:
@@ -555,13 +529,10 @@ class _Answer:
         outputs: Sequence[SequenceOutput],
     ) -> None:
         self._exchange = exchange
-        self._metrics = exchange._metrics
-        self._clock = exchange._clock
         self._job = job
         self._prompts = prompts
         self._encoder = encoder
         self._outputs = outputs
-        self.pumps = _Pumps(outputs) if len(outputs) > 1 else None
 
     async def stream(self) -> None:
         """Write the answer as events, as it is generated."""
@@ -576,10 +547,11 @@ class _Answer:
 
         keep_alive = KeepAlive(comment, self._exchange._endpoint.keep_alive_s)
         try:
-            if self.pumps is None:
+            if len(self._outputs) == 1:
                 await self._events_of_one(head, keep_alive)
             else:
-                await self._events(self.pumps, head, keep_alive)
+                with _Pumps(self._outputs) as pumps:
+                    await self._events(pumps, head, keep_alive)
         finally:
             head.close()
             keep_alive.close()
@@ -648,8 +620,8 @@ class _Answer:
 
     async def whole(self) -> None:
         """Write the answer at once, when all of it is there."""
-        exchange, encoder, pumps = self._exchange, self._encoder, self.pumps
-        if pumps is None:
+        exchange, encoder = self._exchange, self._encoder
+        if len(self._outputs) == 1:
             [output] = self._outputs
             stream = output.stream
             assert stream is not None, "submitted before anything is awaited from it"
@@ -658,19 +630,14 @@ class _Answer:
             if output.finish_reason == "error":
                 raise generation_failed(output)
         else:
-            unfinished = len(self._outputs)
-            while unfinished:
-                for output in self._take(await pumps.next()):
-                    if output.finish_reason is not None:
-                        unfinished -= 1
-                        if output.finish_reason == "error":
-                            raise generation_failed(output)
+            await self._ends()
         counts = self._usage()
         if self._job.form is None:
             body = encoder.whole(self._outputs, counts)
         else:
             body = await self._completed(partial(encoder.whole, self._outputs, counts))
-        headers = [*exchange.response_headers(), (b"content-type", b"application/json")]
+        headers = exchange.response_headers()
+        headers.append((b"content-type", JSON))
         if len(body) >= GZIP_BYTES_MIN:
             headers.append((b"vary", b"accept-encoding"))
             if accepts_gzip(exchange.headers.get(b"accept-encoding", b"")):
@@ -678,6 +645,17 @@ class _Answer:
                 headers.append((b"content-encoding", b"gzip"))
         exchange.begin(200, headers)
         await exchange.answer(200, headers, body)
+
+    async def _ends(self) -> None:
+        """Wait until all of several sequences have ended; raises ``RequestError`` when one fails."""
+        unfinished = len(self._outputs)
+        with _Pumps(self._outputs) as pumps:
+            while unfinished:
+                for output in self._take(await pumps.next()):
+                    if output.finish_reason is not None:
+                        unfinished -= 1
+                        if output.finish_reason == "error":
+                            raise generation_failed(output)
 
     async def _completed(self, complete: Callable[[], bytes]) -> bytes:
         """Return the end of an answer. A response counts the tokens of its reasoning, in a thread when it is long, and
@@ -712,46 +690,54 @@ class _Answer:
             output.stream.cancel()
         if tokens == 0:
             return
-        exchange, metrics = self._exchange, self._metrics
-        now_ms = self._clock.monotonic_ms()
-        previous_ms = output.last_token_at_ms
+        exchange = self._exchange
+        now_ms = exchange._clock.monotonic_ms()
         series = exchange.series
-        if previous_ms is None:
+        if output.last_token_at_ms is None:
+            metrics = exchange._metrics
             if series is None:
                 series = exchange.series = metrics.of_model(exchange.model)
+                exchange.first_token_ms = now_ms
             ttft_ms = now_ms - exchange._arrived_ms
             if exchange.trace is None:
                 series.ttft.observe(ttft_ms / 1000)
             else:
                 series.ttft.observe_traced(ttft_ms / 1000, exchange.trace.trace_id)
             (series.ttft_met if ttft_ms <= metrics.ttft_target_ms else series.ttft_missed).value += 1
-            exchange.first_token_ms = exchange.first_token_ms or now_ms
             output.first_tokens = tokens
             output.first_token_at_ms = now_ms
         else:
             assert series is not None, "the first tokens came before these"
-            series.itl.observe((now_ms - previous_ms) / 1000 / tokens)
+            series.itl.observe((now_ms - output.last_token_at_ms) / 1000 / tokens)
         output.last_token_at_ms = now_ms
 
     def _usage(self) -> dict[str, Any]:
         """Return the counts: every prompt once, with the reuse that its first choice found."""
-        prompts = self._prompts
+        written_tokens: int | None = None
+        if self._job.keep_ms:
+            written_tokens = sum(map(newly_kept_tokens, self._outputs[:: self._job.choices_per_prompt]))
         if len(self._outputs) == 1:
-            [output] = self._outputs
-            counts = usage(
-                len(prompts[0].token_ids) // TOKEN_BYTES, output.completion_tokens, output.cached_tokens or 0
-            )
+            [output], [prompt] = self._outputs, self._prompts
+            isl, cached_tokens = len(prompt.token_ids) // TOKEN_BYTES, output.cached_tokens or 0
+            counts = usage(isl, output.completion_tokens, cached_tokens, written_tokens)
         else:
             first_choices = self._outputs[:: self._job.choices_per_prompt]
             counts = usage(
-                sum(prompt.isl for prompt in prompts),
+                sum(prompt.isl for prompt in self._prompts),
                 sum(output.completion_tokens for output in self._outputs),
                 sum(output.cached_tokens or 0 for output in first_choices),
+                written_tokens,
             )
         # What a cache holds is other tenants' business where they are kept apart.
         if RECEIPT_HEADER in self._exchange.headers and not self._exchange._endpoint._isolates:
             counts["poolgrid_receipt"] = [receipt(each) for each in self._outputs]
         return counts
+
+
+def newly_kept_tokens(output: SequenceOutput) -> int:
+    """Return the prompt tokens that a worker keeps as the client asks, without those that it held before."""
+    turn = output.request.turn
+    return 0 if turn is None else max(0, turn.keep_tokens - (output.cached_tokens or 0))
 
 
 def receipt(output: SequenceOutput) -> dict[str, Any]:
@@ -766,10 +752,14 @@ def receipt(output: SequenceOutput) -> dict[str, Any]:
     }
 
 
+def counted_tokens(metrics: FrontendMetrics) -> TokenTotals:
+    """Return what all requests that are over have sent to workers and got."""
+    counters = metrics.prompt_tokens, metrics.cached_tokens, metrics.output_tokens
+    return TokenTotals(*(int(counter.value) for counter in counters))
+
+
 def account_of(exchange: InferenceExchange) -> TokenTotals:
     """Return what a request has sent to workers and got so far."""
-    if not exchange._outputs:
-        return NOTHING_YET
     prompt_tokens = cached_tokens = output_tokens = 0
     for output in exchange._outputs:
         if output.stream is not None:
@@ -817,6 +807,9 @@ class _Pumps:
         self._news = asyncio.Event()
         self._tasks = [detached(self._pump(output), f"tokens of {output.request.request_id}") for output in outputs]
 
+    def __enter__(self) -> Self:
+        return self
+
     async def next(self) -> Arrivals:
         """Wait for news of any sequence and return all of it."""
         await self._news.wait()
@@ -824,7 +817,7 @@ class _Pumps:
         arrived, self._arrived = self._arrived, []
         return arrived
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the tasks that are still waiting.
 
         They are dropped: a task that was cancelled holds the frames it was cancelled in, and these hold this.
@@ -868,12 +861,30 @@ def _leave(exchange: InferenceExchange, task: asyncio.Task[Any]) -> None:
 
 _HINT_HEADERS: Final = {name.encode(): name for name in HINT_HEADERS}
 
+TELLING_HEADERS: Final = SESSION_HEADERS | _HINT_HEADERS.keys()
+"""Headers of a request that say something about its session or its routing."""
+
 
 def _hints_of(headers: Mapping[bytes, bytes]) -> dict[str, str] | None:
     """Return the headers that say something about routing, if any."""
     if _HINT_HEADERS.keys().isdisjoint(headers):
         return None
     return {name: headers[key].decode("latin-1") for key, name in _HINT_HEADERS.items() if key in headers}
+
+
+def _is_tokenized_here(job: PreparedRequest, body_bytes: int, pool: TokenizationPool) -> bool:
+    """Return whether what is to be tokenized is short enough for the event loop; looks up what is known of it."""
+    fast = job.model.tokenizes_fast()
+    if not job.has_text or (not job.chat and pool.is_short(body_bytes, fast)):
+        return True
+    left = look_up(job, LOOK_UP_RENDERING_MS) if body_bytes <= LOOK_UP_BYTES_MAX else None
+    return left is not None and pool.is_short(left, fast)
+
+
+def _counts_in_chunk(
+    prompts: Sequence[Prompt], outputs: Sequence[SequenceOutput], per_prompt: int, index: int
+) -> dict[str, int]:
+    return counts_so_far(prompts[index // per_prompt].isl, outputs[index].completion_tokens)
 
 
 def _listed(values: list[str]) -> str:

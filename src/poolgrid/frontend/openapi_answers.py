@@ -30,7 +30,7 @@ _USAGE = _object(
     prompt_tokens=_COUNT,
     completion_tokens=_COUNT,
     total_tokens=_COUNT,
-    prompt_tokens_details=_object(cached_tokens=_COUNT),
+    prompt_tokens_details=_object({"cache_write_tokens": _COUNT}, cached_tokens=_COUNT),
 )
 _TOKEN = _object(token=_TEXT, logprob=_NUMBER, bytes=_list(_INTEGER))
 _CHAT_LOGPROBS = _object(
@@ -73,7 +73,7 @@ _ITEM = _object(
 )
 _RESPONSES_USAGE = _object(
     input_tokens=_COUNT,
-    input_tokens_details=_object(cached_tokens=_COUNT),
+    input_tokens_details=_object(cached_tokens=_COUNT, cache_write_tokens=_COUNT),
     output_tokens=_COUNT,
     output_tokens_details=_object(reasoning_tokens=_COUNT),
     total_tokens=_COUNT,
@@ -93,7 +93,11 @@ _BLOCK = _object(
     type={"enum": ["text", "thinking", "tool_use"]},
 )
 _MESSAGE_USAGE = _object(
-    input_tokens=_COUNT, cache_creation_input_tokens=_COUNT, cache_read_input_tokens=_COUNT, output_tokens=_COUNT
+    input_tokens=_COUNT,
+    cache_creation_input_tokens=_COUNT,
+    cache_creation=_object(ephemeral_5m_input_tokens=_COUNT, ephemeral_1h_input_tokens=_COUNT),
+    cache_read_input_tokens=_COUNT,
+    output_tokens=_COUNT,
 )
 _ANTHROPIC_MESSAGE = _object(
     id=_TEXT,

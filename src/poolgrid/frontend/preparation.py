@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from poolgrid.frontend.cache_fields import keep_ms_of, keep_ms_of_messages
 from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
 from poolgrid.frontend.guides import Guide, guide_of
 from poolgrid.frontend.media.conversation import find_media
@@ -20,9 +21,8 @@ from poolgrid.frontend.parsers.formats import ToolUse
 from poolgrid.frontend.prepared_request import AnswerForm, PreparedRequest
 from poolgrid.frontend.prompt_model import PromptModel, PromptModels
 from poolgrid.frontend.prompts import check_vocabulary, count_prompts
-from poolgrid.frontend.responses_api.conversation import Items
+from poolgrid.frontend.responses_api.conversation import Items, ResponsesBody
 from poolgrid.frontend.responses_api.conversation import chat_body as chat_of_responses
-from poolgrid.frontend.responses_api.schema import ResponsesBody
 from poolgrid.frontend.schema import (
     ChatBody,
     CompletionBody,
@@ -35,7 +35,7 @@ from poolgrid.frontend.schema import (
     settle_aliases,
 )
 from poolgrid.frontend.sequences import check_retention
-from poolgrid.frontend.session_fields import answered_by, response_key
+from poolgrid.frontend.session_fields import RESULT_ROLES, answered_by, response_key
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tools import NO_TOOLS, beside_calls, plain_choice, read_tools, tool_use
 from poolgrid.inference.ports import InferenceBackend, ServedModel
@@ -94,7 +94,8 @@ class Preparation:
         body = parse(_messages_decoder, raw)
         refuse(body)
         job = self.chat_job(chat_of_messages(body))
-        job.form = AnswerForm(partial(MessagesEncoder, body))
+        job.keep_ms = max(job.keep_ms, keep_ms_of_messages(body))
+        job.form = AnswerForm(partial(MessagesEncoder, body, job.keep_ms))
         return job
 
     def counted_messages(self, raw: bytes) -> PreparedRequest:
@@ -215,42 +216,34 @@ class Preparation:
         served, lora_name, form = self._found(body.model)
         model = form.model
         choices = 1 if is_plain else body.n or 1
-        nvext = None if is_plain else body.nvext
-        sequences = choices * prompts
-        if sequences > CHOICES_MAX:
+        if choices * prompts > CHOICES_MAX:
             raise invalid(
                 "n", f"n is {choices} for {prompts} prompt(s): allowed are {CHOICES_MAX} sequences in one request"
             )
+        output_model, output_format = model, None
+        if chat and form.format.active(use):
+            output_format = form.format
+            output_model = form.showing(output_format.markers(use))
+        limit = min(served.max_sequence_length, model.max_position_embeddings)
+        job = PreparedRequest(
+            chat, body, model, served, output_model, limit, lora_name, is_plain, output_format=output_format
+        )
         if not is_plain:
             settle_aliases(body)
             if body.stop_token_ids:
                 check_vocabulary(body.stop_token_ids, model.vocab_size, "stop_token_ids")
             if body.logit_bias:
                 check_vocabulary(list(body.logit_bias), model.vocab_size, "logit_bias")
-        output_model, output_format = model, None
-        if chat and form.format.active(use):
-            output_format = form.format
-            output_model = form.showing(output_format.markers(use))
-        job = PreparedRequest(
-            chat=chat,
-            body=body,
-            model=model,
-            served=served,
-            output_model=output_model,
-            max_sequence_length=min(served.max_sequence_length, model.max_position_embeddings),
-            lora_name=lora_name,
-            is_plain=is_plain,
-            stops=() if is_plain or body.stop is None else _stops(body.stop),
-            logprobs=logprobs,
-            guide=guide or {},
-            guide_param=guide_param,
-            choices_per_prompt=choices,
-            client_salt="" if is_plain else body.cache_salt or (nvext.cache_salt if nvext is not None else None) or "",
-            output_format=output_format,
-            tool_use=use,
-        )
-        if nvext is not None and nvext.kv_cache_retention_config is not None:
-            job.retention = check_retention(nvext.kv_cache_retention_config)
+            nvext = body.nvext
+            job.choices_per_prompt = choices
+            job.stops = () if body.stop is None else _stops(body.stop)
+            job.logprobs = logprobs
+            job.guide, job.guide_param = guide or {}, guide_param
+            job.client_salt = body.cache_salt or (nvext.cache_salt if nvext is not None else None) or ""
+            job.tool_use = use
+            job.keep_ms = keep_ms_of(body)
+            if nvext is not None and nvext.kv_cache_retention_config is not None:
+                job.retention = check_retention(nvext.kv_cache_retention_config)
         if type(body) is ChatBody:
             _note_messages(job, body)
         elif type(body) is CompletionBody:
@@ -263,13 +256,17 @@ class Preparation:
 def _note_messages(job: PreparedRequest, body: ChatBody) -> None:
     """Note what must be known of the messages once they are forgotten, and what they name."""
     messages = body.messages
-    job.media = find_media(messages, job.served.media, body.model)
+    if any(type(message.content) is list for message in messages):
+        job.media = find_media(messages, job.served.media, body.model)
+    has_results = False
     for message in messages:
         if message.function_call is not None:
             write_as_tool_calls(messages)
         if message.tool_calls:
             job.earlier_calls += len(message.tool_calls)
-    job.after_tool, job.answer = answered_by(messages)
+        has_results = has_results or message.role in RESULT_ROLES
+    if has_results:
+        job.after_tool, job.answer = answered_by(messages)
     if body.continue_final_message:
         last = messages[-1].content if messages else None
         job.continued = last if isinstance(last, str) else ""

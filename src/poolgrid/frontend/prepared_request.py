@@ -17,7 +17,7 @@ from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.responses import AnswerEncoder
 from poolgrid.frontend.schema import ChatBody, CompletionBody, InferenceBody
 from poolgrid.frontend.tools import NO_TOOLS, CallIds, Tools
-from poolgrid.inference.cache_domain import CacheDomain
+from poolgrid.inference.inference_request import CacheDomain
 from poolgrid.inference.ports import ServedModel
 from poolgrid.wire.hashing import TOKEN_BYTES
 from poolgrid.wire.multimodal import MediaItem, MultimodalInput
@@ -119,6 +119,8 @@ class PreparedRequest(msgspec.Struct, eq=False):
     """The tools that the client declared."""
     retention: KvRetention | None = None
     """How long its blocks stay cached, where the client says so."""
+    keep_ms: int = 0
+    """How long the client asks to keep its prompt's KV, within its tenant's budget; 0 = it does not ask."""
     form: AnswerForm | None = None
     """The form of the answer where it is not chat's or that of a completion."""
     prompt_only: bool = False
@@ -157,7 +159,8 @@ class PreparedRequest(msgspec.Struct, eq=False):
 
     def forget_prompt(self) -> None:
         """Drop the parsed prompt, which can be far larger than the packed one, for the time of the generation."""
-        self.media, self.items, self.texts = (), (), ()
+        if self.media or self.texts:
+            self.media, self.items, self.texts = (), (), ()
         if type(self.body) is ChatBody:
             self.body.messages = []
         elif type(self.body) is CompletionBody:

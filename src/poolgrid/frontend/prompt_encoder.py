@@ -34,8 +34,8 @@ from typing import Any, Final, Protocol
 import msgspec
 from tokenizers import Tokenizer
 
-from poolgrid.frontend.segment_cache import SEGMENT_CHARS_MIN, Cutter, SegmentCache, cut
-from poolgrid.inference.cache_domain import CacheDomain
+from poolgrid.frontend.tokenization import SEGMENT_CHARS_MIN, Cutter, SegmentCache, cut
+from poolgrid.inference.inference_request import CacheDomain
 from poolgrid.process.caches import TenantCaches
 from poolgrid.wire.hashing import pack_tokens
 

@@ -51,7 +51,7 @@ def tokenize(job: PreparedRequest) -> list[Prompt]:
         return [_chat_prompt(job, body)]
     assert isinstance(body, CompletionBody), "there are two kinds of body"
     if isinstance(body.prompt, str):
-        return [_completion_prompt(job, body, body.prompt, "prompt", job.texts[0] if job.texts else None)]
+        return [_text_prompt(job, body, body.prompt, job.texts[0] if job.texts else None)]
     texts = iter(job.texts)
     return [
         _completion_prompt(job, body, prompt, param, next(texts, None) if isinstance(prompt, str) else None)
@@ -131,17 +131,21 @@ def _chat_prompt(job: PreparedRequest, body: ChatBody) -> Prompt:
     return Prompt(model.encode(text, special, job.domain), end=end)
 
 
+def _text_prompt(job: PreparedRequest, body: CompletionBody, text: str, known: PromptText | None) -> Prompt:
+    check_length(job, text)
+    if known is not None and known.lookup is not None:
+        packed = job.model.complete(known.lookup)
+    else:
+        packed = job.model.encode(text, body.add_special_tokens is not False, job.domain)
+    return Prompt(packed, text if body.echo else "")
+
+
 def _completion_prompt(
     job: PreparedRequest, body: CompletionBody, prompt: str | list[int], param: str, known: PromptText | None
 ) -> Prompt:
-    model = job.model
     if isinstance(prompt, str):
-        check_length(job, prompt)
-        if known is not None and known.lookup is not None:
-            packed = model.complete(known.lookup)
-        else:
-            packed = model.encode(prompt, body.add_special_tokens is not False, job.domain)
-        return Prompt(packed, prompt if body.echo else "")
+        return _text_prompt(job, body, prompt, known)
+    model = job.model
     if len(prompt) >= job.max_sequence_length:
         raise too_long(job, len(prompt))  # before anything is done with each of them
     check_vocabulary(prompt, model.vocab_size, param)
@@ -156,7 +160,7 @@ def _rendered(job: PreparedRequest, body: ChatBody, limit_ms: float) -> str:
     template = model.tool_template if tools and model.tool_template else model.template
     if template is None:
         raise invalid("model", f"{model.name} has no chat template: use /v1/completions", code="no_chat_template")
-    takes = capabilities_of(template, bool(tools))
+    takes = template.capabilities.get(bool(tools)) or capabilities_of(template, bool(tools))
     try:
         messages = adapt(body.messages, takes, job.served.media.placeholder)
     except RecursionError:

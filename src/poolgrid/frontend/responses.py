@@ -41,13 +41,18 @@ def escape_line_ends(encoded: bytes) -> bytes:
     )
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """Return OpenAI's usage object."""
+def usage(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int, written_tokens: int | None = None
+) -> dict[str, Any]:
+    """Return OpenAI's usage object; ``written_tokens`` are those newly kept, for a request that asks to keep any."""
+    details = {"cached_tokens": cached_tokens}
+    if written_tokens is not None:
+        details["cache_write_tokens"] = written_tokens
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens_details": details,
     }
 
 
@@ -151,24 +156,23 @@ class AnswerEncoder:
 
     def whole(self, outputs: Sequence[SequenceOutput], counts: dict[str, Any]) -> bytes:
         """Return the body of an answer that is not a stream."""
-        answer = {**self._envelope, "choices": [self._choice(output) for output in outputs], "usage": counts}
+        answer = self._envelope
         if self._chat:
             answer["object"] = "chat.completion"
+        answer["choices"] = [self._choice(output) for output in outputs]
+        answer["usage"] = counts
         return _encode(answer)
 
     def logprobs(self, placed: Sequence[PlacedLogprobs]) -> dict[str, Any]:
         return self._chat_logprobs(placed) if self._chat else self._completion_logprobs(placed)
 
     def _choice(self, output: SequenceOutput) -> dict[str, Any]:
-        placed = output.take_logprobs()
-        choice: dict[str, Any] = {"index": output.index}
-        if self._chat:
-            choice["message"] = {"role": "assistant", "content": output.take_text(), "refusal": None}
-        else:
-            choice["text"] = output.take_text()
-        choice["logprobs"] = self.logprobs(placed) if placed else None
-        choice["finish_reason"] = output.finish_reason
-        return choice
+        logprobs = self.logprobs(output.new_logprobs) if output.new_logprobs else None
+        text, reason = output.text, output.finish_reason
+        if not self._chat:
+            return {"index": output.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": output.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _chat_logprobs(self, placed: Sequence[PlacedLogprobs]) -> dict[str, Any]:
         return {

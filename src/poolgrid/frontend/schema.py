@@ -129,6 +129,7 @@ class Nvext(Struct, frozen=True):
         Any, refused("answers have no nvext; /v1/decisions/{id} has workers and times, logprobs the tokens", [])
     ] = None
     metadata_upload: Annotated[Any, refused("answers are sent to the client only")] = None
+    cache_control: Annotated[Any, allowed('an object such as {"type": "ephemeral"}')] = None
     agent_context: Annotated[Any, allowed("an object with session_id")] = None
     session_control: Annotated[Any, allowed("an object with session_id")] = None
     use_raw_prompt: Annotated[Any, refused("use /v1/completions", False)] = None
@@ -140,6 +141,13 @@ class Nvext(Struct, frozen=True):
     prefill_dp_rank: Annotated[Any, refused("the router chooses the worker and its rank")] = None
     max_thinking_tokens: Annotated[Any, refused("reasoning is not limited separately")] = None
     greed_sampling: Annotated[Any, refused("use temperature 0", False)] = None
+
+
+class PromptCacheOptions(Struct, frozen=True):
+    """OpenAI's wishes for its prompt cache."""
+
+    mode: Literal["implicit", "explicit"] = "implicit"
+    ttl: Literal["30m", "12h"] | None = None
 
 
 class LogitsProcessorField(Struct):
@@ -175,6 +183,9 @@ class SamplingFields(Struct, kw_only=True):
     extra_args: Annotated[
         LatencyTargets | None, allowed("an object with ttft_target and itl_target in milliseconds")
     ] = None
+    # How long to keep the prompt's KV (cache_fields.py).
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_options: Annotated[PromptCacheOptions | None, allowed('an object such as {"ttl": "30m"}')] = None
     # Of these only names of sessions are read (session_fields.py).
     prompt_cache_key: Annotated[Any, allowed("a string")] = None
     metadata: Annotated[Any, allowed("an object of strings")] = None

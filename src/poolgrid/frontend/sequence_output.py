@@ -27,8 +27,7 @@ from msgspec.structs import replace
 from poolgrid.frontend.detokenization import Detokenizer
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import TokenStream
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.ports import StreamDelta, TokenStream
 from poolgrid.wire.hashing import TOKEN_BYTES, unpack_tokens
 from poolgrid.wire.requests import TokenLogprobs
 
@@ -97,25 +96,28 @@ class PlacedLogprobs(NamedTuple):
 
 _NO_FAILURE: Final = StreamDelta(b"")
 
+ENDED_WELL: Final = ("stop", "length")
+"""Finish reasons of a whole answer."""
+
 
 class RequestOutput:
     """What has come of one request to the router."""
 
-    def __init__(self, index: int, request: InferenceRequest) -> None:
-        self.index = index
-        self.request = request
-        self.stream: TokenStream | None = None
-        self.completion_tokens = 0
-        self.cached_tokens: int | None = None
-        self.finish_reason: str | None = None
-        """``stop``, ``length`` or ``error`` once it has ended, ``cancelled`` when the client gave it up."""
-        self.error: str | None = None
-        self.failure = _NO_FAILURE
-        """With the finish reason ``error``: the router's reason."""
-        self.last_token_at_ms: float | None = None
-        self.first_token_at_ms = 0.0
-        self.first_tokens = 0
-        """Tokens that came first, all at once."""
+    # Most of it stays as it is here until the first output.
+    stream: TokenStream | None = None
+    completion_tokens = 0
+    cached_tokens: int | None = None
+    finish_reason: str | None = None
+    """``stop``, ``length`` or ``error`` once it has ended, ``cancelled`` when the client gave it up."""
+    error: str | None = None
+    failure = _NO_FAILURE
+    """With the finish reason ``error``: the router's reason."""
+    last_token_at_ms: float | None = None
+    first_token_at_ms = 0.0
+    first_tokens = 0
+    """Tokens that came first, all at once."""
+    index: int
+    request: InferenceRequest
 
     @property
     def work(self) -> str:
@@ -138,6 +140,12 @@ class RequestOutput:
 class SequenceOutput(RequestOutput):
     """State of one choice: what the client has not been sent yet, and the counts for ``usage``."""
 
+    started = False
+    """Whether a chunk of this choice has been written."""
+    stopped_here = False
+    """Whether the sequence ended here and not at its worker, which must be told: a stop string was found, or the worker
+    left out what was asked for."""
+
     def __init__(
         self,
         index: int,
@@ -150,27 +158,21 @@ class SequenceOutput(RequestOutput):
         prompt_only: bool = False,
     ) -> None:
         """``echo`` is the prompt where the text repeats it; with ``prompt_only`` it has no token of the output."""
-        super().__init__(index, request)
+        self.index = index
+        self.request = request
+        sampling = request.sampling
         self.text = echo
         """Text that the client has not been sent."""
         self.new_logprobs: list[PlacedLogprobs] = []
         self.text_length = len(echo)
-        self.started = False
-        """Whether a chunk of this choice has been written."""
-        self._stop_token_ids = request.stop_token_ids
-        self._min_tokens = request.sampling.min_tokens
-        self._logprobs = request.sampling.logprobs is not None
         self._model = model
-        self.stopped_here = False
-        """Whether the sequence ended here and not at its worker, which must be told: a stop string was found, or the
-        worker left out what was asked for."""
+        self._logprobs = sampling.logprobs is not None
         self._prompt_only = prompt_only
-        self._prompt_logprobs_due = request.sampling.prompt_logprobs is not None
+        self._prompt_logprobs_due = sampling.prompt_logprobs is not None
         self._stops = StopStrings(stops) if stops else None
+        self._by_token = self._logprobs or self._stops is not None
         self._detokenizer: Detokenizer = model.detokenizer(request.token_ids)
-        self._collected: list[bytes] | None = [] if collect and not stops and not self._logprobs else None
-        self._simple = not stops and not self._logprobs and not self._prompt_logprobs_due
-        """Whether tokens become text as they come, with nothing to look for in them."""
+        self._collected: list[bytes] | None = [] if collect and not self._by_token else None
 
     @property
     def matched_stop(self) -> str | None:
@@ -184,38 +186,31 @@ class SequenceOutput(RequestOutput):
         """Take what arrived since the last call and return how many output tokens that was."""
         if self._prompt_only:
             deltas = [_without_output(delta) for delta in deltas]
-        if self._simple and len(deltas) == 1:
-            delta = deltas[0]
-            if delta.finish_reason is None and delta.cached_tokens is None:
-                packed = delta.token_ids
-                if self._collected is not None:
-                    self._collected.append(packed)
-                else:
-                    self.text += self._detokenizer.feed(unpack_tokens(packed))
-                tokens = len(packed) // TOKEN_BYTES
-                self.completion_tokens += tokens
-                return tokens
         before = self.completion_tokens
-        if not deltas:
-            self._fail("the router ended the stream without a finish reason")
-            return 0
-        by_token = self._stops is not None or self._logprobs
         for delta in deltas:
-            ended_well = delta.finish_reason in ("stop", "length")
-            if self._prompt_logprobs_due and (delta.prompt_logprobs is not None or ended_well):
+            if self._prompt_logprobs_due and (delta.prompt_logprobs is not None or delta.finish_reason in ENDED_WELL):
                 self._place_prompt_logprobs(delta.prompt_logprobs)
                 if self.finish_reason is not None:
                     break
             if self.cached_tokens is None:
                 self.cached_tokens = delta.cached_tokens
-            if by_token:
-                self._by_token(delta)
+            packed = delta.token_ids
+            if self._by_token:
+                self._take_tokens(delta)
                 if self.finish_reason is not None:
                     break
-            else:
-                self._by_delta(delta)
+            elif packed:
+                self.completion_tokens += len(packed) // TOKEN_BYTES
+                if delta.finish_reason == "stop" and self._ends_with_stop_token(packed):
+                    packed = packed[:-TOKEN_BYTES]
+                if self._collected is not None:
+                    self._collected.append(packed)
+                else:
+                    self.text += self._detokenizer.feed(unpack_tokens(packed))
             if delta.finish_reason is not None:
                 self._finish(delta)
+        if not deltas:
+            self._fail("the router ended the stream without a finish reason")
         return self.completion_tokens - before
 
     def take_text(self) -> str:
@@ -223,9 +218,11 @@ class SequenceOutput(RequestOutput):
         text, self.text = self.text, ""
         return text
 
-    def take_logprobs(self) -> list[PlacedLogprobs]:
+    def take_logprobs(self) -> Sequence[PlacedLogprobs]:
         """Return the log probabilities for the next chunk and forget them."""
-        taken, self.new_logprobs = self.new_logprobs, []
+        taken = self.new_logprobs
+        if taken:
+            self.new_logprobs = []
         return taken
 
     def _place_prompt_logprobs(self, given: Sequence[TokenLogprobs] | None) -> None:
@@ -244,19 +241,7 @@ class SequenceOutput(RequestOutput):
             offset += len(detokenizer.feed((token_id,)))
         self.new_logprobs = [*placed, *self.new_logprobs]
 
-    def _by_delta(self, delta: StreamDelta) -> None:
-        packed = delta.token_ids
-        self.completion_tokens += len(packed) // TOKEN_BYTES
-        if delta.finish_reason == "stop" and packed and self._ends_with_stop_token(packed):
-            packed = packed[:-TOKEN_BYTES]
-        if not packed:
-            return
-        if self._collected is not None:
-            self._collected.append(packed)
-        else:
-            self.text += self._detokenizer.feed(unpack_tokens(packed))
-
-    def _by_token(self, delta: StreamDelta) -> None:
+    def _take_tokens(self, delta: StreamDelta) -> None:
         token_ids = unpack_tokens(delta.token_ids)
         logprobs = delta.logprobs or ()
         silent = (
@@ -274,7 +259,7 @@ class SequenceOutput(RequestOutput):
 
     def _show(self, text: str) -> None:
         self.text_length += len(text)
-        if self._stops is not None and self.completion_tokens > self._min_tokens:
+        if self._stops is not None and self.completion_tokens > self.request.sampling.min_tokens:
             text = self._stops.feed(text)
             if self._stops.matched is not None:
                 self.stopped_here = True
@@ -282,10 +267,12 @@ class SequenceOutput(RequestOutput):
 
     def _finish(self, delta: StreamDelta) -> None:
         reason = delta.finish_reason
-        if reason in ("stop", "length"):
+        if reason in ENDED_WELL:
             if self._collected is not None:
                 self.text += self._detokenizer.feed(unpack_tokens(b"".join(self._collected)))
-            self._show(self._detokenizer.flush())
+            rest = self._detokenizer.flush()
+            if rest:
+                self._show(rest)
             if self._stops is not None:
                 self.text += self._stops.flush()
                 if self._stops.matched is not None:
@@ -295,7 +282,7 @@ class SequenceOutput(RequestOutput):
             self._fail_by(delta)
 
     def _ends_with_stop_token(self, packed: bytes) -> bool:
-        return int.from_bytes(packed[-TOKEN_BYTES:], "little") in self._stop_token_ids
+        return int.from_bytes(packed[-TOKEN_BYTES:], "little") in self.request.stop_token_ids
 
 
 def _without_output(delta: StreamDelta) -> StreamDelta:

@@ -13,7 +13,6 @@ from poolgrid.frontend.prompts import overflow, too_long
 from poolgrid.frontend.schema import (
     COPIED_TO_SAMPLING,
     JSON_NUMBER_MAX,
-    AgentHints,
     ChatBody,
     CompletionBody,
     InferenceBody,
@@ -22,8 +21,8 @@ from poolgrid.frontend.schema import (
     Nvext,
 )
 from poolgrid.inference.inference_request import NO_HINTS, InferenceRequest
+from poolgrid.wire.card import unmet
 from poolgrid.wire.hashing import TOKEN_BYTES, stable_u64
-from poolgrid.wire.inabilities import unmet
 from poolgrid.wire.limits import LOGITS_ARGUMENT_BYTES_MAX
 from poolgrid.wire.request_ids import name_of
 from poolgrid.wire.requests import KvRetention, LogitsProcessorCall, RetainedTokens, Sampling
@@ -79,12 +78,14 @@ def sequences_of(
     body = job.body
     per_prompt = job.choices_per_prompt
     salt = job.own_salt or job.client_salt
+    shares = None if job.domain is None else job.domain.shares
     stop_token_ids = _stop_token_ids(job)
-    agent: AgentHints | None = None
+    priority, expected_output_tokens = 0, None
     hints = NO_HINTS
     if not job.is_plain:
         nvext = body.nvext
-        agent = nvext.agent_hints if nvext is not None else None
+        if nvext is not None and nvext.agent_hints is not None:
+            priority, expected_output_tokens = nvext.agent_hints.priority or 0, nvext.agent_hints.osl
         hints = _hints(nvext, body.extra_args, headers)
     elif headers:
         hints = {"headers": headers}
@@ -102,26 +103,25 @@ def sequences_of(
             raise RequestError(400, "unsupported_by_worker", f"{found[1]}. The request was not run.", param=found[0])
         retention = None if job.retention is None else for_prompt(job.retention, prompt.isl)
         for index in range(position * per_prompt, (position + 1) * per_prompt):
-            requests.append(  # noqa: PERF401 - the seed is woven in step by step
-                InferenceRequest(
-                    request_id=request_ids[index],
-                    model=job.served.name,
-                    token_ids=prompt.token_ids,
-                    sampling=sampling
-                    if seed is None
-                    else msgspec.structs.replace(sampling, seed=_wrap_i64(seed + index)),
-                    stop_token_ids=stop_token_ids,
-                    priority=agent.priority or 0 if agent is not None else 0,
-                    lora_name=job.lora_name,
-                    cache_salt=salt,
-                    cache_shares=None if job.domain is None else job.domain.shares,
-                    expected_output_tokens=agent.osl if agent is not None else None,
-                    multimodal=prompt.multimodal,
-                    read_whole=read_whole,
-                    retention=retention,
-                    hints=hints,
-                )
+            if seed is not None and per_prompt * len(prompts) > 1:
+                sampling = msgspec.structs.replace(sampling, seed=_wrap_i64(seed + index))
+            request = InferenceRequest(
+                request_ids[index],
+                job.served.name,
+                prompt.token_ids,
+                sampling,
+                stop_token_ids,
+                priority,
+                job.lora_name,
+                salt,
+                expected_output_tokens,
+                prompt.multimodal,
+                read_whole,
+                cache_shares=shares,
+                retention=retention,
+                hints=hints,
             )
+            requests.append(request)
     return requests
 
 

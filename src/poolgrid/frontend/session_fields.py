@@ -14,7 +14,7 @@ import msgspec
 
 from poolgrid.frontend.prepared_request import PreparedRequest
 from poolgrid.frontend.schema import Message
-from poolgrid.inference.session_hint import NO_HINT, SessionHint
+from poolgrid.inference.inference_request import NO_HINT, SessionHint
 from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.request_ids import OBJECT_PREFIXES
 
@@ -34,7 +34,7 @@ HEADERS: Final = (
     (b"x-multi-turn-session-id", b""),
     (b"x-correlation-id", b""),
 )
-_NAMES: Final = frozenset(name for name, _ in HEADERS)
+SESSION_HEADERS: Final = frozenset(name for name, _ in HEADERS)
 
 CLAUDE_CODE_SESSION: Final = b"x-claude-code-session-id"
 
@@ -45,6 +45,9 @@ METADATA_FIELDS: Final = ("session_id", "conversation_id", "thread_id")
 
 NAME_CHARS_MAX: Final = 96
 """A UUID has 36."""
+
+RESULT_ROLES: Final = ("tool", "function")
+"""Of messages that have the result of a call."""
 
 TRAILING_MESSAGES_MAX: Final = 64
 """Messages behind the last answer that are looked at: the results of its calls."""
@@ -58,13 +61,13 @@ _SECRET: Final = re.compile(r"_[0-9a-f]{24}$")
 def session_hint(job: PreparedRequest, headers: Mapping[bytes, bytes]) -> SessionHint:
     """Return what a request says of its session."""
     name = parent = ""
-    if not _NAMES.isdisjoint(headers):
+    if not SESSION_HEADERS.isdisjoint(headers):
         name, parent = _of_headers(headers)
     if not name and not job.is_plain:
         name, parent = _of_body(job.body)
-    if not name and not job.after_tool and not job.answer:
+    if not name and not job.after_tool and not job.answer and not job.keep_ms:
         return NO_HINT
-    return SessionHint(name, parent, job.after_tool, job.answer)
+    return SessionHint(name, parent, job.after_tool, job.answer, job.keep_ms)
 
 
 def _of_headers(headers: Mapping[bytes, bytes]) -> tuple[str, str]:
@@ -123,7 +126,7 @@ def answered_by(messages: Sequence[Message]) -> tuple[bool, int]:
     """Return whether messages end in results of tools, and return the key of the answer whose calls these are."""
     after_tool = False
     for message in messages[: -TRAILING_MESSAGES_MAX - 1 : -1]:
-        if message.role in ("tool", "function"):
+        if message.role in RESULT_ROLES:
             after_tool = True
         elif message.role == "assistant":
             calls = message.tool_calls

@@ -47,9 +47,6 @@ class TokenTotals(NamedTuple):
     output_tokens: int = 0
 
 
-NOTHING_YET: Final = TokenTotals()
-
-
 class Totals(NamedTuple):
     """What a front end has served since it began."""
 
@@ -82,27 +79,28 @@ class Traffic(Generic[R]):
     """The requests of one front end: those in flight, and the sum of those that are over."""
 
     def __init__(
-        self, each_request: bool, account_of: Callable[[R], TokenTotals], line_of: Callable[[R], EndedRequest]
+        self,
+        each_request: bool,
+        counted: Callable[[], TokenTotals],
+        account_of: Callable[[R], TokenTotals],
+        line_of: Callable[[R], EndedRequest],
     ) -> None:
-        """``each_request``: log a line for each, whatever level other lines have. ``account_of`` is asked what a
-        request has got so far, ``line_of`` what there is to log of one that is over."""
+        """``each_request``: log a line for each, whatever level other lines have. ``counted`` is asked for the tokens
+        of all that are over, ``account_of`` what a request has got so far, ``line_of`` what there is to log of one that
+        is over."""
         self._each = each_request
+        self._counted = counted
         self._account_of = account_of
         self._line_of = line_of
         self.running: set[R] = set()
         """The server of a request puts it here: what every request does must cost next to nothing."""
         self._ended = 0
-        self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
         if each_request:
             log.setLevel(logging.INFO)
 
-    def end(self, request: R, account: TokenTotals) -> None:
-        """Take note that a request is over, and of what it has got."""
+    def end(self, request: R) -> None:
+        """Take note that a request is over, whose tokens are counted."""
         self.running.remove(request)
-        prompt_tokens, cached_tokens, output_tokens = account
-        self._prompt_tokens += prompt_tokens
-        self._cached_tokens += cached_tokens
-        self._output_tokens += output_tokens
         self._ended += 1
         if self._each:
             ended = self._line_of(request)
@@ -110,8 +108,7 @@ class Traffic(Generic[R]):
 
     def totals(self) -> Totals:
         """Return the tokens served so far, of requests in flight too."""
-        accounts = [(self._prompt_tokens, self._cached_tokens, self._output_tokens)]
-        accounts += map(self._account_of, self.running)
+        accounts = [self._counted(), *map(self._account_of, self.running)]
         return Totals(self._ended, len(self.running), TokenTotals(*map(sum, zip(*accounts, strict=True))))
 
 

@@ -28,6 +28,9 @@ SKIPPED_BYTES_MAX = 64 * 2**20
 """Most that is read and dropped of a body whose request is answered; twice the largest body, by default."""
 
 
+ASGI = {"version": "3.0", "spec_version": "2.3"}
+
+
 class HttpConnection(asyncio.Protocol):
     """One connection."""
 
@@ -68,7 +71,7 @@ class HttpConnection(asyncio.Protocol):
         client, server = (_address(transport.get_extra_info(each)) for each in ("peername", "sockname"))
         self._scheme = scheme
         self._client = "an unknown address" if client is None else client[0]
-        common = {"scheme": scheme, "client": client, "server": server}
+        common = {"type": "http", "asgi": ASGI, "root_path": "", "scheme": scheme, "client": client, "server": server}
         self._parser.open(self.transport, self.flow, common, self.finish)
         table = self.table
         table.open.add(self)

@@ -129,8 +129,7 @@ class HttpExchange:
 
     def receive_end(self) -> None:
         self.is_received = True
-        if self._event is not None:
-            self._event.set()
+        self._wake()
 
     def disconnect(self) -> None:
         """Tell the application that the client has left, or that the server has given up the request."""
@@ -146,24 +145,18 @@ class HttpExchange:
 
     # -- the application -----------------------------------------------------------------------------------------------
 
-    async def run(self, app: Application, scope: Scope) -> None:
-        """Call the application, and answer 500 if it fails."""
-        scope["extensions"] = {ON_DISCONNECT: self._register, EXCHANGE: self}
-        try:
-            await app(scope, self.receive, self.send)
-            if not (self.is_complete or self.is_disconnected):
-                raise RuntimeError("serving a request: the application returned without a complete response")
-        except BaseException as error:
-            log.error("the application failed: this is a bug", exc_info=error)
-            if self.is_complete or self.is_disconnected:
-                return
-            if self.is_started:
-                self._transport.abort()
-                return
-            for message in _FAILED:
-                await self.send(message)
+    async def fail(self, error: BaseException) -> None:
+        """Answer 500 for an application that failed, as far as that is possible."""
+        log.error("the application failed: this is a bug", exc_info=error)
+        if self.is_complete or self.is_disconnected:
+            return
+        if self.is_started:
+            self._transport.abort()
+            return
+        for message in _FAILED:
+            await self.send(message)
 
-    def _register(self, on_disconnect: Callable[[], None]) -> None:
+    def call_on_disconnect(self, on_disconnect: Callable[[], None]) -> None:
         if self.is_disconnected:
             on_disconnect()
         elif not self.is_complete:
@@ -201,9 +194,10 @@ class HttpExchange:
             return self._answer_later(status, headers, body)
         head = b"\r\n".join(map(b": ".join, headers))
         _check_breaks(head, len(headers))
-        length = b"\r\ncontent-length: %d\r\n\r\n" % len(body)
         self.is_started = True
-        self._transport.write(b"".join((STATUS_LINES[status], self._date_line, head, length, body)))
+        self._transport.write(
+            b"%b%b%b\r\ncontent-length: %d\r\n\r\n%b" % (STATUS_LINES[status], self._date_line, head, len(body), body)
+        )
         self._complete()
         return _DONE
 
@@ -291,7 +285,8 @@ class HttpExchange:
     def _complete(self) -> None:
         self.is_complete = True
         self._on_disconnect = None
-        self._wake()
+        if self._event is not None:
+            self._event.set()
         self._on_complete(self)
 
 
@@ -315,11 +310,13 @@ class ExchangeTask:
 
     def serve(self, exchange: HttpExchange, scope: Scope) -> None:
         """Serve a request, in a new task where the application still does something for the one before."""
+        scope["extensions"] = {ON_DISCONNECT: exchange.call_on_disconnect, EXCHANGE: exchange}
         task, idle = self._task, self._idle
         if task is None or idle is None or idle.done():
             self._task = task = owned(self._run(exchange, scope), "request", self._loop)
         else:
             idle.set_result((exchange, scope))
+        exchange.task = task
         self._tasks.add(task)
 
     def close(self) -> None:
@@ -333,9 +330,12 @@ class ExchangeTask:
         task = self._task
         assert task is not None, "set where it is started"
         while True:
-            exchange.task = task
             try:
-                await exchange.run(self._app, scope)
+                await self._app(scope, exchange.receive, exchange.send)
+                if not (exchange.is_complete or exchange.is_disconnected):
+                    raise RuntimeError("serving a request: the application returned without a complete response")
+            except BaseException as error:
+                await exchange.fail(error)
             finally:
                 self._tasks.discard(task)
             if self._task is not task or task.cancelling():

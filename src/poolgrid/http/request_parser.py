@@ -55,6 +55,7 @@ class _Open(NamedTuple):
     transport: asyncio.Transport
     flow: FlowControl
     common: Scope
+    """What is the same for all of its requests."""
     on_complete: Callable[[HttpExchange], None]
 
 
@@ -85,6 +86,8 @@ class RequestParser:
         """What has come of the body."""
         self._wire_bytes = 0
         """What has come of a chunked body, with what is around its payload."""
+        self._chunk_tail = b""
+        """The last bytes of it, less than an empty line."""
         self._pieces = 0
         """Pieces of this slice so far."""
         self.exchange: HttpExchange | None = None
@@ -120,39 +123,53 @@ class RequestParser:
         Raises ``RequestRefusedError``.
         """
         size = len(data)
-        at = 0
-        self._pieces = 0
+        at = self._pieces = 0
         while at < size:
-            if self.in_body and self.body_left is not None:
-                end = min(size, at + self.body_left)
-            else:
-                if self.in_body:
-                    if self._pieces >= SLICE_PIECES:
-                        return at
-                    limit = min(size, at + SLICE_BYTES)
-                else:
-                    if self._open is None or self.is_busy():
-                        return at
-                    limit = size
-                end = data.find(EMPTY_LINE, at, limit) + len(EMPTY_LINE)
+            if not self.in_body:
+                if self._open is None or (self.exchange is not None and not self.exchange.is_complete):
+                    return at
+                end = data.find(EMPTY_LINE, at) + len(EMPTY_LINE)
                 if end < len(EMPTY_LINE):
-                    end = limit
-                if not self.in_body:
-                    self.head_bytes += end - at
-                    head_max = self._limits.head_bytes
-                    if self.head_bytes > head_max:
-                        message = f"reading a request: its head has more than {head_max} bytes, the limit"
-                        raise RequestRefusedError(431, "head_too_large", f"{message}")
-            part = memoryview(data)[at:end] if end - at > COPIED_BYTES_MAX else data[at:end]
-            self._feed(part, end - at)
+                    end = size
+                self.head_bytes += end - at
+                if self.head_bytes > self._limits.head_bytes:
+                    message = f"reading a request: its head has more than {self._limits.head_bytes} bytes, the limit"
+                    raise RequestRefusedError(431, "head_too_large", message)
+                self._feed(data, at, end)
+            elif self.body_left is not None:
+                end = min(size, at + self.body_left)
+                self.body_left -= end - at
+                self._feed(data, at, end)
+            else:
+                if self._pieces >= SLICE_PIECES:
+                    return at
+                end = self._read_chunks(data, at, min(size, at + SLICE_BYTES))
             at = end
         return size
 
-    def _feed(self, part: bytes | bytearray | memoryview, size: int) -> None:
-        body_of = self.exchange if self.in_body else None
+    def _read_chunks(self, data: bytes | bytearray, at: int, limit: int) -> int:
+        """Read of a chunked body up to its possible end, or to ``limit``; return how far that was."""
+        # The empty line of its end may have begun in what was read before.
+        before = self._chunk_tail
+        end = (before + data[at : at + len(EMPTY_LINE) - 1]).find(EMPTY_LINE) + len(EMPTY_LINE) - len(before) + at
+        if end <= at:
+            end = data.find(EMPTY_LINE, at, limit) + len(EMPTY_LINE)
+            if end < len(EMPTY_LINE):
+                end = limit
+        self._chunk_tail = (before + data[max(at, end - len(EMPTY_LINE)) : end])[1 - len(EMPTY_LINE) :]
+        self._feed(data, at, end)
+        if self.in_body:
+            self._wire_bytes += end - at
+            around = self._wire_bytes - self.payload_bytes
+            if around > self._limits.head_bytes + self.payload_bytes * CHUNK_OVERHEAD:
+                message = "reading a chunked body: what is around its chunks is many times what is in them"
+                raise RequestRefusedError(400, "chunk_overhead", message)
+        return end
+
+    def _feed(self, data: bytes | bytearray, at: int, end: int) -> None:
         self._pieces += 1
         try:
-            self._parser.feed_data(part)
+            self._parser.feed_data(memoryview(data)[at:end] if end - at > COPIED_BYTES_MAX else data[at:end])
         except httptools.HttpParserUpgrade:
             # No protocol is upgraded to here: the request is answered as what it is otherwise. To httptools what
             # follows it belongs to that protocol, so the connection ends with the answer.
@@ -162,15 +179,6 @@ class RequestParser:
             raise RequestRefusedError(400, "invalid_http", "reading a request: this is not HTTP/1.1") from None
         if self._refusal is not None:
             raise self._refusal
-        if self.in_body and body_of is self.exchange:
-            if self.body_left is not None:
-                self.body_left -= size
-                return
-            self._wire_bytes += size
-            around = self._wire_bytes - self.payload_bytes
-            if around > self._limits.head_bytes + self.payload_bytes * CHUNK_OVERHEAD:
-                message = "reading a chunked body: what is around its chunks is many times what is in them"
-                raise RequestRefusedError(400, "chunk_overhead", message)
 
     # -- called by httptools -------------------------------------------------------------------------------------------
 
@@ -185,26 +193,44 @@ class RequestParser:
         # Trailers go to whatever list is here, long after the head was checked.
         headers, self._headers = self._headers, []
         fields = dict(reversed(headers))  # of several of one name the first
-        announced = None if b"transfer-encoding" in fields else int(fields.get(b"content-length", 0))  # it was checked
-        expects_continue = fields.get(b"expect", b"").lower() == b"100-continue"
-        self._refusal = self._refused(headers, fields.get(b"host", b"localhost"))
+        limits, host, url = self._limits, fields.get(b"host", b"localhost"), self._url
+        # A head that is no longer than a line may be has no line that is.
+        if host != self._allowed_host or len(headers) > limits.headers or self.head_bytes > limits.header_line_bytes:
+            self._refusal = self._refused(headers, host)
         opened = self._open
         if self._refusal is not None or opened is None:
             return
+        parser = self._parser
+        announced = None if b"transfer-encoding" in fields else int(fields.get(b"content-length", 0))  # it was checked
+        expects_continue = b"expect" in fields and fields[b"expect"].lower() == b"100-continue"
         self.head_bytes = self.payload_bytes = self._wire_bytes = 0
+        self._chunk_tail = b""
         self.in_body = True
         self.body_left = announced
-        version = self._parser.get_http_version()
-        keep_alive = version != "1.0" and self._parser.should_keep_alive()
-        self._scope = scope = self._scope_of(version, headers, opened.common)
+        version = parser.get_http_version()
+        method = parser.get_method().decode("ascii")
+        raw_path, _, query = url.partition(b"?")
+        if not raw_path.startswith(b"/") or b"#" in url:
+            parsed = httptools.parse_url(url)
+            raw_path, query = parsed.path or b"/", parsed.query or b""
+        path = raw_path.decode("ascii")
+        self._scope = {
+            **opened.common,
+            "http_version": version,
+            "method": method,
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": raw_path,
+            "query_string": query,
+            "headers": headers,
+        }
         self.exchange = HttpExchange(
             opened.transport,
             opened.flow,
             self._table.date_line,
             opened.on_complete,
-            scope["method"],
+            method,
             version,
-            keep_alive,
+            version != "1.0" and parser.should_keep_alive(),
             expects_continue,
         )
         if expects_continue or (announced or 0) > BODY_BUFFER_BYTES:
@@ -243,43 +269,20 @@ class RequestParser:
         if scope is not None:
             self._task.serve(exchange, scope)
 
-    def _scope_of(self, version: str, headers: list[tuple[bytes, bytes]], common: Scope) -> Scope:
-        raw_path, _, query = self._url.partition(b"?")
-        if not raw_path.startswith(b"/") or b"#" in self._url:
-            parsed = httptools.parse_url(self._url)
-            raw_path, query = parsed.path or b"/", parsed.query or b""
-        path = raw_path.decode("ascii")
-        return {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": version,
-            "method": self._parser.get_method().decode("ascii"),
-            "path": unquote(path) if "%" in path else path,
-            "raw_path": raw_path,
-            "query_string": query,
-            "root_path": "",
-            "headers": headers,
-            **common,
-        }
-
     def _refused(self, headers: list[tuple[bytes, bytes]], host: bytes) -> RequestRefusedError | None:
         """Return what is wrong with a head."""
         limits = self._limits
         if len(headers) > limits.headers:
             message = f"reading a request: it has {len(headers)} header fields, allowed are {limits.headers}"
             return RequestRefusedError(431, "head_too_large", message)
-        # A head that is no longer than a line may be has no line that is.
-        if self.head_bytes > limits.header_line_bytes:
-            longest = max([len(self._url), *(len(name) + len(value) for name, value in headers)])
-            if longest > limits.header_line_bytes:
-                message = f"reading a request: a line of its head has {longest} bytes, allowed are"
-                return RequestRefusedError(431, "head_too_large", f"{message} {limits.header_line_bytes}")
+        longest = max([len(self._url), *(len(name) + len(value) for name, value in headers)])
+        if longest > limits.header_line_bytes:
+            message = f"reading a request: a line of its head has {longest} bytes, allowed are"
+            return RequestRefusedError(431, "head_too_large", f"{message} {limits.header_line_bytes}")
         hosts = self._table.hosts
-        if hosts is not None and host != self._allowed_host:
-            if hosts.allow(host):
-                self._allowed_host = host
-            else:
-                message = f"reading a request: Host is {shown(host)}, allowed are addresses, names without a dot"
-                where = "and names of setting http_hosts, for a server on a loopback address without API keys"
-                return RequestRefusedError(403, "foreign_host", f"{message} {where}")
+        if hosts is not None and host != self._allowed_host and not hosts.allow(host):
+            message = f"reading a request: Host is {shown(host)}, allowed are addresses, names without a dot"
+            where = "and names of setting http_hosts, for a server on a loopback address without API keys"
+            return RequestRefusedError(403, "foreign_host", f"{message} {where}")
+        self._allowed_host = host
         return None

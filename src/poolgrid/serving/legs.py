@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.ports import StreamDelta
 from poolgrid.wire import codec
 from poolgrid.wire.identifiers import Stage, WorkerKey
 from poolgrid.wire.multimodal import MediaKind, MultimodalInput
@@ -192,25 +192,27 @@ NOTHING: tuple[Effect, ...] = ()
 class LegPlan:
     """Where a request stands between its first leg and its last."""
 
+    # Most of it stays as it is here for a request that one worker serves.
+    dispatches = 0
+    """Dispatches so far: legs and migrations."""
+    encode_legs = 0
+    current: Dispatch | None = None
+    """The leg that a worker is at; ``None`` while the next one is being placed."""
+    kept: Dispatch | None = None
+    """The prefill leg whose KV blocks are kept until the decode leg has them."""
+    encoded: Dispatch | None = None
+    """The encode leg whose embeddings are kept until the leg that computes the prompt has them."""
+    prefill_params: bytes | None = None
+    """What the prefill leg returned, for the decode leg."""
+    prefill_emitted = True
+    """Whether it gave the first token out."""
+    encode_params: bytes | None = None
+    """What the encode leg returned, for the leg that computes the prompt."""
+    encodes_itself = False
+    """Whether the worker that computes the prompt encodes the media too: no embeddings came, or none are made."""
+
     def __init__(self, request: InferenceRequest) -> None:
         self.request = request
-        self.dispatches = 0
-        """Dispatches so far: legs and migrations."""
-        self.encode_legs = 0
-        self.current: Dispatch | None = None
-        """The leg that a worker is at; ``None`` while the next one is being placed."""
-        self.kept: Dispatch | None = None
-        """The prefill leg whose KV blocks are kept until the decode leg has them."""
-        self.encoded: Dispatch | None = None
-        """The encode leg whose embeddings are kept until the leg that computes the prompt has them."""
-        self.prefill_params: bytes | None = None
-        """What the prefill leg returned, for the decode leg."""
-        self.prefill_emitted = True
-        """Whether it gave the first token out."""
-        self.encode_params: bytes | None = None
-        """What the encode leg returned, for the leg that computes the prompt."""
-        self.encodes_itself = False
-        """Whether the worker that computes the prompt encodes the media too: no embeddings came, or none are made."""
 
     @property
     def wants_encode(self) -> bool:
@@ -241,10 +243,11 @@ class LegPlan:
 
     @property
     def legs(self) -> tuple[Dispatch, ...]:
+        if self.current is not None and self.kept is None and self.encoded is None:
+            return (self.current,)
         return tuple(leg for leg in (self.current, self.kept, self.encoded) if leg is not None)
 
     def find(self, dispatch_id: str) -> Dispatch | None:
-        """Return the current or kept dispatch of this id."""
         for dispatch in (self.current, self.kept, self.encoded):
             if dispatch is not None and dispatch.id == dispatch_id:
                 return dispatch
@@ -275,12 +278,13 @@ class LegPlan:
         (``poolgrid.wire.requests.Routing``), ``trace`` is the trace context for the worker.
         """
         request = self.request
-        states_load = expected_prefill_tokens is not None
         number = self.dispatches
-        dispatch = Dispatch(dispatch_id(request.request_id, number), number, worker, endpoint, stage, states_load)
-        self.dispatches += 1
-        self.current = dispatch
+        self.dispatches = number + 1
+        name = dispatch_id(request.request_id, number) if number else request.request_id
+        states_load = expected_prefill_tokens is not None
+        self.current = dispatch = Dispatch(name, number, worker, endpoint, stage, states_load)
         emitted = len(output) // 4
+        token_ids, sampling = request.token_ids, request.sampling
         if stage is Stage.DECODE:
             # It continues the prompt that the prefill leg was given, whose first token is out already. Some engines
             # leave that token to the decode worker.
@@ -290,10 +294,13 @@ class LegPlan:
         elif stage is Stage.ENCODE:
             self.encode_legs += 1
             emitted = 0
+        if emitted:
+            token_ids += bytes(output[: 4 * emitted])
+            sampling = _remaining(sampling, emitted)
         return Generate(
-            dispatch.id,
-            request.token_ids + bytes(output[: 4 * emitted]) if emitted else request.token_ids,
-            _remaining(request.sampling, emitted) if emitted else request.sampling,
+            name,
+            token_ids,
+            sampling,
             request.stop_token_ids,
             Routing(
                 worker.dp_rank,
@@ -331,7 +338,6 @@ class LegPlan:
 
 
 def _remaining(sampling: Sampling, emitted: int) -> Sampling:
-    """Return the sampling of a continuation after ``emitted`` tokens."""
     return msgspec.structs.replace(
         sampling, max_tokens=sampling.max_tokens - emitted, min_tokens=max(0, sampling.min_tokens - emitted)
     )

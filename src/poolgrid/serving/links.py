@@ -24,9 +24,8 @@ from typing import Any, Final
 
 import zmq
 
-from poolgrid.process.awake_clock import within
-from poolgrid.process.clock import Clock
-from poolgrid.process.complaints import Complaints
+from poolgrid.process.clock import Clock, within
+from poolgrid.process.log_lines import Complaints
 from poolgrid.serving.legs import LegEvent
 from poolgrid.transport.dealer import connect_dealer
 from poolgrid.wire import codec
@@ -78,6 +77,8 @@ class WorkerLink:
         self._on_down = on_down
         self._on_undecodable = on_undecodable
         self._complaints = Complaints(log, clock)
+        self._loop = asyncio.get_running_loop()
+        """Asking for it is a system call until Python 3.12."""
         self._answers: list[TurnAnswer] = []
         """That the worker is to be told of together."""
         self._waiting: deque[Iterator[TokenDelta]] = deque()
@@ -116,7 +117,7 @@ class WorkerLink:
         answers = self._answers
         answers.append(answer)
         if len(answers) == 1:
-            asyncio.get_running_loop().call_later(ANSWERS_TOGETHER_S, self._tell_answers)
+            self._loop.call_later(ANSWERS_TOGETHER_S, self._tell_answers)
         elif len(answers) >= ANSWERS_TOGETHER_MAX:
             self._tell_answers()
 
@@ -138,7 +139,7 @@ class WorkerLink:
         """Ping as soon as the new connection takes a message; its end ends the trying."""
         self._retry = None
         if not self.ping():
-            self._retry = asyncio.get_running_loop().call_later(FIRST_PING_RETRY_S, self._first_ping)
+            self._retry = self._loop.call_later(FIRST_PING_RETRY_S, self._first_ping)
 
     def _stop_trying(self) -> None:
         if self._retry is not None:
@@ -162,7 +163,6 @@ class WorkerLink:
         self._dealer.close()
 
     def on_frame(self, frame: bytes) -> None:
-        """Take what the worker sent."""
         try:
             message: FromWorker = codec.from_worker.decode(frame)
         except DecodeError as error:
@@ -176,15 +176,14 @@ class WorkerLink:
                 self._waiting.append(deltas)
             elif not self._on_tokens(self, deltas):
                 self._waiting.append(deltas)
-                asyncio.get_running_loop().call_soon(self._take_waiting)
+                self._loop.call_soon(self._take_waiting)
         elif isinstance(message, Pong) and not self.is_up and message.nonce >= self._fresh_from:
             self.is_up = True
             self._on_up(self)
 
     def _take_waiting(self) -> None:
-        """Take what one turn may of the frames that wait."""
         if self._waiting and self._take_one():
-            asyncio.get_running_loop().call_soon(self._take_waiting)
+            self._loop.call_soon(self._take_waiting)
 
     def _take_one(self) -> bool:
         """Take some of the frame that waits longest; return whether anything is left to take."""
@@ -204,7 +203,6 @@ class WorkerLink:
         self._first_ping()
 
     def on_disconnected(self) -> None:
-        """Go down."""
         self._stop_trying()
         self._fresh_from = self._nonce + 1
         self._go_down("connection lost")
@@ -289,7 +287,6 @@ class LinkTable:
         return len(self._links)
 
     def close(self) -> None:
-        """Close every link, without a message to workers."""
         for link in self._links.values():
             link.close()
         self._links.clear()
@@ -359,7 +356,6 @@ class LinksOnDemand(LinkTable):
                 del self._links[endpoint], self._used_ms[endpoint]
 
     def close(self) -> None:
-        """Close every link, without a message to workers."""
         super().close()
         for endpoint in list(self._waiters):
             self._resolve(endpoint)

@@ -275,15 +275,11 @@ SKETCH_BYTES: Final = 64 * 1024 * 1024
 class _Generation:
     """Parts by their first hash."""
 
-    __slots__ = ("blocks", "parts")
+    __slots__ = ("parts", "used_bytes")
 
     def __init__(self) -> None:
         self.parts: dict[int, array[int]] = {}
-        self.blocks = 0
-
-    @property
-    def used_bytes(self) -> int:
-        return BLOCK_BYTES * self.blocks + PART_BYTES * len(self.parts)
+        self.used_bytes = 0
 
     def follow(self, path: Sequence[int]) -> tuple[int, array[int] | None]:
         """Return how many leading blocks of a path are here, and the part that ends with the last of them."""
@@ -317,12 +313,15 @@ class _Generation:
         count = min(len(path) - known, room_bytes // BLOCK_BYTES)
         if count < 1:
             return
-        new = array("Q", path[known : known + count])
+        stretch = path[known : known + count]
+        new = stretch if isinstance(stretch, array) else array("Q", stretch)
         if ending is None:
+            if new[0] not in self.parts:
+                self.used_bytes += PART_BYTES
             self.parts[new[0]] = new
         else:
             ending.extend(new)
-        self.blocks += count
+        self.used_bytes += BLOCK_BYTES * count
 
 
 class ReuseSketch:
@@ -370,7 +369,7 @@ class ReuseSketch:
 
     def __len__(self) -> int:
         """Return how many hashes are kept; one that both generations have counts twice."""
-        return self._young.blocks + self._old.blocks
+        return sum(len(part) for each in (self._young, self._old) for part in each.parts.values())
 
     @property
     def used_bytes(self) -> int:

@@ -31,7 +31,7 @@ from typing import Final
 import msgspec
 
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.ports import StreamDelta
 from poolgrid.serving.legs import (
     NOTHING,
     AvoidWorker,
@@ -119,17 +119,15 @@ class Transition(msgspec.Struct):
     worker_delta: TokenDelta | None
     client_delta: StreamDelta | None
     """What of the worker's delta, or instead of it, is for the client."""
-    effects: list[Effect] = msgspec.field(default_factory=list)
+    effects: list[Effect]
 
     @property
     def dispatch(self) -> Dispatch:
-        """The leg it happened to."""
         assert self.leg is not None, "it happened to a leg"
         return self.leg
 
     @property
     def reported(self) -> TokenDelta:
-        """What the worker sent."""
         assert self.worker_delta is not None, "a worker sent something"
         return self.worker_delta
 
@@ -137,22 +135,24 @@ class Transition(msgspec.Struct):
 class RequestMachine:
     """One request from its arrival to its end."""
 
+    # Most of it stays as it is here while all goes well.
+    migrations = 0
+    departures = 0
+    """How many of them were made because a worker drains or left."""
+    stale_loads = 0
+    """How often a worker refused it because other routers were quicker."""
+    refusal: TokenDelta | None = None
+    """Of the last worker, when it could not do what the request asks for."""
+    lost: tuple[WorkerKey, ...] = ()
+    """Workers that were lost while they had it and it had no output."""
+    ended = False
+    _cached_tokens: int | None = None
+
     def __init__(self, request: InferenceRequest, delivery: TokenDelivery, migration_limit: int) -> None:
         self.request = request
         self.delivery = delivery
         self.plan = LegPlan(request)
-        self.migrations = 0
-        self.departures = 0
-        """How many of them were made because a worker drains or left."""
-        self.stale_loads = 0
-        """How often a worker refused it because other routers were quicker."""
-        self.refusal: TokenDelta | None = None
-        """Of the last worker, when it could not do what the request asks for."""
-        self.lost: list[WorkerKey] = []
-        """Workers that were lost while they had it and it had no output."""
-        self.ended = False
         self._migration_limit = migration_limit
-        self._cached_tokens: int | None = None
 
     # -- placing ---------------------------------------------------------------------------------------------------
 
@@ -168,10 +168,10 @@ class RequestMachine:
         """Start the next leg on a worker and return the message for it."""
         assert not self.ended, "nothing is sent for an ended request"
         self.refusal = None
-        self.delivery.worker = str(worker)
-        self.delivery.waits_for_room = False
-        output = self.delivery.output
-        return self.plan.begin(worker, endpoint, stage, output, overlap_tokens, expected_prefill_tokens, trace)
+        delivery = self.delivery
+        delivery.worker = str(worker)
+        delivery.waits_for_room = False
+        return self.plan.begin(worker, endpoint, stage, delivery.output, overlap_tokens, expected_prefill_tokens, trace)
 
     def not_sent(self) -> None:
         """Take back the leg that was begun last: its message could not be sent."""
@@ -215,7 +215,8 @@ class RequestMachine:
             return self._follow(dispatch, event, delta.error or "the worker refused the request", delta)
         if finish is FinishReason.CANCELLED:
             return self._follow(dispatch, LegEvent.CANCELLED, "the worker cancelled the request", delta)
-        state = self._state_of(dispatch)  # before the output moves it on
+        # Before the output moves it on.
+        state = STATE_OF[dispatch.stage] if plan.encode_params is None else self._state_of(dispatch)
         client_delta = self._read(dispatch, delta)
         if client_delta is None:
             return self._follow(dispatch, LegEvent.OUT_OF_PLACE, "its stream broke", delta)
@@ -268,10 +269,11 @@ class RequestMachine:
         client_delta: StreamDelta | None,
     ) -> tuple[Effect, ...]:
         """Apply the table, and return the effects for the router to carry out."""
-        transition = Transition(dispatch, event, why, delta, client_delta)
+        effects: list[Effect] = []
+        transition = Transition(dispatch, event, why, delta, client_delta, effects)
         for step in TABLE[state, event]:
             step(self, transition)
-        return tuple(transition.effects)
+        return tuple(effects)
 
     def migration_refusal(self, why: str) -> StreamDelta | None:
         """Return the last delta of a request that may not move to another worker; ``None`` for one that may."""
@@ -315,15 +317,14 @@ class RequestMachine:
         finish = delta.finish_reason
         if delta.position != dispatch.position or finish not in ENDS_OF[dispatch.stage]:
             return None
-        is_task = self.request.task is not None
-        if tokens and (is_task or dispatch.stage is Stage.ENCODE):
+        if self.request.task is not None:
+            if tokens or (finish is FinishReason.STOP) is (delta.result is None):
+                return None  # a task makes no tokens; it ends with its result, and with nothing else
+        elif tokens and dispatch.stage is Stage.ENCODE:
             return None  # it makes no tokens
-        if is_task and (finish is FinishReason.STOP) is (delta.result is None):
-            return None  # a task ends with its result, and with nothing else
-        logprobs = delta.logprobs
-        # Once: a later worker's prompt has the output so far in it.
-        first = self._cached_tokens is None and not self.delivery.output
-        of_prompt = delta.prompt_logprobs if first else None
+        logprobs, of_prompt = delta.logprobs, delta.prompt_logprobs
+        if of_prompt is not None and (self._cached_tokens is not None or self.delivery.output):
+            of_prompt = None  # once: a later worker's prompt has the output so far in it
         if dispatch.repeated and tokens:
             known = min(len(dispatch.repeated), len(tokens))
             if tokens[:known] != dispatch.repeated[:known]:
@@ -333,20 +334,14 @@ class RequestMachine:
             logprobs = None if logprobs is None else logprobs[known // 4 :]
         dispatch.position += len(delta.token_ids) // 4
         cached = None
-        if self._cached_tokens is None and delta.cached_tokens is not None:
+        if self._cached_tokens is None:
             cached = self._cached_tokens = delta.cached_tokens
-        ends = finish in FINAL_REASONS
-        return StreamDelta(
-            tokens,
-            finish if ends else None,
-            cached,
-            logprobs,
-            delta.error if ends else None,
-            of_prompt,
-            delta.refusal is not None and delta.refusal is RefusalKind.INVALID,
-            progress=delta.progress,
-            result=delta.result,
-        )
+        if finish not in FINAL_REASONS:
+            return StreamDelta(tokens, None, cached, logprobs, prompt_logprobs=of_prompt, progress=delta.progress)
+        last = StreamDelta(tokens, finish, cached, logprobs, delta.error, of_prompt, result=delta.result)
+        last.unsupported = delta.refusal is RefusalKind.INVALID
+        last.progress = delta.progress
+        return last
 
 
 # -- steps of the table --------------------------------------------------------------------------------------------
@@ -436,7 +431,7 @@ def encode_itself(machine: RequestMachine, at: Transition) -> None:
 def count_loss(machine: RequestMachine, at: Transition) -> None:
     """If the client has no token yet: one more worker was lost while it had this request."""
     if not machine.delivery.output:
-        machine.lost.append(at.dispatch.worker)
+        machine.lost = (*machine.lost, at.dispatch.worker)
 
 
 def avoid(machine: RequestMachine, at: Transition) -> None:
@@ -463,11 +458,10 @@ def withdraw(machine: RequestMachine, at: Transition) -> None:
     """Cancel and release every leg that some worker still has."""
     plan = machine.plan
     effects = at.effects
-    for leg in (plan.current, plan.kept, plan.encoded):
-        if leg is not None:
-            if leg is not at.leg or at.event not in ENDED_THERE:
-                effects.append(CancelLeg(leg))
-            effects.append(ReleaseLeg(leg))
+    for leg in plan.legs:
+        if leg is not at.leg or at.event not in ENDED_THERE:
+            effects.append(CancelLeg(leg))
+        effects.append(ReleaseLeg(leg))
     plan.clear()
 
 

@@ -139,14 +139,17 @@ class RequestTracker(ABC, Generic[R]):
         context = self._not_sampled if trace is None else begin_leg(trace, machine, worker, stage, pool)
         endpoint = link.endpoint
         message = machine.begin(worker, endpoint, stage, overlap_tokens, expected_prefill_tokens, context)
-        if not link.generate(message, not self._on_link.get(endpoint)):
+        on_link = self._on_link.get(endpoint)
+        if not link.generate(message, on_link is None):
             machine.not_sent()
             if trace is not None:
                 trace.close(message.request_id, "not sent")
             return None
         dispatch = machine.plan.current
         assert dispatch is not None, "a leg was begun"
-        self._on_link.setdefault(endpoint, {})[dispatch.id] = routed
+        if on_link is None:
+            on_link = self._on_link[endpoint] = {}
+        on_link[dispatch.id] = routed
         self._leg_times.sent(routed.timer, dispatch.number, perf_counter())
         return dispatch
 
@@ -228,14 +231,12 @@ class RequestTracker(ABC, Generic[R]):
         self.carry_out(routed, routed.machine.end(event, why, retry_after_s))
 
     def end_all(self, why: str) -> None:
-        """End every request because this process ends."""
         for routed in list(self.requests.values()):
             self.end(routed, LegEvent.SHUTDOWN, why)
 
     # -- effects ---------------------------------------------------------------------------------------------------
 
     def carry_out(self, routed: R, effects: tuple[Effect, ...]) -> None:
-        """Carry out what follows from an event."""
         request = routed.machine.request
         if request.trace is not None:
             follow_legs(request.trace, routed.machine, effects)  # first: what is placed next is linked to what was lost

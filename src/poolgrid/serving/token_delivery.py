@@ -13,12 +13,30 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.ports import StreamDelta
 from poolgrid.wire.requests import FinishReason
 
 
 class TokenDelivery:
     """What the front end reads of one request (``poolgrid.inference.ports.TokenStream``)."""
+
+    # Most of it stays as it is here until a worker has the request.
+    worker = ""
+    """The worker that serves, or served last."""
+    decision_reason = ""
+    """Short reason code of the last decision."""
+    promised_tokens = 0
+    """Prompt tokens that the worker held according to the router."""
+    pool = ""
+    """The pools that serve it, where there are several."""
+    finished = False
+    waits_for_room = False
+    """Whether no worker has it, because those that were asked had no room."""
+    _waiter: asyncio.Future[None] | None = None
+    _until_end = False
+    """Whether ``next`` waits for more than tokens: they are in ``output`` only, from ``_read_bytes`` on."""
+    _read_bytes = 0
+    """Output that ``next`` has returned."""
 
     def __init__(
         self,
@@ -32,25 +50,9 @@ class TokenDelivery:
         call.
         """
         self.request_id = request_id
-        self.worker = ""
-        """The worker that serves, or served last."""
-        self.decision_reason = ""
-        """Short reason code of the last decision."""
-        self.promised_tokens = 0
-        """Prompt tokens that the worker held according to the router."""
-        self.pool = ""
-        """The pools that serve it, where there are several."""
         self.output = bytearray()
         """Packed tokens, all of them."""
-        self.finished = False
-        self.waits_for_room = False
-        """Whether no worker has it, because those that were asked had no room."""
         self._deltas: list[StreamDelta] = []
-        self._waiter: asyncio.Future[None] | None = None
-        self._until_end = False
-        """Whether ``next`` waits for more than tokens: they are in ``output`` only, from ``_read_bytes`` on."""
-        self._read_bytes = 0
-        """Output that ``next`` has returned."""
         self._on_cancel = on_cancel
         self._loop = loop
 
@@ -82,7 +84,6 @@ class TokenDelivery:
         return deltas
 
     def cancel(self) -> None:
-        """Give the request up."""
         if not self.finished:
             self._on_cancel(self)
             if not self.finished:
@@ -104,17 +105,16 @@ class TokenDelivery:
 
     def deliver(self, delta: StreamDelta) -> None:
         """Take a delta that has more than tokens."""
-        self.output += delta.token_ids
         if self._until_end:
             self._until_end = False
-            held = self.output[self._read_bytes : len(self.output) - len(delta.token_ids)]
+            held = self.output[self._read_bytes :]
             if held:
                 self._deltas.append(StreamDelta(bytes(held)))
+        self.output += delta.token_ids
         self._deltas.append(delta)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def finish(self, delta: StreamDelta) -> None:
-        """Take the last delta."""
         self.finished = True
         self.deliver(delta)

@@ -17,7 +17,6 @@ class AnswerRow(msgspec.Struct, frozen=True, kw_only=True):
     """An answer, or a part of one."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
         plain: dict[str, Any] = msgspec.to_builtins(self)
         return plain
 
@@ -268,27 +267,6 @@ class MediaRow(AnswerRow, frozen=True, kw_only=True):
     """Leading blocks of the prompt whose names are known: they end at a medium whose tokens cannot be counted."""
 
 
-class RetainedRow(AnswerRow, frozen=True, kw_only=True):
-    """How long the blocks of a range of a prompt should stay."""
-
-    start: int
-    """Its first token."""
-    end: int | None
-    """The token behind its last one; ``null`` = all that follow."""
-    priority: int
-    duration_ms: int | None
-    """How long the priority holds; ``null`` = until another request changes it."""
-
-
-class RetentionRow(AnswerRow, frozen=True, kw_only=True):
-    """How long a prompt's blocks should stay in its worker's cache, as a router has learned."""
-
-    ranges: list[RetainedRow]
-    decode_priority: int
-    """Of blocks of the output."""
-    decode_duration_ms: int | None
-
-
 class LegRow(AnswerRow, frozen=True, kw_only=True):
     """What serving a request in one leg, or in two, was expected to cost on the best worker."""
 
@@ -330,8 +308,6 @@ class DecisionExplanation(DecisionRow, frozen=True, kw_only=True):
     """Only of a request with media."""
     legs: LegsRow | UnsetType = UNSET
     """Only where one leg and two were possible."""
-    retention: RetentionRow | UnsetType = UNSET
-    """Only where it is learned, and pays."""
 
 
 class RequestExplanation(AnswerRow, frozen=True, kw_only=True):

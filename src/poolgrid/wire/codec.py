@@ -19,14 +19,12 @@ import msgspec
 from poolgrid.wire.errors import DecodeError, LimitError
 from poolgrid.wire.events import AnyEvent, EventBatch, JournalRecord
 from poolgrid.wire.feed import FromFeed, SnapshotPart, ToFeed
-from poolgrid.wire.ingest import FromConsolidator, ToConsolidator
+from poolgrid.wire.ingest import FromConsolidator, LoadingWorker, LoadingWorkers, ToConsolidator
 from poolgrid.wire.leadership import Leader
 from poolgrid.wire.limits import FRAME_BYTES_MAX
-from poolgrid.wire.loading import LoadingWorker, LoadingWorkers
-from poolgrid.wire.multimodal import MultimodalInput
+from poolgrid.wire.multimodal import FromTensorSource, MultimodalInput, TensorList, ToTensorSource
 from poolgrid.wire.requests import FromWorker, Generate, KvOffered, TokenBatch, ToWorker
-from poolgrid.wire.selection import FromPool, Probe, Select, Selected, ToPool
-from poolgrid.wire.tensors import FromTensorSource, TensorList, ToTensorSource
+from poolgrid.wire.selection import FromPool, Probe, Select, ToPool
 
 T = TypeVar("T")
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -46,7 +44,6 @@ class Codec(Generic[T]):
         return msgspec.msgpack.Decoder(self._type)
 
     def encode(self, value: T) -> bytes:
-        """Return the frame of a message."""
         frame = _encoder.encode(value)
         if len(frame) > FRAME_BYTES_MAX:
             raise LimitError(f"the size of {self._what}", len(frame), FRAME_BYTES_MAX)
@@ -133,12 +130,6 @@ def _check_to_pool(value: ToPool) -> str | None:
     return None
 
 
-def _check_from_pool(value: FromPool) -> str | None:
-    if isinstance(value, Selected) and value.retention is not None and value.retention.fault:
-        return f"Selected.retention: {value.retention.fault}"
-    return None
-
-
 event_batch: Codec[EventBatch] = Codec("an event batch", EventBatch, _check_events)
 journal_record: Codec[JournalRecord] = Codec("a journal record", JournalRecord, _check_events)
 to_worker: Codec[ToWorker] = Codec("a message to a worker", ToWorker, _check_to_worker)
@@ -148,7 +139,7 @@ from_consolidator: Codec[FromConsolidator] = Codec("a message from the consolida
 to_feed: Codec[ToFeed] = Codec("a request to the feed", ToFeed, _no_check)
 from_feed: Codec[FromFeed] = Codec("an answer of the feed", FromFeed, _check_from_feed)
 to_pool: Codec[ToPool] = Codec("a message to a pool", ToPool, _check_to_pool)
-from_pool: Codec[FromPool] = Codec("an answer of a pool", FromPool, _check_from_pool)
+from_pool: Codec[FromPool] = Codec("an answer of a pool", FromPool, _no_check)
 multimodal: Codec[MultimodalInput] = Codec("the media of a request", MultimodalInput, _no_check)
 loading_worker: Codec[LoadingWorker] = Codec("the report of a worker that loads", LoadingWorker, _no_check)
 loading_workers: Codec[LoadingWorkers] = Codec("the workers that load", LoadingWorkers, _no_check)

@@ -16,31 +16,19 @@ class SecondCounts:
     """A ring of counts: adding takes the same time always, and the size is bounded whatever the clock does."""
 
     def __init__(self) -> None:
-        self._by_second: dict[int, list[int]] = {}
+        self._by_second: dict[int, Sequence[int]] = {}
         """In the order in which seconds came first, which is that of time unless the clock was set."""
 
-    def add(self, time_ms: int, requests: int, prompt_tokens: int, found_tokens: int, moves: int = 0) -> None:
-        """Count requests into the second of a wall-clock time."""
-        second = time_ms // 1000
-        counts = self._by_second.get(second)
-        if counts is None:
-            if len(self._by_second) >= SECONDS_KEPT:
-                del self._by_second[next(iter(self._by_second))]
-            counts = self._by_second[second] = [0, 0, 0, 0]
-        counts[0] += requests
-        counts[1] += prompt_tokens
-        counts[2] += found_tokens
-        counts[3] += moves
-
-    def put(self, time_ms: int, more: Sequence[int]) -> None:
-        """Count a whole row into the second of a wall-clock time; all rows of a ring have the same columns."""
+    def add(self, time_ms: int, more: Sequence[int]) -> None:
+        """Count a row into the second of a wall-clock time; all rows of a ring have the same columns."""
         ring, second = self._by_second, time_ms // 1000
-        if second in ring:
-            ring[second] = list(map(add, ring[second], more))
-            return
-        if len(ring) >= SECONDS_KEPT:
-            del ring[next(iter(ring))]
-        ring[second] = list(more)
+        counts = ring.get(second)
+        if counts is None:
+            if len(ring) >= SECONDS_KEPT:
+                del ring[next(iter(ring))]
+            ring[second] = more
+        else:
+            ring[second] = tuple(map(add, counts, more))
 
     def rows(self) -> dict[str, Counts]:
         """Return the counts by second, as rows of a table; seconds without any are left out."""

@@ -20,9 +20,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, MediaSpec
+from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, Inabilities, MediaSpec
 from poolgrid.wire.identifiers import U32, U64, Identifier, PackedHashes, Role, Stage, Text
-from poolgrid.wire.inabilities import Inabilities
 from poolgrid.wire.limits import (
     LORAS_PER_WORKER_MAX,
     MEDIA_KINDS_MAX,
@@ -31,7 +30,6 @@ from poolgrid.wire.limits import (
     RENEWALS_MAX,
     WORKERS_EXCLUDED_MAX,
 )
-from poolgrid.wire.requests import KvRetention
 from poolgrid.wire.trace_context import TraceContext
 
 
@@ -126,8 +124,6 @@ class Selected(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False)
     """Short reason code of the choice."""
     lease_ms: U32
     """How long the reservation stands unconfirmed."""
-    retention: KvRetention | None = None
-    """How long the prompt's blocks should stay, for ``Generate``, where the pool's router learns that."""
 
 
 class SelectRefusal(StrEnum):

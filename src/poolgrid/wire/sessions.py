@@ -57,6 +57,10 @@ class SessionTurn(msgspec.Struct, array_like=True, frozen=True, gc=False):
     return_ms: U32 = 0
     """For engines that keep blocks by it: how long after this turn to keep its blocks for the next one, at a priority
     above others; 0 = nothing is asked."""
+    keep_ms: U32 = 0
+    """The same as the client asks for it, for the first ``keep_tokens`` of the prompt."""
+    keep_tokens: U32 = 0
+    """As many as its tenant's budget has room for; 0 = none are kept."""
 
 
 class TurnAnswer(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -103,7 +107,6 @@ class Gap(msgspec.Struct, array_like=True, frozen=True, gc=False):
     deviation_ms: U64 = 0
 
     def after(self, gap_ms: int) -> Gap:
-        """Return this with one gap more."""
         if not self.count:
             return Gap(1, gap_ms, gap_ms // 2)
         off = gap_ms - self.mean_ms
@@ -150,6 +153,10 @@ class SessionRecord(msgspec.Struct, array_like=True, gc=False):
     """The worker of the latest turn first."""
     tails: Annotated[tuple[Tail, ...], Meta(max_length=SESSION_TAILS_MAX)] = ()
     """Of its latest turns, the latest last."""
+    kept_tokens: U32 = 0
+    """The most of a prompt that its client has kept (``SessionTurn.keep_tokens``)."""
+    kept_until_ms: U64 = 0
+    """Counted from when that turn began."""
 
 
 class Turn(msgspec.Struct, array_like=True, gc=False):

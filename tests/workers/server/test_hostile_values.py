@@ -11,7 +11,7 @@ import pytest
 from poolgrid.wire.events import CacheCleared
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
-from poolgrid.workers.core.token_coalescer import TokenCoalescer
+from poolgrid.workers.core.push_stream import TokenCoalescer
 from poolgrid.workers.engines.server.engine import ServerEngine
 from poolgrid.workers.engines.server.request_ledger import RequestLedger
 from poolgrid.workers.service import WorkerService

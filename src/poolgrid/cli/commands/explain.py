@@ -31,7 +31,6 @@ from poolgrid.wire.answers import (
     PoolList,
     RecordedBy,
     RequestExplanation,
-    RetentionRow,
 )
 
 UNCOMPARED = "the rest is output, or behind a medium whose number of tokens the workers do not report"
@@ -112,16 +111,6 @@ def _legs_line(legs: LegsRow) -> str:
     return f"{legs.reason}: {'; '.join(parts)}"
 
 
-def _retention_line(retention: RetentionRow) -> str:
-    """Return how long the engine was asked to keep each range, highest priority first, as ranges are in a prompt."""
-    parts = []
-    for each in retention.ranges:
-        end = "the end" if each.end is None else f"{each.end:,}"
-        lasts = "" if each.duration_ms is None else f" for {number(each.duration_ms / 1000, 1)} s"
-        parts.append(f"{each.start:,} to {end} with priority {each.priority}{lasts}")
-    return f"its blocks should stay: tokens {', '.join(parts)}; the output {retention.decode_priority}"
-
-
 def _add_attempt(root: Tree, attempt: DecisionExplanation) -> None:
     reused = attempt.realised_cached_tokens
     promised = min(attempt.isl, attempt.overlap_blocks * attempt.block_size)
@@ -149,8 +138,6 @@ def _add_attempt(root: Tree, attempt: DecisionExplanation) -> None:
         real = attempt.realised_ttft_ms
         came = "not known yet what it was" if real is None else f"it was {number(real)} ms"
         branch.add(f"TTFT of {number(attempt.expected_ttft_ms)} ms expected, {came}")
-    if attempt.retention is not UNSET:
-        branch.add(_retention_line(attempt.retention))
     if attempt.behind_records:
         branch.add(
             f"[yellow]the router was catching up[/]: {counted(attempt.behind_records, 'record')} or more of the pool's "

@@ -12,6 +12,9 @@ Rules
        ``cached_tokens`` of the next turn.
     4. At most ``capacity`` sessions are known. Beyond it the tenant with the most loses the one that it used longest
        ago. A session that was not used for ``IDLE_MAX_MS`` goes when another one comes.
+    5. A session with one turn is kept as the events of that turn (``_OnlyTurn``). Its record is made when it is read,
+       or when a second turn begins: most requests belong to no program, and no other turn follows.
+    6. What a client has kept counts until its time is over, or the session's last footprint goes.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any, Final
 
 import msgspec
 
+from poolgrid.consolidator.core.kept_prompts import KeptPrompts
 from poolgrid.wire.events import (
     CacheCleared,
     JournalRecord,
@@ -38,7 +42,18 @@ from poolgrid.wire.events import (
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.limits import SESSION_FOOTPRINTS_MAX, SESSION_TAILS_MAX
 from poolgrid.wire.request_ids import request_of
-from poolgrid.wire.sessions import NO_GAPS, Footprint, Gap, SessionRecord, SessionsSnapshot, Tail, Turn, TurnEnding
+from poolgrid.wire.sessions import (
+    NO_GAPS,
+    Footprint,
+    Gap,
+    SessionRecord,
+    SessionsSnapshot,
+    SessionTurn,
+    Tail,
+    Turn,
+    TurnAnswer,
+    TurnEnding,
+)
 
 CAPACITY: Final = 8192
 """Sessions of a pool, about a kilobyte each; far more than fit into the KV caches of a hundred workers."""
@@ -49,7 +64,7 @@ IDLE_MAX_MS: Final = 3_600_000
 GAP_MAX_MS: Final = 600_000
 """A longer gap counts as this: a person left, which does not predict the next gap."""
 
-ENDINGS: Final = tuple(TurnEnding)
+ENDINGS: Final = frozenset(map(str, TurnEnding))
 _PLACE: Final = {ending: place for place, ending in enumerate(TurnEnding)}
 _GOES_ON: Final = frozenset(("prefilled", "encoded", "migrated"))
 """Finish reasons of a dispatch after which another one continues its turn."""
@@ -63,19 +78,74 @@ SHARES_SPARE: Final = 64
 _copy = msgspec.structs.replace
 
 
-class _Entry(msgspec.Struct, eq=False):
+class _OnlyTurn(msgspec.Struct, eq=False, gc=False):
+    """The events of a session's first turn, while there is no other."""
+
+    began: TurnBegan
+    turn: Turn
+    began_ms: int
+    last_ms: int
+    is_over: bool = False
+    ending: str = ""
+    answer: TurnAnswer | None = None
+
+    def record(self) -> SessionRecord:
+        """Return the session's record."""
+        given, turn, isl, is_over = self.began.turn, self.turn, self.began.isl, self.is_over
+        request_id = request_of(turn.request_id)
+        tails: tuple[Tail, ...] = ()
+        if given.anchor:
+            total, digest = (0, 0) if self.answer is None else (self.answer.total, self.answer.digest)
+            tails = (Tail(request_id, given.tail, given.anchor, isl, given.residual, total, digest),)
+        footprints: tuple[Footprint, ...] = ()
+        if is_over and turn.blocks:
+            footprints = (Footprint(turn.worker_id, turn.dp_rank, turn.blocks, turn.tail),)
+        return SessionRecord(
+            given.session,
+            given.tenant,
+            given.parent,
+            self.began_ms,
+            self.last_ms,
+            1,
+            0 if is_over else 1,
+            request_id,
+            isl,
+            turn.cached_tokens if is_over else 0,
+            self.last_ms if is_over else 0,
+            self.ending,
+            footprints=footprints,
+            tails=tails,
+        )
+
+
+class _Entry(msgspec.Struct, eq=False, gc=False):
     """A session of the table."""
 
-    record: SessionRecord
-    running: list[Turn]
+    running: tuple[Turn, ...]
+    only: _OnlyTurn | None = None
+    kept: SessionRecord | None = None
+    """The record, from when it was first wanted on."""
     is_shared: bool = False
     """Whether a snapshot has the record, too."""
 
+    @property
+    def record(self) -> SessionRecord:
+        """Return the record to be read."""
+        if self.kept is None:
+            assert self.only is not None, "a session has either"
+            self.kept, self.only = self.only.record(), None
+        return self.kept
+
     def own(self) -> SessionRecord:
-        """Return the record to be changed."""
+        record = self.record
         if self.is_shared:
-            self.record, self.is_shared = _copy(self.record), False
-        return self.record
+            self.kept = record = _copy(record)
+            self.is_shared = False
+        return record
+
+    @property
+    def last_ms(self) -> int:
+        return self.record.last_ms if self.only is None else self.only.last_ms
 
 
 class SessionTable:
@@ -86,13 +156,15 @@ class SessionTable:
         self._sessions: OrderedDict[SessionKey, _Entry] = OrderedDict()
         """In the order in which they were last used."""
         self._of_tenant: dict[int, OrderedDict[str, None]] = {}
-        """The same order for each tenant."""
+        """The same order for each tenant, since there were several; empty before."""
         self._shares: list[tuple[int, int]] = []
         """A heap of how many sessions tenants have, at most; both numbers negated."""
         self._turns: dict[str, Turn] = {}
         """Running turns, by dispatch."""
         self.gaps: tuple[Gap, Gap, Gap] = NO_GAPS
         """Of all sessions together, for those that have none of their own yet."""
+        self.kept = KeptPrompts()
+        """What clients have kept, summed up by tenant."""
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -102,6 +174,9 @@ class SessionTable:
     def __iter__(self) -> Iterator[SessionRecord]:
         """Return the sessions, the one used longest ago first; like all records here, to be read at once."""
         return (entry.record for entry in self._sessions.values())
+
+    def __contains__(self, key: SessionKey) -> bool:
+        return key in self._sessions
 
     def get(self, tenant: int, name: str) -> SessionRecord | None:
         entry = self._sessions.get((tenant, name))
@@ -113,11 +188,9 @@ class SessionTable:
 
     @property
     def turns(self) -> Mapping[str, Turn]:
-        """Return the running turns of all sessions, by dispatch."""
         return self._turns
 
     def running_of(self, session: SessionRecord) -> list[Turn]:
-        """Return the running turns of a session."""
         entry = self._sessions.get((session.tenant, session.name))
         return [] if entry is None else list(entry.running)
 
@@ -174,29 +247,29 @@ class SessionTable:
     # -- folding ---------------------------------------------------------------------------------------------------
 
     def apply(self, record: JournalRecord) -> None:
-        """Fold the next record in."""
         for event in record.events:
             effect = _EFFECTS.get(type(event))
             if effect is not None:
                 effect(self, record, event)
 
-    def _began(self, record: JournalRecord, event: TurnBegan) -> None:
-        given, now_ms = event.turn, record.recorded_ms
+    # Each takes an event and its record, for those who look at each event of a record anyway.
+
+    def began(self, record: JournalRecord, event: TurnBegan) -> None:
+        given, now_ms, dispatch_id = event.turn, record.recorded_ms, event.request_id
         key = (given.tenant, given.session)
-        request_id = request_of(event.request_id)
-        if event.request_id in self._turns:
-            self._withdraw(event.request_id)
-        turn = Turn(event.request_id, given.tenant, given.session, record.worker_id, record.dp_rank, given.tail)
-        self._turns[event.request_id] = turn
+        if dispatch_id in self._turns:
+            self._withdraw(dispatch_id)
+        turn = Turn(dispatch_id, given.tenant, given.session, record.worker_id, record.dp_rank, given.tail)
+        self._turns[dispatch_id] = turn
         entry = self._sessions.get(key)
         if entry is None:
             self._make_room(now_ms)
-            tails = (Tail(request_id, given.tail, given.anchor, event.isl, given.residual),) if given.anchor else ()
-            session = SessionRecord(
-                given.session, given.tenant, given.parent, now_ms, now_ms, 1, 1, request_id, event.isl, tails=tails
-            )
-            self._add(key, _Entry(session, [turn]))
+            entry = _Entry((turn,), _OnlyTurn(event, turn, now_ms, now_ms))
+            self._add(key, entry)
+            if given.keep_tokens:
+                self._keep_prompt(entry.own(), given, now_ms)
             return
+        request_id = request_of(dispatch_id)
         self._keep(key)
         session = entry.own()
         is_same = session.request_id == request_id
@@ -213,12 +286,20 @@ class SessionTable:
         if given.anchor and not (is_same and session.tails):
             tail = Tail(request_id, given.tail, given.anchor, event.isl, given.residual)
             session.tails = (*session.tails, tail)[-SESSION_TAILS_MAX:]
-        entry.running.append(turn)
+        entry.running += (turn,)
         session.last_ms, session.isl = now_ms, event.isl
         session.running += 1
+        if given.keep_tokens:
+            self._keep_prompt(session, given, now_ms)
+
+    def _keep_prompt(self, session: SessionRecord, turn: SessionTurn, now_ms: int) -> None:
+        """Count what a turn has kept; of a session's prompts that are kept, the longest."""
+        before = session.kept_tokens if session.kept_until_ms > now_ms else 0
+        session.kept_tokens = max(before, turn.keep_tokens)
+        session.kept_until_ms = max(session.kept_until_ms, now_ms + turn.keep_ms)
+        self.kept.keep(session.tenant, session.name, session.kept_tokens, session.kept_until_ms)
 
     def _withdraw(self, dispatch_id: str) -> None:
-        """Forget a turn that another dispatch replaces."""
         session = self._take(self._turns[dispatch_id]).own()
         session.running = max(0, session.running - 1)
 
@@ -226,30 +307,27 @@ class SessionTable:
         """Remove a running turn and return its session, which is known as long as it has one."""
         del self._turns[turn.request_id]
         entry = self._sessions[turn.tenant, turn.session]
-        entry.running.remove(turn)
+        entry.running = tuple([each for each in entry.running if each is not turn])
         return entry
 
     def _learn_gap(self, session: SessionRecord, kind: TurnEnding, now_ms: int) -> None:
         gap_ms = min(GAP_MAX_MS, max(0, now_ms - session.ended_ms))
         place = _PLACE[kind]
-        own, of_all = list(session.gaps), list(self.gaps)
-        own[place], of_all[place] = own[place].after(gap_ms), of_all[place].after(gap_ms)
-        self.gaps = (of_all[0], of_all[1], of_all[2])
-        session.gaps = (own[0], own[1], own[2])
+        session.gaps, self.gaps = _with_gap(session.gaps, place, gap_ms), _with_gap(self.gaps, place, gap_ms)
         if kind is not TurnEnding.LENGTH:
             session.habit = kind
 
-    def _started(self, record: JournalRecord, event: RequestStarted) -> None:
+    def started(self, record: JournalRecord, event: RequestStarted) -> None:
         turn = self._turns.get(event.request_id)
         if turn is not None:
             turn.blocks, turn.cached_tokens = event.active_blocks, event.cached_tokens
 
-    def _progressed(self, record: JournalRecord, event: RequestProgressed) -> None:
+    def progressed(self, record: JournalRecord, event: RequestProgressed) -> None:
         turn = self._turns.get(event.request_id)
         if turn is not None:
             turn.blocks = event.active_blocks
 
-    def _finished(self, record: JournalRecord, event: RequestFinished) -> None:
+    def finished(self, record: JournalRecord, event: RequestFinished) -> None:
         turn = self._turns.get(event.request_id)
         # Dispatches are unique in a pool, workers included.
         if turn is not None and event.reason not in _GOES_ON:
@@ -258,15 +336,22 @@ class SessionTable:
             self._end(turn, event.reason, record.recorded_ms)
 
     def _end(self, turn: Turn, reason: str, now_ms: int) -> None:
-        session = self._take(turn).own()
+        entry = self._take(turn)
         self._keep((turn.tenant, turn.session))
+        only = entry.only
+        if only is not None:
+            only.last_ms, only.is_over = now_ms, True
+            only.ending = reason if reason in ENDINGS else ""
+            return
+        session = entry.own()
         if turn.blocks:
-            left = session.footprints
-            if left:
-                worker = (turn.worker_id, turn.dp_rank)
+            worker, left = (turn.worker_id, turn.dp_rank), session.footprints
+            if left and (left[0].worker_id, left[0].dp_rank) == worker:
+                left = left[1:]  # no worker has two
+            elif left:
                 left = tuple(each for each in left if (each.worker_id, each.dp_rank) != worker)
                 left = left[: SESSION_FOOTPRINTS_MAX - 1]
-            session.footprints = (Footprint(turn.worker_id, turn.dp_rank, turn.blocks, turn.tail), *left)
+            session.footprints = (Footprint(*worker, turn.blocks, turn.tail), *left)
         session.last_ms = now_ms
         session.running = running = max(0, session.running - 1)
         if request_of(turn.request_id) == session.request_id:
@@ -275,40 +360,62 @@ class SessionTable:
             session.ended_ms = now_ms
             session.ending = reason if reason in ENDINGS else ""
 
-    def _answered(self, record: JournalRecord, event: TurnEnded) -> None:
+    def answered(self, record: JournalRecord, event: TurnEnded) -> None:
         answer = event.answer
         entry = self._sessions.get((answer.tenant, answer.session))
-        if entry is not None:
-            request_id, total, digest = answer.request_id, answer.total, answer.digest
-            tails = [
-                Tail(request_id, each.tail, each.anchor, each.isl, each.residual, total, digest)
-                if each.request_id == request_id
-                else each
-                for each in entry.record.tails
-            ]
-            entry.own().tails = tuple(tails)
+        if entry is None:
+            return
+        request_id, only = answer.request_id, entry.only
+        if only is not None:
+            if request_of(only.turn.request_id) == request_id:
+                only.answer = answer
+            return
+        tails = [
+            Tail(request_id, each.tail, each.anchor, each.isl, each.residual, answer.total, answer.digest)
+            if each.request_id == request_id
+            else each
+            for each in entry.record.tails
+        ]
+        entry.own().tails = tuple(tails)
 
-    def _lost(self, record: JournalRecord, event: object) -> None:
+    def lost(self, record: JournalRecord, event: object) -> None:
         """Forget what was on a worker that left, or begins again."""
         for turn in [each for each in self._turns.values() if (each.worker_id, each.dp_rank) == record.worker]:
             turn.blocks = 0
             self._end(turn, "lost", record.recorded_ms)
-        self._cleared(record, event)
+        self.cleared(record, event)
 
-    def _cleared(self, record: JournalRecord, event: object) -> None:
+    def cleared(self, record: JournalRecord, event: object) -> None:
         worker = (record.worker_id, record.dp_rank)
         for entry in self._sessions.values():
+            only = entry.only
+            if only is not None:
+                if only.is_over and (only.turn.worker_id, only.turn.dp_rank) == worker:
+                    only.turn.blocks = 0
+                continue
             footprints = entry.record.footprints
             if any((each.worker_id, each.dp_rank) == worker for each in footprints):
                 left = tuple(each for each in footprints if (each.worker_id, each.dp_rank) != worker)
-                entry.own().footprints = left
+                session = entry.own()
+                session.footprints = left
+                if not left and session.kept_tokens:
+                    session.kept_tokens = session.kept_until_ms = 0
+                    self.kept.drop(session.tenant, session.name)
 
     # -- bounds ----------------------------------------------------------------------------------------------------
 
     def _add(self, key: SessionKey, entry: _Entry) -> None:
         """Enter a session as the one used last."""
-        tenant, name = key
-        self._sessions[key] = entry
+        sessions, of_tenant = self._sessions, self._of_tenant
+        sessions[key] = entry
+        if of_tenant:
+            self._count(*key)
+        elif len(sessions) > 1 and next(iter(sessions))[0] != key[0]:
+            for each in sessions:
+                self._count(*each)
+
+    def _count(self, tenant: int, name: str) -> None:
+        """Count a session as its tenant's, of several."""
         names = self._of_tenant.get(tenant)
         if names is None:
             names = self._of_tenant[tenant] = OrderedDict()
@@ -322,23 +429,22 @@ class SessionTable:
             heapify(shares)
 
     def _keep(self, key: SessionKey) -> None:
-        """Let a session be the one used last."""
         self._sessions.move_to_end(key)
-        self._of_tenant[key[0]].move_to_end(key[1])
+        if self._of_tenant:
+            self._of_tenant[key[0]].move_to_end(key[1])
 
     def _make_room(self, now_ms: int) -> None:
         sessions = self._sessions
         while sessions:
-            oldest = next(iter(sessions.values())).record
+            key, oldest = next(iter(sessions.items()))
             if oldest.last_ms + IDLE_MAX_MS > now_ms:
-                break
-            self._forget(oldest.tenant, oldest.name)
-        if len(sessions) >= self._capacity:
-            tenant = self._largest_tenant()
-            self._forget(tenant, next(iter(self._of_tenant[tenant])))
+                if len(sessions) >= self._capacity:
+                    self._forget(key if not self._of_tenant else self._largest_tenants_oldest())
+                return
+            self._forget(key)
 
-    def _largest_tenant(self) -> int:
-        """Return the tenant with the most sessions, the highest number of several; there are sessions."""
+    def _largest_tenants_oldest(self) -> SessionKey:
+        """Return the session used longest ago of the tenant with the most, the highest number of several."""
         shares = self._shares
         while True:
             negated, tenant = shares[0]
@@ -348,12 +454,18 @@ class SessionTable:
             elif len(names) < -negated:
                 heapreplace(shares, (-len(names), tenant))
             else:
-                return -tenant
+                return -tenant, next(iter(names))
 
-    def _forget(self, tenant: int, name: str) -> None:
+    def _forget(self, key: SessionKey) -> None:
         """Forget a session with its running turns, of which some may have lost their end with their worker's events."""
-        for turn in self._sessions.pop((tenant, name)).running:
+        entry = self._sessions.pop(key)
+        for turn in entry.running:
             del self._turns[turn.request_id]
+        tenant, name = key
+        if entry.kept is not None and entry.kept.kept_tokens:
+            self.kept.drop(tenant, name)
+        if not self._of_tenant:
+            return
         names = self._of_tenant[tenant]
         del names[name]
         if not names:
@@ -362,7 +474,6 @@ class SessionTable:
     # -- snapshots -------------------------------------------------------------------------------------------------
 
     def freeze(self) -> SessionsSnapshot:
-        """Return the table as it stays whatever is applied later."""
         for entry in self._sessions.values():
             entry.is_shared = True
         return SessionsSnapshot(list(self), [_copy(each) for each in self._turns.values()], self.gaps)
@@ -372,24 +483,33 @@ class SessionTable:
         self._sessions.clear()
         self._of_tenant.clear()
         self._shares.clear()
+        self.kept = KeptPrompts()
         for session in snapshot.sessions[-self._capacity :]:
-            self._add((session.tenant, session.name), _Entry(session, [], is_shared=True))
+            self._add((session.tenant, session.name), _Entry((), kept=session, is_shared=True))
+            if session.kept_tokens:
+                self.kept.keep(session.tenant, session.name, session.kept_tokens, session.kept_until_ms)
         self._turns.clear()
         for turn in snapshot.turns:
             entry = self._sessions.get((turn.tenant, turn.session))
             if entry is not None:
                 self._turns[turn.request_id] = running = _copy(turn)
-                entry.running.append(running)
+                entry.running += (running,)
         self.gaps = snapshot.gaps
 
 
+def _with_gap(gaps: tuple[Gap, Gap, Gap], place: int, gap_ms: int) -> tuple[Gap, Gap, Gap]:
+    more = list(gaps)
+    more[place] = more[place].after(gap_ms)
+    return more[0], more[1], more[2]
+
+
 _EFFECTS: Final[Mapping[type[Any], Callable[[SessionTable, JournalRecord, Any], None]]] = {
-    TurnBegan: SessionTable._began,
-    TurnEnded: SessionTable._answered,
-    RequestStarted: SessionTable._started,
-    RequestProgressed: SessionTable._progressed,
-    RequestFinished: SessionTable._finished,
-    CacheCleared: SessionTable._cleared,
-    WorkerJoined: SessionTable._lost,
-    WorkerLeft: SessionTable._lost,
+    TurnBegan: SessionTable.began,
+    TurnEnded: SessionTable.answered,
+    RequestStarted: SessionTable.started,
+    RequestProgressed: SessionTable.progressed,
+    RequestFinished: SessionTable.finished,
+    CacheCleared: SessionTable.cleared,
+    WorkerJoined: SessionTable.lost,
+    WorkerLeft: SessionTable.lost,
 }

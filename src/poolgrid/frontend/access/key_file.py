@@ -79,6 +79,8 @@ class Tenant(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, fro
     """Requests that ask for more are given this."""
     retention_priority_max: Annotated[int, Meta(ge=0, le=100)] = RETENTION_DEFAULT
     """The same for their blocks in workers' caches; 35 is what all blocks have."""
+    kept_tokens_max: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    """Prompt tokens that ``cache_control`` and the like may keep at a time, in the whole pool."""
     models: tuple[str, ...] | None = None
     """Names of models and LoRA adapters, as clients write them."""
     features: tuple[str, ...] | None = None

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
+from poolgrid.frontend.cache_fields import HOUR_MS
 from poolgrid.frontend.dialects import ANTHROPIC
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.messages_api.conversation import parsed_input
@@ -31,9 +32,11 @@ Event = dict[str, Any]
 class MessagesEncoder(PieceEncoder[Event]):
     """Encodes one answer."""
 
-    def __init__(self, body: MessagesBody, start: AnswerStart) -> None:
+    def __init__(self, body: MessagesBody, keep_ms: int, start: AnswerStart) -> None:
+        """``keep_ms`` is how long the client asks to keep its prompt."""
         super().__init__(start, body.model)
         self._request_id = name_of(start.request_ids[0])
+        self._keep_ms = keep_ms
         self._shows_thinking = body.thinking is None or body.thinking.display != "omitted"
         self._message: dict[str, Any] = {
             "id": f"msg_{self._request_id}",
@@ -43,8 +46,11 @@ class MessagesEncoder(PieceEncoder[Event]):
             "content": self._parts,
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": _usage(start.isl, 0, 0),
+            "usage": _usage(start.isl, 0, 0, 0, keep_ms),
         }
+        if keep_ms:
+            # Clients take the total from the last event, and the times from the first, which does not know them yet.
+            del self._message["usage"]["cache_creation"]
 
     def begin(self) -> bytes:
         return self._events([{"type": "message_start", "message": self._message}])
@@ -73,8 +79,10 @@ class MessagesEncoder(PieceEncoder[Event]):
             elif self._calls:
                 reason = "tool_use"
         message["stop_reason"] = reason
-        cached = counts["prompt_tokens_details"]["cached_tokens"]
-        message["usage"] = _usage(counts["prompt_tokens"], counts["completion_tokens"], cached)
+        details = counts["prompt_tokens_details"]
+        cached, written = details["cached_tokens"], details.get("cache_write_tokens", 0)
+        prompt_tokens, output_tokens = counts["prompt_tokens"], counts["completion_tokens"]
+        message["usage"] = _usage(prompt_tokens, output_tokens, cached, written, self._keep_ms)
         return message
 
     def _made(self, kind: PieceKind, call_id: str, name: str) -> AnswerPart:
@@ -114,11 +122,17 @@ _DELTAS: Final = {
 }
 
 
-def _usage(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """Return Anthropic's counts, whose ``input_tokens`` leave out what was read from a cache."""
+def _usage(
+    prompt_tokens: int, output_tokens: int, cached_tokens: int, written_tokens: int, keep_ms: int
+) -> dict[str, Any]:
+    """Return Anthropic's counts, whose ``input_tokens`` leave out what was read from a cache, or is newly kept."""
     return {
-        "input_tokens": prompt_tokens - cached_tokens,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": prompt_tokens - cached_tokens - written_tokens,
+        "cache_creation_input_tokens": written_tokens,
+        "cache_creation": {
+            "ephemeral_5m_input_tokens": written_tokens if keep_ms < HOUR_MS else 0,
+            "ephemeral_1h_input_tokens": written_tokens if keep_ms >= HOUR_MS else 0,
+        },
         "cache_read_input_tokens": cached_tokens,
         "output_tokens": output_tokens,
     }

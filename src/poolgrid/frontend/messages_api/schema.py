@@ -35,6 +35,7 @@ class MessageTool(Struct):
     description: str | None = None
     type: str | None = None
     strict: bool | None = None
+    cache_control: Annotated[Any, allowed('an object such as {"type": "ephemeral"}')] = None
 
 
 class MessageToolChoice(Struct):
@@ -76,6 +77,8 @@ class CountedBody(SamplingFields, kw_only=True):
     output_config: Annotated[OutputConfig | None, allowed("an object with a format or an effort")] = None
     output_format: Annotated[dict[str, Any] | None, allowed("an object with the type json_schema and a schema")] = None
     """An older name of ``output_config.format``."""
+    cache_control: Annotated[Any, allowed('an object such as {"type": "ephemeral"}')] = None
+    """Of the whole request, next to that of its blocks and tools."""
     chat_template_kwargs: dict[str, Any] | None = None
     mcp_servers: Annotated[list[dict[str, Any]] | None, allowed("a list of servers")] = None
 

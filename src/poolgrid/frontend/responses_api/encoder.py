@@ -16,8 +16,7 @@ from poolgrid.frontend.parsers.pieces import PieceKind
 from poolgrid.frontend.piece_encoder import AnswerPart, PieceEncoder
 from poolgrid.frontend.prepared_request import AnswerStart
 from poolgrid.frontend.responses import escape_line_ends
-from poolgrid.frontend.responses_api.conversation import FORMS, CallItem
-from poolgrid.frontend.responses_api.schema import ResponsesBody
+from poolgrid.frontend.responses_api.conversation import FORMS, CallItem, ResponsesBody
 from poolgrid.wire.hashing import TOKEN_BYTES
 
 _encode: Final = msgspec.json.Encoder().encode
@@ -94,7 +93,7 @@ class ResponsesEncoder(PieceEncoder[Event]):
         reasoning = "".join(self._reasoning)
         response["usage"] = {
             "input_tokens": counts["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": counts["prompt_tokens_details"]["cached_tokens"]},
+            "input_tokens_details": {"cache_write_tokens": 0, **counts["prompt_tokens_details"]},
             "output_tokens": counts["completion_tokens"],
             "output_tokens_details": {
                 # As many tokens as its text makes by itself: markers are not counted.

@@ -19,9 +19,8 @@ from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
 from poolgrid.frontend.inference_endpoint import InferenceEndpoint, InferenceExchange
 from poolgrid.frontend.request_body import too_large
-from poolgrid.frontend.responses_api.store import Owner
+from poolgrid.frontend.responses_api.kept import Owner
 from poolgrid.frontend.tasks.output import TaskOutput
-from poolgrid.frontend.tasks.result_files import ResultFiles
 from poolgrid.frontend.tasks.schema import (
     EmbeddingBody,
     PreparedTask,
@@ -31,8 +30,7 @@ from poolgrid.frontend.tasks.schema import (
     read_images,
     read_video,
 )
-from poolgrid.frontend.tasks.videos import NewVideo, VideoJobs, new_id
-from poolgrid.frontend.traffic import TokenTotals
+from poolgrid.frontend.tasks.videos import NewVideo, ResultFiles, VideoJobs, new_id
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import InferenceBackend, ServedModel
 from poolgrid.wire.identifiers import Stage
@@ -112,14 +110,13 @@ class TaskEndpoint(InferenceEndpoint):
 class TaskExchange(InferenceExchange):
     """One task and its answer."""
 
-    async def _serve_body(self) -> None:
+    async def _serve_body(self, body: bytes) -> None:
         endpoint = self._endpoint
         assert isinstance(endpoint, TaskEndpoint), "made by one"
-        raw, self._body = self._body, b""
-        if len(raw) > MULTIMODAL_BYTES_MAX:
-            raise too_large(str(len(raw)), MULTIMODAL_BYTES_MAX)  # a task is one message
-        prepared = endpoint.read(raw, self.headers.get(b"content-type", b""))
-        del raw
+        if len(body) > MULTIMODAL_BYTES_MAX:
+            raise too_large(str(len(body)), MULTIMODAL_BYTES_MAX)  # a task is one message
+        prepared = endpoint.read(body, self.headers.get(b"content-type", b""))
+        del body
         served = endpoint.model_of(prepared)
         self.model = served.name
         if self._caller is not None:
@@ -204,14 +201,13 @@ class TaskExchange(InferenceExchange):
         self.begin(200, headers)
         await self.answer(200, headers, body)
 
-    def _count_tokens(self) -> TokenTotals:
+    def _count_tokens(self) -> None:
         """Count the prompt tokens of embeddings, as their engine counted them."""
         results = (each.result for each in self._outputs if isinstance(each, TaskOutput))
         tokens = sum(result.prompt_tokens for result in results if result is not None)
         self._metrics.prompt_tokens.value += tokens
         if self._caller is not None and all(output.stream is None for output in self._outputs):
             self._caller.not_dispatched(self._clock.monotonic_ms())
-        return TokenTotals(tokens)
 
 
 async def embeddings_answer(result: TaskResult, model: str, body: EmbeddingBody) -> bytes:

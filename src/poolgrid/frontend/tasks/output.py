@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from poolgrid.frontend.inference_endpoint import generation_failed
 from poolgrid.frontend.sequence_output import RequestOutput
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.ports import StreamDelta
 from poolgrid.wire.tasks import TaskResult
 
 
@@ -15,7 +15,8 @@ class TaskOutput(RequestOutput):
     """What has come of a task."""
 
     def __init__(self, request: InferenceRequest) -> None:
-        super().__init__(0, request)
+        self.index = 0
+        self.request = request
         self.progress = 0
         self.result: TaskResult | None = None
 

@@ -92,7 +92,9 @@ class SessionLine:
         now: float,
         waited_ms: float,
     ) -> Mapping[WorkerKey, str] | None:
-        found = self.working_set.offer(turn, workers, overlap(request), now, waited_ms)
+        common = overlap(request)
+        prefix = request.path[common - 1] if common else 0
+        found = self.working_set.offer(turn, workers, common, prefix, now, waited_ms)
         if not found.admitted:
             return None
         return dict.fromkeys(found.crowded, CROWDED) if found.crowded else _NONE_CROWDED
