@@ -164,7 +164,7 @@ async def test_nobody_waits_for_another_tenants_fetch_of_the_same_url(keys: Path
             for tenant in TENANTS
         ]
         for _ in TENANTS:
-            await asyncio.wait_for(asked.acquire(), 10)
+            await asyncio.wait_for(asked.acquire(), 120)
         gate.set()
 
         assert [(await post).status_code for post in posts] == [200, 200]

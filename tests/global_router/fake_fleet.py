@@ -314,7 +314,7 @@ async def read(stream: TokenDelivery) -> tuple[list[int], StreamDelta]:
     """Return all tokens and the last delta."""
     tokens: list[int] = []
     while True:
-        for delta in await asyncio.wait_for(stream.next(), 10):
+        for delta in await asyncio.wait_for(stream.next(), 120):
             tokens += unpack_tokens(delta.token_ids)
             if delta.finish_reason is not None:
                 return tokens, delta

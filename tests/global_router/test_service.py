@@ -34,7 +34,7 @@ LEAVING = SelectRefused(0, SelectRefusal.DRAINING, "all are leaving", None, ((Wo
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(_whole(scenario), 20))
+    asyncio.run(asyncio.wait_for(_whole(scenario), 120))
 
 
 async def _whole(scenario: Callable[[], Awaitable[None]]) -> None:

@@ -16,7 +16,7 @@ from poolgrid.http.connections import HttpConnections
 from poolgrid.http.http_server import OPENED_AT_ONCE, WAITING_MAX, FairAcceptor
 from poolgrid.http.http_settings import HttpLimits
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 BACKLOG = 2048
 CROWD = "127.0.0.2"
 NEIGHBOUR = "127.0.0.3"

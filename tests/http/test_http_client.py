@@ -20,7 +20,7 @@ from poolgrid.http.http_client import (
 from poolgrid.process.clock import SystemClock
 
 LOOPS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 

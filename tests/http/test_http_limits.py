@@ -36,7 +36,7 @@ from poolgrid.transport.security import SecuritySettings, Tls
 
 T = TypeVar("T")
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 """How long anything here may take on a busy machine; nothing waits for it to pass."""
 
 FOREVER_S = 3600.0

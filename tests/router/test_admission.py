@@ -45,7 +45,7 @@ from poolgrid.wire.requests import (
 )
 from tests.router.fleet_builder import make_card
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 
 
 class Worker:

@@ -31,7 +31,7 @@ from poolgrid.wire.ingest import (
 )
 from poolgrid.wire.requests import FromWorker, Pong, TokenBatch, TokenDelta, ToWorker
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 """How long a test waits for what must come; only a failing test waits that long."""
 
 

@@ -18,7 +18,7 @@ from poolgrid.workers.engines.server.definition import VLLM
 from poolgrid.workers.engines.server.settings import EngineServerSettings
 from poolgrid.workers.settings import WorkerProcessSettings
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 def settings_of(*urls: str, **given: object) -> EngineServerSettings:

@@ -147,7 +147,7 @@ def test_failures_in_the_engines_process_reach_the_worker() -> None:
             reporter = pickle.loads(pickle.dumps(channel.reporter))
             reporter.report("favourite")
             reporter.report("other")
-            await asyncio.wait_for(all_here.wait(), 10)
+            await asyncio.wait_for(all_here.wait(), 120)
         finally:
             channel.close()
         reporter.report("after the end")  # nobody listens: nothing happens

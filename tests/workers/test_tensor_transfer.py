@@ -23,7 +23,7 @@ from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable
 from poolgrid.workers.tensor_transfer.tensor_store import TensorMetrics, TensorStore
 from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 HAS_NIXL = importlib.util.find_spec("nixl") is not None
 TRANSPORTS = [
     "zmq",

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import os
 import re
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import EntryPoints
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from poolgrid.cli.dynamo_options import in_our_words
 from poolgrid.cli.former_settings import former_setting
 from poolgrid.process import logs
 from poolgrid.process.log_lines import Field
+from poolgrid.process.plugins import installed_plugins
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 112}
 
@@ -228,8 +229,8 @@ class LateGroup(Group):
         return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
 
 
-def _added() -> importlib.metadata.EntryPoints:
-    return importlib.metadata.entry_points(group=ENTRY_POINTS)
+def _added() -> EntryPoints:
+    return installed_plugins(ENTRY_POINTS)
 
 
 def first_sentence(text: str, stops: str = ".;:") -> str:

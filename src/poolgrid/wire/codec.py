@@ -11,6 +11,7 @@ Two rules:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Final, Generic, TypeVar, get_args
 
 import msgspec
@@ -34,8 +35,13 @@ class Codec(Generic[T]):
 
     def __init__(self, what: str, type_: Any, check: Callable[[Any], str | None]) -> None:
         self._what = what
-        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(type_)
+        self._type = type_
         self._check = check
+
+    @cached_property
+    def _decoder(self) -> msgspec.msgpack.Decoder[Any]:
+        """Made when it is first used: a process reads few of the families, and all take a twentieth of its start."""
+        return msgspec.msgpack.Decoder(self._type)
 
     def encode(self, value: T) -> bytes:
         frame = _encoder.encode(value)

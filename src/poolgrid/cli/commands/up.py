@@ -47,7 +47,7 @@ def run_up(settings: UpSettings, as_json: bool = False) -> int:
             there = ", ".join(engines())
             raise OptionProblem(f"--engine is {settings.engine}, which is not installed; there are {there}")
         # A plan with a real engine needs no model: it may be on another machine.
-        model = None if settings.dry_run and settings.real else PromptModel.load(settings.model_path)
+        model = None if settings.dry_run and settings.real else PromptModel.load(settings.model_path, prompts=False)
         if settings.pools is not None:
             return run_fleet(settings, settings.pools, model, as_json)
         workers = plan(settings, model, usable_on_this_machine)
@@ -79,7 +79,7 @@ def run_front(settings: UpSettings) -> int:
     from poolgrid.cli.front import plan_front
 
     front = plan_front(settings)
-    model = PromptModel.load(front.settings.model_path)
+    model = PromptModel.load(front.settings.model_path, prompts=False)
     for note in front.notes:
         log.warning("%s", note)
     return _run(
