@@ -186,8 +186,7 @@ class Transcript:
                         yield f"{missing!r} is not shown by\n{command}\nwhich shows\n{shown}"
 
     def _missing(self, promised: str, command: str, shown: str) -> str | None:
-        """Return a promised line that is not shown. What a request came to is known a moment after its answer, so
-        ``explain`` is asked again."""
+        """Return a promised line that is not shown; ``explain``, whose outcome comes after the answer, is run again."""
         missing = missing_line(promised, shown)
         *_, last = command.strip().splitlines()
         until = time.monotonic() + SHOWN_TIMEOUT_S
