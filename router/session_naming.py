@@ -74,8 +74,7 @@ class SessionNaming:
             request.turn = msgspec.structs.replace(turn, keep_ms=0, keep_tokens=0)
 
     def is_later(self, turn: SessionTurn | None) -> bool | None:
-        """Return whether a turn continues an earlier one, of its session or of the one that it forked from; ``None``
-        where no turn is known."""
+        """Return whether a turn continues another of its session, or of its parent; ``None`` = no turn is known."""
         return None if turn is None else bool(turn.parent) or (turn.tenant, turn.session) in self._sessions
 
     def dispatched(self, request: InferenceRequest) -> None:

@@ -221,10 +221,11 @@ def test_first_turns_spread_where_a_worker_is_free_and_later_ones_stay() -> None
         serve(pool, selector, a, 87.0, 1000.0 * number, f"a{number}")
 
     def chosen(*, is_later: bool | None) -> WorkerKey:
-        asked = like(LONG, is_later=is_later)
-        return decided(selector.select(WorkerWanted(asked, PATH, 10_000.0, 0))).worker
+        return decided(selector.select(WorkerWanted(like(LONG, is_later=is_later), PATH, 10_000.0, 0))).worker
 
-    assert (chosen(is_later=False), chosen(is_later=True), chosen(is_later=None)) == (b, a, a)
+    assert (chosen(is_later=False), chosen(is_later=True), chosen(is_later=None)) == (b, a, b)
+    pool.say(a, stored(PATH[:240]))
+    assert (chosen(is_later=False), chosen(is_later=None)) == (b, a), "most of it is there, so it may be a later turn"
     pool.say(b, RequestStarted("x", 100, 0, 0))
     assert chosen(is_later=False) == a, "it would wait there"
 
