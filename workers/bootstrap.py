@@ -216,7 +216,7 @@ async def serve_worker(
             card,
             engine.engine,
             requests,
-            ServiceLimits(settings.peer_lease_ms, settings.drain_timeout_ms),
+            ServiceLimits(settings.peer_lease_ms, settings.shutdown_timeout_ms),
             awake,
             metrics,
             engine.kv,

@@ -31,7 +31,7 @@ def check(url: str, capsys: pytest.CaptureFixture[str], **options: Any) -> tuple
 def test_a_good_server_passes_and_its_record_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "record.json"
     with engine_server(Habits()) as server:
-        status, text, _ = check(server.url, capsys, as_json=True, record=record)
+        status, text, _ = check(server.url, capsys, as_json=True, out=record)
     found = json.loads(text)
 
     assert (status, found["ok"], found["findings"]) == (0, True, [])
@@ -104,9 +104,9 @@ def test_what_cannot_be_checked_ends_with_status_2_and_says_why(
     assert check("http://127.0.0.1:9", capsys)[0] == 2
     assert run_engine_check(EngineCheckSettings(recorded=tmp_path / "none.json")) == 2
     assert "none.json" in squeezed(capsys.readouterr().err)
-    status, _, errors = check("http://127.0.0.1:9", capsys, record=tmp_path / "no" / "where.json")
+    status, _, errors = check("http://127.0.0.1:9", capsys, out=tmp_path / "no" / "where.json")
     assert status == 2
-    assert "--record" in squeezed(errors)
+    assert "--out" in squeezed(errors)
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ async def test_a_draining_prefill_worker_waits_for_what_it_keeps() -> None:
 
 
 async def test_a_drain_that_times_out_hands_over_what_is_still_being_fetched() -> None:
-    async with running_worker(worker_id="d", role="decode", drain_timeout_ms=50) as target:
+    async with running_worker(worker_id="d", role="decode", shutdown_timeout_ms=50) as target:
         async with running_worker(worker_id="p", role="prefill") as source:
             leg = await prefill(source, make_request("r", range(20), max_tokens=9))
         await target.router.send(leg)
