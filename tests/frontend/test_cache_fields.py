@@ -10,11 +10,11 @@ import msgspec
 import openai
 import pytest
 
-from poolgrid.frontend.cache_fields import HOUR_MS, keep_ms_of, keep_ms_of_messages
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.messages_api.schema import MessagesBody
 from poolgrid.frontend.preparation import parse_responses
 from poolgrid.frontend.schema import chat_decoder, parse, parse_inference
+from poolgrid.frontend.session_fields import HOUR_MS, keep_ms_of, keep_ms_of_messages
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.wire.sessions import SessionTurn
 from tests.frontend.fake_backend import FakeBackend, Step, speak

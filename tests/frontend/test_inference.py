@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import ServedModel, StreamDelta
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
-from poolgrid.wire.request_ids import name_of
+from poolgrid.wire.identifiers import name_of
 from poolgrid.wire.requests import KvRetention, RetainedTokens, TokenLogprobs
 from tests.examples import examples
 from tests.frontend.fake_backend import TINY, FakeBackend, Script, Step, speak, with_logprobs

@@ -16,7 +16,7 @@ from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.inference.inference_request import EVERYBODY, InferenceRequest
 from poolgrid.inference.ports import ServedModel
 
-SANDBOX = "poolgrid.frontend.template_sandbox"
+SANDBOX = "poolgrid.frontend.chat_template"
 MODEL = PromptModel.load(TINY_MODEL_PATH, "tiny")
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from poolgrid.frontend.request_body import RequestIds, base_name
 from poolgrid.router.core.load_ledger import OTHERS
-from poolgrid.wire.request_ids import dispatch_id, dispatch_of, name_of
+from poolgrid.wire.identifiers import dispatch_id, dispatch_of, name_of
 
 
 def test_a_request_is_shown_by_the_name_that_its_client_chose_and_goes_by_an_id_of_its_own() -> None:

@@ -7,10 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from poolgrid.frontend.cache_fields import keep_ms_of
 from poolgrid.frontend.prepared_request import PreparedRequest
 from poolgrid.frontend.schema import Function, Message, ToolCall, chat_decoder, parse_inference
-from poolgrid.frontend.session_fields import NAME_CHARS_MAX, answered_by, clean, response_key, session_hint
+from poolgrid.frontend.session_fields import NAME_CHARS_MAX, answered_by, clean, keep_ms_of, response_key, session_hint
 from poolgrid.frontend.tools import CallIds
 from poolgrid.inference.inference_request import NO_HINT, SessionHint
 from poolgrid.router.core.lineage import answer_key

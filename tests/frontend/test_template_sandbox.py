@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from poolgrid.frontend.chat_template import ChatTemplate, TemplateFailure
+from poolgrid.frontend.chat_template import STEPS_PER_LOOK, ChatTemplate, TemplateFailure, TemplateSandbox
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import ModelDirectoryError, PromptModel
-from poolgrid.frontend.template_sandbox import STEPS_PER_LOOK, TemplateSandbox
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -39,7 +38,7 @@ def test_what_would_hang_or_swell_is_stopped(source: str, why: str) -> None:
 
 
 def test_steps_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poolgrid.frontend.template_sandbox.STEPS_MAX", 1000)
+    monkeypatch.setattr("poolgrid.frontend.chat_template.STEPS_MAX", 1000)
     assert len(render("{% for i in range(999) %}a{% endfor %}")) == 999
     with pytest.raises(TemplateFailure, match="more than 1000 steps"):
         render("{% for i in range(999) %}{{ messages[0].items() }}{% endfor %}")

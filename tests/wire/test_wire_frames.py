@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.wire import codec, feed_frames, ingest, leadership, limits
+from poolgrid.wire import codec, feed, ingest, limits
 from poolgrid.wire import ingest as loading
 from poolgrid.wire.card import ChatSpec, MediaSpec, ResizedGrid, StepTimes, TiledGrid, WorkerCard, WorkerLimits
 from poolgrid.wire.codec import Codec
@@ -427,7 +427,7 @@ GOLDEN: dict[tuple[str, str], Any] = {
             loading.LoadingWorker("w2", "tiny", "aggregated", "load", 0, 0),
         ]
     ),
-    ("leader", "a consolidator that is active"): leadership.Leader(
+    ("leader", "a consolidator that is active"): ingest.Leader(
         "c0ffee0123456789", "tcp://10.0.0.7:5557", "tcp://10.0.0.7:5558", "tcp://10.0.0.7:5559"
     ),
     ("tensor_list", "a tensor of one image, by both ways"): TensorList(
@@ -513,8 +513,8 @@ class TestGoldenFrames:
         assert CODECS[key[0]].decode(memoryview(FRAMES[key])) == GOLDEN[key]
 
     def test_feed_frames_carry_the_offset_big_endian_so_that_bytes_sort_like_numbers(self) -> None:
-        assert feed_frames.encode_alive(258, b"")[1] == bytes.fromhex("0000000000000102")
-        assert feed_frames.FEED_TOPIC == b"poolgrid"
+        assert feed.encode_alive(258, b"")[1] == bytes.fromhex("0000000000000102")
+        assert feed.FEED_TOPIC == b"poolgrid"
         assert (ingest.BATCH_FRAME, ingest.CONTROL_FRAME) == (b"B", b"C")
 
     def test_a_worker_key_reads_as_id_and_rank(self) -> None:
