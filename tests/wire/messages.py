@@ -32,6 +32,8 @@ MODULES = (
     trace_context,
 )
 
+NO_MESSAGES = (events.Event, feed.FeedFrame)
+
 
 def messages() -> Iterator[type[msgspec.Struct]]:
     """Yield the types that the modules of messages define or name, some of them several times."""
