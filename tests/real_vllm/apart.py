@@ -13,7 +13,7 @@ import httpx
 
 from lab.benchmarks.fleet import free_port
 from tests.e2e.processes import Process, eventually, metric
-from tests.real_vllm.servers import VllmServer, environment, held_at
+from tests.real_vllm.servers import BLOCK_SIZE, VllmServer, environment, held_at
 
 REQUESTS = 24
 TOGETHER = 6
@@ -69,9 +69,15 @@ def apart(vllm: Path, model: Path, directory: Path) -> Found:
 def _through(url: str, prefill: VllmServer, decode: VllmServer) -> Found:
     source = random.Random(15)
     shared = [source.randrange(16, 4000) for _ in range(128)]
+    lengths = [size for whole in (2, 5, 9) for size in range(whole * BLOCK_SIZE - 1, whole * BLOCK_SIZE + 2)]
+    lengths += [source.randrange(60, 300) for _ in range(REQUESTS - len(lengths))]
+    # The first ones, about whole blocks long, begin alike: the decode server may hold a part of them already.
     prompts = [
-        shared[: source.choice((0, 64, 128))] + [source.randrange(16, 4000) for _ in range(source.randrange(60, 300))]
-        for _ in range(REQUESTS)
+        shared[: source.choice((0, 32, 64))] + [source.randrange(16, 4000) for _ in range(length)] for length in lengths
+    ]
+    prompts = [
+        prompt[:length] if length % BLOCK_SIZE in (31, 0, 1) else prompt
+        for prompt, length in zip(prompts, lengths, strict=True)
     ]
     answers = asyncio.run(_ask(url, prompts, "apart"))
     texts = [each["choices"][0]["text"] for each in answers]

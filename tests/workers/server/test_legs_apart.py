@@ -6,6 +6,7 @@ All of it is real but the servers: ours, which follow the published protocols. I
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -30,7 +31,9 @@ from tests.fakes.engine_server.vllm import Options, VllmServer, answer_of
 from tests.workers.fakes import PATIENCE_S
 
 BLOCK = 16
-PROMPTS = [list(range(1000 + 100 * number, 1060 + 100 * number)) for number in range(6)]
+LENGTHS = (60, 63, 64, 65, 17, 60)
+"""About whole blocks: a decode server of vLLM has no place for the first token after one that is full."""
+PROMPTS = [list(range(1000 + 100 * number, 1000 + 100 * number + length)) for number, length in enumerate(LENGTHS)]
 OUTPUT_TOKENS = 7
 
 Servers = Callable[[zmq.asyncio.Context], tuple[VllmServer, VllmServer]]
@@ -152,6 +155,30 @@ async def test_a_prompt_is_computed_on_one_server_and_answered_on_another(engine
         assert await pool.ask(5) == ["whole on decode"]
 
 
+async def test_a_client_of_vllm_has_the_first_token_before_the_decode_server_has_the_prompt() -> None:
+    async with pool_of("vllm", of_vllm) as pool:
+        transferred = asyncio.Event()
+        pool.decode.faults.holds.append(transferred)
+        body = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
+        body.update(stream=True, logprobs=1)
+        came: list[dict[str, Any]] = []
+        asking = pool.client.stream("POST", f"{pool.url}/v1/completions", json=body, timeout=PATIENCE_S)
+        async with asking as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    came += json.loads(line.removeprefix("data: "))["choices"]
+                    if came and not transferred.is_set():
+                        transferred.set()
+        assert not pool.decode.faults.holds
+        texts = [token for each in came if each["logprobs"] for token in each["logprobs"]["tokens"]]
+        values = [value for each in came if each["logprobs"] for value in each["logprobs"]["token_logprobs"]]
+        assert (len(texts), values) == (OUTPUT_TOKENS, [-0.25] * OUTPUT_TOKENS)
+        undisturbed = Tokenizer.from_file(str(TINY_MODEL_PATH / "tokenizer.json")).decode(
+            answer_of(PROMPTS[0], OUTPUT_TOKENS)
+        )
+        assert "".join(each["text"] for each in came) == undisturbed
+
+
 def by_prompt(server: VllmServer) -> list[dict[str, Any]]:
     """What a server was asked, in the order of the prompts."""
     return sorted(server.bodies, key=lambda body: (body.get("prompt") or body["input_ids"])[0])
@@ -164,7 +191,9 @@ def agrees(engine: str, first: dict[str, Any], then: dict[str, Any], prefill: Vl
         assert first["kv_transfer_params"]["do_remote_decode"]
         given = then["kv_transfer_params"]
         assert given["do_remote_prefill"]
-        assert (given["remote_engine_id"], given["remote_block_ids"]) == (f"engine-{prefill.url[-5:]}", [1, 2])
+        assert given["remote_engine_id"] == f"engine-{prefill.url[-5:]}"
+        out = answer_of(first["prompt"], 1) if len(first["prompt"]) % BLOCK else []
+        assert (then["prompt"], then["max_tokens"]) == (first["prompt"] + out, OUTPUT_TOKENS - len(out))
     elif engine == "sglang":
         assert first["bootstrap_room"] == then["bootstrap_room"]
         assert (first["bootstrap_host"], first["bootstrap_port"]) == (then["bootstrap_host"], then["bootstrap_port"])
