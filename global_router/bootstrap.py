@@ -16,9 +16,8 @@ import httpx
 
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router.configuration import Configuration
-from poolgrid.global_router.core.document.grid_document import GridDocument
+from poolgrid.global_router.core.document.grid_document import GridDocument, GridDocumentError
 from poolgrid.global_router.core.document.history import Reload
-from poolgrid.global_router.core.document.problems import GridDocumentError
 from poolgrid.global_router.core.document.reader import LoadedDocument
 from poolgrid.global_router.document_file import read_document_file
 from poolgrid.global_router.http_api import add_global_router_endpoints, register_views
@@ -32,8 +31,8 @@ from poolgrid.process.process_group import GroupPlace
 from poolgrid.process.tasks import Restart, cancel_all, supervised, unless
 from poolgrid.serving.links import LinksOnDemand, links_that_fit
 from poolgrid.serving.router_process import RouterProcess
-from poolgrid.transport.tls import client_context
-from poolgrid.wire.names import GLOBAL_ROUTER, ROUTER, is_name, parse_name
+from poolgrid.transport.security import client_context
+from poolgrid.wire.addresses import GLOBAL_ROUTER, ROUTER, is_name, parse_name
 
 if TYPE_CHECKING:
     from poolgrid.discovery.discovery import Discovery
@@ -160,7 +159,7 @@ async def serve(
             page.open_global_page(opened, app, service, client, namespace, process.clock, awake, place)
         hang_up = _take_hang_ups(opened)
         if names is not None:
-            from poolgrid.discovery.ports import Scope
+            from poolgrid.discovery.registry import Scope
 
             names.follow(Scope(component=ROUTER), pools.look_for_routers)
             await unless(stop, names.first_look(), "first look at names")

@@ -18,9 +18,8 @@ from pathlib import Path
 from poolgrid.global_router.core.choice.closed_loop import ClosedLoop
 from poolgrid.global_router.core.choice.grid import Grid
 from poolgrid.global_router.core.choice.request_hints import OutputLengths
-from poolgrid.global_router.core.document.grid_document import GridDocument
+from poolgrid.global_router.core.document.grid_document import DOCUMENT_BYTES_MAX, GridDocument
 from poolgrid.global_router.core.document.history import DocumentHistory, Reload
-from poolgrid.global_router.core.document.problems import DOCUMENT_BYTES_MAX
 from poolgrid.global_router.core.document.reader import LoadedDocument
 from poolgrid.process.clock import Clock
 
@@ -105,7 +104,6 @@ class Configuration:
             return outcome
 
     async def rollback(self) -> Reload:
-        """Put the previous document in force."""
         async with self._turn:
             outcome = self._history.rollback(self._clock.wall_ms())
             self._note(outcome)

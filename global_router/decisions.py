@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from poolgrid.global_router.core.choice.closed_loop import Spill
-from poolgrid.global_router.core.choice.fallback import FallbackChoice
-from poolgrid.global_router.core.choice.grid import Selection
+from poolgrid.global_router.core.choice.grid import FallbackChoice, Selection
 from poolgrid.global_router.core.choice.request_hints import ExpectedOutput, RequestHints
 from poolgrid.global_router.core.document.axis import TARGETS
 from poolgrid.wire.answers import ExpectedOutputRow, PlacedExplanation, PlacedRow, PlacementRow, RefusalRow
@@ -59,7 +58,6 @@ class PoolPlacement:
     select_ms: float
 
     def explanation(self) -> PlacementRow:
-        """Return the placement for operators."""
         return PlacementRow(
             stage=self.stage,
             work=self.work,
@@ -110,7 +108,6 @@ class RequestDecision:
             self.notes.append(text)
 
     def summary(self) -> PlacedRow:
-        """Return one line of facts, for lists."""
         return PlacedRow(
             request_id=self.request_id,
             time_ms=self.time_ms,
@@ -129,7 +126,6 @@ class RequestDecision:
         )
 
     def explanation(self) -> PlacedExplanation:
-        """Return everything."""
         hints = self.hints
         return PlacedExplanation(
             **msgspec.structs.asdict(self.summary()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from poolgrid.global_router.core.document.problems import DOCUMENT_BYTES_MAX, GridDocumentError, Problem
+from poolgrid.global_router.core.document.grid_document import DOCUMENT_BYTES_MAX, GridDocumentError, Problem
 from poolgrid.global_router.core.document.reader import LoadedDocument, load_document
 
 

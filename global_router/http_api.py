@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.openapi import error_answers
-from poolgrid.global_router.core.choice.fallback import PoolStanding
+from poolgrid.global_router.core.choice.grid import PoolStanding
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.core.document.history import Reload
 from poolgrid.global_router.pools import PoolConnection
@@ -155,7 +155,6 @@ class PoolStateCollector(Collector):
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what the state is now."""
         service = self._service
         pools = GaugeMetricFamily(
             "poolgrid_global_router_pools",

@@ -138,7 +138,6 @@ class TargetBoard:
             self._cell_judged.labels(selection.stage, *_place(selection), outcome).inc()
 
     def keep(self, pools: Collection[str]) -> None:
-        """Forget the series of all other pools."""
         self._judged.retain(lambda labels: labels[0] in pools)
         self._cells.retain(lambda labels: labels[3] in pools)
 

@@ -17,16 +17,14 @@ from dataclasses import dataclass, replace
 
 from poolgrid.global_router.core.choice.circuit_breaker import Ticket
 from poolgrid.global_router.core.choice.destination import Destination, destination
-from poolgrid.global_router.core.choice.fallback import FallbackChoice, PoolStanding
-from poolgrid.global_router.core.choice.grid import GridRequest
+from poolgrid.global_router.core.choice.grid import FallbackChoice, GridRequest, PoolStanding
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.decisions import PoolPlacement, Refusal
-from poolgrid.global_router.flight import Flight, ReservedLeg
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pools import PoolConnection, Pools, model_status
 from poolgrid.global_router.router_link import PoolLost
 from poolgrid.global_router.settings import GlobalRouterSettings, Timings
-from poolgrid.global_router.tracker import GlobalRouterTracker
+from poolgrid.global_router.tracker import Flight, GlobalRouterTracker, ReservedLeg
 from poolgrid.inference.ports import Refused
 from poolgrid.process.clock import Clock
 from poolgrid.process.tracing.record import SpanKind, SpanRecord, TraceRecord
@@ -363,7 +361,6 @@ class PoolPlacer:
         )
 
     def _excluded(self, flight: Flight, pool: PoolConnection) -> tuple[WorkerRank, ...]:
-        """Return the workers of a pool that a flight must not get."""
         failed, unable = flight.excluded.get(pool.name, ()), flight.unable.get(pool.name, ())
         excluded = (*self._full_in(flight, pool), *failed, *unable)
         return tuple(dict.fromkeys(excluded))[-WORKERS_EXCLUDED_MAX:]
@@ -376,7 +373,6 @@ class PoolPlacer:
 
 
 def _tell_answer(trace: TraceRecord, span: SpanRecord, pool: str, answer: Selected | SelectRefused) -> None:
-    """Put a pool's answer on the span of the question."""
     span.attributes["poolgrid.pool"] = pool
     if isinstance(answer, Selected):
         span.attributes |= {

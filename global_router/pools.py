@@ -24,13 +24,12 @@ from urllib.parse import urlsplit
 import msgspec
 
 from poolgrid.global_router.core.choice.circuit_breaker import BreakerStep, CircuitBreaker
-from poolgrid.global_router.core.choice.fallback import PoolStanding
+from poolgrid.global_router.core.choice.grid import PoolStanding
 from poolgrid.global_router.core.document.grid_document import CircuitBreakerSettings, GridDocument
 from poolgrid.global_router.router_link import Discover, PoolLost, PoolNetwork, RouterLink
 from poolgrid.process.log_lines import about
-from poolgrid.wire.addresses import zmq_endpoint_problem
+from poolgrid.wire.addresses import ROUTER, SCHEME, is_name, zmq_endpoint_problem
 from poolgrid.wire.identifiers import Role, Stage
-from poolgrid.wire.names import ROUTER, SCHEME, is_name
 from poolgrid.wire.selection import (
     ModelStatus,
     PoolStatus,
@@ -121,7 +120,6 @@ class PoolConnection:
     # -- life ------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to look for the pool."""
         if self._routers is None:
             self._add("", self.address, self._network.discover)
         else:
@@ -273,7 +271,6 @@ class PoolConnection:
             link.release(reservation)
 
     def renew(self, reservations: list[Reservation]) -> None:
-        """Keep reservations that no worker confirmed yet."""
         if not self._reserved:
             if self._active is not None:
                 self._active.renew(reservations)
@@ -284,7 +281,6 @@ class PoolConnection:
                 link.renew(due)
 
     def ask_status(self) -> None:
-        """Ask how the pool is before it is time to."""
         if self._active is not None:
             self._active.ask_status()
 
@@ -312,7 +308,6 @@ class PoolConnection:
     # -- how it is -------------------------------------------------------------------------------------------------
 
     def state(self, model: str, stage: Stage, now_ms: float) -> PoolStanding:
-        """Return whether the pool takes a request of a model and stage."""
         if not self.reached.is_set():
             return PoolStanding.CONNECTING
         state = state_for(self.status, model, stage)
@@ -376,7 +371,6 @@ class Pools:
         self._pools = {name: self._pools[name] for name in wanted}
 
     def look_for_routers(self) -> None:
-        """Take in who is registered now."""
         for pool in list(self._pools.values()):
             pool.look_for_routers()
 
@@ -398,7 +392,6 @@ class Pools:
         return list(self._pools.values())
 
     def close(self) -> None:
-        """End every connection."""
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()

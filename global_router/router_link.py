@@ -20,10 +20,8 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from poolgrid.process.awake_clock import within
-from poolgrid.process.clock import Clock
-from poolgrid.process.complaints import Complaints
-from poolgrid.process.log_lines import about
+from poolgrid.process.clock import Clock, within
+from poolgrid.process.log_lines import Complaints, about
 from poolgrid.process.tasks import Restart, supervised
 from poolgrid.transport.zmq_socket import CallbackSocket
 from poolgrid.wire import codec
@@ -266,7 +264,6 @@ class RouterLink:
                 self._given_up.append((self._clock.monotonic_ms(), message.ask))
 
     def _undo(self, answer: Selected | SelectRefused | Probed, request_id: str) -> None:
-        """Give back what an answer reserved that is not taken."""
         if isinstance(answer, Selected) and request_id:
             self.release(Reservation(request_id, answer.worker))
 
@@ -280,7 +277,6 @@ class RouterLink:
         self._send(Release(reservation))
 
     def renew(self, reservations: list[Reservation]) -> None:
-        """Keep reservations that no worker confirmed yet."""
         for start in range(0, len(reservations), RENEWALS_MAX):
             self._send(Renew(tuple(reservations[start : start + RENEWALS_MAX])))
 

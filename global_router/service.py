@@ -19,18 +19,16 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from poolgrid.global_router.configuration import Configuration
-from poolgrid.global_router.core.choice.fallback import PoolStanding
+from poolgrid.global_router.core.choice.grid import PoolStanding
 from poolgrid.global_router.core.choice.request_hints import HintError, RequestHints, read_hints
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.decisions import RequestDecision, RequestDecisions
-from poolgrid.global_router.flight import Flight
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.placing import PoolPlacer
 from poolgrid.global_router.pools import Pools
 from poolgrid.global_router.queue import NEW, Attempt, GlobalRouterQueue, Place, WaitingFlight
 from poolgrid.global_router.settings import TIMINGS, GlobalRouterSettings, Timings
-from poolgrid.global_router.tracker import GlobalRouterTracker
-from poolgrid.global_router.view import PoolsView
+from poolgrid.global_router.tracker import Flight, GlobalRouterTracker
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import Refused, ServedModel
 from poolgrid.process.clock import Clock
@@ -41,11 +39,108 @@ from poolgrid.serving.links import LinksOnDemand
 from poolgrid.serving.metrics import LegTimer
 from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.serving.token_delivery import TokenDelivery
+from poolgrid.wire.answers import EndpointRow
+from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, Inability, MediaSpec, common
 from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.selection import ModelStatus
 from poolgrid.wire.sessions import SessionTurn, tenant_key
+from poolgrid.wire.tasks import TASK_ROLES
 from poolgrid.wire.trace_context import TraceContext
 
 log = logging.getLogger(__name__)
+
+NOT_THERE = (PoolStanding.DOWN, PoolStanding.LOADING, PoolStanding.CONNECTING, PoolStanding.DRAINING)
+"""States of pools that take no request. One whose breaker is open is not among them: requests are what closes it."""
+
+
+class PoolsView:
+    """The pools of the document in force."""
+
+    def __init__(self, pools: Pools, configuration: Configuration, clock: Clock) -> None:
+        self._pools = pools
+        self._configuration = configuration
+        self._clock = clock
+        self._created_s = clock.wall_ms() // 1000
+        self._contradicting: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
+
+    def models(self) -> list[ServedModel]:
+        chats: dict[str, ChatSpec] = {}
+        lengths: dict[str, int] = {}
+        loras: dict[str, dict[str, None]] = {}
+        aliases: dict[str, dict[str, None]] = {}
+        media: dict[str, MediaSpec] = {}
+        inabilities: dict[str, list[Sequence[Inability]]] = {}
+        for pool in self._pools.all():
+            for served in pool.status.models if pool.status is not None else ():
+                if served.roles and all(each.role in TASK_ROLES.values() for each in served.roles):
+                    continue  # tasks are for the router of the pool
+                lengths[served.model] = max(lengths.get(served.model, 0), served.max_sequence_length)
+                loras.setdefault(served.model, {}).update(dict.fromkeys(served.loras))
+                aliases.setdefault(served.model, {}).update(dict.fromkeys(served.aliases))
+                inabilities.setdefault(served.model, []).append(served.inabilities)
+                if served.media.kinds:
+                    media.setdefault(served.model, served.media)
+                if served.chat != NO_CHAT_SPEC:
+                    chats[served.model] = self._joined(chats.get(served.model, NO_CHAT_SPEC), served, pool.name)
+        return [
+            ServedModel(
+                name,
+                self._created_s,
+                length,
+                tuple(sorted(loras[name])),
+                media.get(name, MediaSpec()),
+                chats.get(name, NO_CHAT_SPEC),
+                tuple(sorted(aliases[name])),
+                common(inabilities[name]),
+            )
+            for name, length in sorted(lengths.items())
+        ]
+
+    def _joined(self, chat: ChatSpec, served: ModelStatus, pool: str) -> ChatSpec:
+        """Return what pools report of a model's chats: the first that reports it counts, and others are logged once."""
+        told = chat.contradictions(served.chat)
+        if told and self._contradicting.get((pool, served.model)) != told:
+            # Kept for each pool and model that there is, so it stays as small as they are.
+            self._contradicting[pool, served.model] = told
+            for field, value, other in told:
+                log.warning(
+                    "pool %s reports of model %r: %s %s; an earlier pool of the document reports %s, which is used",
+                    pool,
+                    served.model,
+                    field,
+                    other,
+                    value,
+                )
+        return chat.filled(served.chat)
+
+    def endpoints(self) -> list[EndpointRow]:
+        return [
+            EndpointRow(
+                endpoint=pool.name,
+                model=served.model,
+                role=role.role.name.lower(),
+                workers=role.ready + role.draining + role.unreachable,
+                ready=role.ready,
+                instances=[],
+            )
+            for pool in self._pools.all()
+            for served in (pool.status.models if pool.status is not None else ())
+            for role in served.roles
+        ]
+
+    def missing(self) -> str | None:
+        """Return ``None`` when every stage has a pool that is up, else what is missing."""
+        now_ms = self._clock.monotonic_ms()
+        for name, stage in self._configuration.active.document.stages.items():
+            pools = [self._pools.get(pool.name) for pool in stage.pools]
+            if all(pool is None or pool.overall_state(now_ms) in NOT_THERE for pool in pools):
+                return f"no {name} pool is up"
+        return None
+
+    def pool_states(self) -> Mapping[str, PoolStanding]:
+        now_ms = self._clock.monotonic_ms()
+        return {pool.name: pool.overall_state(now_ms) for pool in self._pools.all()}
+
 
 HOUSEKEEPING_FRACTION = 4
 """Links are checked and reservations renewed four times per worker timeout."""
@@ -121,7 +216,6 @@ class GlobalRouterService:
             self.tracker.note_breaker(pool, pool.breaker.advance(now_ms))
 
     def stop(self) -> None:
-        """End what is left with an error."""
         self._stopping = True
         self.queue.close(Refused(503, "not_ready", SHUTTING_DOWN))
         self.tracker.full_workers.close()
@@ -322,7 +416,6 @@ class GlobalRouterService:
         return self.view.models()
 
     def in_flight(self) -> Mapping[str, int]:
-        """Return the running dispatches by pool."""
         counts = {pool.name: 0 for pool in self.pools.all()}
         for flight in list(self.tracker.requests.values()):
             for leg in list(flight.legs.values()):

@@ -9,8 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from poolgrid.process.settings import InputFile
 from poolgrid.serving.router_settings import ServingSettings
-from poolgrid.wire.addresses import http_url_problem
-from poolgrid.wire.names import is_name, parse_name
+from poolgrid.wire.addresses import http_url_problem, is_name, parse_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,6 @@ class GlobalRouterSettings(ServingSettings):
         return values
 
     def pool_urls(self) -> dict[str, str]:
-        """Return the given URLs by pool name; the last one of a name wins."""
         return {name: url.rstrip("/") for name, _, url in (value.partition("=") for value in self.pool_url)}
 
     @model_validator(mode="after")

@@ -8,14 +8,20 @@ Rules
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from poolgrid.global_router.configuration import Configuration
+import msgspec
+
+from poolgrid.global_router.configuration import Active, Configuration
 from poolgrid.global_router.core.choice.circuit_breaker import BreakerStep, Ticket
 from poolgrid.global_router.core.choice.closed_loop import LoopStep
-from poolgrid.global_router.core.choice.destination import Served
-from poolgrid.global_router.flight import Flight
+from poolgrid.global_router.core.choice.destination import Attribution, Destination, Served
+from poolgrid.global_router.core.choice.request_hints import ExpectedOutput, RequestHints
+from poolgrid.global_router.core.document.axis import StageName
+from poolgrid.global_router.decisions import RequestDecision
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pools import PoolConnection
 from poolgrid.process.clock import Clock
@@ -23,11 +29,62 @@ from poolgrid.process.log_lines import about
 from poolgrid.serving.admission_queue import FullWorkers
 from poolgrid.serving.legs import AvoidWorker, Dispatch, EndRequest, WorkerFull, WorkerReported
 from poolgrid.serving.links import LinksOnDemand
-from poolgrid.serving.request_tracker import Placer, RequestTracker
+from poolgrid.serving.request_tracker import Placer, RequestTracker, RoutedRequest
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import FinishReason
 from poolgrid.wire.selection import ALL_RANKS, Reservation, WorkerRank
 from poolgrid.wire.trace_context import TraceContext
+
+
+@dataclass(slots=True)
+class ReservedLeg:
+    """One dispatch and what it holds at its pool."""
+
+    pool: PoolConnection
+    reservation: Reservation
+    ticket: Ticket | None
+    """``None`` once the pool's breaker knows the result."""
+    lease_ms: float
+    renewed_ms: float
+
+
+class Flight(RoutedRequest, eq=False):
+    """One request; served under the revision of the document that was in force when it got its first worker."""
+
+    config: Active
+    hints: RequestHints
+    expected: ExpectedOutput
+    record: RequestDecision
+    arrived_ms: float
+    destinations: dict[StageName, Destination] = msgspec.field(default_factory=dict)
+    """By stage, once it is known."""
+    legs: dict[str, ReservedLeg] = msgspec.field(default_factory=dict)
+    """By dispatch id: the current one, and those kept for the leg after them."""
+    excluded: dict[str, list[WorkerRank]] = msgspec.field(default_factory=dict)
+    """By pool, the workers that failed this request."""
+    unable: dict[str, list[WorkerRank]] = msgspec.field(default_factory=dict)
+    """By pool, the workers that cannot do what it asks for: they are not asked again."""
+    paths: dict[tuple[str, int], bytes] = msgspec.field(default_factory=dict)
+    """The prompt's packed sequence hashes, by hash spec and block size."""
+    lane: str = ""
+    """The lane of the queue that it waits in."""
+    attempts: int = 0
+    """How often it was tried to place it where it is to go next."""
+    stage: StageName = "aggregated"
+    work: Stage = Stage.WHOLE
+    after_encode: tuple[StageName, Stage] = ("aggregated", Stage.WHOLE)
+    """What follows a running encode leg."""
+    moving: asyncio.Task[None] | None = None
+    attribution: Attribution = msgspec.field(default_factory=Attribution)
+    """The cells whose loops this request's latencies count for."""
+    first_ms: float | None = None
+    last_ms: float = 0.0
+
+    @property
+    def admitted_by(self) -> StageName:
+        """Return the stage whose pools decide whether there is room: those that generate the output."""
+        return "aggregated" if self.config.document.mode == "aggregated" else "decode"
+
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +130,6 @@ class GlobalRouterTracker(RequestTracker[Flight]):
         routed.last_ms = now_ms
 
     def release(self, routed: Flight, dispatch: Dispatch) -> None:
-        """Release a leg at its pool and here."""
         leg = routed.legs.pop(dispatch.id, None)
         if leg is not None:
             self.give_back(leg.pool, leg.reservation, routed.record.model, dispatch.stage)
@@ -133,7 +189,6 @@ class GlobalRouterTracker(RequestTracker[Flight]):
             pool.renew(reservations)
 
     def note_breaker(self, pool: PoolConnection, steps: list[BreakerStep]) -> None:
-        """Keep, count and log what a pool's breaker did."""
         for step in steps:
             self._metrics.breaker_steps.labels(pool.name, step.after.value).inc()
             pool.breaker_steps = [*pool.breaker_steps, step][-BREAKER_STEPS_KEPT:]

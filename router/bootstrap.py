@@ -41,9 +41,9 @@ from poolgrid.router.state_metrics import DecisionRecordCollector, register_view
 from poolgrid.serving.links import links_that_fit
 from poolgrid.serving.router_process import RouterProcess
 from poolgrid.transport.planes import MakeContext
+from poolgrid.wire.addresses import CONSOLIDATOR, ROUTER, is_name
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.leadership import Leader
-from poolgrid.wire.names import CONSOLIDATOR, ROUTER, is_name
 
 if TYPE_CHECKING:
     from poolgrid.consolidator.service import ConsolidatorService
@@ -71,7 +71,7 @@ class Endpoints(NamedTuple):
 
 
 FLEET_PAGE = "poolgrid.fleet_page.router_source"
-ENDPOINT_PICKER = "poolgrid.router.endpoint_picker.opening"
+ENDPOINT_PICKER = "poolgrid.router.endpoint_picker.server"
 """Modules that an installation may lack."""
 
 
@@ -229,7 +229,7 @@ def _follow_by_name(settings: RouterSettings, names: Discovery, feed: RemoteFeed
     feed_name, query_name = settings.feed_endpoint, settings.query_endpoint
     if feed_name is None or query_name is None or not is_name(feed_name):
         return
-    from poolgrid.discovery.consolidators import DiscoveredConsolidator
+    from poolgrid.discovery.discovery import DiscoveredConsolidator
 
     def move(where: list[str]) -> None:
         detached(feed.move(where[0], where[1]), "move to another consolidator")

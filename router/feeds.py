@@ -12,7 +12,7 @@ from poolgrid.consolidator.feed_follower import FeedFollower
 from poolgrid.consolidator.ports import PoolListener
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import unless
-from poolgrid.wire.loading import LoadingWorker
+from poolgrid.wire.ingest import LoadingWorker
 
 if TYPE_CHECKING:
     from poolgrid.consolidator.service import ConsolidatorService
@@ -47,9 +47,7 @@ class JournalFeed(Protocol):
         """Return the workers that still load, as they report it; it is for people, and may be a second old."""
         ...
 
-    async def stop(self) -> None:
-        """Stop delivering."""
-        ...
+    async def stop(self) -> None: ...
 
 
 class EmbeddedFeed:
@@ -90,7 +88,6 @@ class EmbeddedFeed:
         return 0
 
     async def stop(self) -> None:
-        """Stop following and end the consolidator."""
         self._stopped = True
         if self._unsubscribe is not None:
             self._unsubscribe()
@@ -150,7 +147,6 @@ class RemoteFeed:
         await self._follower.start()
 
     def resync(self) -> None:
-        """Ask for a snapshot."""
         if self._follower is not None:
             self._follower.resync()
 
@@ -176,6 +172,5 @@ class RemoteFeed:
         return self._follower.behind() if self._follower is not None else 0
 
     async def stop(self) -> None:
-        """Stop following."""
         if self._follower is not None:
             await self._follower.stop()

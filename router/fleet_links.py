@@ -22,8 +22,7 @@ from collections.abc import Callable, Mapping
 
 import zmq
 
-from poolgrid.process.awake_clock import within
-from poolgrid.process.clock import Clock
+from poolgrid.process.clock import Clock, within
 from poolgrid.process.log_lines import about
 from poolgrid.router.core.fleet import Worker
 from poolgrid.serving.legs import LegEvent
@@ -125,7 +124,6 @@ class FleetLinks(LinkTable):
         return link.is_up and self._has_legs(link.endpoint)
 
     def to_worker(self, key: WorkerKey) -> WorkerLink:
-        """Return the link to a worker of the fleet that is not in ``unreachable``."""
         return self._links[self._endpoint_of[key]]
 
     def drain(self, worker_id: WorkerId, timeout_ms: int | None) -> bool:

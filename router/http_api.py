@@ -34,8 +34,7 @@ from poolgrid.frontend.openapi import ROUTE_REQUEST, ROUTE_STATUSES, error_answe
 from poolgrid.frontend.preparation import Preparation
 from poolgrid.frontend.prepared_request import PreparedRequest
 from poolgrid.frontend.prompts import tokenize
-from poolgrid.frontend.request_body import BodyReader
-from poolgrid.frontend.request_ids import RequestIds
+from poolgrid.frontend.request_body import BodyReader, RequestIds
 from poolgrid.frontend.schema import parse
 from poolgrid.frontend.sequences import sequences_of
 from poolgrid.frontend.tokenization import TokenizationPool
@@ -49,6 +48,7 @@ from poolgrid.router.select_plane import SelectPlane
 from poolgrid.router.service import RouterService
 from poolgrid.serving.fair_queue import QueuedRequest
 from poolgrid.serving.router_process import decision_not_found
+from poolgrid.wire.addresses import COMPONENTS
 from poolgrid.wire.answers import (
     DecisionList,
     DoctorAnswer,
@@ -74,9 +74,8 @@ from poolgrid.wire.answers import (
 )
 from poolgrid.wire.hashing import TOKEN_BYTES
 from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
+from poolgrid.wire.ingest import LoadingWorker
 from poolgrid.wire.limits import DRAIN_TIMEOUT_MS_MAX, IDENTIFIER_BYTES_MAX
-from poolgrid.wire.loading import LoadingWorker
-from poolgrid.wire.names import COMPONENTS
 from poolgrid.wire.selection import PoolStatus, RoleStatus
 from poolgrid.wire.sessions import SessionRecord, TurnEnding
 from poolgrid.wire.tasks import TASK_ROLES
@@ -469,7 +468,6 @@ class Completeness:
         return "no worker takes requests" if not rows else "no aggregated or decode worker takes requests"
 
     def troubles(self, rows: Sequence[EndpointRow]) -> list[str]:
-        """Return what a pool that was complete lacks now."""
         return [
             f"model {model!r} has no {role} worker any more"
             for model, role in incomplete_models(rows).items()

@@ -123,7 +123,6 @@ class JournalApplier:
         return max(behind, int(self._lost))
 
     def stop(self) -> None:
-        """Drop what was still to be applied."""
         self._loading = self._replaced = None
         self._arrived.clear()
         self._stopped = True

@@ -98,7 +98,6 @@ class PlacementFailure:
 
     @property
     def wait_cause(self) -> WaitCause:
-        """Return for what a request waits that may wait."""
         full = self.full or (isinstance(self.none, NoWorker) and self.none.busy)
         return WaitCause.WORKERS_FULL if full else WaitCause.UNREACHABLE
 

@@ -23,9 +23,6 @@ class PolicyError(ValueError):
     """A policy cannot be used."""
 
 
-FORMER_POLICIES = {"predicted": "policy kv counts in milliseconds now, learns and holds requests as predicted did"}
-
-
 def make_policy(name: str, approximate_ttl_ms: float = APPROXIMATE_TTL_MS) -> Policy:
     """Return the policy of a name, or an object of ``module:Class``; raises ``PolicyError``."""
     made = KvAware if name == KvAware.name else _loaded(name)
@@ -54,8 +51,6 @@ def make_state(settings: RouterSettings, policy: Policy | None = None) -> Router
 
 
 def _loaded(name: str) -> Any:
-    if name in FORMER_POLICIES:
-        raise PolicyError(f"--policy {name}: removed. {FORMER_POLICIES[name]}: use --policy kv")
     module, colon, attribute = name.partition(":")
     if not colon and name not in plugin_names(POLICIES):
         names = policy_names()

@@ -27,8 +27,7 @@ from typing import Final
 
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import Refused
-from poolgrid.process.awake_clock import within
-from poolgrid.process.clock import Clock
+from poolgrid.process.clock import Clock, within
 from poolgrid.router.choosing import Chooser
 from poolgrid.router.core.policy import HELD_MAX, PLANNED_MAX
 from poolgrid.router.core.working_set import AGE_MS

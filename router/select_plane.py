@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import zmq
 
 from poolgrid.process.clock import Clock
-from poolgrid.process.complaints import Complaints, shown_peer
+from poolgrid.process.log_lines import Complaints, shown_peer
 from poolgrid.process.tracing.record import SpanRecord
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.router.core.candidates import RoutingRequest
@@ -36,8 +36,8 @@ from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Role, Stage, WorkerId, WorkerKey
+from poolgrid.wire.ingest import LoadingWorker
 from poolgrid.wire.limits import LORAS_PER_WORKER_MAX, POOL_MODELS_MAX, REFUSAL_REASONS_MAX, TEXT_CHARS_MAX
-from poolgrid.wire.loading import LoadingWorker
 from poolgrid.wire.selection import (
     ALL_RANKS,
     AskStatus,
@@ -216,7 +216,6 @@ class SelectPlane:
         )
 
     def status(self, ask: int) -> PoolStatus:
-        """Return what the pool serves and how busy it is."""
         if not self._pool.ready:
             return PoolStatus(ask, False)
         models: list[ModelStatus] = []
@@ -335,7 +334,6 @@ class SelectPlane:
 
 
 def _code(none: NoWorker | PolicyFailed) -> SelectRefusal:
-    """Return in a word why there is no worker."""
     if isinstance(none, PolicyFailed):
         return SelectRefusal.POLICY_FAILED
     if none.busy:

@@ -371,5 +371,4 @@ class RouterService:
         return self._feed.trouble(self._clock.monotonic_ms()) if self.ready else ""
 
     def counts(self) -> tuple[int, int]:
-        """Return how many requests are active and how many wait."""
         return len(self.tracker.requests), len(self.queue)

@@ -12,7 +12,7 @@ from poolgrid.process.settings import Settings, ZmqAddress
 from poolgrid.router.core.load_ledger import LEDGER_BYTES
 from poolgrid.router.core.policy import APPROXIMATE_TTL_MS, HOLD_LIMIT_MS
 from poolgrid.serving.router_settings import ServingSettings
-from poolgrid.wire.names import is_name
+from poolgrid.wire.addresses import is_name
 
 EXT_PROC = ("grpc", "google.protobuf", "poolgrid.router.endpoint_picker")
 """What the endpoint picker needs: libraries of the extra ``ext-proc``, and the folder of the plug-in."""
@@ -32,21 +32,11 @@ class EndpointPickerSettings(Settings):
             "none. Needs poolgrid[ext-proc]."
         ),
     )
-    max_ext_proc_streams: int = Field(
-        4096,
-        ge=1,
-        le=1_000_000,
-        description=(
-            "Limit the requests of gateways in flight. At the limit the oldest incomplete one gets 429, or "
-            "else the new one is refused."
-        ),
-    )
-    ext_proc_body_bytes: int = Field(
-        256 * 1024 * 1024,
-        ge=1024,
-        le=2**40,
-        description="Limit the memory for incomplete requests of gateways; beyond it the oldest one gets 429.",
-    )
+    max_ext_proc_streams: ClassVar[int] = 4096
+    """Requests of gateways in flight; beyond, the oldest incomplete one gets 429, or else the new one is refused. As
+    many as requests of clients in a pool that is large."""
+    ext_proc_body_bytes: ClassVar[int] = 256 * 1024 * 1024
+    """Memory for incomplete requests of gateways; beyond, the oldest gets 429. Eight bodies of the default limit."""
 
     @model_validator(mode="after")
     def _check_library(self) -> Self:

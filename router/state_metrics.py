@@ -12,8 +12,8 @@ from prometheus_client.registry import Collector
 
 from poolgrid.router.service import RouterService
 from poolgrid.serving.admission_queue import queue_metrics
+from poolgrid.wire.feed import OWN_STATES, WORKER_SOURCE
 from poolgrid.wire.identifiers import StreamState
-from poolgrid.wire.streams import OWN_STATES, WORKER_SOURCE
 
 if TYPE_CHECKING:
     from poolgrid.router.decision_journal.recorder import DecisionRecorder
@@ -44,7 +44,6 @@ class StateCollector(Collector):
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what the state is now."""
         service = self._service
         projection = service.projection
         index, ledger, trust = projection.index, projection.ledger, projection.trust

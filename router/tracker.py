@@ -211,7 +211,6 @@ class RouterTracker(RequestTracker[LocalRequest]):
         self._state.expire(Expired(self._clock.monotonic_ms(), running))
 
     def stop(self) -> None:
-        """Expire nothing any more."""
         if self._overcommit_timer is not None:
             self._overcommit_timer.cancel()
 

@@ -16,7 +16,7 @@ from poolgrid.consolidator.bootstrap import create as create_consolidator
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.discovery.discovery import DiscoveryMetrics
 from poolgrid.discovery.registry import Registry, Seen
-from poolgrid.frontend.media.metrics import MediaMetrics
+from poolgrid.frontend.media.loader import MediaMetrics
 from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.document_file import read_document_file
@@ -32,7 +32,7 @@ from poolgrid.nats.connection import foreign_counter
 from poolgrid.nats.election import LeaderElectionMetrics
 from poolgrid.nats.limits import ShareMetrics
 from poolgrid.process.clock import SystemClock
-from poolgrid.process.event_loop import LoopMetrics
+from poolgrid.process.lifecycle import LoopMetrics
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
@@ -48,8 +48,7 @@ from poolgrid.router.settings import RouterSettings
 from poolgrid.router.state_metrics import DecisionRecordCollector, register_views
 from poolgrid.serving.links import LinksOnDemand, link_opener
 from poolgrid.transport.planes import PlaneMetrics
-from poolgrid.transport.security import SecuritySettings
-from poolgrid.transport.tls import Tls
+from poolgrid.transport.security import SecuritySettings, Tls
 from poolgrid.wire.registration import Registration, encode_registration
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.tensor_transfer.tensor_store import TensorMetrics

@@ -86,7 +86,7 @@ def modules_loaded(module: str) -> list[str]:
 
 
 def modules_run_by_a_request() -> list[str]:
-    """Return the modules of ours that a router runs for one chat request: in each of four, so timers fall out."""
+    """Return the modules of ours that a router runs for one chat request: in each of a dozen, so timers fall out."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {"PYTHONPATH": str(ROOT / "tests" / "request_trace"), "REQUEST_TRACE": folder}
         with Process("up", "--port", "0", "--workers", "1", "--speedup", "50", environment=environment) as up:
@@ -96,7 +96,7 @@ def modules_run_by_a_request() -> list[str]:
             runs = []
             with httpx.Client(base_url=up.url, timeout=30) as client:
                 client.post("/v1/chat/completions", json=body).raise_for_status()  # loads what is missing
-                for number in range(1, 5):
+                for number in range(1, 13):
                     router.send_signal(signal.SIGUSR1)
                     client.post("/v1/chat/completions", json=body).raise_for_status()
                     router.send_signal(signal.SIGUSR2)

@@ -11,8 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from poolgrid.frontend.responses_api.conversation import chat_body
-from poolgrid.frontend.responses_api.schema import ResponsesBody
+from poolgrid.frontend.responses_api.conversation import ResponsesBody, chat_body
 from poolgrid.frontend.schema import COPIED_TO_SAMPLING, ChatBody, CompletionBody, refusals_of
 from poolgrid.wire.requests import Generate, Routing, Sampling
 from poolgrid.workers.engines.trtllm.core.sampling import plan_sampling

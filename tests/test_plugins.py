@@ -21,7 +21,7 @@ PROCESSES = (
     "poolgrid.global_router.bootstrap",
     "poolgrid.consolidator.bootstrap",
     "poolgrid.workers.bootstrap",
-    "poolgrid.cli.up",
+    "poolgrid.cli.commands.up",
 )
 """Modules that start each process."""
 

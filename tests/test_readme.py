@@ -66,26 +66,28 @@ def test_ci_runs_the_readmes_test_command(tmp_path: Path) -> None:
         tool.parent.mkdir(exist_ok=True)
         tool.write_text(f'#!/bin/sh\necho "{tool.name} $*" >> calls\n{action}\n')
         tool.chmod(0o755)
+    environment = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
 
-    done = subprocess.run(
-        [script],
-        env={"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = subprocess.run([script], env=environment, capture_output=True, text=True, timeout=120, check=False)
 
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "calls").read_text().splitlines() == [
-        "python3 -m venv .venv",
-        "pip install -q -e .[dev]",
-        "python -m pytest -n 4 --dist loadfile",
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls[:2] == ["python3 -m venv .venv", "pip install -q -e .[dev]"]
+    assert [call for call in calls[2:] if "pytest" in call] == ["python -m pytest -n 4 --dist loadfile"]
+    assert [call for call in calls[2:] if "pytest" not in call] == [
         "python -m ruff check .",
         "python -m ruff format --check .",
         "python -m mypy --num-workers 2",
-    ]
-    assert f"$ {marked('test-command')}" in done.stdout
+    ], "beside the tests, in this order"
+    assert all(f"$ {part}" in done.stdout for part in marked("test-command").rsplit(" && ", 1))
+    assert "all passed" in done.stdout
+
+    for failing in ("pytest", "ruff check", "mypy"):
+        (tmp_path / ".venv" / "bin" / "python").write_text(f'#!/bin/sh\ncase "$*" in *{failing!r}*) exit 1;; esac\n')
+        (tmp_path / "said" / "python").write_text((tmp_path / ".venv" / "bin" / "python").read_text())
+        failed = subprocess.run([script], env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert failed.returncode == 1, failing
+        assert "all passed" not in failed.stdout
 
 
 def test_ci_stops_at_the_first_failure_and_at_a_step_it_does_not_know() -> None:

@@ -1,11 +1,24 @@
-"""Picks the real things of a worker process: clock, sockets, engine, HTTP. The only place that does."""
+"""Picks the real things of a worker process: clock, sockets, engine, HTTP. The only place that does.
+
+Several workers in one process, each in front of its own engine server.
+
+Rules
+    1. Workers share the process and its event loop. Each has its own name, epoch, ports, connections, metrics and
+       health; nothing of one is read by another.
+    2. What ends one worker (its server came back as another one, or a task or a callback of its own failed) ends that
+       worker only. It starts again in a new epoch, at growing intervals (``poolgrid.process.leash``) and without
+       end, as a process of its own would; its requests move to other workers.
+    3. The process is ready with its first worker: a server that is down keeps no other one waiting.
+    4. Where every worker has failed and none was ever ready, the process ends with the last error: then the options are
+       wrong, and the caller has to know.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -15,25 +28,25 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from poolgrid.http.http_server import HttpServer
-from poolgrid.process.awake_clock import AwakeClock
-from poolgrid.process.clock import Clock, SystemClock
-from poolgrid.process.event_loop import LoopMetrics
+from poolgrid.process.clock import AwakeClock, Clock, SystemClock
+from poolgrid.process.lifecycle import LoopMetrics
+from poolgrid.process.log_lines import fields_of_task
 from poolgrid.process.plugins import EVENT_PLANES, load_plugin
-from poolgrid.process.tasks import cancel_all, detached, supervised, unless
-from poolgrid.process.tracing.opening import open_tracing
+from poolgrid.process.restart_pace import RestartPace
+from poolgrid.process.tasks import cancel_all, detached, on_fatal, owned, supervised, unless
+from poolgrid.process.tracing.tracing import open_tracing
 from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
-from poolgrid.transport.tls import Tls
+from poolgrid.transport.security import Tls
+from poolgrid.wire.addresses import COMPONENTS
 from poolgrid.wire.card import AUTO, ChatSpec, WorkerCard
+from poolgrid.wire.ingest import LoadingWorker
 from poolgrid.wire.leadership import Leader
 from poolgrid.wire.limits import CHAT_TEMPLATE_CHARS_MAX, IDENTIFIER_BYTES_MAX
-from poolgrid.wire.loading import LoadingWorker
-from poolgrid.wire.names import COMPONENTS
 from poolgrid.workers.adapters.http_api import HttpApi
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.push_stream import PushStream, PushTiming
 from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine, close_in_order
 from poolgrid.workers.engines.registry import engine_definition
-from poolgrid.workers.group import ServerWorkers
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.model_fetch import cached_model
 from poolgrid.workers.publisher import ConsolidatorPlace, EventPublisher, tell_while_loading
@@ -41,10 +54,87 @@ from poolgrid.workers.service import ServiceLimits, WorkerService
 from poolgrid.workers.settings import WorkerProcessSettings
 from poolgrid.workers.start_phases import Phase, StartPhases
 
+log = logging.getLogger(__name__)
+
+ServeWorker = Callable[[WorkerProcessSettings, asyncio.Event, Callable[[str], None]], Awaitable[None]]
+
+
+class ServerWorkers:
+    """The workers of one process."""
+
+    def __init__(
+        self, workers: Sequence[WorkerProcessSettings], serve: ServeWorker, ready: Callable[[str], None]
+    ) -> None:
+        """``serve`` runs one worker; ``ready`` is called once, with the URL of the first that is ready."""
+        self._workers = workers
+        self._serve = serve
+        self._ready = ready
+        self._is_ready = False
+        self._failed: set[str] = set()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Run all workers until ``stop`` is set and their requests are done."""
+        tasks = [owned(self._keep(each, stop), f"worker {each.worker_id}") for each in self._workers]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            await cancel_all(tasks)
+
+    async def _keep(self, settings: WorkerProcessSettings, stop: asyncio.Event) -> None:
+        """Run one worker, again whenever it fails."""
+        now_s = asyncio.get_running_loop().time
+        name, pace = settings.worker_id, RestartPace(settings.worker_id)
+        # All that this worker starts has this task's context.
+        fields_of_task.set({"worker": name})
+        while not stop.is_set():
+            ready_s: list[float] = []
+
+            def ready(url: str, since_s: list[float] = ready_s) -> None:
+                since_s.append(now_s())
+                self._note_ready(url)
+
+            try:
+                await self._live(settings, stop, ready)
+                return
+            except Exception as error:
+                self._failed.add(name)
+                if not self._is_ready and len(self._failed) == len(self._workers):
+                    raise
+                pause_s = pace.died(now_s() - ready_s[0] if ready_s else 0.0)
+                log.error("worker %s failed: it starts again in %.1f s: %s", name, pause_s, error)
+                log.debug("where it failed", exc_info=True)
+                await unless(stop, asyncio.sleep(pause_s), f"restart of {name}")
+
+    async def _live(self, settings: WorkerProcessSettings, stop: asyncio.Event, ready: Callable[[str], None]) -> None:
+        """Run one worker once; raises what ended it."""
+        ending = asyncio.Event()
+        fatal: list[RuntimeError] = []
+
+        def end(name: str, error: BaseException) -> None:
+            fatal.append(RuntimeError(f"background task {name!r} failed: {type(error).__name__}: {error}"))
+            ending.set()
+
+        async def follow_stop() -> None:
+            await stop.wait()
+            ending.set()
+
+        on_fatal.set(end)
+        following = owned(follow_stop(), f"end of worker {settings.worker_id}")
+        try:
+            await self._serve(settings, ending, ready)
+        finally:
+            await cancel_all([following])
+        if fatal:
+            raise fatal[0]
+
+    def _note_ready(self, url: str) -> None:
+        if not self._is_ready:
+            self._is_ready = True
+            self._ready(url)
+
+
 if TYPE_CHECKING:
     from poolgrid.discovery.discovery import Discovery
-
-log = logging.getLogger(__name__)
 
 
 async def serve(
@@ -86,7 +176,7 @@ async def serve_worker(
         names: Discovery | None = None
         if settings.has_names:
             # Imported when it is used: most pools are given addresses.
-            from poolgrid.discovery.opening import open_discovery
+            from poolgrid.discovery.directory import open_discovery
 
             names = await open_discovery(opened, settings, clock, registry)
         epoch = time.time_ns()
@@ -213,7 +303,6 @@ async def _open_engine(
     settings: WorkerProcessSettings,
     around: EngineHost,
 ) -> OpenedEngine:
-    """Bring the model where it is to be loaded from, and open the engine."""
     settings = await cached_model(settings, definition.loads(settings), definition.with_model, around.start)
     around.start.enter(Phase.LOAD)
     return await opened.enter_async_context(definition.open(settings, around))
@@ -262,7 +351,7 @@ async def _ended(task: asyncio.Task[None]) -> None:
 
 def _follow_by_name(names: Discovery, name: str, place: ConsolidatorPlace, clock: Clock) -> None:
     """Push to the consolidator of the namespace, at its current address."""
-    from poolgrid.discovery.consolidators import DiscoveredConsolidator
+    from poolgrid.discovery.discovery import DiscoveredConsolidator
 
     DiscoveredConsolidator(names, [name], lambda where: place.move(where[0]), place.answers, clock).start()
 
@@ -270,7 +359,6 @@ def _follow_by_name(names: Discovery, name: str, place: ConsolidatorPlace, clock
 async def _register(
     opened: AsyncExitStack, settings: WorkerProcessSettings, names: Discovery, card: WorkerCard
 ) -> None:
-    """Have a name."""
     opened.push_async_callback(names.withdraw)
     endpoints = {"generate": card.request_endpoint, "http": card.http_endpoint}
     await names.register(COMPONENTS[card.role], settings.worker_id, endpoints)

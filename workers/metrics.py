@@ -207,7 +207,6 @@ class WorkerMetrics:
         self.restatements = counter("restatements_total", "Full resyncs of the cache to the consolidator.", rank)
 
     def observe_report(self, report: EngineReport) -> None:
-        """Count an engine step."""
         self.steps.inc(report.steps)
         self.prefill_tokens.inc(report.prefill_tokens)
         self.decode_tokens.inc(report.decode_tokens)
@@ -234,7 +233,6 @@ class WorkerMetrics:
                 self.evicted_blocks.inc(len(event.sequence_hashes) // HASH_BYTES)
 
     def stream(self, dp_rank: int) -> StreamMetrics:
-        """Return the series of a rank's event stream."""
         label = str(dp_rank)
         return StreamMetrics(
             self.registered.labels(label),

@@ -85,7 +85,6 @@ async def cached_model(
 
 
 def _is_place(model: str) -> bool:
-    """Return whether a model is a directory here, or is meant to be one."""
     return os.path.isabs(model) or os.path.exists(model)
 
 

@@ -93,7 +93,6 @@ class Peers:
     # -- what they have here -------------------------------------------------------------------------------------------
 
     def add(self, peer_id: bytes, request_id: str) -> None:
-        """Note that a peer's request was accepted."""
         peer = self._peers.get(peer_id)
         if peer is None:
             peer = self._peers[peer_id] = RouterPeer(self._clock.monotonic_ms())
@@ -102,7 +101,6 @@ class Peers:
         self.owners[request_id] = peer_id
 
     def forget(self, request_id: str) -> None:
-        """Release a request that has ended; again is harmless."""
         owner = self.owners.pop(request_id, None)
         if owner is not None:
             peer = self._peers.get(owner)
@@ -114,7 +112,6 @@ class Peers:
     # -- hearing them --------------------------------------------------------------------------------------------------
 
     def heard(self, peer_id: bytes) -> None:
-        """Note that a peer sent something."""
         peer = self._peers.get(peer_id)
         if peer is not None:
             peer.heard_ms = self._clock.monotonic_ms()
@@ -122,7 +119,6 @@ class Peers:
             self._own_up(peer_id)
 
     def pinged(self, peer_id: bytes) -> None:
-        """Note that a peer is a router."""
         if peer_id in self._routers or len(self._routers) < ROUTERS_MAX:
             self._routers[peer_id] = self._clock.monotonic_ms()
 
@@ -167,7 +163,6 @@ class Peers:
     # -- the silent ----------------------------------------------------------------------------------------------------
 
     def _abandon(self, peer_id: bytes, why: str) -> None:
-        """End the requests of a peer that is gone."""
         peer = self._peers.pop(peer_id)
         log.warning("a router with %d requests is gone (%s): cancelling them", len(peer.requests), why)
         for request_id in peer.requests:

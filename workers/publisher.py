@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from poolgrid.process.clock import Clock
-from poolgrid.process.complaints import Complaints
+from poolgrid.process.log_lines import Complaints
 from poolgrid.transport.planes import PlaneContext
 from poolgrid.wire import codec
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, LoadReported, RequestProgressed
-from poolgrid.wire.loading import LOADING_FRAME, TELL_EVERY_S, LoadingWorker
+from poolgrid.wire.ingest import LOADING_FRAME, TELL_EVERY_S, LoadingWorker
 from poolgrid.workers.adapters.sockets import CONSOLIDATOR, DealerSocket
 from poolgrid.workers.core.push_stream import Effect, PublishedRequests, PushStream, RestateNeeded, Send, State
 from poolgrid.workers.metrics import WorkerMetrics
@@ -100,7 +100,6 @@ class EventPublisher:
         return self._stream.is_open
 
     def start(self) -> None:
-        """Greet the consolidator."""
         self._started = True
         self._do(self._stream.begin(self._clock.monotonic_ms()))
 
@@ -116,7 +115,6 @@ class EventPublisher:
             self._do(self._stream.greet_again(self._clock.monotonic_ms()))
 
     def introduce(self, card: WorkerCard) -> None:
-        """Greet the consolidator with another card."""
         effects = self._stream.introduce(card, self._clock.monotonic_ms())
         if self._started:
             self._do(effects)
@@ -284,7 +282,6 @@ class ConsolidatorPlace:
         return any(publisher.is_registered for publisher in self.publishers)
 
     def move(self, endpoint: str) -> None:
-        """Push there from now on."""
         self.endpoint = endpoint
         for publisher in self.publishers:
             publisher.follow(endpoint)
@@ -312,13 +309,11 @@ class Membership:
         return bool(self.publishers) and all(publisher.is_registered for publisher in self.publishers)
 
     def join(self, publishers: Sequence[EventPublisher]) -> None:
-        """Greet the consolidator, for every rank."""
         self.publishers = publishers
         for publisher in publishers:
             publisher.start()
 
     def leave(self, reason: str) -> None:
-        """Leave for the time being."""
         self.is_away = True
         for publisher in self.publishers:
             publisher.leave(reason)

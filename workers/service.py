@@ -18,6 +18,10 @@ Rules:
 6. While the engine is not well new requests are refused as ``broken``; it may recover.
 7. While it is silent the worker is not in the pool: it leaves as soon as the engine has given its requests up, and
    comes back in another life, with all that its cache holds, when the engine is well.
+
+What became of legs here whose traces are kept: a record for each, from its acceptance to its last delta.
+
+The engine is told of the leg's own span, so that what it traces itself stands below it.
 """
 
 from __future__ import annotations
@@ -28,9 +32,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from poolgrid.process.clock import Clock
-from poolgrid.process.complaints import Complaints, shown_peer
+from poolgrid.process.log_lines import Complaints, shown_peer
 from poolgrid.process.tasks import owned
+from poolgrid.process.tracing.record import SpanRecord, TraceRecord
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.wire import codec
 from poolgrid.wire.card import WorkerCard
@@ -54,6 +61,7 @@ from poolgrid.wire.requests import Drain as DrainOrder
 from poolgrid.wire.tasks import TASK_ROLES
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.booked_prefill import BookedPrefill
+from poolgrid.workers.core.push_stream import TokenCoalescer
 from poolgrid.workers.core.refusal import (
     BrokenError,
     BusyError,
@@ -62,14 +70,96 @@ from poolgrid.workers.core.refusal import (
     RefusedError,
     UnknownModelError,
 )
-from poolgrid.workers.core.token_coalescer import TokenCoalescer
 from poolgrid.workers.endings import Ending, Endings, WorkerDrain, cancelled_delta, refused_delta
 from poolgrid.workers.engines.protocol import Engine, EngineReport
-from poolgrid.workers.leg_traces import LegTraces
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.peers import Peers
 from poolgrid.workers.publisher import EventPublisher, Membership
 from poolgrid.workers.transfers import EmbeddingExchange, KvExchange, Transfers
+
+WORK = "work"
+"""Under this name a record has the span of what the engine is at."""
+
+
+class LegTraces:
+    """The records of one worker."""
+
+    def __init__(self, tracing: Tracing, worker_id: str, role: str) -> None:
+        self.records: dict[str, TraceRecord] = {}
+        """By request id; of most workers, at most times, none."""
+        self._tracing = tracing
+        self._who = {"poolgrid.worker": worker_id, "poolgrid.role": role}
+
+    def begin(self, request: Generate) -> tuple[Generate, bool]:
+        """Begin the record of an accepted leg, if it is kept; return the leg as the engine is told of it, and whether
+        there is a record."""
+        word = STAGE_WORD[request.stage]
+        record = self._tracing.begin_work(f"worker {word}", request.trace)
+        if record is None:
+            return request, False
+        routing = request.routing
+        record.root.attributes |= {
+            **self._who,
+            "poolgrid.stage": word,
+            "poolgrid.dispatch_id": request.request_id,
+            "poolgrid.dp_rank": routing.dp_rank,
+            "poolgrid.overlap_tokens": routing.overlap_tokens,
+            "gen_ai.usage.input_tokens": len(request.token_ids) // 4,
+        }
+        self.records[request.request_id] = record
+        record.open[WORK] = record.begin("prefill" if request.stage is not Stage.DECODE else "decode")
+        return msgspec.structs.replace(request, trace=record.context(record.root)), True
+
+    def fetching(self, request_id: str) -> None:
+        """Take note that a leg's KV or embeddings are fetched before the engine gets it."""
+        record = self.records.get(request_id)
+        if record is not None:
+            work = record.open.pop(WORK)
+            work.name = "transfer"
+            record.open[WORK] = work
+
+    def follow(self, report: EngineReport) -> None:
+        """Take note of what an engine step made visible; only asked while there are records."""
+        for arrival in report.arrivals:
+            record = self.records.get(arrival.request_id)
+            if record is not None:
+                transfer = self._next(record, "decode")
+                transfer.attributes |= {
+                    "poolgrid.kv.moved_bytes": arrival.moved_bytes,
+                    "poolgrid.kv.present_blocks": arrival.present_blocks,
+                }
+        for delta in report.deltas:
+            record = self.records.get(delta.request_id)
+            if record is None:
+                continue
+            root = record.root
+            if delta.cached_tokens is not None:
+                root.attributes["gen_ai.usage.cache_read.input_tokens"] = delta.cached_tokens
+            if delta.token_ids:
+                tokens = root.attributes.get("gen_ai.usage.output_tokens")
+                if tokens is None:
+                    root.event("first output", record.now_ms())
+                    if record.open[WORK].name != "decode" and delta.finish_reason is None:
+                        self._next(record, "decode")
+                before = tokens if isinstance(tokens, int) else 0
+                root.attributes["gen_ai.usage.output_tokens"] = before + len(delta.token_ids) // 4
+            if delta.finish_reason is not None:
+                root.attributes["poolgrid.finish_reason"] = delta.finish_reason.value
+                error = delta.refusal.value if delta.refusal is not None else "error"
+                self.end(delta.request_id, error if delta.finish_reason is FinishReason.ERROR else "")
+
+    def end(self, request_id: str, error: str = "") -> None:
+        record = self.records.pop(request_id, None)
+        if record is not None:
+            self._tracing.end(record, error)
+
+    def _next(self, record: TraceRecord, name: str) -> SpanRecord:
+        """End what the engine was at, and begin what it is at now."""
+        work = record.open[WORK]
+        work.end(record.now_ms())
+        record.open[WORK] = record.begin(name)
+        return work
+
 
 log = logging.getLogger(__name__)
 
@@ -262,7 +352,6 @@ class WorkerService:
         self._peers.refuse_all(reason, kind, self._kept)
 
     def _on_health(self) -> None:
-        """Leave the pool when the engine is silent, come back when it is well."""
         if self._engine.is_silent:
             if self._membership.is_away or not self._membership.publishers:
                 return
@@ -398,7 +487,6 @@ class WorkerService:
         self._forget(request_id)
 
     def _end_elsewhere(self, request_id: str, ending: Ending) -> None:
-        """End a request so that its router continues it on another worker."""
         if request_id in self._transfers.fetching:
             delta = refused_delta(request_id, ending.error, ending.kind)
             self._transfers.end(request_id, delta, ending.event_reason)

@@ -46,7 +46,6 @@ class StartPhases:
         return max(0, self.total_bytes - self.done_bytes)
 
     def enter(self, phase: Phase, total_bytes: int = 0) -> None:
-        """Begin a phase."""
         self._leave()
         self.phase = phase
         self._since_ms = self._clock.monotonic_ms()
@@ -54,20 +53,17 @@ class StartPhases:
         self.move(0, total_bytes)
 
     def move(self, done_bytes: int, total_bytes: int) -> None:
-        """Say how far the phase is."""
         self.done_bytes, self.total_bytes = done_bytes, total_bytes
         self._left.set(self.left_bytes)
         if self.phase is not None:
             self._say(self.words())
 
     def words(self) -> str:
-        """Return where the start is, for people."""
         assert self.phase is not None
         of = f": {size(self.done_bytes)} of {size(self.total_bytes)}" if self.total_bytes else ""
         return f"{WORDS[self.phase]}{of}"
 
     def end(self) -> None:
-        """The worker has started."""
         self._leave()
         self.phase = None
         self.move(0, 0)

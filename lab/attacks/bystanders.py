@@ -4,8 +4,9 @@
 
 Rules
     1. The simulated engine's text is a function of the prompt, so each answer is right or wrong (`tests.e2e`).
-    2. Time is cut into windows. ``open`` on standard input begins one; ``close`` sends nothing further, waits for what
-       is under way, and prints the window as one line of JSON. Nothing runs between two windows.
+    2. Time is cut into windows. ``open`` on standard input begins one; ``close`` sends nothing further once
+       ``requests_min`` are sent, waits for what is under way, and prints the window as one line of JSON. Nothing runs
+       between two windows.
     3. Whatever is not a whole, right answer is an error, a 429 too: nobody but the attacker may notice the attack.
     4. Half of the short requests come on a connection of their own, so that accepting is tested as well.
 """
@@ -55,6 +56,8 @@ class BystanderSpec(msgspec.Struct, kw_only=True):
     stream_osl: int = 120
     timeout_s: float = 75.0
     """Longer than any pause that the pool has to survive."""
+    requests_min: int = 0
+    """Of a window."""
 
     @property
     def connections(self) -> int:
@@ -115,7 +118,7 @@ class _Clients:
 
     async def _ask(self, kept: Client, is_stream: bool) -> None:
         turn = 0
-        while not self._stop.is_set():
+        while not self._stop.is_set() or self._window.requests < self._spec.requests_min:
             turn += 1
             fresh = None if is_stream or turn % 2 else self._client()
             try:

@@ -22,15 +22,12 @@ from lab.attacks.attack import Attack, Outcome, Part, Run, Scene
 from lab.attacks.pool import Shape
 from poolgrid.process.tasks import cancel_all
 from poolgrid.router.endpoint_picker import envoy_messages as envoy
+from poolgrid.router.settings import RouterSettings
 
-STREAMS_MAX = 200
-BODY_BYTES_MAX = 64 * 2**20
+STREAMS_MAX = RouterSettings.max_ext_proc_streams
 PICKING = Shape(
     "front",
-    router=(
-        *("--ext-proc-port", "0", "--max-ext-proc-streams", str(STREAMS_MAX)),
-        *("--ext-proc-body-bytes", str(BODY_BYTES_MAX), "--http-request-timeout-ms", "3000"),
-    ),
+    router=(*("--ext-proc-port", "0", "--http-request-timeout-ms", "3000"),),
 )
 SLOW_BYTES = 4 * 2**20
 HEAD_BYTES = 15 * 10**6

@@ -103,8 +103,13 @@ class Look:
 class AttackedPool:
     """All processes of a pool under attack."""
 
-    def __init__(self, shape: Shape, directory: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, shape: Shape, directory: Path, environment: dict[str, str] | None = None, lease_ms: int | None = None
+    ) -> None:
+        """``lease_ms`` is how long a worker may be silent, to the consolidator and to routers; ``None`` = defaults."""
         self.shape = shape
+        self._lease = [] if lease_ms is None else ["--lease-ms", str(lease_ms)]
+        self._worker_timeout = [] if lease_ms is None else ["--worker-timeout-ms", str(lease_ms)]
         self.directory = directory
         self.services: list[Service] = []
         self.model = PromptModel.load(TINY_MODEL_PATH)
@@ -186,7 +191,9 @@ class AttackedPool:
         data = ["--data-dir", str(self.directory / "data")]
         planes: list[str] = []
         if shape.topology != "embedded":
-            consolidator = await self._start("consolidator", "consolidator", [*data, *_flags(JOURNAL_BOUNDS)])
+            consolidator = await self._start(
+                "consolidator", "consolidator", [*data, *self._lease, *_flags(JOURNAL_BOUNDS)]
+            )
             planes = ["--feed-endpoint", consolidator.word("feed"), "--query-endpoint", consolidator.word("query")]
         router = await self._start("router", "router", [*self._router(), *data, *planes])
         roles = ["aggregated", "aggregated"]
@@ -202,7 +209,7 @@ class AttackedPool:
         await self.until_ready(router.url, len(roles))
 
     async def _start_finding(self) -> None:
-        self._found_by = ["--names", "directory", "--names-dir", str(self.names), "--names-lease-ms", "2000"]
+        self._found_by = ["--names", "directory", "--names-dir", str(self.names)]
         planes = [f"--{plane}-endpoint=dyn://{NAMESPACE}.consolidator.{plane}" for plane in ("feed", "query")]
         journal = ["--data-dir", str(self.directory / "data"), *_flags(JOURNAL_BOUNDS)]
         consolidators = ["consolidator"]
@@ -262,7 +269,8 @@ class AttackedPool:
         keys = ["--api-keys", str(self._key_path)]
         local = ["--legs", "two"] if self.shape.topology == "disaggregated" else []
         bounds = [*_flags(JOURNAL_BOUNDS)]
-        return ["--port", "0", *keys, *bounds, *local, *self.shape.router]
+        lease = self._lease if self.shape.topology in ("embedded", "fleet") else []
+        return ["--port", "0", *keys, *bounds, *local, *self._worker_timeout, *lease, *self.shape.router]
 
     def worker_arguments(self, name: str, ingest: str, *options: str, role: str = "aggregated") -> list[str]:
         """Return the options of a worker of this pool."""

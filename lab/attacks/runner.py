@@ -73,6 +73,12 @@ class Options:
     settle_s: float = SETTLE_S
     judge_latency: bool = True
     """Off where other work shares the cores: times say nothing then."""
+    lease_ms: int | None = None
+    """For how long any process may be silent; ``None`` = the defaults. Where other work shares the cores, seconds
+    without CPU say nothing of an attack."""
+    requests_min: int = 0
+    """Bystanders go on until they have sent as many, however long that takes."""
+    books_settle_s: float = BOOKS_SETTLE_S
 
 
 class AttackerThread:
@@ -128,12 +134,12 @@ def session_nice(nice: int) -> int | None:
 class Stage:
     """A pool and the bystanders of it."""
 
-    def __init__(self, shape: Shape, directory: Path) -> None:
+    def __init__(self, shape: Shape, directory: Path, lease_ms: int | None = None) -> None:
         self.shape = shape
         self.directory = directory
         directory.mkdir(parents=True)
         environment = slow_disk.environment(directory) if shape.slow_disk else None
-        self.pool = AttackedPool(shape, directory, environment)
+        self.pool = AttackedPool(shape, directory, environment, lease_ms)
         self.bystanders: Bystanders | None = None
         self.before = Look()
 
@@ -142,7 +148,13 @@ class Stage:
         pool = self.pool
         await pool.start()
         self.bystanders = Bystanders(
-            BystanderSpec(url=pool.url, api_key=pool.keys["bystander"], model=pool.model.name, seed=options.seed + 1),
+            BystanderSpec(
+                url=pool.url,
+                api_key=pool.keys["bystander"],
+                model=pool.model.name,
+                seed=options.seed + 1,
+                requests_min=options.requests_min,
+            ),
             self.directory,
         )
         await self.bystanders.start()
@@ -150,7 +162,7 @@ class Stage:
         window = await self.bystanders.window(min(2.0, options.idle_s))
         if window.errors or window.wrong:
             raise PoolFailed(f"the pool does not serve before any attack: {window.samples}")
-        self.before = await self.settled(BOOKS_SETTLE_S)
+        self.before = await self.settled(options.books_settle_s)
         if any(self.before.books.values()) or self.before.silent:
             raise PoolFailed(f"the pool is not quiet before any attack: {self.before}")
         pool.new_log_text()
@@ -194,7 +206,7 @@ async def run_parts(
             else:
                 try:
                     if stage is None:
-                        stage = Stage(attack.shape, directory / f"{number}-{part.name}")
+                        stage = Stage(attack.shape, directory / f"{number}-{part.name}", options.lease_ms)
                         await stage.start(options)
                     row = await _run(
                         part, attack, stage, attacker, options, random.Random(f"{options.seed}/{attack.name}")

@@ -39,8 +39,7 @@ from poolgrid.consolidator.bootstrap import create, serve
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX, PoolState
 from poolgrid.consolidator.journal.files import FileJournal
 from poolgrid.consolidator.journal.posix_disk import PosixDisk
-from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
-from poolgrid.consolidator.tuning import Tuning
+from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings, Tuning
 from poolgrid.process import garbage, lifecycle
 from poolgrid.process.clock import SystemClock
 from poolgrid.router.core.candidates import RoutingRequest
@@ -62,8 +61,7 @@ from poolgrid.wire.events import AnyEvent, BlocksStored, EventBatch, JournalReco
 from poolgrid.wire.feed import BlockChain, WorkerState
 from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import Role, WorkerId
-from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Acknowledged, Hello, Welcome
-from poolgrid.wire.loading import LoadingWorker
+from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Acknowledged, Hello, LoadingWorker, Welcome
 from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 from tests.router.fleet_builder import decided
 

@@ -16,9 +16,8 @@ import numpy as np
 
 from poolgrid.router.core.candidates import Candidates, RoutingRequest
 from poolgrid.router.core.policy import Choice
-from poolgrid.tools.simulation.conditions import WorkerSpeeds
 from poolgrid.tools.simulation.pool import SimulatedPool
-from poolgrid.tools.simulation.workload import SimulatedRequest, Workload
+from poolgrid.tools.simulation.workload import SimulatedRequest, WorkerSpeeds, Workload
 from poolgrid.wire.events import RequestStarted
 from poolgrid.workers.core.timing import TimingModel
 from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits, StepOutcome

@@ -35,8 +35,7 @@ from rich.table import Table
 
 from lab.benchmarks.http_load import quantiles
 from lab.benchmarks.services import Service, get, plain_client
-from poolgrid.http.http_client import HttpClient
-from poolgrid.http.http_target import HttpTarget
+from poolgrid.http.http_client import HttpClient, HttpTarget
 from poolgrid.process.clock import SystemClock
 from poolgrid.tools.bench.client import BenchExchange
 

@@ -23,14 +23,12 @@ from random import Random
 import msgspec
 
 from lab.benchmarks.clairvoyant import Clairvoyant, ClairvoyantPool, least_ttfts
-from poolgrid.router.core.policy import HOLD_LIMIT_MS, Policy
-from poolgrid.router.policies.weighted_cost import CostWeights, WeightedCost
+from poolgrid.router.core.policy import HOLD_LIMIT_MS
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import TraceRow, read_trace
-from poolgrid.tools.simulation.conditions import SpeedChange, TtftTargets, WorkerSpeeds
 from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool
-from poolgrid.tools.simulation.report import policy_report
-from poolgrid.tools.simulation.workload import Workload, build_workload
+from poolgrid.tools.simulation.recording import policy_report
+from poolgrid.tools.simulation.workload import SpeedChange, TtftTargets, WorkerSpeeds, Workload, build_workload
 from poolgrid.workers.core.timing import TimingModel, timing_model
 from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 
@@ -38,14 +36,6 @@ WORKERS = 8
 BLOCK_SIZE = 64
 SMALL, LARGE = 8192, 60_000
 """Blocks of a worker: half a million tokens, and more than it ever needs."""
-
-FIXED = {
-    "0.25/0.02": CostWeights(),
-    "1/0": CostWeights(queue_weight=1.0, decode_weight=0.0),
-    "0.5/0": CostWeights(queue_weight=0.5, decode_weight=0.0),
-    "0.1/0": CostWeights(queue_weight=0.1, decode_weight=0.0),
-}
-"""Weights of queue and decode load that ``kv`` had, or could have had, besides the field's."""
 
 TARGETS_MS = (200.0, 1000.0, 4000.0)
 """A third of the requests each."""
@@ -79,15 +69,6 @@ class Run:
     spread_ms: int = 0
 
 
-def policy_called(name: str) -> Policy:
-    """Return a policy by its name, or ``kv`` with weights of ``FIXED``."""
-    if name not in FIXED:
-        return make_policy(name)
-    policy = WeightedCost(FIXED[name])
-    policy.name = name
-    return policy
-
-
 def limits_of(workload: Workload, blocks: int) -> SimulatedLimits:
     """Return engines with so many blocks."""
     return SimulatedLimits(
@@ -110,7 +91,7 @@ def play(run: Run) -> tuple[Run, RunResult]:
         return run, ClairvoyantPool(workload, knowing, run.workers, limits, timing, run.speeds).run()
     pool = SimulatedPool(
         workload,
-        policy_called(run.policy),
+        make_policy(run.policy),
         run.workers,
         limits,
         timing,
@@ -156,7 +137,7 @@ def equal_runs(options: argparse.Namespace) -> Iterator[Run]:
     """Yield runs on equal workers."""
     for speed in options.loads or (1.0, 2.0, 4.0, 7.0):
         for blocks in (SMALL, LARGE):
-            for policy in options.policies or ("kv", "field", *FIXED, "lmetric"):
+            for policy in options.policies or ("kv", "field", "lmetric"):
                 labels = (f"x{speed:g}", "small" if blocks == SMALL else "large")
                 yield Run(options.trace, options.rows, speed, blocks, policy, None, options.timing, labels)
 

@@ -26,7 +26,7 @@ from poolgrid.global_router.core.document.axis import AXIS
 from poolgrid.global_router.core.document.grid_document import GridDocument
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.simulation.pool import SimulatedPool, play_workload
-from poolgrid.tools.simulation.report import latency_summary
+from poolgrid.tools.simulation.recording import latency_summary
 from poolgrid.tools.simulation.workload import SimulatedRequest, Workload
 from poolgrid.wire.events import PrefillCompleted, RequestFinished
 from poolgrid.wire.hashing import stable_u64

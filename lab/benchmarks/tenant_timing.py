@@ -37,14 +37,12 @@ from lab.attacks.media import png, serving
 from lab.attacks.pool import AttackedPool, Shape
 from lab.benchmarks.rank_test import accuracy, area
 from lab.benchmarks.soak_requests import WORDS
-from poolgrid.frontend.media.loader import MediaLoader
-from poolgrid.frontend.media.metrics import MediaMetrics
+from poolgrid.frontend.media.loader import MediaLoader, MediaMetrics
 from poolgrid.frontend.media.references import read_reference
 from poolgrid.frontend.media.settings import MediaSettings
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.inference.cache_domain import CacheDomain, CacheShares
-from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference.inference_request import CacheDomain, CacheShares, InferenceRequest
 from poolgrid.process.clock import SystemClock
 from poolgrid.serving.prompt_paths import TenantPaths
 from poolgrid.wire.hashing import hash_seed

@@ -14,8 +14,7 @@ import msgspec
 import uvloop
 
 from lab.comparison.traffic import Session
-from poolgrid.http.http_client import HttpClient, RequestFailed
-from poolgrid.http.http_target import HttpTarget
+from poolgrid.http.http_client import HttpClient, HttpTarget, RequestFailed
 from poolgrid.process.clock import SystemClock
 from poolgrid.tools.bench.client import BenchExchange
 

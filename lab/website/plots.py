@@ -18,10 +18,9 @@ from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.policy import Choice
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import read_trace
-from poolgrid.tools.simulation.conditions import SpeedChange, WorkerSpeeds
 from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool
-from poolgrid.tools.simulation.report import policy_report
-from poolgrid.tools.simulation.workload import build_workload
+from poolgrid.tools.simulation.recording import policy_report
+from poolgrid.tools.simulation.workload import SpeedChange, WorkerSpeeds, build_workload
 from poolgrid.workers.core.timing import PolynomialTiming
 from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 

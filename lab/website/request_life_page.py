@@ -23,7 +23,7 @@ for what you saw: a lost worker is *worker lost*, a drain *refused: draining*, f
 TAIL = """
 *Move* ends the request instead if its output is complete, or if it has moved `migration_limit` times. It also ends the
 request if {limit} workers were lost with it before its first token: the request may be the cause, and the client is
-informed. Up to {drains} moves away from draining workers are not counted.
+informed. Up to {departures} moves are not counted: away from workers that drain, left, or were lost together.
 """
 
 
@@ -55,7 +55,11 @@ def page() -> str:
     lines += ["", "## Steps", "", "| | |", "|---|---|"]
     steps = dict.fromkeys(step for row in ROWS for step in row.steps)
     lines += [f"| {_step(step)} | {inspect.getdoc(step)} |" for step in steps]
-    return "\n".join(lines) + "\n" + TAIL.format(limit=request_machine.LOSSES_MAX, drains=request_machine.DRAINS_MAX)
+    return (
+        "\n".join(lines)
+        + "\n"
+        + TAIL.format(limit=request_machine.LOSSES_MAX, departures=request_machine.DEPARTURES_MAX)
+    )
 
 
 if __name__ == "__main__":

@@ -114,7 +114,6 @@ class ApproximateIndex(Observer):
         """From this time on nothing is missing that a longer memory or a longer past would have known."""
 
     def record(self, worker: WorkerKey, path: Sequence[int], now_ms: float) -> None:
-        """Count a path as held by a worker from now on."""
         self.expire(now_ms)
         if not path:
             return
@@ -139,7 +138,6 @@ class ApproximateIndex(Observer):
         self._chunks[-1].append(choice)
 
     def drop(self, worker: WorkerKey) -> None:
-        """Forget a worker."""
         self._renewed_ms.pop(worker, None)
         self.index.drop(worker)
 

@@ -133,7 +133,6 @@ class BlockLocator:
         self._write(run.number, blocks)
 
     def take(self, run: Run, blocks: array[int]) -> None:
-        """Write down that these blocks are no longer in a run."""
         self._write(run.number | GONE, blocks)
 
     def _write(self, number: int, blocks: array[int]) -> None:
@@ -144,7 +143,6 @@ class BlockLocator:
             self.hand_out()
 
     def where(self, block: int) -> list[Run]:
-        """Return every run that a block is in, and some that it was in."""
         shard = self._shards[bisect_right(self._starts, block) - 1]
         wanted = np.uint64(block)
         # What is in a run twice comes once.
@@ -202,7 +200,6 @@ class BlockLocator:
         return entries
 
     def size_bytes(self) -> int:
-        """Return what all takes but the pages of runs."""
         entries = sum(len(shard.numbers) // 4 for shard in self._shards) + len(self.fresh_numbers)
         return _ENTRY_BYTES * entries + 200 * len(self._shards)
 

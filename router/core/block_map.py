@@ -89,7 +89,6 @@ class BlockMap(ShardedMap[Run]):
                 self._relieve_at = self.entries + _room(slots) // (2 * ROOM_LEFT)
 
     def _grow_next(self, slots: int) -> bool:
-        """Look for a shard that is to grow; return whether one has grown."""
         shards = self.shards
         least = _room(slots) * (ROOM_LEFT - 2) // ROOM_LEFT
         for _ in range(LOOKED_AT):
@@ -119,7 +118,6 @@ class BlockMap(ShardedMap[Run]):
         return block & ~self.key_mask
 
     def get(self, key: int) -> Run | None:
-        """Return the run of a block, or ``None``."""
         return self.shards[key >> self.shift].get(key & self.key_mask)
 
     def __contains__(self, key: int) -> bool:

@@ -139,7 +139,6 @@ class Decision(msgspec.Struct, eq=False, gc=False):
         return None if expected is None else float(expected[self.choice.row])
 
     def summary(self) -> DecisionRow:
-        """Return one line of facts, for lists."""
         costs = self.choice.costs
         return DecisionRow(
             request_id=self.request.request_id,
@@ -194,7 +193,6 @@ class Decision(msgspec.Struct, eq=False, gc=False):
         )
 
     def _media(self) -> MediaRow | UnsetType:
-        """Return how far the prompt was compared, where it has media."""
         if self.compared_blocks is None:
             return UNSET
         return MediaRow(items=len(self.request.media), compared_blocks=self.compared_blocks)

@@ -45,14 +45,12 @@ class StepCurve:
         """What a step takes that computes one token."""
 
     def one_prompt_ms(self, tokens: float, step_tokens: float) -> float:
-        """Return what ``prompt_ms`` does, of one prompt and to the bit."""
         if tokens < step_tokens:
             return self.one_step_ms(tokens)
         steps = tokens // step_tokens
         return steps * self.one_step_ms(step_tokens) + self.one_step_ms(tokens - steps * step_tokens)
 
     def one_step_ms(self, tokens: float) -> float:
-        """Return what ``step_ms`` does, of one step and to the bit."""
         if tokens <= 0.0:
             return 0.0
         xs, ys, slopes = self._prefill
@@ -217,7 +215,6 @@ class FewEngines(NamedTuple):
     typical_ms: float
 
     def step_of(self, row: int) -> tuple[float, Callable[[float], float]]:
-        """Return what ``Engines.step_of`` does."""
         curve, step_tokens, _ = self.fixed[row]
         return step_tokens, curve.one_step_ms
 

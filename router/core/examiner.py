@@ -10,8 +10,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from poolgrid.diagnosis.evidence import WINDOW, Observation, UncachedSplit, WorkerEvidence, split_uncached
-from poolgrid.diagnosis.rules import ReuseVerdict, diagnose
+from poolgrid.diagnosis.rules import (
+    WINDOW,
+    Observation,
+    ReuseVerdict,
+    UncachedSplit,
+    WorkerEvidence,
+    diagnose,
+    split_uncached,
+)
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.projection import Projection, Promise
@@ -209,7 +216,6 @@ class Examiner:
     # -- views -----------------------------------------------------------------------------------------------------
 
     def evidence(self, key: WorkerKey) -> WorkerEvidence:
-        """Return what is known of a worker of the fleet."""
         projection = self._projection
         worker = projection.fleet.workers[key]
         state, reason = projection.trust.stream(key)

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, MediaSpec, WorkerCard
+from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, Inability, MediaSpec, WorkerCard, common
 from poolgrid.wire.events import LoadReported
 from poolgrid.wire.feed import SourceStream
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
-from poolgrid.wire.inabilities import Inability, common
 from poolgrid.wire.tasks import TASK_ROLES
 
 
@@ -57,14 +56,12 @@ class Fleet:
         return worker
 
     def drain(self, key: WorkerKey) -> None:
-        """Mark a worker as taking nothing new."""
         worker = self.workers.get(key)
         if worker is not None and not worker.draining:
             worker.draining = True
             self.version += 1
 
     def leave(self, key: WorkerKey) -> None:
-        """Forget a worker."""
         if self.workers.pop(key, None) is not None:
             self.version += 1
 

@@ -67,7 +67,6 @@ class GroupIndex:
         return self._ages.entries
 
     def report_of(self, bit: int) -> GroupsReported | None:
-        """Return what a worker reported."""
         return next((report for report, mask in self.reported.items() if mask & bit), None)
 
     def report(self, bit: int, report: GroupsReported | None) -> None:
@@ -99,7 +98,6 @@ class GroupIndex:
             self.evicted_blocks += 1
 
     def remove(self, bit: int, group: int, hashes: Iterable[int], tier: Tier) -> None:
-        """Take blocks of a group off a tier."""
         place = self._place(bit, group, tier)
         held = None if place is None else self._places.get(place)
         if held is None:

@@ -46,7 +46,6 @@ class IntrusiveLru(Generic[A]):
         self.entries = 0
 
     def append(self, thing: A) -> None:
-        """Add a thing as the newest."""
         end = self._end
         before = end.older
         thing.older = before
@@ -75,7 +74,6 @@ class IntrusiveLru(Generic[A]):
             self._cursor = thing
 
     def remove(self, thing: A) -> None:
-        """Take a thing out."""
         older = thing.older
         newer = thing.newer
         older.newer = newer
@@ -98,12 +96,10 @@ class IntrusiveLru(Generic[A]):
 
     @property
     def oldest(self) -> A | None:
-        """Return the oldest thing, or ``None`` when there is none."""
         thing = self._end.newer
         return None if thing is self._end else thing
 
     def discard_newest(self) -> A | None:
-        """Take out and return the newest thing."""
         thing = self._end.older
         if thing is self._end:
             return None

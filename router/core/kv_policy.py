@@ -86,18 +86,11 @@ class KvAware:
 
     It plans: of requests that come together, some wait at the router until the worker that is best for them has nothing
     to compute (``poolgrid.router.core.batch_planner``).
-
-    ``is_former``: as policy ``predicted`` was, without ``decoding``, ``again`` and ``next``; for recordings of then.
     """
 
     name = "kv"
     needs_overlap = True
-
-    def __init__(self, is_former: bool = False) -> None:
-        self._is_former = is_former
-        self.compares_numbers = not is_former
-        if is_former:
-            self.name = "predicted"
+    compares_numbers = True
 
     def observer(self, index: PrefixIndex) -> LearnedSpeeds:
         return LearnedSpeeds()
@@ -152,27 +145,22 @@ class KvAware:
             engines.waiting * (queued - np.floor(queued / engines.step_tokens) * engines.step_tokens) / queued
         )
         joined = paces * in_last_step * engines.joined_ms(candidates.prefill_tokens, uncached)
-        others = own + joined + crowding
-        terms = {
-            "uncached_tokens": uncached, EXPECTED_MS: expected, OWN_MS: own,
-            "joined_ms": joined, "crowding_ms": crowding, PACE: paces,
-        }  # fmt: skip
-        if not self._is_former:
-            generating = np.maximum(0.0, candidates.requests - engines.waiting)
-            fixed = np.ceil(uncached / engines.step_tokens) * engines.least_ms()
-            decoding = DECODING_WORTH * paces * generating * np.maximum(0.0, own - fixed)
-            least = np.broadcast_to(uncached.min(axis=-1, keepdims=True), uncached.shape)
-            more = AGAIN_WORTH * np.maximum(0.0, own - engines.prompt_ms(least))
-            later = is_later if uncached.ndim == 1 else is_later[:, np.newaxis]
-            leaving = np.where(later, LEAVE_WORTH * engines.typical_ms, 0.0)
-            again = np.where(uncached > least, more + leaving, 0.0)
-            loads = engines.recent_load * paces
-            even, span = _even_load(sum(loads.tolist()), len(loads))
-            above = np.minimum(1.0, np.maximum(0.0, loads - even) / span)
-            is_free = ((loads <= even) & (candidates.prefill_tokens == 0.0)).any()
-            following = np.where(later | ~is_free, 0.0, NEXT_WORTH * engines.typical_ms * above)
-            others = others + decoding + again + following
-            terms |= {"decoding_ms": decoding, "again_ms": again, "next_ms": following}
+        generating = np.maximum(0.0, candidates.requests - engines.waiting)
+        fixed = np.ceil(uncached / engines.step_tokens) * engines.least_ms()
+        decoding = DECODING_WORTH * paces * generating * np.maximum(0.0, own - fixed)
+        least = np.broadcast_to(uncached.min(axis=-1, keepdims=True), uncached.shape)
+        more = AGAIN_WORTH * np.maximum(0.0, own - engines.prompt_ms(least))
+        later = is_later if uncached.ndim == 1 else is_later[:, np.newaxis]
+        leaving = np.where(later, LEAVE_WORTH * engines.typical_ms, 0.0)
+        again = np.where(uncached > least, more + leaving, 0.0)
+        loads = engines.recent_load * paces
+        even, span = _even_load(sum(loads.tolist()), len(loads))
+        above = np.minimum(1.0, np.maximum(0.0, loads - even) / span)
+        is_free = ((loads <= even) & (candidates.prefill_tokens == 0.0)).any()
+        following = np.where(later | ~is_free, 0.0, NEXT_WORTH * engines.typical_ms * above)
+        others = own + joined + crowding + decoding + again + following
+        columns = (uncached, expected, own, joined, crowding, paces, decoding, again, following)
+        terms = dict(zip(TERMS, columns, strict=True))
         costs = expected + others
         if targets_ms.any():
             # In time is in time: what counts then is the others, and of those in time the place that is worth least.

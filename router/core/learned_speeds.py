@@ -85,14 +85,12 @@ class Arrivals(msgspec.Struct, array_like=True):
     last_ms: float = 0.0
 
     def add(self, own_ms: float, now_ms: float) -> None:
-        """Count a request."""
         kept = _remembered(now_ms - self.last_ms, ARRIVALS_MEMORY_MS)
         self.count = self.count * kept + 1.0
         self.own_ms = self.own_ms * kept + own_ms
         self.last_ms = now_ms
 
     def load(self, now_ms: float) -> float:
-        """Return the requests per millisecond."""
         return self.count / (ARRIVALS_MEMORY_MS + max(0.0, now_ms - self.last_ms))
 
 
@@ -247,7 +245,6 @@ class LearnedSpeeds(Observer):
                 self._awaited -= 1
 
     def on_left(self, worker: WorkerKey) -> None:
-        """Forget a worker that left, or whose life ended."""
         known = self._workers.pop(worker, None)
         if known is not None:
             self._awaited -= len(known.awaited)

@@ -139,7 +139,6 @@ class Lineage:
         return known
 
     def end(self, request_id: str, total: int, digest: int) -> None:
-        """Note the complete answer of a turn."""
         known = self._by_request.get(request_id)
         if known is not None and not known.total:
             known.total, known.digest = total, digest
@@ -156,7 +155,6 @@ class Lineage:
         self._forget(known)
 
     def load(self, snapshot: SessionsSnapshot) -> None:
-        """Note the turns of a snapshot that are not known."""
         for session in snapshot.sessions:
             for tail in session.tails:
                 known = self._by_request.get(tail.request_id)

@@ -104,8 +104,6 @@ class LoadLedger:
         """When load that workers reported of other routers expires, in order; ``expire`` drops it."""
         self.late_starts: dict[tuple[WorkerKey, str], None] = {}
         """Requests released before their workers reported their start, oldest first."""
-        self.late_starts_max = LATE_STARTS_MAX
-        """0 in the replay of a router that did not know of them."""
         self._reservation_ttl_ms = reservation_ttl_ms
         self._max_entries = max_entries
         self.others_share = 0.0
@@ -116,7 +114,6 @@ class LoadLedger:
         """How often a worker had no prompt tokens to compute any more: others may have their turn there."""
 
     def ensure_slot(self, slot: int) -> None:
-        """Make the arrays long enough for a slot."""
         length = len(self._requests)
         if slot >= length:
             further = _zeros(max(2 * length, slot + 1) - length)
@@ -228,7 +225,6 @@ class LoadLedger:
             self._crowding.append(now_ms + self.lease_ms(CROWDING_LEASE_MS))
 
     def prefill_completed(self, worker: WorkerKey, request_id: str) -> None:
-        """Count the request's prompt as computed."""
         entry = self._entries.get((worker, request_id))
         if entry is not None:
             self._count_prompt(entry)
@@ -267,16 +263,15 @@ class LoadLedger:
         entry = self._entries.pop(key, None)
         if entry is None:
             return None
-        if is_released and not entry.confirmed and self.late_starts_max:
+        if is_released and not entry.confirmed:
             late = self.late_starts
-            if len(late) >= self.late_starts_max:
+            if len(late) >= LATE_STARTS_MAX:
                 del late[next(iter(late))]
             late[key] = None
         self._subtract(entry)
         return entry.active_blocks
 
     def drop(self, worker: WorkerKey) -> None:
-        """Forget all requests of a worker that is gone."""
         for key in self._keys_of(worker):
             self._subtract(self._entries.pop(key))
 
@@ -346,7 +341,6 @@ class LoadLedger:
         return (worker, request_id) in self._entries
 
     def entries(self) -> dict[tuple[WorkerKey, str], LoadEntry]:
-        """Return all entries (a copy)."""
         return dict(self._entries)
 
     def size_bytes(self) -> int:

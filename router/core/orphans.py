@@ -41,7 +41,6 @@ class Orphans:
         self._ages.close()
 
     def get(self, sequence_hash: int) -> Orphan | None:
-        """Return one of them, or ``None``."""
         return self._by_hash.get(sequence_hash)
 
     def mask(self, sequence_hash: int) -> int:

@@ -61,9 +61,7 @@ class Policy(Protocol):
         """Return whether the overlap columns must be filled in; they are 0 otherwise."""
         ...
 
-    def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
-        """Choose one of at least one candidates."""
-        ...
+    def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice: ...
 
 
 class Planner(Protocol):
@@ -156,5 +154,4 @@ class FewestRequests:
     needs_overlap = False
 
     def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
-        """Choose the worker with the fewest requests."""
         return Choice(*lowest(candidates.requests, request), candidates.requests)

@@ -302,7 +302,6 @@ class Holdings:
         return added
 
     def holdings_from(self, bit: int, first: int, entries: int) -> tuple[list[tuple[int, Tier]], int]:
-        """Return what ``PrefixIndex.holdings_from`` does."""
         found: list[tuple[int, Tier]] = []
         while entries > 0 and first < HASHES_END:
             blocks, runs, end = self.reach.places.shard_from(first)
@@ -376,7 +375,6 @@ class PrefixIndex:
         return slot
 
     def worker(self, slot: int) -> WorkerKey:
-        """Return the worker that owns a bit."""
         worker = self._workers[slot]
         assert worker is not None, f"slot {slot} belongs to no worker"
         return worker
@@ -591,7 +589,6 @@ class PrefixIndex:
     # -- KV groups other than full attention -----------------------------------------------------------------------
 
     def report_groups(self, worker: WorkerKey, report: GroupsReported | None) -> None:
-        """Take which KV groups a worker's model has."""
         self.groups.report(1 << self.slot(worker), report)
 
     def change_group(self, worker: WorkerKey, event: BlocksStored | BlocksRemoved) -> None:
@@ -615,7 +612,6 @@ class PrefixIndex:
         return groups.resumable(path, found, self._live, deepest) if groups.reported else found
 
     def overlap(self, path: Sequence[int], worker: WorkerKey) -> TierOverlap:
-        """Return how much of a path one worker holds, by tier."""
         slot = self._slots.get(worker)
         if slot is None:
             return TierOverlap(0)
@@ -632,7 +628,6 @@ class PrefixIndex:
         return TierOverlap(depth - host - disk, host, disk)
 
     def held_blocks(self, worker: WorkerKey) -> int:
-        """Return how many blocks a worker holds, on any tier."""
         slot = self._slots.get(worker)
         return 0 if slot is None else self._held[slot]
 

@@ -46,12 +46,11 @@ from poolgrid.wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from poolgrid.wire.feed import BlockChain, WorkerState
+from poolgrid.wire.feed import BlockChain, WorkerState, fold
 from poolgrid.wire.hashing import hash_array
 from poolgrid.wire.identifiers import Role, StreamState, WorkerId, WorkerKey
 from poolgrid.wire.request_ids import request_of
 from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
-from poolgrid.wire.streams import fold
 
 HASH_BYTES: Final = 8
 """Of one packed hash."""
@@ -167,7 +166,6 @@ class Projection:
             self.observers += (self.legs,)
 
     def observer(self, name: str) -> Any:
-        """Return the observer of a name, or ``None``."""
         return next((observer for observer in self.observers if observer.name == name), None)
 
     def expect(self, offset: int) -> None:
@@ -320,7 +318,6 @@ class Projection:
         return True
 
     def expire(self, now_ms: float, held: Collection[str] = frozenset()) -> tuple[int, list[str]]:
-        """Let reservations expire (``LoadLedger.expire``)."""
         expired, renewed = self.ledger.expire(now_ms, held)
         if expired:
             for observer in self.observers:
@@ -334,7 +331,6 @@ class Projection:
         chains: Iterable[tuple[int, BlockChain]],
         sessions: SessionsSnapshot = NO_SESSIONS,
     ) -> SnapshotLoad:
-        """Begin to load a snapshot next to the state in use; ``chains`` are read as it steps on."""
         return SnapshotLoad(self.index.empty() if self.follows_blocks else None, next_offset, workers, chains, sessions)
 
     def adopt(self, load: SnapshotLoad, now_ms: float) -> None:

@@ -142,7 +142,6 @@ class RunForest:
         return None if run is self._leaves_end else run
 
     def postpone(self, leaf: Run) -> None:
-        """Make a leaf the newest one."""
         self._no_leaf(leaf)
         self.append_leaf(leaf)
 

@@ -157,7 +157,6 @@ class RunMap:
         return next((run for run in self.places.where(block) if run.mask & bit and block in run.blocks), None)
 
     def child(self, parent: int | None, block: int) -> Run | None:
-        """Return the run that begins with a block, behind another or none."""
         run = self.edges.get(block)
         if run is None or run.parent != parent or run.blocks[0] != block:
             run = None
@@ -266,7 +265,6 @@ class RunMap:
                 self.crossed = True
 
     def no_edge(self, block: int, run: Run) -> None:
-        """No longer name a run for a block."""
         edges = self.edges
         shard = edges.shards[block >> edges.shift]
         key = block & edges.key_mask
@@ -275,7 +273,6 @@ class RunMap:
             edges.entries -= 1
 
     def above(self, run: Run) -> Run | None:
-        """Return the run that names another as its child, where there is one."""
         if run.parent is None or run.left is not None:
             return None
         above = self.edges.get(run.parent)

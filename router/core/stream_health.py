@@ -24,9 +24,8 @@ import msgspec
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.lower_tiers import TierOverlap
 from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.wire.feed import SourceStream
+from poolgrid.wire.feed import SourceStream, own_stream
 from poolgrid.wire.identifiers import StreamState, WorkerKey
-from poolgrid.wire.streams import own_stream
 
 PENDING_MAX: Final = 16_384
 """Chosen requests whose start is awaited for the cross-check; beyond it the oldest is not checked."""
@@ -116,7 +115,6 @@ class StreamHealth:
         return pending.path, predicted
 
     def not_started(self, worker: WorkerKey, request_id: str) -> None:
-        """Await a request no longer: it ended before it started."""
         if self._pending.pop((worker, request_id), None) is not None:
             self.computed.drop(worker, request_id)
 
@@ -169,7 +167,6 @@ class StreamHealth:
     # For a state that is resumed elsewhere
 
     def open_choices(self) -> list[OpenChoice]:
-        """Return the choices whose start is awaited."""
         places = {key: place for place, key in enumerate(self.computed, 1)}
         return [
             (key[0], key[1], pending.path, pending.block_size, pending.blocks, places.get(key, 0))
@@ -177,7 +174,6 @@ class StreamHealth:
         ]
 
     def windows(self) -> list[Window]:
-        """Return the state of each worker's cross-check."""
         return [(worker, check.window(), check.is_suspect) for worker, check in self._checks.items()]
 
     def restore(
@@ -202,7 +198,6 @@ class StreamHealth:
     # Views
 
     def stream(self, worker: WorkerKey) -> tuple[StreamState, str]:
-        """Return the state of a worker's stream and why."""
         return self._states.get(worker, (StreamState.SYNCING, ""))
 
     @property
@@ -344,7 +339,6 @@ class ComputedPrompts:
         return True
 
     def drop(self, worker: WorkerKey, request_id: str) -> None:
-        """Forget a prompt, if it is known."""
         key = (worker, request_id)
         first = self._first_block.pop(key, None)
         if first is not None:
@@ -354,12 +348,10 @@ class ComputedPrompts:
                 del self._of_first[first]
 
     def drop_all_of(self, worker: WorkerKey) -> None:
-        """Forget all prompts of a worker."""
         for key in [key for key in self._first_block if key[0] == worker]:
             self.drop(*key)
 
     def clear(self) -> None:
-        """Forget everything."""
         self._first_block.clear()
         self._of_first.clear()
 
@@ -372,7 +364,6 @@ class ComputedPrompts:
         return [(key[0], _shared_blocks(path, other)) for key, other in newest]
 
     def continued(self, path: Sequence[int]) -> list[tuple[WorkerKey, int]]:
-        """Return the blocks of each such prompt that a path continues, with its worker."""
         same = self._of_first.get(path[0]) if path else None
         newest = islice(reversed((same or {}).items()), SAME_BEGINNING_MAX)
         return [(key[0], n) for key, other in newest if (n := len(other)) <= len(path) and path[n - 1] == other[-1]]

@@ -248,7 +248,6 @@ class WorkingSet:
         return Admission(chosen is not None, others, tuple(displaced))
 
     def next_ms(self) -> float:
-        """Return when the next lease ends."""
         return next(iter(self._idle.values())).used_ms + self.lease_ms if self._idle else math.inf
 
     def begin(

@@ -46,7 +46,6 @@ class Draft:
     late_starts: list[tuple[WorkerKey, str]] = field(default_factory=list)
 
     def checkpoint(self, max_believed_blocks: int) -> Checkpoint:
-        """Return the entry."""
         beliefs = None
         if self.beliefs is not None:
             beliefs = beliefs_of(*self.beliefs.condensed(max_believed_blocks), self.untrusted)

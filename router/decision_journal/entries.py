@@ -42,11 +42,8 @@ A kind of input more, or one that does something else to the state, is a new ver
 on, or a trailing field that may be missing, is none.
 """
 
-LATE_STARTS_VERSION = 5
-"""From this on, a worker's word that a request began makes no entry when the router has released the request before."""
-
-MILLISECONDS_VERSION = 7
-"""From this on the costs of ``kv`` and ``approximate`` are milliseconds; before, weighted blocks."""
+OLDEST_INPUTS_VERSION = 7
+"""Of poolgrid 0.1.0, the first release; recordings of programs before it are refused."""
 
 CACHED_BLOCKS_VERSION = 8
 """From this on sessions ask for room for blocks that a worker holds and no resident session counts."""
@@ -149,8 +146,7 @@ class Checkpoint(JournalEntry, frozen=True):
     """Given when the router goes by more than the events of its workers."""
     paces: Any = None
     """What the observer of that name knows, which is given when the policy learns how fast workers are."""
-    retention: Any = None
-    """Written by versions that learned how long blocks should stay."""
+    reserved: None = None
     observers: dict[str, Any] = {}
     """What other observers know, by their names."""
     late_starts: list[tuple[str, int, str]] = []
@@ -215,8 +211,7 @@ class DecisionMade(JournalEntry, frozen=True):
     untrusted: list[tuple[int, str]] = []
     behind_records: int = 0
     """Records that the pool's journal was known to hold beyond ``offset``."""
-    retention: Any = None
-    """Written by versions that learned how long blocks should stay."""
+    reserved: None = None
     behind: list[tuple[int, int]] = []
     """Workers, and how many requests waited at the router that were to be computed behind this one there."""
     queued_ms: float = 0.0

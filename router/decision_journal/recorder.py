@@ -23,8 +23,7 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.consolidator.journal.errors import JournalCorrupt
-from poolgrid.consolidator.journal.framing import FILE_HEADER, EntryFault, file_header, frame, scan
+from poolgrid.consolidator.journal.framing import FILE_HEADER, EntryFault, JournalCorrupt, file_header, frame, scan
 from poolgrid.consolidator.journal.stored_records import SUFFIX, created_ms_of, offset_of, segment_names
 from poolgrid.consolidator.ports import Disk
 from poolgrid.process.clock import Clock
@@ -369,7 +368,6 @@ class DecisionSegments:
         return tail.size >= max(segment_bytes, 2 * tail.begun_with)
 
     def begin(self, payloads: Sequence[bytes], now_ms: int) -> None:
-        """Begin a segment with these entries."""
         name = f"{self._next:020d}{SUFFIX}"
         if name in self._disk.names():
             self._disk.truncate(name, 0)  # a failed attempt left a part behind
@@ -399,7 +397,6 @@ class DecisionSegments:
             self._needs_repair = False
 
     def sync(self) -> None:
-        """Make the newest segment durable."""
         if self._segments:
             self._disk.sync(self._segments[-1].name)
 

@@ -32,7 +32,7 @@ from poolgrid.router.decision_journal.checkpoints import restore
 from poolgrid.router.decision_journal.entries import (
     CACHED_BLOCKS_VERSION,
     INPUTS_VERSION,
-    LATE_STARTS_VERSION,
+    OLDEST_INPUTS_VERSION,
     Checkpoint,
     DecisionMade,
     InputsLost,
@@ -58,9 +58,6 @@ from poolgrid.router.policy_loading import make_state
 from poolgrid.wire.identifiers import WorkerKey
 
 PROGRESS_EVERY_ENTRIES = 200
-
-FORMER_SETTINGS = {"prefill_weight": 1.0, "retention": "off"}
-"""Settings that decisions depended on, with the value that is left of each."""
 
 MakePolicy = Callable[[RouterSettingsNoted], Policy]
 
@@ -97,9 +94,7 @@ class ReplayOutcome:
 class ReplayWatcher(Protocol):
     """Looks on while a router's decisions are derived."""
 
-    def begin(self, state: RouterState) -> None:
-        """A state begins, in place of the one before."""
-        ...
+    def begin(self, state: RouterState) -> None: ...
 
     def decided(self, decision: Decision, path: Sequence[int]) -> None: ...
 
@@ -175,18 +170,12 @@ class DecisionReplay:
     def _note(self, noted: RouterSettingsNoted) -> None:
         self._noted = noted
         self._refused = ""
-        if noted.inputs_version > INPUTS_VERSION:
+        if not OLDEST_INPUTS_VERSION <= noted.inputs_version <= INPUTS_VERSION:
             self._refused = self._blind = (
                 f"its inputs are of version {noted.inputs_version}, written by poolgrid {noted.poolgrid}; this is "
-                f"poolgrid {metadata.version('poolgrid')}, which knows versions up to {INPUTS_VERSION}: replay it with "
-                "the one that wrote it, or a later one"
+                f"poolgrid {metadata.version('poolgrid')}, which knows versions {OLDEST_INPUTS_VERSION} to "
+                f"{INPUTS_VERSION}: replay it with the one that wrote it"
             )
-        for name, only in FORMER_SETTINGS.items():
-            if (value := noted.settings.get(name, only)) != only:
-                self._refused = self._blind = (
-                    f"it was written by poolgrid {noted.poolgrid} with {name} {value}, which this version does not "
-                    "have: replay it with the one that wrote it"
-                )
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -195,8 +184,6 @@ class DecisionReplay:
         noted = self._noted
         assert noted is not None, "a checkpoint without settings before it"
         state = make_state(settings_of(noted), self._make_policy(noted))
-        if noted.inputs_version < LATE_STARTS_VERSION:
-            state.projection.ledger.late_starts_max = 0
         state.sessions.working_set.counts_cached = noted.inputs_version >= CACHED_BLOCKS_VERSION
         if self._watcher is not None:
             self._watcher.begin(state)
@@ -212,10 +199,6 @@ class DecisionReplay:
             return
         if not self._blind:
             return  # the state is known; the checkpoint is for those who begin here
-        if not checkpoint.complete and checkpoint.beliefs is None:  # of a router that did not write them yet
-            self._blind = "a checkpoint lacks predictions of the router from its own choices"
-            self._too_old = False
-            return
         state = self._state = self._make()
         self._begun_midway = True
         try:
@@ -239,7 +222,6 @@ class DecisionReplay:
         return depends and made.now_ms < projection.predictions.exact_from_ms
 
     def _apply(self, stored: StoredEntry) -> Difference | None:
-        """Apply an input that is not a decision."""
         state = self._state
         if state is None:
             return None

@@ -8,13 +8,17 @@ hashes of its whole blocks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from zlib import decompress
 
 from poolgrid.consolidator.journal.inspection import reaches_back_to, state_at
 from poolgrid.consolidator.journal.stored_records import stored_records
 from poolgrid.consolidator.ports import ReadableDisk
+from poolgrid.router.core.decision import Decision, DecisionLog
+from poolgrid.router.core.examiner import Examiner, uncached_of
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.selector import PROMPT_STAGES
 from poolgrid.router.decision_journal.entries import (
     DecisionMade,
     OverlapRealised,
@@ -23,6 +27,7 @@ from poolgrid.router.decision_journal.entries import (
     path_of,
 )
 from poolgrid.router.decision_journal.reader import stored_entries
+from poolgrid.serving.prompt_paths import ReuseSketch
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.events import PrefillCompleted, RequestFinished, RequestProgressed, WorkerJoined, WorkerLeft
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
@@ -138,7 +143,6 @@ def read_recording(
 
 
 def _chosen(made: DecisionMade) -> int:
-    """Return the number of the chosen worker."""
     return int.from_bytes(decompress(made.columns)[4 * made.row : 4 * made.row + 4], "little")
 
 
@@ -188,3 +192,41 @@ def _follow_pool(
                     if request.osl is None and event.request_id in blocks:
                         request.osl = max(1, blocks[event.request_id] * request.block_size - request.isl)
     return shape
+
+
+DECISIONS_KEPT = 10_000
+"""As a router keeps them: a request that reports later is of no account."""
+
+
+class RecordedExamination:
+    """The evidence of one router's recorded decisions; a ``ReplayWatcher``."""
+
+    def __init__(self) -> None:
+        self._log = DecisionLog(DECISIONS_KEPT)
+        self._sketch = ReuseSketch()
+        self._paths: dict[str, Sequence[int]] = {}
+        self.examiner: Examiner | None = None
+        self.uncached_tokens: dict[str, int] = dict.fromkeys(("cold", "routing", "eviction", "mismatch"), 0)
+
+    def begin(self, state: RouterState) -> None:
+        self.examiner = Examiner(state.projection, self._log.of_dispatch)
+
+    def decided(self, decision: Decision, path: Sequence[int]) -> None:
+        if decision.attempt == 0 and decision.request.stage in PROMPT_STAGES:
+            decision.seen_tokens = self._sketch.note(path) * decision.request.block_size
+        self._log.add(decision)
+        self._paths[decision.request.request_id] = path
+        if len(self._paths) > DECISIONS_KEPT:
+            del self._paths[next(iter(self._paths))]
+
+    def realised(self, entry: OverlapRealised) -> None:
+        for decision in self._log.of_request(entry.request_id):
+            if decision.attempt != entry.attempt:
+                continue
+            if entry.isl is not None and self.examiner is not None:
+                path = self._paths.get(entry.request_id, ())
+                self.examiner.gateway_reported(decision, path, entry.cached_tokens, entry.isl)
+            if entry.attempt == 0 and decision.request.stage in PROMPT_STAGES and decision.request.isl:
+                split = uncached_of(decision, entry.cached_tokens)
+                for name in self.uncached_tokens:
+                    self.uncached_tokens[name] += getattr(split, name)

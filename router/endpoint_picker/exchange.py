@@ -460,7 +460,6 @@ def _served(said: Any) -> str:
 
 
 def _response(phase: str) -> Response:
-    """Return the answer that lets a phase continue as it is."""
     response = envoy.ProcessingResponse()
     getattr(response, phase).SetInParent()
     return response

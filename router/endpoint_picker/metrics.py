@@ -51,20 +51,20 @@ class PickerMetrics:
         )
         self.streams = Gauge(
             "poolgrid_router_gateway_streams",
-            "Open streams of gateways, one per request. Limit: `max_ext_proc_streams`.",
+            "Open streams of gateways, one per request. Limit: 4,096.",
             registry=registry,
         )
         self.streams_ended = Counter(
             "poolgrid_router_gateway_streams_ended_total",
             "Streams ended by the endpoint picker without an answer, by reason: `refused` (at "
-            "`max_ext_proc_streams`), `silent` (no request, or no end after the answer), `protocol` (an "
+            "4,096), `silent` (no request, or no end after the answer), `protocol` (an "
             "undecodable or misplaced message), `write_timeout` (the gateway read nothing).",
             ["reason"],
             registry=registry,
         )
         self.body_bytes = Gauge(
             "poolgrid_router_gateway_body_bytes",
-            "Bytes of requests without an endpoint, headers and bodies. Limit: `ext_proc_body_bytes`.",
+            "Bytes of requests without an endpoint, headers and bodies. Limit: 256 MiB.",
             registry=registry,
         )
         for outcome in ("picked", "busy", "no_worker", "not_ready"):

@@ -19,7 +19,7 @@ from time import perf_counter
 
 import msgspec
 
-from poolgrid.frontend.request_ids import RequestIds
+from poolgrid.frontend.request_body import RequestIds
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.process.clock import Clock
 from poolgrid.router.core.candidates import RoutingRequest
@@ -51,7 +51,6 @@ class Pods:
         self._without: dict[WorkerKey, str] = {}
 
     def endpoint_of(self, worker: WorkerKey) -> str:
-        """Return where a worker that is not in ``excluded`` serves."""
         return self._current()._endpoint_of[worker]
 
     def at(self, endpoint: str) -> list[WorkerKey]:
@@ -305,7 +304,6 @@ class Picker:
             self._router.reserved(found, again.path)
 
     def answer_began(self, booking: Booking) -> None:
-        """Count the prompt as computed."""
         wanted = booking.wanted
         is_held = wanted is not None and wanted.request.isl >= TOKENS_MIN
         if self._state.note_prompt(PromptComputed(booking.worker, booking.dispatch_id, is_held)):

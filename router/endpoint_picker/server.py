@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Iterable
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
+from prometheus_client import CollectorRegistry
 
+from poolgrid.frontend.access.cache_domains import CacheDomains
+from poolgrid.frontend.app import Application
+from poolgrid.frontend.request_body import RequestIds
+from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.process.clock import Clock
-from poolgrid.process.complaints import Complaints
+from poolgrid.process.log_lines import Complaints
 from poolgrid.process.tasks import Restart, cancel_all, supervised
+from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.endpoint_picker import envoy_messages as envoy
 from poolgrid.router.endpoint_picker.exchange import PickerExchange, ProtocolError
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
-from poolgrid.router.endpoint_picker.picker import Booking
+from poolgrid.router.endpoint_picker.picker import Booking, Picker
+from poolgrid.router.endpoint_picker.prompt_reading import PromptReader
 from poolgrid.router.endpoint_picker.stream_table import StreamTable
+from poolgrid.router.service import RouterService
+from poolgrid.router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +121,7 @@ class EndpointPickerServer:
             most = self._table.limits.connections
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{most} requests have an endpoint, the limit (max_ext_proc_streams)",
+                f"{most} requests have an endpoint, the limit",
             )
         stream = _Stream(context, exchange, self._table)
         try:
@@ -226,3 +238,60 @@ def _credentials(tls: tuple[Path, Path], client_ca: Path | None) -> Any:
             return None
 
     return grpc.dynamic_ssl_server_credentials(read(), changed, client_ca is not None)
+
+
+FALLBACKS = 2
+"""Endpoints that a gateway gets in addition to the first: two outlive a pod that is gone and its neighbour; each costs
+a further choice."""
+
+RENEWALS_PER_LEASE = 3
+"""A lease is renewed so often in its time: one renewal may come late."""
+
+
+async def open_endpoint_picker(
+    opened: AsyncExitStack,
+    settings: RouterSettings,
+    frontend: FrontendSettings,
+    app: Application,
+    service: RouterService,
+    state: RouterState,
+    registry: CollectorRegistry,
+    clock: Clock,
+) -> str:
+    """Serve ext-proc; returns where. Raises ``OSError``."""
+    assert settings.ext_proc_port is not None, "a picker has a port"
+    metrics = PickerMetrics(registry)
+    limits = replace(
+        settings.http_limits(), connections=settings.max_ext_proc_streams, unfinished_bytes=settings.ext_proc_body_bytes
+    )
+    table = StreamTable(limits, frontend.max_body_bytes)
+    metrics.body_bytes.set_function(lambda: float(table.used_bytes))
+    metrics.streams.set_function(lambda: float(len(table)))
+    reader = PromptReader(
+        app.state.preparation,
+        app.state.tokenization,
+        # Engines get the bodies as they are: a salt that only this process knew would be in none of their blocks.
+        CacheDomains(isolate=False),
+        frontend.max_body_values,
+    )
+    picker = Picker(
+        service,
+        state,
+        reader,
+        service.chooser.path_now,
+        service.tracker.gateway_realised,
+        RequestIds(f"g{secrets.token_hex(6)}"),
+        FALLBACKS,
+        metrics,
+        clock,
+    )
+    server = EndpointPickerServer(
+        table,
+        lambda: PickerExchange(picker, table),
+        picker.renew,
+        settings.reservation_ttl_ms / 1000 / RENEWALS_PER_LEASE,
+        metrics,
+        clock,
+    )
+    opened.push_async_callback(server.stop)
+    return await server.start(settings.host, settings.ext_proc_port, settings.tls_pair(), settings.tls_client_ca)

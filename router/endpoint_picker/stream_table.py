@@ -31,14 +31,10 @@ class Held(Protocol):
     """What this module needs of an exchange."""
 
     @property
-    def booking(self) -> Booking | None:
-        """Return what is booked for it."""
-        ...
+    def booking(self) -> Booking | None: ...
 
     @property
-    def body_bytes(self) -> int:
-        """Return how much of its body counts as received."""
-        ...
+    def body_bytes(self) -> int: ...
 
     def end(self, shed: Shed | None) -> None:
         """Forget the request, answer ``shed`` where there is one to answer, and end the stream."""
@@ -79,7 +75,6 @@ class StreamTable:
         return len(self._open)
 
     def bookings(self) -> Iterator[Booking]:
-        """Return what is booked for the open streams."""
         for exchange in self._open:
             booking = exchange.booking
             if booking is not None:
@@ -100,13 +95,11 @@ class StreamTable:
         return True
 
     def leave(self, exchange: Held) -> None:
-        """Count a stream out."""
         self._open.discard(exchange)
         self.settle(exchange)
         self._writing.pop(exchange, None)
 
     def await_body(self, exchange: Held) -> None:
-        """The headers of a request are there; its body is to come."""
         self._silent.pop(exchange, None)
         self._bodies[exchange] = self._now_s()
 
@@ -116,12 +109,10 @@ class StreamTable:
         self._bodies.pop(exchange, None)
 
     def await_end(self, exchange: Held) -> None:
-        """The answer has ended; the gateway is to end the stream."""
         if exchange in self._open:
             self._silent.setdefault(exchange, self._now_s())
 
     def writes(self, exchange: Held) -> None:
-        """A write begins."""
         self._writing.pop(exchange, None)  # the queue is in the order of the times
         self._writing[exchange] = self._now_s()
 

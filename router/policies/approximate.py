@@ -6,7 +6,6 @@ from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.policy import APPROXIMATE_TTL_MS, PolicyOptions
 from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.policies.weighted_cost import WeightedCost
 
 
 class Approximate(KvAware):
@@ -24,12 +23,3 @@ class Approximate(KvAware):
 
     def index_observer(self, index: PrefixIndex) -> ApproximateIndex:
         return ApproximateIndex(index, self._ttl_ms)
-
-
-class WeightedApproximate(WeightedCost):
-    """What ``approximate`` was before costs were in milliseconds, to replay recordings of then."""
-
-    ttl_ms = APPROXIMATE_TTL_MS
-
-    def index_observer(self, index: PrefixIndex) -> ApproximateIndex:
-        return ApproximateIndex(index, self.ttl_ms)

@@ -38,7 +38,6 @@ class LeastLoaded:
     needs_overlap = False
 
     def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
-        """Choose the worker with the fewest requests."""
         queued = candidates.prefill_tokens
         costs = candidates.requests + queued / (1.0 + queued.max())
         row, reason = lowest(costs, request)
@@ -55,7 +54,6 @@ class RoundRobin:
         self._turn = 0
 
     def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
-        """Choose the next worker."""
         row = self._turn % len(candidates)
         self._turn += 1
         return Choice(row, "turn")

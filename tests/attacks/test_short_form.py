@@ -18,7 +18,7 @@ def test_the_short_form_holds(tmp_path: Path) -> None:
     table = tmp_path / "table.json"
     command = [sys.executable, "-m", "lab.attacks", "--short", "--json", str(table)]
 
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=540, check=False)
 
     assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = json.loads(table.read_text())

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from poolgrid.tools.bench.series import Point, with_ratios
-from poolgrid.tools.bench.statistics import Measurements, Outcome, Report, report
+from poolgrid.tools.bench.statistics import Measurements, Outcome, Point, Report, report, with_ratios
 from poolgrid.tools.bench.table import series_table
 
 

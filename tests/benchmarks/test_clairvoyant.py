@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from lab.benchmarks.clairvoyant import Clairvoyant, ClairvoyantPool, least_assignment, least_ttfts
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import read_trace
-from poolgrid.tools.simulation.conditions import SpeedChange, WorkerSpeeds
 from poolgrid.tools.simulation.pool import RouterFleet, SimulatedPool
-from poolgrid.tools.simulation.workload import Workload, build_workload
+from poolgrid.tools.simulation.workload import SpeedChange, WorkerSpeeds, Workload, build_workload
 from poolgrid.workers.core.timing import PolynomialTiming
 from tests.simulation.builders import CONVERSATION, limits, row
 

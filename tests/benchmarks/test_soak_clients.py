@@ -39,7 +39,7 @@ def exchange(plan: Planned, body: bytes = b"answer end") -> tuple[str, bool, Tal
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         _, connection = await asyncio.get_running_loop().create_connection(lambda: Connection(tally), "127.0.0.1", port)
-        how = await asyncio.wait_for(connection.exchange(plan), 30)
+        how = await asyncio.wait_for(connection.exchange(plan), 120)
         is_open = connection.is_open
         connection.close()
         server.close()

@@ -176,7 +176,7 @@ def test_what_people_read_is_never_cut(directory: Path, columns: str, monkeypatc
 
 
 def test_a_command_that_finds_no_nats_server_leaves_no_connection_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poolgrid.nats.commands.CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("poolgrid.nats.plane.CONNECT_TIMEOUT_S", 0.2)
 
     before = set(threading.enumerate())
 

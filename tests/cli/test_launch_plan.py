@@ -14,9 +14,9 @@ from click.testing import CliRunner
 from pydantic import ValidationError
 from rich.console import Console
 
-from poolgrid.cli.gpus import GpusMissing
 from poolgrid.cli.launch_plan import (
     INGEST,
+    GpusMissing,
     OptionProblem,
     PlannedWorker,
     options_as_arguments,

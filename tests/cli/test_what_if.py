@@ -22,7 +22,7 @@ def recorded(directory: Path, simulated_speedup: float = 0.0) -> Path:
     """A data_dir with some hundred recorded requests."""
 
     async def record() -> RecordedRouter:
-        router = RecordedRouter(seed=21, former={"policy": "kv", "queue_weight": 0.5})
+        router = RecordedRouter(seed=21, policy="field")
         router.simulated_speedup = simulated_speedup
         for name in NAMES:
             router.join(name)
@@ -57,7 +57,7 @@ def test_what_if_compares_variants_with_what_was_recorded_by_the_keys_of_simulat
     assert list(report["policies"]) == ["recorded", "kv", "round-robin"]
     assert set(simulated) <= set(report)
     assert set(simulated["policies"]["kv"]) <= set(report["policies"]["recorded"])
-    assert report["policies"]["recorded"]["settings"] == {"policy": "kv"}
+    assert report["policies"]["recorded"]["settings"] == {"policy": "field"}
     assert report["workers"] == len(NAMES)
     assert report["requests"] == report["policies"]["recorded"]["requests"] > 50
     ratio = {name: each["cached_token_ratio"] for name, each in report["policies"].items()}
@@ -97,7 +97,6 @@ def test_what_if_is_a_function_of_its_arguments(recording: Path, tmp_path: Path)
     [
         (["--policy", "clever"], "'clever' is unknown"),
         (["--out", "/nowhere/x"], "cannot be written"),
-        (["--queue-weight", "0.5"], "--queue-weight: removed"),
     ],
 )
 def test_what_cannot_be_tried_is_refused_before_anything_runs(recording: Path, options: list[str], words: str) -> None:

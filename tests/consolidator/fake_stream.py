@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from poolgrid.consolidator.journal.errors import JournalCorrupt
-from poolgrid.nats.message import Outgoing, StoredMessage, stored_message
-from poolgrid.nats.ports import Anchor, OutOfTurn, StreamFacts, StreamUnavailable
+from poolgrid.consolidator.journal.framing import JournalCorrupt
+from poolgrid.nats.message import (
+    Anchor,
+    Outgoing,
+    OutOfTurn,
+    StoredMessage,
+    StreamFacts,
+    StreamUnavailable,
+    stored_message,
+)
 
 
 class FakeStream:

@@ -8,7 +8,7 @@ from typing import Protocol
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.consolidator.ports import Journal
 from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
-from poolgrid.nats.ports import RecordStream
+from poolgrid.nats.message import RecordStream
 from tests.consolidator.fake_stream import FakeStream, StillClock
 from tests.consolidator.journal_builder import FakeDisk
 

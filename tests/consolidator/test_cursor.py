@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.consolidator.core.cursor import Cursor, SequenceVerdict
+from poolgrid.consolidator.core.pool_state import Cursor, SequenceVerdict
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.consolidator.journal.errors import JournalCorrupt
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.consolidator.journal.framing import (
     ENTRY_HEADER,
@@ -17,6 +16,7 @@ from poolgrid.consolidator.journal.framing import (
     SECTOR_BYTES,
     ZEROS_MIN,
     EntryFault,
+    JournalCorrupt,
     frame,
     scan,
 )

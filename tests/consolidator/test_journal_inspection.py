@@ -6,9 +6,8 @@ import msgspec
 import pytest
 
 from poolgrid.consolidator.core.pool_state import PoolState
-from poolgrid.consolidator.journal.errors import JournalCorrupt
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
-from poolgrid.consolidator.journal.framing import ENTRY_HEADER, FILE_HEADER
+from poolgrid.consolidator.journal.framing import ENTRY_HEADER, FILE_HEADER, JournalCorrupt
 from poolgrid.consolidator.journal.inspection import (
     NotKept,
     check_journal,

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from poolgrid.consolidator.journal.record_rows import event_row
+from poolgrid.consolidator.journal.inspection import event_row
 from poolgrid.wire.events import AnyEvent, Event
 from tests.wire.test_wire_frames import GOLDEN
 

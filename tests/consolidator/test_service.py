@@ -706,7 +706,7 @@ PROCESS = """
 import asyncio, sys
 from poolgrid.consolidator.bootstrap import serve
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings
-from poolgrid.consolidator.tuning import Tuning
+from poolgrid.consolidator.settings import Tuning
 from poolgrid.process import lifecycle
 
 settings = ConsolidatorProcessSettings.model_validate_json(sys.argv[1])

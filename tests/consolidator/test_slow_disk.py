@@ -87,7 +87,7 @@ def damage_oldest(directory: Path) -> None:
 
 
 async def reached(what: str, condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 - counters tell nobody
             await asyncio.sleep(0.005)
     assert condition(), what

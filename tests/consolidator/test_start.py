@@ -13,10 +13,9 @@ import pytest
 
 from poolgrid.consolidator import bootstrap
 from poolgrid.consolidator import service as service_module
-from poolgrid.consolidator.journal.errors import JournalCorrupt
+from poolgrid.consolidator.journal.framing import JournalCorrupt
 from poolgrid.consolidator.ports import Journal
-from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
-from poolgrid.consolidator.tuning import Tuning
+from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings, Tuning
 from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
 
 

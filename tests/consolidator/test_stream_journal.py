@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.consolidator.journal.errors import JournalCorrupt, JournalFenced
+from poolgrid.consolidator.journal.framing import JournalCorrupt, JournalFenced
 from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
-from poolgrid.nats.message import StoredMessage
-from poolgrid.nats.ports import StreamUnavailable
+from poolgrid.nats.message import StoredMessage, StreamUnavailable
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
 from tests.consolidator.fake_stream import FakeStream, StillClock

@@ -35,8 +35,8 @@ from poolgrid.wire.hashing import pack_hashes, unpack_hashes
 from poolgrid.wire.identifiers import StreamState, Tier
 from poolgrid.wire.requests import Generate
 from poolgrid.workers.core.timing import PolynomialTiming
-from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
 from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits
+from poolgrid.workers.engines.simulated.core.kv_groups import CacheRecorder
 from tests.simulation.builders import limits
 
 BLOCK = 64

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
-from poolgrid.diagnosis.causes import OF_FINDING, Cause
-from poolgrid.diagnosis.evidence import UncachedSplit, split_uncached
+from poolgrid.diagnosis.rules import OF_FINDING, Cause, UncachedSplit, split_uncached
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import DecisionLog
 from poolgrid.router.core.examiner import Examiner

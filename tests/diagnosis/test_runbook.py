@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from poolgrid.diagnosis.causes import Cause
+from poolgrid.diagnosis.rules import Cause
 from tests.observability_proof.verdicts import FAULTS, NOT_CAUSED, OF_TEXT
 
 DOCS = Path(__file__).parents[2] / "docs"

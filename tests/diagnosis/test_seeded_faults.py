@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.diagnosis.causes import Cause
+from poolgrid.diagnosis.rules import Cause
 from poolgrid.tools.bench.trace import read_trace
 from poolgrid.wire.events import RequestStarted
 from tests.diagnosis.faulty_pool import (

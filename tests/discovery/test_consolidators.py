@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.discovery.consolidators import PATIENCE_MS, DiscoveredConsolidator
-from poolgrid.discovery.discovery import Discovery
+from poolgrid.discovery.discovery import PATIENCE_MS, DiscoveredConsolidator, Discovery
 from poolgrid.discovery.registry import Seen
 from poolgrid.wire.registration import Registration, encode_registration
 from tests.router.recorded_router import TurnedClock

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from poolgrid.discovery.directory import SWEEP_AFTER_S, DirectoryRegistrations
 from poolgrid.discovery.discovery import Discovery
-from poolgrid.discovery.ports import DiscoveryUnavailable, Scope
+from poolgrid.discovery.registry import DiscoveryUnavailable, Scope
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.process.clock import SystemClock
 from poolgrid.router.settings import RouterSettings

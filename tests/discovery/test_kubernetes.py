@@ -12,7 +12,7 @@ import trustme
 from pydantic import ValidationError
 
 from poolgrid.discovery.discovery import Discovery
-from poolgrid.discovery.ports import DiscoveryUnavailable, Scope
+from poolgrid.discovery.registry import DiscoveryUnavailable, Scope
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.kubernetes import registrations as kubernetes
 from poolgrid.kubernetes.registrations import KubernetesRegistrations, api_server

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from poolgrid.discovery import registry as module
 from poolgrid.discovery.registry import Registry, Seen
-from poolgrid.wire.names import EndpointName, parse_name
+from poolgrid.wire.addresses import EndpointName, parse_name
 from poolgrid.wire.registration import (
     ENTRY_BYTES_MAX,
     RegistrationRefused,

@@ -9,7 +9,7 @@ import pytest
 
 from poolgrid.discovery.registry import Registry
 from poolgrid.kubernetes.slices import decode_slices, seen_in
-from poolgrid.wire.names import parse_name
+from poolgrid.wire.addresses import parse_name
 from tests.discovery.slices import (
     ENDING,
     ENDING_UNREADY_PUBLISHED,

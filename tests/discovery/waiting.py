@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from poolgrid.discovery.discovery import Discovery
-from poolgrid.wire.names import parse_name
+from poolgrid.wire.addresses import parse_name
 
 HTTP = parse_name("dyn://blue.router.http")
 

@@ -11,7 +11,7 @@ from poolgrid.tools.bench.prompt import PlannedRequest, PromptMaker
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Sampling
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output
-from poolgrid.workers.engines.simulated.words import surviving_words
+from poolgrid.workers.engines.simulated.opening import surviving_words
 
 MODEL = PromptModel.load(TINY_MODEL_PATH)
 PLAIN = Vocabulary(size=MODEL.vocab_size, first_token_id=3, eos_token_id=2)

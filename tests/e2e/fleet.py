@@ -12,7 +12,7 @@ import httpx
 import psutil
 
 from tests.e2e.expectation import MODEL, expected_text
-from tests.e2e.processes import Process, is_settled
+from tests.e2e.processes import PATIENCE_MS, PATIENT, Process, is_settled
 
 POOL_CONFIGS = Path(__file__).parents[2] / "pool_configs"
 
@@ -31,7 +31,8 @@ def small_copy(document: Path, directory: Path, **simulate: object) -> Path:
 @contextmanager
 def running_fleet(path: Path, *arguments: str, speedup: float = 20.0) -> Iterator[Process]:
     """Run `poolgrid up --pools` and end it in good order; it serves, says nothing wrong, and leaves nothing behind."""
-    with Process("up", "--pools", str(path), "--port", "0", "--speedup", str(speedup), *arguments) as up:
+    patient = (*PATIENT, "--part-option", f"global-router.worker-timeout-ms={PATIENCE_MS}")
+    with Process("up", "--pools", str(path), "--port", "0", "--speedup", str(speedup), *patient, *arguments) as up:
         up.wait_ready()
         yield up
         assert_serves(up.url)

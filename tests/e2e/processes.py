@@ -23,7 +23,16 @@ from tests.guard import guarded
 
 READY_TIMEOUT_S = 180.0
 """A fleet of fourteen processes takes ten seconds of CPU to start, which a busy machine gives them in minutes."""
-WAIT_TIMEOUT_S = 60.0
+WAIT_TIMEOUT_S = 180.0
+PATIENCE_MS = 60_000
+PATIENT = (
+    *("--part-option", f"consolidator.lease-ms={PATIENCE_MS}"),
+    *("--part-option", f"router.worker-timeout-ms={PATIENCE_MS}"),
+)
+"""For pools whose tests are not about silence: on a busy machine a process may get no CPU for longer than the defaults
+allow, and is not to be taken for gone. One that is killed is noticed by its connection."""
+PATIENT_ROUTER = ("--lease-ms", str(PATIENCE_MS), "--worker-timeout-ms", str(PATIENCE_MS))
+"""The same for a router with its consolidator inside."""
 PAUSE_MIN_S, PAUSE_GROWTH, PAUSE_MAX_S = 0.02, 1.3, 0.2
 """Between two looks at what others do. A look takes 10 ms of CPU on both sides: every 20 ms it would be half a core."""
 
@@ -173,7 +182,7 @@ def eventually(what: str, check: Callable[[], bool], timeout_s: float = WAIT_TIM
 @contextlib.contextmanager
 def running_pool(*arguments: str, speedup: float = 50.0, workers: int = 3) -> Iterator[Process]:
     """Run `poolgrid up` and end it in good order; nothing may be left behind."""
-    up = Process("up", "--port", "0", "--workers", str(workers), "--speedup", str(speedup), *arguments)
+    up = Process("up", "--port", "0", "--workers", str(workers), "--speedup", str(speedup), *PATIENT, *arguments)
     with up:
         up.wait_ready()
         yield up

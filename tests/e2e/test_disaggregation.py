@@ -14,6 +14,7 @@ from poolgrid.tools.bench.settings import BenchSettings
 from poolgrid.wire.hashing import pack_tokens
 from tests.e2e.expectation import PLAIN, Verifier, expected_text
 from tests.e2e.processes import (
+    PATIENT_ROUTER,
     Process,
     assert_decisions_replay,
     eventually,
@@ -67,7 +68,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DisaggregatedPool
     directory = tmp_path_factory.mktemp("disaggregated")
     with contextlib.ExitStack() as stack:
         router = stack.enter_context(
-            Process("router", "--port", "0", "--legs", "two", "--data-dir", str(directory))
+            Process("router", "--port", "0", "--legs", "two", "--data-dir", str(directory), *PATIENT_ROUTER)
         ).wait_ready()
         names = ("p0", "p1", "d0", "d1")
         workers = {
@@ -98,9 +99,7 @@ def test_with_two_legs_every_prompt_is_prefilled_elsewhere(pool: DisaggregatedPo
     long_prompt = [100 + number % 3000 for number in range(2000)]
 
     for prompt in (long_prompt, long_prompt[:100]):
-        answer = httpx.post(
-            f"{pool.url}/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 40}, timeout=30
-        )
+        answer = httpx.post(f"{pool.url}/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 40})
         assert answer.json()["choices"][0]["text"] == expected_text(pack_tokens(prompt), 40, vocabulary=PLAIN)
         assert answer.headers["x-poolgrid-worker"].startswith("d")
 
@@ -112,9 +111,7 @@ def test_a_prefill_that_finishes_the_request_needs_no_decode(pool: Disaggregated
     before = legs(pool.url, "decode")
     prompt = [7 + number % 4000 for number in range(1500)]
 
-    answer = httpx.post(
-        f"{pool.url}/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 1}, timeout=30
-    )
+    answer = httpx.post(f"{pool.url}/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 1})
 
     assert answer.json()["choices"][0]["text"] == expected_text(pack_tokens(prompt), 1, vocabulary=PLAIN)
     assert answer.json()["choices"][0]["finish_reason"] == "length"
@@ -124,9 +121,7 @@ def test_a_prefill_that_finishes_the_request_needs_no_decode(pool: Disaggregated
 
 def test_both_legs_are_explained(pool: DisaggregatedPool) -> None:
     prompt = [9 + number % 4000 for number in range(1500)]
-    answer = httpx.post(
-        f"{pool.url}/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 5}, timeout=30
-    )
+    answer = httpx.post(f"{pool.url}/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 5})
 
     attempts = httpx.get(f"{pool.url}/v1/decisions/{answer.headers['x-request-id']}").json()["attempts"]
 
@@ -145,9 +140,9 @@ def test_each_leg_is_timed_and_what_could_be_reused_is_counted(pool: Disaggregat
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 5}
     before = counts()
 
-    assert httpx.post(f"{pool.url}/v1/completions", json=body, timeout=30).status_code == 200
+    assert httpx.post(f"{pool.url}/v1/completions", json=body).status_code == 200
     eventually("the index knows the blocks", lambda: index_equals_workers(pool.url))
-    assert httpx.post(f"{pool.url}/v1/completions", json={**body, "max_tokens": 1}, timeout=30).status_code == 200
+    assert httpx.post(f"{pool.url}/v1/completions", json={**body, "max_tokens": 1}).status_code == 200
 
     after = {name: value - before[name] for name, value in counts().items()}
     # The second one is decoded where it is prefilled: all of it is there.
@@ -198,7 +193,7 @@ def test_mixed_load_with_cancels_and_kills_is_right_to_the_last_token_and_leaves
 
 def leave_early(url: str) -> None:
     body = {"model": "tiny", "prompt": list(range(50, 1250)), "max_tokens": 5000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
         next(answer.iter_raw())
 
 
@@ -216,9 +211,7 @@ def test_without_prefill_workers_the_decode_workers_do_it_all(pool: Disaggregate
     eventually("both are gone", lambda: sorted(ready_workers(pool.url)) == ["d0", "d1"])
     prompt = [13 + number % 4000 for number in range(1500)]
 
-    answer = httpx.post(
-        f"{pool.url}/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 30}, timeout=30
-    )
+    answer = httpx.post(f"{pool.url}/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 30})
 
     assert answer.json()["choices"][0]["text"] == expected_text(pack_tokens(prompt), 30, vocabulary=PLAIN)
     for name in ("p0", "p1"):

@@ -19,6 +19,7 @@ from poolgrid.tools.bench.settings import BenchSettings
 from tests.e2e.disturbed_load import assert_unharmed, held_at_work, kill_at_work, load_while
 from tests.e2e.expectation import PLAIN, Verifier
 from tests.e2e.processes import (
+    PATIENT_ROUTER,
     Process,
     eventually,
     index_equals_workers,
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.e2e
 MAKER = ("--served-model-name", "tiny", "--vocabulary-size", "4096")
 
 TRACE = Path(__file__).parent.parent / "data" / "conversation_1000.jsonl"
-TRACE_REQUESTS = int(os.environ.get("POOLGRID_TRACE_REQUESTS", "500"))
+TRACE_REQUESTS = int(os.environ.get("POOLGRID_TRACE_REQUESTS", "250"))
 """Of the trace; 1000 are all."""
 
 
@@ -76,9 +77,9 @@ def test_a_guide_that_a_compiler_dies_of_is_refused_and_every_worker_lives_on(po
     asked = {"model": "tiny", "prompt": "x", "max_tokens": 64}
 
     for poison in ({"guided_json": chain(1000)}, {"guided_json": chain(160)}, {"guided_grammar": rules(4000)}):
-        refused = httpx.post(f"{pool.url}/v1/completions", json={**asked, **poison}, timeout=30)
+        refused = httpx.post(f"{pool.url}/v1/completions", json={**asked, **poison})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "guide_too_complex")
-    answer = httpx.post(f"{pool.url}/v1/completions", json={**asked, "guided_json": chain(50)}, timeout=30)
+    answer = httpx.post(f"{pool.url}/v1/completions", json={**asked, "guided_json": chain(50)})
 
     assert answer.status_code == 200
     assert {name: row["epoch"] for name, row in worker_rows(pool.url).items()} == lives
@@ -92,7 +93,7 @@ def test_most_of_a_pool_that_drains_at_once_under_load_costs_nothing(pool: Proce
 
     def drain_two() -> None:
         # The order is there before it goes on: what it has cannot end first.
-        with held_at_work(pool.url, "worker-1", pool.child("--worker-id", "worker-1"), requests=4):
+        with held_at_work(pool.url, "worker-1", pool.child("--worker-id", "worker-1")):
             pool.child("--worker-id", "worker-2").send_signal(signal.SIGTERM)
             ordered = httpx.post(f"{pool.url}/v1/workers/worker-1/drain", params={"timeout_ms": 0})
             assert ordered.status_code == 202, ordered.text
@@ -128,7 +129,7 @@ def test_a_consolidator_killed_under_load_loses_nothing(pool: Process) -> None:
 
 
 def test_a_router_killed_and_restarted_knows_what_the_workers_hold_before_it_is_ready(tmp_path: Path) -> None:
-    arguments = ("router", "--port", "0", "--data-dir", str(tmp_path))
+    arguments = ("router", "--port", "0", "--data-dir", str(tmp_path), *PATIENT_ROUTER)
     with Process(*arguments) as first:
         first.wait_ready()
         ingest = first.word("ingest")
@@ -172,7 +173,7 @@ def test_a_router_killed_and_restarted_knows_what_the_workers_hold_before_it_is_
 
 
 def test_requests_on_a_router_that_died_are_given_up_by_their_worker(tmp_path: Path) -> None:
-    with Process("router", "--port", "0", "--data-dir", str(tmp_path)) as router:
+    with Process("router", "--port", "0", "--data-dir", str(tmp_path), *PATIENT_ROUTER) as router:
         router.wait_ready()
         with Process(
             *("worker", *MAKER, "--consolidator", router.word("ingest")),
@@ -189,7 +190,8 @@ def test_requests_on_a_router_that_died_are_given_up_by_their_worker(tmp_path: P
 
 
 def test_no_worker_is_503_and_too_many_requests_are_429_with_a_time_to_come_back(tmp_path: Path) -> None:
-    with Process("router", "--port", "0", "--max-queue-requests", "2", "--worker-queue-factor", "1") as router:
+    bounds = ("--max-queue-requests", "2", "--worker-queue-factor", "1")
+    with Process("router", "--port", "0", *bounds, *PATIENT_ROUTER) as router:
         router.wait_ready()
         body = {"model": "tiny", "prompt": "x", "max_tokens": 10_000, "ignore_eos": True}
         nobody = httpx.post(f"{router.url}/v1/completions", json=body)

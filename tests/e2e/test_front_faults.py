@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from poolgrid.frontend.models import TINY_MODEL_PATH
-from tests.e2e.processes import Process, eventually, ready_workers
+from tests.e2e.processes import PATIENT, WAIT_TIMEOUT_S, Process, eventually, ready_workers
 from tests.fakes.engine_server.http import Reply
 from tests.fakes.engine_server.threaded import ServerThread, servers_in_thread
 from tests.fakes.engine_server.vllm import Options
@@ -42,7 +42,7 @@ class Front:
 
     def _ask(self, prompt: list[int]) -> str:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS}
-        answer = httpx.post(f"{self.up.url}/v1/completions", json=body, timeout=60.0)
+        answer = httpx.post(f"{self.up.url}/v1/completions", json=body, timeout=WAIT_TIMEOUT_S)
         assert answer.status_code == 200, answer.text
         found = answer.json()
         assert found["usage"]["completion_tokens"] == TOKENS
@@ -62,7 +62,7 @@ def pool() -> Iterator[Front]:
     """One for all: each test leaves it as it was."""
     with servers_in_thread(*(Options(block_size=16, step_s=0.01) for _ in WORKERS)) as running:
         fronts = [word for each in running.servers for word in ("--engine-url", each.url)]
-        with Process("up", *fronts, "--port", "0", "--model-path", str(TINY_MODEL_PATH)) as up:
+        with Process("up", *fronts, "--port", "0", "--model-path", str(TINY_MODEL_PATH), *PATIENT) as up:
             yield Front(up.wait_ready(), running)
             status, errors = up.stop()
             assert status == 0, errors
@@ -127,7 +127,7 @@ def test_requests_that_have_begun_outlive_the_process_that_has_all_workers(pool:
         def ask(prompt: list[int]) -> str:
             body = {"model": "tiny", "prompt": prompt, "max_tokens": 10 * TOKENS, "stream": True}
             text = ""
-            with httpx.stream("POST", f"{pool.up.url}/v1/completions", json=body, timeout=60.0) as answer:
+            with httpx.stream("POST", f"{pool.up.url}/v1/completions", json=body, timeout=WAIT_TIMEOUT_S) as answer:
                 for line in answer.iter_lines():
                     if line.startswith("data: {"):
                         if not text:
@@ -137,7 +137,7 @@ def test_requests_that_have_begun_outlive_the_process_that_has_all_workers(pool:
 
         answers = [asking.submit(ask, prompt) for prompt in PROMPTS]
         for _ in PROMPTS:
-            assert begun.acquire(timeout=60.0)
+            assert begun.acquire(timeout=WAIT_TIMEOUT_S)
         pool.process("worker").kill()
         interrupted = [each.result() for each in answers]
         pool.until_whole()

@@ -23,7 +23,7 @@ PER_MINUTE = 20
 
 OPERATOR = {"authorization": "Bearer pg-operator"}
 
-CLIENT = httpx.Client(timeout=30, limits=httpx.Limits(max_keepalive_connections=0))
+CLIENT = httpx.Client(timeout=120, limits=httpx.Limits(max_keepalive_connections=0))
 """Sends each request over a connection of its own, which the kernel gives to either process."""
 
 

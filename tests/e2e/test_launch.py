@@ -204,7 +204,7 @@ def assert_ends_when_a_part_is_lost(script: Script) -> None:
                     part.kill()
         return script.has_ended
 
-    eventually("the worker is given up", has_ended)
+    eventually("the worker is given up", has_ended, 3 * READY_TIMEOUT_S)  # it starts again several times
     status, errors = script.stop()
     assert status == 1
     assert "worker-1 has ended with status -9" in errors

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.e2e.disturbed_load import assert_unharmed, load_while
-from tests.e2e.processes import Process, assert_decisions_replay, eventually, metric, ready_workers
+from tests.e2e.processes import PATIENT, Process, assert_decisions_replay, eventually, metric, ready_workers
 
 pytestmark = pytest.mark.e2e
 
@@ -22,7 +22,7 @@ def legs(url: str, *reasons: str) -> float:
 
 def test_a_killed_prefill_worker_fails_no_request_and_decode_workers_compute_prompts(tmp_path: Path) -> None:
     options = ("--port", "0", "--prefill", "2", "--decode", "2", "--speedup", "5", "--data-dir", str(tmp_path))
-    with Process("up", *options) as up:
+    with Process("up", *options, *PATIENT) as up:
         up.wait_ready()
         url = up.url
         eventually("every worker is reachable", lambda: len(ready_workers(url)) == 4)

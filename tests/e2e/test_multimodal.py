@@ -16,7 +16,15 @@ from poolgrid.wire.card import MediaSpec
 from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
 from poolgrid.workers.engines.simulated.core.media import key_of, mark_media
 from tests.e2e.expectation import PLAIN, expected_text
-from tests.e2e.processes import Process, eventually, index_equals_workers, metric, pool_is_quiet, ready_workers
+from tests.e2e.processes import (
+    PATIENT_ROUTER,
+    Process,
+    eventually,
+    index_equals_workers,
+    metric,
+    pool_is_quiet,
+    ready_workers,
+)
 from tests.frontend.fake_backend import TINY
 from tests.frontend.media.samples import data_url, image, png, safetensors
 
@@ -71,12 +79,12 @@ class EncodingPool:
         }
 
     def workers_of(self, request_id: str) -> list[str]:
-        answer = httpx.get(f"{self.url}/v1/decisions/{request_id}", timeout=30).json()
+        answer = httpx.get(f"{self.url}/v1/decisions/{request_id}").json()
         return [attempt["worker"] for attempt in answer["attempts"]]
 
     def nothing_is_kept(self) -> bool:
         return all(
-            httpx.get(f"{worker.url}/health", timeout=30).json()[kind] == 0
+            httpx.get(f"{worker.url}/health").json()[kind] == 0
             for worker in self.workers.values()
             for kind in ("running_requests", "waiting_requests", "fetching_requests", "kept_transfers")
         ) and all(metric(worker.url, "poolgrid_worker_tensors_kept") == 0 for worker in self.workers.values())
@@ -91,7 +99,7 @@ def media_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pool(media_directory: Path) -> Iterator[EncodingPool]:
     with contextlib.ExitStack() as stack:
         router = stack.enter_context(
-            Process("router", "--port", "0", "--allowed-local-media-path", str(media_directory))
+            Process("router", "--port", "0", "--allowed-local-media-path", str(media_directory), *PATIENT_ROUTER)
         ).wait_ready()
         roles = {"e0": "encode", "e1": "encode", "p0": "prefill", "d0": "decode"}
         workers = {

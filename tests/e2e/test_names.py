@@ -65,8 +65,6 @@ class NamedPool:
             "directory",
             "--names-dir",
             str(self.names),
-            "--names-lease-ms",
-            "2000",
             "--namespace",
             POOL,
         )

@@ -146,7 +146,7 @@ def test_parts_end_when_up_itself_is_killed() -> None:
 
         up.signal(signal.SIGKILL)
 
-        _, alive = psutil.wait_procs(below, timeout=30)
+        _, alive = psutil.wait_procs(below, timeout=120)
         assert not alive
 
 

@@ -38,7 +38,7 @@ def test_a_pool_under_curve_serves_and_keeps_strangers_out(tmp_path: Path) -> No
             friend.wait_ready()
             eventually("the worker is reachable", lambda: ready_workers(router.url) == ["friend"])
             for _ in range(2):
-                answer = httpx.post(f"{router.url}/v1/completions", json=BODY, timeout=30)
+                answer = httpx.post(f"{router.url}/v1/completions", json=BODY)
                 assert answer.status_code == 200
             assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0, "events came through as well"
             eventually("the index is true", lambda: index_equals_workers(router.url))
@@ -50,7 +50,7 @@ def test_a_pool_under_curve_serves_and_keeps_strangers_out(tmp_path: Path) -> No
                 lambda: metric(consolidator.url, name, plane="ingest", reason="handshake_failed") >= 1,
             )
             assert ready_workers(router.url) == ["friend"]
-            assert httpx.post(f"{router.url}/v1/completions", json=BODY, timeout=30).status_code == 200
+            assert httpx.post(f"{router.url}/v1/completions", json=BODY).status_code == 200
             status, errors = friend.stop()
             assert status == 0, errors
             status, errors = router.stop()
@@ -98,12 +98,12 @@ def test_a_fleet_with_keys_tls_and_curve_serves_who_has_all_of_them(tmp_path: Pa
         with (
             Process("worker", *MAKER, "--consolidator", router.word("ingest"), *curve, *tls) as worker,
             Process("global-router", "--port", "0", "--config", str(document), *curve, *fleet) as outer,
-            httpx.Client(base_url=router.url, verify=files.trusting(), timeout=30) as client,
+            httpx.Client(base_url=router.url, verify=files.trusting()) as client,
         ):
             worker.wait_ready()
             outer.wait_ready()
             eventually("the fleet serves", lambda: httpx.get(f"{outer.url}/ready").status_code == 200)
-            assert httpx.post(f"{outer.url}/v1/completions", json=BODY, timeout=30).status_code == 200
+            assert httpx.post(f"{outer.url}/v1/completions", json=BODY).status_code == 200
             assert metric(outer.url, "poolgrid_global_router_dispatches_total") == 1
 
             assert client.post("/v1/completions", json=BODY).headers["x-poolgrid-refusal"] == "missing_api_key"

@@ -28,13 +28,13 @@ def prompt(number: int, blocks: int = 8) -> list[int]:
 
 def complete(url: str, tokens: list[int]) -> None:
     body = {"model": MODEL.name, "prompt": tokens, "max_tokens": 2, "temperature": 0}
-    assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 200
+    assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
 
 
 def overlap(url: str, tokens: list[int]) -> dict[str, Any]:
     """Return what the router would find of a prompt on the worker."""
     body = {"model": MODEL.name, "prompt": tokens, "max_tokens": 2}
-    answer = httpx.post(f"{url}/v1/route", json=body, timeout=30)
+    answer = httpx.post(f"{url}/v1/route", json=body)
     assert answer.status_code == 200, answer.text
     (route,) = answer.json()["routes"]
     (candidate,) = route["rows"]

@@ -21,7 +21,7 @@ def complete(url: str, number: int, receipt: bool = False) -> httpx.Response:
     prompt = [5 + (place % 1000) for place in range(320)] + [number + 5] * 20
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0}
     headers = {"x-poolgrid-receipt": "1"} if receipt else {}
-    return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=30)
+    return httpx.post(f"{url}/v1/completions", json=body, headers=headers)
 
 
 def stream(url: str) -> dict[str, Any]:

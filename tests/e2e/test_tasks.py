@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from poolgrid.cli.main import app
-from tests.e2e.processes import Process, eventually, metric, worker_rows
+from tests.e2e.processes import PATIENT_ROUTER, Process, eventually, metric, worker_rows
 from tests.fakes import FAKES_PATH
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore:The Sora API")]
@@ -65,7 +65,7 @@ def studio(recorded: Path) -> Iterator[Studio]:
             "PYTHONPATH", os.pathsep.join([str(FAKES_PATH), os.environ.get("PYTHONPATH", "")])
         )
         router = stack.enter_context(
-            Process("router", "--port", "0", "--http-workers", "2", "--data-dir", str(recorded))
+            Process("router", "--port", "0", "--http-workers", "2", "--data-dir", str(recorded), *PATIENT_ROUTER)
         ).wait_ready()
         ingest = ("--consolidator", router.word("ingest"), "--drain-timeout-ms", "500")
         workers = {

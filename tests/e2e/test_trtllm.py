@@ -41,7 +41,7 @@ class Pool:
 
     def complete(self, prompt: list[int], max_tokens: int, **more: object) -> httpx.Response:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **more}
-        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=30)
+        return httpx.post(f"{self.url}/v1/completions", json=body)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_disaggregated_answers_are_those_of_one_worker_token_for_token(pool: Poo
     for rank in range(RANKS):
         eventually(f"the router knows what rank {rank} holds", partial(is_known, pool, rank))
     assert any(believed_and_held(pool, rank)[0] for rank in range(1, RANKS)), "other ranks than the first were used"
-    feed = httpx.get(f"{pool.decode.url}/health", timeout=30).json()["feed"]
+    feed = httpx.get(f"{pool.decode.url}/health").json()["feed"]
     assert (feed["readers"]["events"], len(feed["ranks"])) == ("stream", RANKS)
     eventually(
         "the prefill worker keeps nothing", lambda: metric(pool.prefill.url, "poolgrid_worker_kept_transfers") == 0
@@ -115,7 +115,7 @@ def test_disaggregated_answers_are_those_of_one_worker_token_for_token(pool: Poo
 
 def test_a_long_stream_frees_the_prefill_worker_long_before_it_ends(pool: Pool) -> None:
     body = {"model": "tiny", "prompt": [5 + at for at in range(200)], "max_tokens": 8000, "stream": True}
-    with httpx.stream("POST", f"{pool.url}/v1/completions", json=body, timeout=30) as answer:
+    with httpx.stream("POST", f"{pool.url}/v1/completions", json=body) as answer:
         lines = answer.iter_lines()
         next(lines)
         eventually("the prefill leg is over", lambda: metric(pool.prefill.url, "poolgrid_worker_kept_transfers") == 0)

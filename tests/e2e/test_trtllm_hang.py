@@ -47,7 +47,7 @@ class Watch:
         self._thread.start()
 
     def _run(self) -> None:
-        with httpx.Client(timeout=10) as client:
+        with httpx.Client() as client:
             while not self._over.wait(0.01):
                 answer = client.get(f"{self._url}/health")
                 self.statuses.append(answer.status_code)

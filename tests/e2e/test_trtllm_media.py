@@ -42,7 +42,7 @@ class Pool:
         return usage
 
     def decision(self, name: str) -> dict[str, Any]:
-        found = httpx.get(f"{self.url}/v1/decisions/{name}", timeout=30).json()
+        found = httpx.get(f"{self.url}/v1/decisions/{name}").json()
         attempt: dict[str, Any] = found["attempts"][0]
         return attempt
 

@@ -36,8 +36,8 @@ ROOT = Path(__file__).parents[2]
 OFFERED = ("pool_configs", "engine_configs", "launch", "tests", "src")
 """What commands on pages name, of the repository."""
 
-RUN_TIMEOUT_S = 120.0
-SHOWN_TIMEOUT_S = 60.0
+RUN_TIMEOUT_S = 240.0
+SHOWN_TIMEOUT_S = 180.0
 """Until a terminal shows what it is said to; machines that test are busy."""
 
 _BLOCK = re.compile(
@@ -135,7 +135,7 @@ class Terminal:
         """Wait until it has ended, and end it by force when it does not."""
         if self._process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.communicate(timeout=30)
+                self._process.communicate(timeout=90)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

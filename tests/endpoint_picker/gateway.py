@@ -183,7 +183,10 @@ def running_gateway(directory: Path, **settings: Any) -> Iterator[Gateway]:
             tasks = [
                 asyncio.create_task(
                     serve_router(
-                        RouterSettings(port=0, ext_proc_port=0, shutdown_timeout_ms=100, **settings.pop("router", {})),
+                        with_constants(
+                            RouterSettings,
+                            {"port": 0, "ext_proc_port": 0, "shutdown_timeout_ms": 100, **settings.pop("router", {})},
+                        ),
                         FrontendSettings(**settings.pop("frontend", {})),
                         ConsolidatorSettings(ingest_port=0, feed_port=0, query_port=0),
                         stop,

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from poolgrid.frontend.request_ids import RequestIds
+from poolgrid.frontend.request_body import RequestIds
 from poolgrid.http.http_settings import HttpLimits
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.router.core.decision import Decision, DecisionLog

@@ -32,8 +32,16 @@ from typing import Any, cast
 
 from poolgrid.nats.connection import NatsConnection, NatsMessage, NatsUnavailable
 from poolgrid.nats.jetstream import JetStreamJournal
-from poolgrid.nats.message import Outgoing, StoredMessage, open_body, stored_message
-from poolgrid.nats.ports import Anchor, OutOfTurn, StreamFacts, StreamUnavailable
+from poolgrid.nats.message import (
+    Anchor,
+    Outgoing,
+    OutOfTurn,
+    StoredMessage,
+    StreamFacts,
+    StreamUnavailable,
+    open_body,
+    stored_message,
+)
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
 from tests.fault_simulation.network import Network

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from poolgrid.consolidator.core.consolidator import Consolidator, ConsolidatorTurn
-from poolgrid.consolidator.core.cursor import Cursor, SequenceVerdict
 from poolgrid.consolidator.core.feed_reader import FeedReader
+from poolgrid.consolidator.core.pool_state import Cursor, SequenceVerdict
 from poolgrid.consolidator.journal import files
 from poolgrid.consolidator.journal.files import FileJournal
 from poolgrid.consolidator.journal_writer import JournalWriter
 from poolgrid.global_router.router_link import RouterLink
 from poolgrid.nats.journal import KeptSnapshots, StreamJournal
 from poolgrid.nats.leader import LeaderWatch
-from poolgrid.process.awake_clock import AwakeTime
+from poolgrid.process.clock import AwakeTime
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
@@ -204,7 +204,12 @@ PLANTED: dict[str, Planted] = {
         _duplicates_are_news,
     ),
     "an-epoch-is-forgotten": Planted(
-        "a new life of a worker goes on where the old one was", "crashes", Consolidator, "_hello", _forget_the_epoch
+        "a new life of a worker goes on where the old one was",
+        "crashes",
+        Consolidator,
+        "_hello",
+        _forget_the_epoch,
+        from_seed=10,
     ),
     "acknowledged-before-stored": Planted(
         "batches are acknowledged before the journal has taken them",
@@ -220,6 +225,7 @@ PLANTED: dict[str, Planted] = {
         "at",
         _count_all_time,
         True,
+        from_seed=100,
     ),
     "a-slow-write-blocks-the-loop": Planted(
         "the journal is written on the event loop", "pauses", JournalWriter, "put", _append_on_the_loop, True
@@ -231,6 +237,7 @@ PLANTED: dict[str, Planted] = {
         "_is_in_use",
         _is_never_in_use,
         True,
+        from_seed=17,
     ),
     "a-silent-router-is-not-told": Planted(
         "a worker that gave up the requests of a router which stood still does not tell it",
@@ -293,7 +300,7 @@ PLANTED: dict[str, Planted] = {
         "clear",
         _clear_unseen,
         True,
-        from_seed=330,
+        from_seed=400,
     ),
     "a-checkpoint-without-beliefs": Planted(
         "a replay that begins at a checkpoint knows nothing of the router's own choices for stale workers",
@@ -301,7 +308,7 @@ PLANTED: dict[str, Planted] = {
         ApproximateIndex,
         "restore_beliefs",
         _believe_nothing,
-        from_seed=1000,
+        from_seed=1_096,
     ),
     "acknowledged-before-stored-in-a-stream": Planted(
         "batches are acknowledged before the stream has acknowledged them",
@@ -331,6 +338,7 @@ PLANTED: dict[str, Planted] = {
         "durable",
         _any_snapshot_will_do,
         True,
+        from_seed=48,
     ),
     "a-full-stream-stays-full": Planted(
         "a stream that has no room for records is left to itself",

@@ -16,13 +16,12 @@ from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.consolidator.journal.errors import JournalFenced
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.consolidator.journal.framing import JournalFenced
 from poolgrid.consolidator.journal.memory import MemoryJournal
 from poolgrid.consolidator.ports import Disk, Journal, PoolListener
 from poolgrid.consolidator.service import ConsolidatorService
-from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
-from poolgrid.consolidator.tuning import Tuning
+from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings, Tuning
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.core.document.reader import LoadedDocument
 from poolgrid.global_router.metrics import GlobalRouterMetrics
@@ -34,7 +33,7 @@ from poolgrid.nats.election import LeaderElection, LeaderElectionMetrics
 from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
 from poolgrid.nats.leader import LeaderWatch
 from poolgrid.nats.message import BODY_BYTES
-from poolgrid.process.awake_clock import AwakeClock
+from poolgrid.process.clock import AwakeClock
 from poolgrid.process.settings import with_constants
 from poolgrid.process.tasks import detached
 from poolgrid.router.core.load_ledger import LoadLedger
@@ -52,8 +51,8 @@ from poolgrid.serving.links import LinksOnDemand, link_opener
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.feed import BlockChain, WorkerState
+from poolgrid.wire.ingest import LoadingWorker
 from poolgrid.wire.leadership import Leader
-from poolgrid.wire.loading import LoadingWorker
 from poolgrid.wire.requests import Generate
 from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 from poolgrid.workers.adapters.sockets import RequestSocket
@@ -64,11 +63,10 @@ from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource, TransferModel
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
 from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
-from poolgrid.workers.kv_fetcher import KvFetcher
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.publisher import EventPublisher
 from poolgrid.workers.service import ServiceLimits, WorkerService
-from poolgrid.workers.transfers import KvExchange
+from poolgrid.workers.transfers import KvExchange, KvFetcher
 from tests.fault_simulation.jetstream import SimulatedJetStream, WrittenStream
 from tests.fault_simulation.machine import Machine
 from tests.fault_simulation.network import Network

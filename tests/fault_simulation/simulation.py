@@ -24,8 +24,7 @@ from typing import Any
 
 from poolgrid.global_router.core.document.reader import load_document
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import Refused
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.ports import Refused, StreamDelta
 from poolgrid.nats.journal import SIZE_FACTOR
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Sampling

@@ -27,9 +27,9 @@ from poolgrid.consolidator.ports import Journal
 from poolgrid.router.feeds import RemoteFeed
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
+from poolgrid.wire.feed import WORKER_SOURCE
 from poolgrid.wire.identifiers import WorkerKey
 from poolgrid.wire.ingest import Acknowledged, Welcome
-from poolgrid.wire.streams import WORKER_SOURCE
 from tests.fault_simulation.network import Pipe
 from tests.fault_simulation.trace import Trace
 from tests.fault_simulation.virtual_loop import Life, VirtualLoop

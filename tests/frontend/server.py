@@ -21,6 +21,7 @@ from poolgrid.http.http_server import HttpServer
 from poolgrid.http.http_settings import HttpLimits
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import InferenceBackend, ServedModel, TokenStream
+from poolgrid.process.settings import with_constants
 from poolgrid.wire.answers import EndpointRow
 from tests.frontend.fake_backend import TINY, FakeBackend
 
@@ -39,7 +40,7 @@ def application(
     return create_app(
         backend,
         {"tiny": TINY} if models is None else models,
-        settings=FrontendSettings(**settings),
+        settings=with_constants(FrontendSettings, settings),
         registry=registry or CollectorRegistry(),
         ready=ready,
         endpoints=endpoints,

@@ -51,10 +51,10 @@ def test_a_client_that_leaves_frees_its_workers_at_once(stream: bool, after: int
         async with served(application(backend, registry=registry)) as port:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(request_bytes("/v1/completions", prompt="hi", stream=stream, n=n))
-            await asyncio.wait_for(all_wait.wait(), 5)
+            await asyncio.wait_for(all_wait.wait(), 120)
             writer.transport.abort()
             for item in backend.streams:
-                await asyncio.wait_for(item.cancelled.wait(), 5)
+                await asyncio.wait_for(item.cancelled.wait(), 120)
 
     asyncio.run(go())
 
@@ -73,4 +73,4 @@ async def test_a_client_that_leaves_the_admission_queue_gives_up_its_place() -> 
         writer.write(request_bytes("/v1/completions", prompt="hi"))
         await backend.submitted.wait()
         writer.transport.abort()
-        await asyncio.wait_for(backend.abandoned.wait(), 5)
+        await asyncio.wait_for(backend.abandoned.wait(), 120)

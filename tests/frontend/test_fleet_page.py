@@ -15,8 +15,7 @@ import pytest
 
 from poolgrid.fleet_page import hub as hub_module
 from poolgrid.fleet_page.endpoints import DIRECTORY, TYPES, add_fleet_page, assets
-from poolgrid.fleet_page.hub import FleetHub
-from poolgrid.fleet_page.ports import Picture, Row
+from poolgrid.fleet_page.hub import FleetHub, Picture, Row
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.access.gate import PathClass, path_class
 from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import ServedModel
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.ports import ServedModel, StreamDelta
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.request_ids import name_of
 from poolgrid.wire.requests import KvRetention, RetainedTokens, TokenLogprobs

@@ -20,7 +20,7 @@ from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_encoder import PromptEncoder
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.inference.cache_domain import WHOLE
+from poolgrid.inference.inference_request import WHOLE
 from poolgrid.inference.ports import Refused, ServedModel
 from poolgrid.wire.card import MediaSpec
 from tests.frontend.fake_backend import FakeBackend, speak
@@ -164,7 +164,7 @@ async def test_nobody_waits_for_another_tenants_fetch_of_the_same_url(keys: Path
             for tenant in TENANTS
         ]
         for _ in TENANTS:
-            await asyncio.wait_for(asked.acquire(), 10)
+            await asyncio.wait_for(asked.acquire(), 120)
         gate.set()
 
         assert [(await post).status_code for post in posts] == [200, 200]

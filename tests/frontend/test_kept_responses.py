@@ -15,7 +15,7 @@ import pytest
 
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
-from poolgrid.frontend.responses_api.store import ENTRY_BYTES, KeptResponse, Owner, ResponseStore
+from poolgrid.frontend.responses_api.kept import ENTRY_BYTES, KeptResponse, Owner, ResponseStore
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import application, in_process, served_in_thread
 from tests.frontend.weather_tool import TOOL

@@ -25,8 +25,7 @@ from starlette.types import Receive, Scope, Send
 from poolgrid.frontend.openapi import BODIES
 from poolgrid.frontend.openapi_answers import ANSWERS
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import ServedModel
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.ports import ServedModel, StreamDelta
 from poolgrid.wire.answers import EndpointRow
 from poolgrid.wire.hashing import unpack_tokens
 from poolgrid.wire.requests import TokenLogprobs

@@ -13,8 +13,7 @@ from poolgrid.frontend.prepared_request import PreparedRequest
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.prompts import look_up, tokenize
 from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.inference.cache_domain import EVERYBODY
-from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference.inference_request import EVERYBODY, InferenceRequest
 from poolgrid.inference.ports import ServedModel
 
 SANDBOX = "poolgrid.frontend.template_sandbox"

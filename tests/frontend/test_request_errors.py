@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from poolgrid.frontend.messages_api.schema import MessagesBody
 from poolgrid.frontend.preparation import CHOICES_MAX, STOP_STRINGS_MAX
 from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.frontend.responses_api.schema import ResponsesBody
+from poolgrid.frontend.responses_api.conversation import ResponsesBody
 from poolgrid.frontend.schema import (
     ChatBody,
     CompletionBody,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.frontend.request_ids import RequestIds, base_name
+from poolgrid.frontend.request_body import RequestIds, base_name
 from poolgrid.router.core.load_ledger import OTHERS
 from poolgrid.wire.request_ids import dispatch_id, dispatch_of, name_of
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from poolgrid.fleet_page.served_seconds import ServedSeconds
+from poolgrid.fleet_page.router_watch import ServedSeconds
 from poolgrid.frontend.metrics import SERVED_COLUMNS, FrontendMetrics
 
 

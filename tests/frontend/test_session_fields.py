@@ -12,7 +12,7 @@ from poolgrid.frontend.prepared_request import PreparedRequest
 from poolgrid.frontend.schema import Function, Message, ToolCall, chat_decoder, parse_inference
 from poolgrid.frontend.session_fields import NAME_CHARS_MAX, answered_by, clean, response_key, session_hint
 from poolgrid.frontend.tools import CallIds
-from poolgrid.inference.session_hint import NO_HINT, SessionHint
+from poolgrid.inference.inference_request import NO_HINT, SessionHint
 from poolgrid.router.core.lineage import answer_key
 
 UUID = "0f8fad5b-d9cb-469f-a165-70867728950e"

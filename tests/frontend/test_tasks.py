@@ -18,13 +18,13 @@ import pytest
 
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
-from poolgrid.frontend.responses_api.store import Owner
-from poolgrid.frontend.tasks import result_files, videos
-from poolgrid.frontend.tasks.result_files import ResultFiles
+from poolgrid.frontend.responses_api.kept import Owner
+from poolgrid.frontend.tasks import videos
+from poolgrid.frontend.tasks import videos as result_files
 from poolgrid.frontend.tasks.schema import read_form, read_video
+from poolgrid.frontend.tasks.videos import ResultFiles
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import Refused, ServedModel
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.ports import Refused, ServedModel, StreamDelta
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.tasks import EmbeddingTask, TaskResult, VisualTask
 from poolgrid.workers.engines.simulated.core import pictures
@@ -78,7 +78,7 @@ async def asked(backend: FakeBackend, **settings: Any) -> AsyncIterator[httpx.As
 
 
 async def ended(client: httpx.AsyncClient, video_id: str) -> dict[str, Any]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while True:
             described: dict[str, Any] = (await client.get(f"/v1/videos/{video_id}")).json()
             if described["status"] in videos.ENDED:
@@ -325,10 +325,10 @@ def test_a_job_that_is_deleted_is_cancelled_by_any_process(
             own = (await client.post("/v1/videos", json={"prompt": "x"})).json()["id"]
             other = (await client.post("/v1/videos", json={"prompt": "y"})).json()["id"]
             assert (await client.delete(f"/v1/videos/{own}")).status_code == 200
-            await asyncio.wait_for(backend.streams[0].cancelled.wait(), 20)
+            await asyncio.wait_for(backend.streams[0].cancelled.wait(), 120)
             files = app.state.results  # as another process deletes it
             assert files.forget(Owner("", 1), other)
-            await asyncio.wait_for(backend.streams[1].cancelled.wait(), 20)
+            await asyncio.wait_for(backend.streams[1].cancelled.wait(), 120)
 
     asyncio.run(go())
 
@@ -347,7 +347,7 @@ def test_a_job_that_is_deleted_while_it_tells_its_progress_is_cancelled_too(
             video_id = (await client.post("/v1/videos", json={"prompt": "x"})).json()["id"]
             assert app.state.results.forget(Owner("", 1), video_id)
             deleted.set()
-            await asyncio.wait_for(backend.streams[0].cancelled.wait(), 20)
+            await asyncio.wait_for(backend.streams[0].cancelled.wait(), 120)
             assert (await client.get("/v1/videos")).json()["data"] == []
 
     asyncio.run(go())

@@ -100,7 +100,7 @@ def test_a_silent_stream_carries_comments_and_a_talking_one_none() -> None:
             quiet = await client.post("/v1/completions", json={**json.loads(BODY), "stream": True})
         return sent, quiet.content
 
-    sent, quiet = asyncio.run(asyncio.wait_for(go(), 30))
+    sent, quiet = asyncio.run(asyncio.wait_for(go(), 120))
     events = b"".join(sent)
     assert events.count(b": keep-alive\n\n") >= 2
     assert events.endswith(b"data: [DONE]\n\n")

@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from poolgrid.global_router.core.document.grid_document import GridDocument
-from poolgrid.global_router.core.document.problems import GridDocumentError
+from poolgrid.global_router.core.document.grid_document import GridDocument, GridDocumentError
 from poolgrid.global_router.core.document.reader import LoadedDocument, load_document
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,7 +24,7 @@ from poolgrid.global_router.router_link import PoolLost, PoolNetwork
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.global_router.settings import GlobalRouterSettings, Timings
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.ports import StreamDelta
 from poolgrid.serving.legs import LegEvent
 from poolgrid.serving.links import LinksOnDemand, WorkerLink
 from poolgrid.serving.token_delivery import TokenDelivery
@@ -314,7 +314,7 @@ async def read(stream: TokenDelivery) -> tuple[list[int], StreamDelta]:
     """Return all tokens and the last delta."""
     tokens: list[int] = []
     while True:
-        for delta in await asyncio.wait_for(stream.next(), 10):
+        for delta in await asyncio.wait_for(stream.next(), 120):
             tokens += unpack_tokens(delta.token_ids)
             if delta.finish_reason is not None:
                 return tokens, delta

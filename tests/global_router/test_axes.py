@@ -25,9 +25,8 @@ from poolgrid.global_router.core.document.axis import (
     StageName,
     axes_of,
 )
-from poolgrid.global_router.core.document.diff import document_text
-from poolgrid.global_router.core.document.grid_document import GridDocument, TargetDefaults
-from poolgrid.global_router.core.document.problems import GridDocumentError
+from poolgrid.global_router.core.document.grid_document import GridDocument, GridDocumentError, TargetDefaults
+from poolgrid.global_router.core.document.history import document_text
 from poolgrid.global_router.core.document.reader import load_document
 from poolgrid.global_router.heat_map import terminal_map
 from poolgrid.inference.ports import HINT_HEADERS

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from poolgrid.global_router.core.choice.closed_loop import ClosedLoop, Spill
 from poolgrid.global_router.core.choice.destination import Destination, destination
-from poolgrid.global_router.core.choice.fallback import PASSING, Candidate, PoolStanding, fallback_order
-from poolgrid.global_router.core.choice.grid import Grid, GridRequest
+from poolgrid.global_router.core.choice.grid import PASSING, Candidate, Grid, GridRequest, PoolStanding, fallback_order
 from poolgrid.global_router.core.choice.request_hints import RequestHints, Target
 from poolgrid.global_router.core.document.grid_document import GridStage
 from tests.global_router.documents import aggregated, document

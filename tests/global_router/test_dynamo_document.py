@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from poolgrid.global_router.core.choice.grid import Grid, GridRequest
 from poolgrid.global_router.core.choice.request_hints import ExpectedOutput, RequestHints, Target
-from poolgrid.global_router.core.document.diff import document_text
+from poolgrid.global_router.core.document.history import document_text
 from poolgrid.global_router.core.document.reader import load_document
 from tests.global_router.documents import (
     DYNAMO_DOCUMENTS,

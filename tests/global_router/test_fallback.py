@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from poolgrid.global_router.core.choice.fallback import PoolStanding, choose_available, fallback_order
+from poolgrid.global_router.core.choice.grid import PoolStanding, choose_available, fallback_order
 from poolgrid.global_router.core.document.grid_document import GridStage
 from tests.global_router.documents import document
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from poolgrid.global_router.core.builder.pool_profiles import load_profiles
 from poolgrid.global_router.core.choice.grid import Grid, GridRequest
-from poolgrid.global_router.core.document.diff import document_text
-from poolgrid.global_router.core.document.problems import GridDocumentError
+from poolgrid.global_router.core.document.grid_document import GridDocumentError
+from poolgrid.global_router.core.document.history import document_text
 from poolgrid.global_router.core.document.reader import load_document
 from tests.global_router.documents import (
     DYNAMO_DOCUMENTS,

@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 
-from poolgrid.global_router.core.document.diff import document_text
-from poolgrid.global_router.core.document.grid_document import CELLS_MAX
-from poolgrid.global_router.core.document.problems import DOCUMENT_BYTES_MAX, PROBLEMS_MAX, GridDocumentError
+from poolgrid.global_router.core.document.grid_document import (
+    CELLS_MAX,
+    DOCUMENT_BYTES_MAX,
+    PROBLEMS_MAX,
+    GridDocumentError,
+)
+from poolgrid.global_router.core.document.history import document_text
 from poolgrid.global_router.core.document.reader import load_document
 from tests.global_router.documents import aggregated, changed, disagg, document, load, problems, warnings
 

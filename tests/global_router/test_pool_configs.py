@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from poolgrid.global_router.core.document.diff import document_text
+from poolgrid.global_router.core.document.history import document_text
 from poolgrid.global_router.core.document.reader import load_document
 from tests.global_router.documents import POOL_CONFIGS, ROOT
 

@@ -9,7 +9,7 @@ import pytest
 
 from poolgrid.global_router.core.builder.grid_builder import build_grid
 from poolgrid.global_router.core.builder.pool_profiles import LatencyTable, load_profiles
-from poolgrid.global_router.core.document.problems import GridDocumentError
+from poolgrid.global_router.core.document.grid_document import GridDocumentError
 from poolgrid.global_router.core.document.reader import load_document
 from poolgrid.workers.core.timing import PolynomialTiming
 from tests.global_router.documents import ROOT, changed

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from poolgrid.global_router.core.choice.circuit_breaker import BreakerState
-from poolgrid.global_router.core.choice.fallback import PoolStanding
+from poolgrid.global_router.core.choice.grid import PoolStanding
 from poolgrid.global_router.core.document.grid_document import CircuitBreakerSettings
 from poolgrid.global_router.pools import PoolConnection, Pools, select_endpoint, state_for
 from poolgrid.global_router.router_link import PoolLost, PoolNetwork, RouterLink
@@ -126,7 +126,7 @@ async def scene() -> AsyncIterator[Scene]:
     made = Scene(context)
     made.pool.start()
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             yield made
     finally:
         made.pool.close()
@@ -343,7 +343,7 @@ async def test_a_pool_that_a_new_document_moved_is_waited_for_until_it_answers_o
         assert pool.state("m", Stage.WHOLE, 0) is pool.overall_state(0) is PoolStanding.CONNECTING
 
         answers.put_nowait(OSError("nobody there"))
-        await asyncio.wait_for(news.wait(), 10)
+        await asyncio.wait_for(news.wait(), 120)
 
         states = [each.state("m", Stage.WHOLE, 0) for each in pools.all()]
         assert sorted(states) == [PoolStanding.CONNECTING, PoolStanding.CONNECTING, PoolStanding.DOWN]

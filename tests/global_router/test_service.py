@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from poolgrid.inference.ports import Refused
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.ports import Refused, StreamDelta
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind
@@ -35,7 +34,7 @@ LEAVING = SelectRefused(0, SelectRefusal.DRAINING, "all are leaving", None, ((Wo
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(_whole(scenario), 20))
+    asyncio.run(asyncio.wait_for(_whole(scenario), 120))
 
 
 async def _whole(scenario: Callable[[], Awaitable[None]]) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router import bootstrap
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.serving.router_process import RouterProcess
 from tests.global_router.documents import disagg
-from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
+from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, load_once, taken_port
 
 
 def starting(
@@ -42,6 +43,11 @@ def starting(
         )
 
     return serve
+
+
+@pytest.fixture(autouse=True)
+def _one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PromptModel, "load", load_once)
 
 
 def test_one_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from poolgrid.global_router.view import PoolsView
+from poolgrid.global_router.service import PoolsView
 from poolgrid.process.clock import SystemClock
 from poolgrid.wire.card import ChatSpec, MediaSpec
 from poolgrid.wire.identifiers import Role

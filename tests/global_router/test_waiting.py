@@ -183,7 +183,7 @@ async def test_full_pools_are_asked_how_they_are_while_somebody_waits_and_no_lon
     for name in "abc":
         scene.fleet.pool(name).status = FULL
     await scene.submit("r")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         await scene.fleet.pool("b").asked_thrice.wait()
 
     scene.fleet.pool("a").say(FREE)

@@ -26,7 +26,7 @@ LEASE_S = 10
 seen to take up to ten seconds and which no setting of theirs shortens. A shorter lease is over before anybody can take
 it."""
 
-NAMES_LEASE_S = 5
+NAMES_LEASE_S = 10
 SPEEDUP = 4.0
 HTTP = 8000
 CONSOLIDATORS = {"blue": (1, 2), "green": (3, 2)}
@@ -140,7 +140,7 @@ class Fleet:
 
     def _add(self, command: str, pool: str, number: int, port: int, *arguments: str) -> None:
         host = self.hosts[number - 1]
-        names = ["--names", "nats", "--names-lease-ms", str(1000 * NAMES_LEASE_S), "--nats-replicas", "3"]
+        names = ["--names", "nats", "--nats-replicas", "3"]
         urls = [word for server in self.servers for word in ("--nats-url", f"nats://{server.url.rpartition('/')[2]}")]
         where = ["--host", "0.0.0.0", "--advertise-host", host.address]
         words = [command, *where, *names, *urls, *arguments]

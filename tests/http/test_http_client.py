@@ -9,12 +9,18 @@ from typing import Any
 import pytest
 import uvloop
 
-from poolgrid.http.http_client import HEADERS_BYTES_MAX, ClientExchange, Connection, HttpClient, RequestFailed
-from poolgrid.http.http_target import HttpTarget
+from poolgrid.http.http_client import (
+    HEADERS_BYTES_MAX,
+    ClientExchange,
+    Connection,
+    HttpClient,
+    HttpTarget,
+    RequestFailed,
+)
 from poolgrid.process.clock import SystemClock
 
 LOOPS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 

@@ -32,12 +32,11 @@ from poolgrid.http.exchange import BODY_BUFFER_BYTES, ON_DISCONNECT
 from poolgrid.http.http_server import STOOD_STILL_S, HttpServer
 from poolgrid.http.http_settings import HttpLimits, HttpSettings
 from poolgrid.http.request_parser import SLICE_BYTES, SLICE_PIECES, RequestParser
-from poolgrid.transport.security import SecuritySettings
-from poolgrid.transport.tls import Tls
+from poolgrid.transport.security import SecuritySettings, Tls
 
 T = TypeVar("T")
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 """How long anything here may take on a busy machine; nothing waits for it to pass."""
 
 FOREVER_S = 3600.0

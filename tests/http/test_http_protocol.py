@@ -291,10 +291,10 @@ async def test_the_application_is_told_when_its_client_leaves() -> None:
     async with talking() as (application, client):
         application.hold.clear()
         client.writer.write(post(b"abc"))
-        await asyncio.wait_for(application.entered.wait(), 10)
+        await asyncio.wait_for(application.entered.wait(), 120)
         assert not application.left.is_set()
         client.writer.transport.abort()
-        await asyncio.wait_for(application.left.wait(), 10)
+        await asyncio.wait_for(application.left.wait(), 120)
 
 
 async def test_a_client_that_leaves_amid_its_body_reaches_nobody() -> None:

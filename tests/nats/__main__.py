@@ -27,8 +27,7 @@ from click.testing import CliRunner
 from poolgrid.cli.main import app
 from poolgrid.nats.connection import NatsConnection
 from poolgrid.nats.jetstream import JetStreamJournal, StreamShape
-from poolgrid.nats.message import Outgoing, empty_body
-from poolgrid.nats.ports import StreamUnavailable
+from poolgrid.nats.message import Outgoing, StreamUnavailable, empty_body
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.tools.bench.command import measure_one

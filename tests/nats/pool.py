@@ -14,7 +14,7 @@ from poolgrid.nats.leader import read_leader
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.wire.leadership import Leader
-from tests.e2e.processes import Process
+from tests.e2e.processes import WAIT_TIMEOUT_S, Process, eventually
 
 
 @contextlib.asynccontextmanager
@@ -50,10 +50,28 @@ def active_consolidator(up: Process, url: str) -> psutil.Process:
     raise AssertionError(f"no consolidator of the pool listens at {found.ingest}")
 
 
+def kill_active_consolidator(up: Process, url: str) -> Leader:
+    """Kill the consolidator that is active, as soon as there is one, and return what it was to the pool."""
+    killed: Leader | None = None
+
+    def is_killed() -> bool:
+        nonlocal killed
+        if (killed := leader(url)) is None:
+            return False  # it stood still for its lease, and has lost it
+        with contextlib.suppress(AssertionError, psutil.Error):  # another one has become active meanwhile
+            active_consolidator(up, url).kill()
+            return True
+        return False
+
+    eventually("the active consolidator is killed", is_killed)
+    assert killed is not None
+    return killed
+
+
 def ask(url: str, prompt: str) -> int:
     """Ask something; return the status."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 4}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=60.0).status_code
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT_TIMEOUT_S).status_code
 
 
 def offset(url: str) -> int:

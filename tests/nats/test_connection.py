@@ -51,7 +51,7 @@ async def test_who_is_cancelled_in_the_turn_in_which_the_answer_comes_ends(quest
     task = owned(ask(), "asking")
     await asyncio.sleep(0.01)
     client.answer.set_result(_Message())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(120):
         await cancel_all([task])
 
     assert task.cancelled()

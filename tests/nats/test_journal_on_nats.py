@@ -10,7 +10,7 @@ from itertools import count, product
 
 import pytest
 
-from poolgrid.consolidator.journal.errors import JournalFenced
+from poolgrid.consolidator.journal.framing import JournalFenced
 from poolgrid.nats.connection import NatsConnection
 from poolgrid.nats.jetstream import JetStreamJournal, StreamShape, ThreadedStream
 from poolgrid.nats.journal import StreamJournal, StreamJournalSettings

@@ -16,8 +16,7 @@ from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.frontend.access.key_file import KeyDocument, Tenant
 from poolgrid.frontend.access.tenants import Tenants
 from poolgrid.nats.connection import NatsMessage
-from poolgrid.nats.limits import BUCKET, LimitsOnNats, page_of
-from poolgrid.nats.shared_meter import SharedMeter
+from poolgrid.nats.limits import BUCKET, LimitsOnNats, SharedMeter, page_of
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.tasks import cancel_all
 from tests.discovery import waiting as naming

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from poolgrid.cli.router_client import url_of
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.discovery.discovery import Discovery
-from poolgrid.discovery.ports import DiscoveryUnavailable, Scope
+from poolgrid.discovery.registry import DiscoveryUnavailable, Scope
 from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.nats.bucket import ANSWERS_MAX
@@ -244,7 +244,7 @@ async def test_servers_that_are_away_take_nobodys_name_and_do_not_hold_up_a_star
 
         assert len(await until_found(other, 1)) == 1
         late = names_on(server, lease_s=3)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await late.open()
             await late.register("router", "r2", {"http": "http://127.0.0.1:2"})
         server.start()

@@ -11,21 +11,19 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from poolgrid.discovery.ports import DiscoveryUnavailable, Scope
+from poolgrid.discovery.registry import DiscoveryUnavailable, Scope
 from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.frontend.access.key_file import KeyDocument, Tenant
 from poolgrid.frontend.access.tenants import Tenants
-from poolgrid.frontend.responses_api.store import KeptResponse, Owner
+from poolgrid.frontend.responses_api.kept import KeptResponse, Owner
 from poolgrid.nats.connection import NatsConnection
 from poolgrid.nats.jetstream import JetStreamJournal, StreamShape, ThreadedStream
 from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
 from poolgrid.nats.leader import LeaderLease, read_leader
-from poolgrid.nats.limits import LimitsOnNats
-from poolgrid.nats.message import Outgoing, empty_body
-from poolgrid.nats.ports import StreamUnavailable
+from poolgrid.nats.limits import LimitsOnNats, SharedMeter
+from poolgrid.nats.message import Outgoing, StreamUnavailable, empty_body
 from poolgrid.nats.registrations import NatsRegistrations
 from poolgrid.nats.responses import NatsResponseStore
-from poolgrid.nats.shared_meter import SharedMeter
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.nats_settings import EventPlaneSettings
 from tests.consolidator.fake_stream import StillClock

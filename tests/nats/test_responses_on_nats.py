@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
-from poolgrid.frontend.responses_api.store import KeptResponse, Owner
+from poolgrid.frontend.responses_api.kept import KeptResponse, Owner
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.shared_state import Sharing
 from poolgrid.inference.ports import Refused

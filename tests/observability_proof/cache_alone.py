@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from poolgrid.router.policies.weighted_cost import CostWeights, WeightedCost
+from poolgrid.router.core.candidates import Candidates, Choice, RoutingRequest
+from poolgrid.router.core.policy import lowest
 
 
-class CacheAlone(WeightedCost):
+class CacheAlone:
     """Chooses by what workers hold, and by nothing else."""
 
     name = "cache-alone"
+    needs_overlap = True
 
-    def __init__(self) -> None:
-        super().__init__(CostWeights(queue_weight=0.0, decode_weight=0.0))
+    def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
+        """Choose the worker that holds most of the prompt on its device."""
+        costs = -candidates.device_overlap
+        row, reason = lowest(costs, request)
+        return Choice(row, reason, costs)

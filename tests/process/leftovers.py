@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 import socket
@@ -15,7 +16,9 @@ from typing import Any
 
 import pytest
 
-PATIENCE_S = 20.0
+from poolgrid.frontend.prompt_model import PromptModel
+
+PATIENCE_S = 120.0
 """How long threads may take to end."""
 
 FIRST_PATIENCE_S = 2.0
@@ -44,6 +47,10 @@ class _Loop(asyncio.SelectorEventLoop):
         handle = super().call_at(when, callback, *args, context=context)
         self.timers.append(handle)
         return handle
+
+
+load_once = functools.cache(PromptModel.load)
+"""In place of ``PromptModel.load``, which takes a fifth of a second of CPU and opens nothing."""
 
 
 def ended_leaving_nothing(
@@ -76,6 +83,7 @@ def ended_leaving_nothing(
             return runner.run(asyncio.wait_for(once(), 60))
 
     gc.collect()  # what others have left must not vanish meanwhile, in place of what this leaves
+    gc.freeze()  # and a process that ends collects, several times here: a second each, of all that tests have imported
     if _left_behind(run, FIRST_PATIENCE_S):
         # Libraries open things that they keep for good; what is left again is ours.
         assert _left_behind(run, PATIENCE_S) == []

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.process.awake_clock import AwakeClock, AwakeTime, within
-from poolgrid.process.clock import SystemClock
+from poolgrid.process.clock import AwakeClock, AwakeTime, SystemClock, within
 
 GAP_MS = 100.0
 

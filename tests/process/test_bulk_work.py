@@ -61,7 +61,7 @@ def play(scenario: Callable[[Scene], Awaitable[None]]) -> Scene:
         scene = Scene()
         scene.count_turns()
         await scenario(scene)
-        await asyncio.wait_for(scene.until_idle(), 10)
+        await asyncio.wait_for(scene.until_idle(), 120)
         return scene
 
     return asyncio.run(played())

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.frontend.media.media_cache import MediaCache
-from poolgrid.frontend.segment_cache import SegmentCache
-from poolgrid.inference.cache_domain import WHOLE, CacheShares
-from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.frontend.media.loader import MediaCache
+from poolgrid.frontend.tokenization import SegmentCache
+from poolgrid.inference.inference_request import WHOLE, CacheShares, InferenceRequest
 from poolgrid.process.caches import BudgetedLru, TenantCaches
 from poolgrid.process.clock import SystemClock
 from poolgrid.serving.prompt_paths import TenantPaths

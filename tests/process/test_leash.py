@@ -13,7 +13,7 @@ import pytest
 
 from poolgrid.process.leash import NOT_STARTED, leashed
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 def started(*command: str) -> subprocess.Popen[bytes]:

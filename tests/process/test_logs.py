@@ -14,15 +14,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.process.complaints import PEERS_MAX, PERIOD_MS, Complaints, shown_peer
 from poolgrid.process.log_lines import (
     FIELD_CHARS_MAX,
+    PEERS_MAX,
+    PERIOD_MS,
     TRACEBACK_MARK,
+    Complaints,
     Field,
     JsonFormatter,
     LineFormatter,
     about,
     one_line,
+    shown_peer,
 )
 from poolgrid.process.logs import (
     EVERY_LINE,

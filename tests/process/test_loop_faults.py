@@ -11,8 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from poolgrid.process import lifecycle
-from poolgrid.process.event_loop import LoopMetrics
-from poolgrid.process.lifecycle import OF_ONE_CONNECTION, TaskFailed
+from poolgrid.process.lifecycle import OF_ONE_CONNECTION, LoopMetrics, TaskFailed
 
 
 def raising(module: str, error: Exception) -> Callable[..., None]:
@@ -64,7 +63,7 @@ def test_an_exception_in_any_callback_of_ours_ends_the_process(way: int, caplog:
         LoopMetrics(registry)
         callback = raising("poolgrid.router.feeds", RuntimeError("injected"))
         ways(callback)[way](asyncio.get_running_loop())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             await stop.wait()
         counted.append(registry.get_sample_value("poolgrid_event_loop_faults_total") or 0.0)
 
@@ -79,7 +78,7 @@ def test_an_exception_in_any_callback_of_ours_ends_the_process(way: int, caplog:
     ("module", "error"),
     [
         *((module, ValueError("injected")) for module in sorted(OF_ONE_CONNECTION)),
-        ("poolgrid.http.fair_acceptor", ConnectionAbortedError("injected")),
+        ("poolgrid.http.http_server", ConnectionAbortedError("injected")),
         ("httpx._client", ValueError("injected")),
     ],
 )

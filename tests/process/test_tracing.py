@@ -16,8 +16,7 @@ from opentelemetry.trace import StatusCode
 
 from poolgrid.process.tracing.otel import OtelSink
 from poolgrid.process.tracing.record import EVENTS_MAX, SPANS_MAX, SpanKind, TraceRecord
-from poolgrid.process.tracing.sampling import Sampler, TraceSampling
-from poolgrid.process.tracing.settings import TraceSettings, trace_target
+from poolgrid.process.tracing.settings import Sampler, TraceSampling, TraceSettings, trace_target
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.wire.limits import TRACE_STATE_CHARS_MAX
 from poolgrid.wire.trace_context import TraceContext, TracePlace

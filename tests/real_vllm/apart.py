@@ -69,18 +69,17 @@ def apart(vllm: Path, model: Path, directory: Path) -> Found:
 def _through(url: str, prefill: VllmServer, decode: VllmServer) -> Found:
     source = random.Random(15)
     shared = [source.randrange(16, 4000) for _ in range(128)]
-    lengths = [size for whole in (2, 5, 9) for size in range(whole * BLOCK_SIZE - 1, whole * BLOCK_SIZE + 2)]
-    lengths += [source.randrange(60, 300) for _ in range(REQUESTS - len(lengths))]
-    # The first ones, about whole blocks long, begin alike: the decode server may hold a part of them already.
-    prompts = [
-        shared[: source.choice((0, 32, 64))] + [source.randrange(16, 4000) for _ in range(length)] for length in lengths
-    ]
-    prompts = [
-        prompt[:length] if length % BLOCK_SIZE in (31, 0, 1) else prompt
-        for prompt, length in zip(prompts, lengths, strict=True)
-    ]
+    # About whole blocks, and others: after a full block a decode server has no place for the first token.
+    lengths = [blocks * BLOCK_SIZE + off for blocks in (2, 5, 9) for off in (-1, 0, 1)]
+    lengths += [source.randrange(100, 300) for _ in range(REQUESTS - len(lengths))]
+    prompts = []
+    for length in lengths:
+        begin = shared[: source.choice((0, 32, 48))]
+        prompts.append(begin + [source.randrange(16, 4000) for _ in range(length - len(begin))])
     answers = asyncio.run(_ask(url, prompts, "apart"))
     texts = [each["choices"][0]["text"] for each in answers]
+    # What the decode server was given besides the prompts.
+    at_once = metric(decode.url, "vllm:prompt_tokens_total") - sum(lengths)
     # One server for the whole of a request, to compare with.
     undisturbed = [each["choices"][0]["text"] for each in asyncio.run(_ask(prefill.url, prompts, "whole"))]
     legs = [
@@ -101,6 +100,7 @@ def _through(url: str, prefill: VllmServer, decode: VllmServer) -> Found:
     found: Found = {
         "requests": REQUESTS,
         "in two legs": legs.count(["prefill", "decode"]),
+        "first token before the transfer": at_once,
         "transfers of KV": moved,
         "MB moved": round(metric(decode.url, "vllm:nixl_bytes_transferred_sum") / 1e6, 1),
         "transfers failed": metric(decode.url, "vllm:nixl_num_failed_transfers_total"),
@@ -110,6 +110,7 @@ def _through(url: str, prefill: VllmServer, decode: VllmServer) -> Found:
         "without the prefill server": stages,
     }
     assert found["in two legs"] == REQUESTS, (found, legs)
+    assert at_once == sum(length % BLOCK_SIZE > 0 for length in lengths), found
     # What a decode server holds already it does not fetch.
     assert 0 < moved <= REQUESTS, found
     assert found["transfers failed"] == found["untrusted workers"] == 0, found

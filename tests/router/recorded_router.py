@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -24,7 +24,6 @@ from poolgrid.router.core.inputs import (
     TurnOffered,
     WorkerWanted,
 )
-from poolgrid.router.decision_journal.entries import MILLISECONDS_VERSION
 from poolgrid.router.decision_journal.opening import DECIDING_SETTINGS, policy_of
 from poolgrid.router.decision_journal.recorder import QUEUE_LIMIT, DecisionRecorder, DecisionSegments, settings_noted
 from poolgrid.router.decision_journal.replay import DecisionReplay, ReplayOutcome
@@ -81,16 +80,13 @@ class RecordedRouter:
         scale: int = 1,
         starts_late: bool = False,
         kv_blocks: int = 0,
-        former: Mapping[str, object] | None = None,
         **given: object,
     ) -> None:
         """``scale``: how much longer than usual prompts are, and everything takes; then half of them come only once.
 
-        ``former``: settings of a router before costs were in milliseconds, which the recording notes and keeps to.
         ``starts_late``: a worker says that a request began after the router has released it.
         """
         self.settings = with_constants(RouterSettings, {"reservation_ttl_ms": 500, **given})
-        self._former = former
         self.clock = TurnedClock()
         self.pool_disk = FakeDisk()
         self.decisions_disk = FakeDisk()
@@ -124,9 +120,6 @@ class RecordedRouter:
         settings = self.settings
         values = {name: getattr(settings, name) for name in DECIDING_SETTINGS}
         noted = settings_noted("r", "test", values)
-        if self._former is not None:
-            version = MILLISECONDS_VERSION - 1
-            noted = msgspec.structs.replace(noted, settings=values | dict(self._former), inputs_version=version)
         self.state = make_state(settings, policy_of(noted))
         self.selector = self.state.selector
         self.projection = self.selector.projection

@@ -31,7 +31,7 @@ from poolgrid.transport.zmq_socket import CallbackSocket
 from poolgrid.wire import codec
 from poolgrid.wire.feed import WorkerState
 from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.loading import LoadingWorker
+from poolgrid.wire.ingest import LoadingWorker
 from poolgrid.wire.requests import (
     Cancel,
     FinishReason,
@@ -45,7 +45,7 @@ from poolgrid.wire.requests import (
 )
 from tests.router.fleet_builder import make_card
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 
 
 class Worker:

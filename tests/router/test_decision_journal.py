@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from poolgrid.consolidator.journal.errors import JournalCorrupt
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
-from poolgrid.consolidator.journal.framing import FILE_HEADER, frame, payload_at, scan
+from poolgrid.consolidator.journal.framing import FILE_HEADER, JournalCorrupt, frame, payload_at, scan
 from poolgrid.consolidator.journal.inspection import state_at
 from poolgrid.consolidator.journal.stored_records import offset_of
 from poolgrid.router.core.candidates import RoutingRequest
@@ -65,28 +64,6 @@ def test_every_decision_is_derived_again_with_crashes_expiries_and_a_sampling_po
     assert (outcome.not_derivable, outcome.lost_decisions) == (0, 0)
 
 
-FORMER: dict[str, dict[str, Any]] = {
-    "weights": {"policy": "kv", "queue_weight": 0.5, "decode_weight": 0.1, "overlap_weight": 0.5},
-    "samples": {"policy": "kv", "temperature": 0.3},
-    "milliseconds": {"policy": "predicted"},
-    "the field's weights": {"policy": "field", "temperature": 0.1},
-    "own choices": {"policy": "approximate", "queue_weight": 0.5},
-}
-
-
-@pytest.mark.parametrize("name", FORMER)
-def test_recording_of_a_former_policy_derives_every_decision_again(name: str) -> None:
-    router = recorded(seed=4, former=FORMER[name])
-
-    outcome = router.replay()
-
-    assert outcome.difference is None
-    assert outcome.identical == router.made > 50
-    made = entries_of(router.decisions_disk, DecisionMade)
-    is_weighted = FORMER[name]["policy"] != "predicted"
-    assert all(("adjusted_prefill" in each.terms) is is_weighted for each in made)
-
-
 def test_a_workers_stream_that_became_suspect_is_replayed_with_the_predictions_in_its_place() -> None:
     # Most requests report nothing reused, so workers become suspect sooner or later.
     router = recorded(steps=500, seed=5, honesty=0.1, churn=0.05)
@@ -121,12 +98,12 @@ def become_stale_and_heal(router: RecordedRouter, number: int) -> None:
 
 
 MIDWAY: dict[str, dict[str, Any]] = {
-    "trusted workers": {"seed": 3, "former": {"policy": "kv", "temperature": 0.2}},
+    "trusted workers": {"seed": 3, "policy": "field"},
     "a policy that counts": {"seed": 3, "policy": "round-robin"},
     "a policy that learns": {"seed": 3},
     "approximate mode": {"seed": 3, "policy": "approximate", "approximate_ttl_ms": 2000},
     "late starts": {"seed": 3, "starts_late": True},
-    "stale workers": {"seed": 5, "change": become_stale_and_heal, "former": {"policy": "kv"}},
+    "stale workers": {"seed": 3, "change": become_stale_and_heal},
     "suspect workers": {"seed": 5, "honesty": 0.1, "churn": 0.05},
 }
 
@@ -145,7 +122,7 @@ def test_a_replay_can_begin_at_any_segment(name: str) -> None:
     assert identical > 100
 
 
-@pytest.mark.parametrize("name", ["approximate mode", "stale workers", "suspect workers"])
+@pytest.mark.parametrize("name", ["approximate mode", "suspect workers"])
 def test_a_checkpoint_says_what_the_router_believed_by_its_own_choices(name: str) -> None:
     router = recorded(steps=900, segment_bytes=60_000, **MIDWAY[name])
     last = entries_of(router.decisions_disk, Checkpoint)[-1]
@@ -277,19 +254,6 @@ def test_beliefs_that_do_not_fit_together_are_damage_and_located() -> None:
 
     with pytest.raises(JournalCorrupt, match="beliefs about worker 0 of 0"):
         router.replay(decisions=decisions)
-
-
-def test_a_journal_of_a_router_that_wrote_no_beliefs_is_replayed_as_before() -> None:
-    router = recorded(steps=900, segment_bytes=60_000, **MIDWAY["approximate mode"])
-    kept = kept_from_each_segment(router)
-    decisions = changed_checkpoint(kept[0], without_beliefs)
-
-    outcome = router.replay(decisions=decisions)
-
-    assert outcome.difference is None
-    assert "its own choices" in str(outcome.causes)
-    assert outcome.identical == len(entries_of(kept[1], DecisionMade)), "it begins at the next one that has them"
-    assert outcome.identical + outcome.not_derivable == len(entries_of(decisions, DecisionMade))
 
 
 def test_a_router_that_begins_again_is_followed_into_its_next_life() -> None:

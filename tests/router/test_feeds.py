@@ -9,12 +9,12 @@ import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
 from poolgrid.consolidator.bootstrap import create
-from poolgrid.consolidator.core.loading_table import LoadingTable
+from poolgrid.consolidator.core.feed_reader import LoadingTable
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.process.clock import SystemClock
 from poolgrid.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
 from poolgrid.wire import codec
-from poolgrid.wire.loading import LOADING_FRAME, LOADING_WORKERS_MAX, LoadingWorker
+from poolgrid.wire.ingest import LOADING_FRAME, LOADING_WORKERS_MAX, LoadingWorker
 from tests.consolidator.pusher import Pusher, stored
 from tests.consolidator.test_service import Reader, truth
 

@@ -10,11 +10,10 @@ from typing import Any, cast
 import pytest
 
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
+from poolgrid.fleet_page.hub import Picture
 from poolgrid.fleet_page.playback.player import Player
-from poolgrid.fleet_page.ports import Picture
 from poolgrid.fleet_page.router_source import COLUMNS, RouterFleetSource
-from poolgrid.fleet_page.router_watch import FleetWatch
-from poolgrid.fleet_page.served_seconds import ServedSeconds
+from poolgrid.fleet_page.router_watch import FleetWatch, ServedSeconds
 from poolgrid.frontend.metrics import SERVED_COLUMNS
 from poolgrid.process.clock import SystemClock
 from poolgrid.router.core.decision import Decision

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from poolgrid.inference.ports import Refused, TokenStream
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.ports import Refused, StreamDelta, TokenStream
 from poolgrid.serving.admission_queue import RETRY_AFTER_DEFAULT_MS, RETRY_AFTER_MAX_MS, FullWorkers
 from poolgrid.wire.events import WorkerJoined
 from poolgrid.wire.hashing import pack_tokens
@@ -57,7 +56,7 @@ async def test_somebody_is_told_when_there_may_be_room_again() -> None:
     full.observe(told.set)
     full.note("w", 1)
     clock.now_ms += 1
-    await asyncio.wait_for(told.wait(), 10)
+    await asyncio.wait_for(told.wait(), 120)
     assert not full.at(clock.now_ms)
 
 
@@ -76,7 +75,7 @@ def refuse(router: Routed, kind: RefusalKind, error: str = "no", **more: Any) ->
 
 
 async def last_of(stream: TokenStream) -> StreamDelta:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while True:
             for delta in await stream.next():
                 if delta.finish_reason is not None:

@@ -106,7 +106,7 @@ async def test_nobody_waits_longer_than_the_limit_and_none_at_all_where_it_is_0(
         join(router, A, AT_A)
         _, second = await submit(router, named("first"), named("second", 7000))
         assert not second.done()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while not second.done():  # whatever happens next, as events of other workers do
                 router.service.queue.pump()
                 await asyncio.sleep(0.005)
@@ -123,7 +123,7 @@ async def test_housekeeping_looks_after_those_that_waited_too_long() -> None:
     async with routed(make_policy("kv"), hold_limit_ms=10, worker_timeout_ms=100) as router:
         join(router, A, AT_A)
         _, second = await submit(router, named("first"), named("second", 7000))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             await second
 
 

@@ -34,7 +34,7 @@ from poolgrid.wire.feed import BlockChain, Records, SnapshotPart, WorkerState
 from poolgrid.wire.feed_frames import FeedFrame
 from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import Tier
-from poolgrid.wire.loading import LoadingWorker
+from poolgrid.wire.ingest import LoadingWorker
 from tests.router.fleet_builder import decided, load_snapshot, make_card, stored, worker_key
 from tests.router.index_structure import holdings
 

@@ -12,9 +12,8 @@ import pytest
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX, PoolState
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.consolidator.journal.posix_disk import PosixDisk
-from poolgrid.fleet_page.playback.leg_times import Leg, fill
 from poolgrid.fleet_page.playback.player import Player
-from poolgrid.fleet_page.playback.reel import WORKER_COLUMNS, Reel, ReelFrame, held_depth, make_reel, moments
+from poolgrid.fleet_page.playback.reel import WORKER_COLUMNS, Leg, Reel, ReelFrame, fill, held_depth, make_reel, moments
 from poolgrid.frontend.errors import RequestError
 from poolgrid.wire import codec
 from poolgrid.wire.events import (

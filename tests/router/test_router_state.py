@@ -30,9 +30,10 @@ from poolgrid.router.core.inputs import (
 from poolgrid.router.core.load_ledger import ENTRY_BYTES
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.working_set import Admission
-from poolgrid.router.decision_journal import recorder, replay
+from poolgrid.router.decision_journal import recorder
 from poolgrid.router.decision_journal.entries import (
     INPUTS_VERSION,
+    OLDEST_INPUTS_VERSION,
     Checkpoint,
     PrefillEnded,
     RouterSettingsNoted,
@@ -261,17 +262,16 @@ def test_every_admission_of_a_session_is_derived_again_also_from_a_checkpoint(se
     assert again.identical_admissions > 0
 
 
-def test_a_recording_made_before_inputs_were_values_is_still_derived_bit_for_bit() -> None:
+def test_a_recording_from_before_the_first_release_is_refused_with_its_version() -> None:
     (decisions,) = decision_directories(BEFORE_INPUTS)
-    kinds = Counter(type(each.entry).__name__ for each in stored_entries(ReadOnlyDirectory(decisions)))
-    assert kinds["WorkerCrowded"], kinds["LeaseRenewed"]
 
     outcome = DecisionReplay(
         ReadOnlyDirectory(BEFORE_INPUTS), ReadOnlyDirectory(decisions), policy_of, BLOCKS_MAX
     ).run()
 
-    assert outcome.difference is None
-    assert (outcome.identical, outcome.not_derivable, outcome.lost_decisions) == (kinds["DecisionMade"], 0, 0)
+    (cause,) = outcome.causes
+    assert f"which knows versions {OLDEST_INPUTS_VERSION} to {INPUTS_VERSION}: replay it with the one that" in cause
+    assert (outcome.identical, outcome.difference) == (0, None)
 
 
 def test_inputs_of_a_later_version_are_not_replayed_and_it_is_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,50 +299,7 @@ def test_inputs_of_a_later_version_are_not_replayed_and_it_is_said_why(monkeypat
     assert (outcome.identical, outcome.not_derivable) == (0, router.made)
     (cause,) = outcome.causes
     assert f"inputs are of version {INPUTS_VERSION + 1}, written by poolgrid test" in cause
-    assert f"knows versions up to {INPUTS_VERSION}" in cause
-
-
-@pytest.mark.parametrize(("version", "late_starts_max", "is_alike"), [(5, 1024, True), (4, 0, True), (5, 0, False)])
-def test_late_starts_are_replayed_as_the_recording_router_took_them(
-    monkeypatch: pytest.MonkeyPatch, version: int, late_starts_max: int, is_alike: bool
-) -> None:
-    monkeypatch.setattr(recorder, "INPUTS_VERSION", version)
-
-    async def run() -> RecordedRouter:
-        router = RecordedRouter(seed=3, churn=0.0, starts_late=True)
-        router.projection.ledger.late_starts_max = late_starts_max
-        for name in NAMES:
-            router.join(name)
-        for _ in range(200):
-            router.step()
-        await router.recorder.stop()
-        return router
-
-    router = asyncio.run(run())
-    outcome = router.replay()
-
-    assert (outcome.difference is None) == is_alike
-    assert not is_alike or outcome.identical == router.made > 50
-
-
-def test_a_recording_with_a_setting_that_is_gone_is_not_replayed_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(replay.FORMER_SETTINGS, "reservation_ttl_ms", 1.0)
-
-    async def run() -> RecordedRouter:
-        router = RecordedRouter(seed=3)
-        for name in NAMES:
-            router.join(name)
-        for _ in range(20):
-            router.step()
-        await router.recorder.stop()
-        return router
-
-    router = asyncio.run(run())
-    outcome = router.replay()
-
-    (cause,) = outcome.causes
-    assert "written by poolgrid test with reservation_ttl_ms 500, which this version does not have" in cause
-    assert (outcome.identical, outcome.not_derivable) == (0, router.made)
+    assert f"knows versions {OLDEST_INPUTS_VERSION} to {INPUTS_VERSION}" in cause
 
 
 CHANGES = {

@@ -77,7 +77,7 @@ class Asker:
 
     async def ask(self, message: ToPool) -> FromPool:
         await self.tell(codec.to_pool.encode(message))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             return codec.from_pool.decode(await self.socket.recv())
 
     async def tell(self, frame: bytes) -> None:

@@ -16,7 +16,7 @@ from poolgrid.process.process_group import GroupPlace
 from poolgrid.router import bootstrap
 from poolgrid.router.settings import RouterSettings
 from poolgrid.serving.router_process import RouterProcess
-from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
+from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, load_once, taken_port
 
 
 def starting(
@@ -46,6 +46,11 @@ def starting(
         )
 
     return serve
+
+
+@pytest.fixture(autouse=True)
+def _one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PromptModel, "load", load_once)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lab.website.request_life_page import page
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.ports import StreamDelta
 from poolgrid.serving.legs import (
     NOTHING,
     AvoidWorker,
@@ -30,7 +30,7 @@ from poolgrid.serving.legs import (
 )
 from poolgrid.serving.request_machine import (
     ANY,
-    DRAINS_MAX,
+    DEPARTURES_MAX,
     LEGS,
     TABLE,
     RequestMachine,
@@ -236,8 +236,8 @@ def test_workers_that_drain_cost_no_migration_up_to_a_bound() -> None:
         refusal = delta(leg, finish_reason=FinishReason.ERROR, error="no", refusal=RefusalKind.DRAINING)
         return made.on_delta(refusal)[-1]
 
-    assert all(isinstance(refused(number), PlaceNext) for number in range(DRAINS_MAX))
-    assert isinstance(refused(DRAINS_MAX), EndRequest)
+    assert all(isinstance(refused(number), PlaceNext) for number in range(DEPARTURES_MAX))
+    assert isinstance(refused(DEPARTURES_MAX), EndRequest)
 
 
 def test_moves_away_from_workers_that_drain_leave_the_others_as_many_as_before() -> None:
@@ -248,6 +248,17 @@ def test_moves_away_from_workers_that_drain_leave_the_others_as_many_as_before()
 
     assert isinstance(made.on_lost(place(made, Stage.WHOLE, "one").id, LegEvent.LOST, "lost")[-1], PlaceNext)
     assert isinstance(made.on_lost(place(made, Stage.WHOLE, "two").id, LegEvent.LOST, "lost")[-1], EndRequest)
+
+
+def test_workers_that_are_lost_with_the_one_before_leave_all_migrations_for_others() -> None:
+    """The connections to the workers of one process break one after another, and a request may follow all of them."""
+    made = machine(migration_limit=1)
+    first = place(made, Stage.WHOLE, "first")
+    made.on_delta(delta(first, 100))
+    assert isinstance(made.on_lost(first.id, LegEvent.LOST, "lost")[-1], PlaceNext)
+
+    for name in ("second", "third", "fourth"):
+        assert isinstance(made.on_lost(place(made, Stage.WHOLE, name).id, LegEvent.LEFT, "lost")[-1], PlaceNext)
 
 
 @pytest.mark.parametrize(

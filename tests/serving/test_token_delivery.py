@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.ports import StreamDelta
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import FinishReason

@@ -108,7 +108,7 @@ async def scene(make_context: Callable[[], zmq.Context[Any]]) -> AsyncIterator[S
     context = make_context()
     made = Scene(context)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             yield made
     finally:
         made.links.close()

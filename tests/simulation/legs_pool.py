@@ -28,8 +28,8 @@ from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import AnyEvent, JournalRecord, PrefillCompleted, RequestFinished, WorkerJoined, WorkerLeft
 from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
 from poolgrid.workers.core.timing import PolynomialTiming, TimingModel, step_times_of
-from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
 from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits, StepOutcome
+from poolgrid.workers.engines.simulated.core.kv_groups import CacheRecorder
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource, TransferModel, read_ticket
 
 

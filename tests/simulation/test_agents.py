@@ -14,7 +14,7 @@ from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.agents import PAUSES, PREFIX_TOKENS, AgentDraws
 from poolgrid.tools.simulation.agent_workload import AgentArrivals, AgentWorkload, agent_workload
 from poolgrid.tools.simulation.pool import SimulatedPool
-from poolgrid.tools.simulation.report import policy_report
+from poolgrid.tools.simulation.recording import policy_report
 from poolgrid.tools.simulation.session_line import Sticky, line_of
 from poolgrid.tools.simulation.workload import RecordedRequest, recorded_workload
 from poolgrid.workers.core.timing import timing_model
@@ -24,11 +24,11 @@ from tests.simulation.builders import limits
 BLOCK = 16
 SCALE = 1 / 16
 """Lengths and step times are divided by this: the blocks of one full-size block of 256 tokens."""
-AGENTS, WORKERS = int(os.environ.get("POOLGRID_SIMULATED_AGENTS", "24")), 2
+AGENTS, WORKERS = int(os.environ.get("POOLGRID_SIMULATED_AGENTS", "16")), 2
 SEEDS = range(1, 1 + int(os.environ.get("POOLGRID_AGENT_SEEDS", "1")))
 """`make long` plays 64 agents with five seeds, in half an hour."""
 IS_LARGE = AGENTS >= 64
-"""Six sessions on a worker keep its engine in decoding alone: no order of turns makes it much faster."""
+"""Few sessions on a worker keep its engine in decoding alone: no order of turns makes it much faster."""
 
 
 @cache

@@ -1,11 +1,11 @@
-"""Where turns of conversations go, at light load and at peak: what four GPUs showed of the former cost, and today's."""
+"""Where turns of conversations go, at light load and at peak: with the field's cost, and with that of ``kv``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from poolgrid.router.core.policy import Policy
-from poolgrid.router.policies.weighted_cost import WeightedCost
+from poolgrid.router.policies.weighted_cost import FieldCost
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.simulation.pool import SimulatedPool
 from poolgrid.workers.core.timing import timing_model
@@ -54,21 +54,20 @@ def figures_of(turns: list[Turn], policy: Policy) -> Figures:
     return Figures(max(requests) * WORKERS / sum(requests), whole / later, sum(result.ttft_ms) / len(result.ttft_ms))
 
 
-def test_light_load_spreads_first_turns_more_than_weights_did_although_system_prompts_attract() -> None:
+def test_light_load_spreads_first_turns_although_system_prompts_attract() -> None:
     runs = [sessions(seed, LIGHT, 60.0) for seed in (1, 2)]
-    former = [figures_of(turns, WeightedCost()) for turns in runs]
-    today = [figures_of(turns, make_policy("kv")) for turns in runs]
+    fields = [figures_of(turns, FieldCost()) for turns in runs]
+    kvs = [figures_of(turns, make_policy("kv")) for turns in runs]
 
-    assert max(each.spread for each in former) > 1.7
-    assert max(each.spread for each in today) < 1.4
-    assert min(each.stayed for each in today) >= 0.98
-    assert sum(each.ttft_ms for each in today) < 1.02 * sum(each.ttft_ms for each in former)
+    assert max(each.spread for each in kvs) < 1.4
+    assert min(each.stayed for each in kvs) >= 0.98
+    assert sum(each.ttft_ms for each in kvs) < 1.02 * sum(each.ttft_ms for each in fields)
 
 
 def test_later_turns_stay_at_peak() -> None:
     turns = sessions(2, PEAK, 25.0)
-    former, today = figures_of(turns, WeightedCost()), figures_of(turns, make_policy("kv"))
+    field, kv = figures_of(turns, FieldCost()), figures_of(turns, make_policy("kv"))
 
-    assert former.stayed < 0.97, "every twenty-fifth later turn lost its history"
-    assert today.stayed >= 0.99
-    assert today.ttft_ms < 1.05 * former.ttft_ms
+    assert field.stayed < 0.97, "every twenty-fifth later turn lost its history"
+    assert kv.stayed >= 0.99
+    assert kv.ttft_ms < 1.05 * field.ttft_ms

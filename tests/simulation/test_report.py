@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.tools.simulation.pool import RunResult
-from poolgrid.tools.simulation.report import latency_summary, policy_report
+from poolgrid.tools.simulation.recording import latency_summary, policy_report
 from tests.examples import examples
 
 

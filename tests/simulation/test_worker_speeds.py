@@ -6,10 +6,16 @@ import pytest
 
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import read_trace
-from poolgrid.tools.simulation.conditions import SpeedChange, SpeedError, TtftTargets, WorkerSpeeds
 from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool
-from poolgrid.tools.simulation.report import policy_report
-from poolgrid.tools.simulation.workload import Workload, build_workload
+from poolgrid.tools.simulation.recording import policy_report
+from poolgrid.tools.simulation.workload import (
+    SpeedChange,
+    SpeedError,
+    TtftTargets,
+    WorkerSpeeds,
+    Workload,
+    build_workload,
+)
 from tests.simulation.builders import CONVERSATION, limits, row
 
 

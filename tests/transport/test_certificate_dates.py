@@ -9,7 +9,7 @@ import pytest
 import trustme
 from cryptography import x509
 
-from poolgrid.transport.tls import expires_at_s
+from poolgrid.transport.security import expires_at_s
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from poolgrid.transport.planes import PlaneContext, PlaneMetrics
 from poolgrid.transport.zmtp import GREETING, PING_CONTEXT_BYTES_MAX, command
 from tests.transport.test_zmtp import HANDSHAKE
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 
 TCP_REPAIR = 19
 """Linux's option of a socket that is closed without a word then."""

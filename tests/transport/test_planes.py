@@ -38,7 +38,7 @@ from poolgrid.wire.limits import (
 )
 from poolgrid.wire.selection import Renew, Reservation, Select, WorkerRank
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 
 
 def make_pair(directory: Path, name: str) -> Path:

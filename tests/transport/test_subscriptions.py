@@ -14,7 +14,7 @@ from poolgrid.transport.planes import PlaneContext, PlaneMetrics, name_plane
 from poolgrid.transport.subscriptions import TOPICS_PER_CONNECTION_MAX, Subscriptions
 from poolgrid.transport.zmq_socket import CallbackSocket
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 TOPIC = b"poolgrid"
 TOPICS = 100_000
 

@@ -15,8 +15,7 @@ import trustme
 from prometheus_client import CollectorRegistry
 
 from poolgrid.http.http_server import HttpServer
-from poolgrid.transport.security import SecuritySettings
-from poolgrid.transport.tls import Tls, TlsError, client_context, expires_at_s
+from poolgrid.transport.security import SecuritySettings, Tls, TlsError, client_context, expires_at_s
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application
 

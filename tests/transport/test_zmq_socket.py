@@ -47,7 +47,7 @@ async def test_a_flood_is_taken_in_bit_by_bit_and_others_have_their_turn_between
     inbox = BatchSocket(receiver, handle)
     inbox.start()
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while sum(taken) < count:
                 turns += 1
                 await asyncio.sleep(0)
@@ -82,7 +82,7 @@ async def test_what_is_given_back_comes_again_before_all_that_came_later() -> No
         sender.send(b"%d" % number)
     inbox.start()
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while not taken:  # noqa: ASYNC110 - what is under test fills a list
                 await asyncio.sleep(0)
             for number in range(5, 10):
@@ -118,7 +118,7 @@ async def test_what_fails_over_a_message_ends_neither_the_reading_nor_the_loop(
     reading = kind(receiver, handle)
     reading.start()
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             for frame in (bytes(BATCH_BYTES_MAX), b"last"):  # the first is a batch of its own
                 sender.send(frame)
             await last.wait()
@@ -145,7 +145,7 @@ async def test_nothing_is_received_while_paused_and_what_waited_comes_after() ->
             await asyncio.sleep(0)
         assert not came.is_set()
         inbox.resume()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             await came.wait()
     finally:
         inbox.close()
@@ -187,7 +187,7 @@ async def test_messages_that_take_long_to_handle_leave_others_their_turn(monkeyp
         sender.send(b"tokens of many")
     inbox = CallbackSocket(receiver, handle)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while len(turns_at) < 16:
                 turns += 1
                 await asyncio.sleep(0)

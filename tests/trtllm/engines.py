@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from poolgrid.transport.planes import PlaneContext
     from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 """How long a test waits for what must come; only a failing test waits that long."""
 
 BLOCK = 4

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poolgrid.workers.engines.trtllm.arguments.contract import contract
-from poolgrid.workers.engines.trtllm.arguments.engine_file import EngineFileError, parse_json, parse_yaml
+from poolgrid.workers.engines.trtllm.arguments.engine_config import EngineFileError, parse_json, parse_yaml
 from tests.trtllm.facts import facts, fields_of
 
 RUN_TIME = json.loads(

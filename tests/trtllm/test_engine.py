@@ -21,8 +21,8 @@ from poolgrid.wire.requests import KvRetention, LogitsProcessorCall, RefusalKind
 from poolgrid.wire.sessions import SessionTurn
 from poolgrid.wire.trace_context import TraceContext
 from poolgrid.workers import bootstrap
+from poolgrid.workers.core.cache_facts import RETURN_PRIORITY
 from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.core.turn_retention import RETURN_PRIORITY
 from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread, end_engine, start_engine
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
 from poolgrid.workers.engines.trtllm import generations

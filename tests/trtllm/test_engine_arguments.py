@@ -30,7 +30,7 @@ from poolgrid.workers.engines.trtllm.arguments.engine_arguments import (
     resolve,
     resolve_files,
 )
-from poolgrid.workers.engines.trtllm.arguments.engine_file import EngineFileError
+from poolgrid.workers.engines.trtllm.arguments.engine_config import EngineFileError
 from poolgrid.workers.engines.trtllm.settings import TrtllmSettings
 from tests.fakes.tensorrt_llm import LLM
 from tests.fakes.tensorrt_llm.llmapi.llm_args import TorchLlmArgs, update_llm_args_with_extra_dict

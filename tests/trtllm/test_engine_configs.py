@@ -24,8 +24,8 @@ from poolgrid.workers.engines.trtllm.arguments.engine_config import (
     check_report,
     mode_of,
     pairs,
+    read_yaml,
 )
-from poolgrid.workers.engines.trtllm.arguments.engine_file import read_yaml
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import check_pair, graph_batch_sizes
 from poolgrid.workers.engines.trtllm.settings import TrtllmSettings
 from tests.cases import for_each

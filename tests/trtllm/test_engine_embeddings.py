@@ -16,8 +16,8 @@ from poolgrid.process.clock import SystemClock
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import RequestFinished
 from poolgrid.wire.identifiers import Role, Stage
+from poolgrid.wire.multimodal import TensorDescriptor
 from poolgrid.wire.requests import Generate, RefusalKind
-from poolgrid.wire.tensors import TensorDescriptor
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.engines.trtllm.core.disaggregated_params import (
     EMBEDDINGS,

@@ -14,11 +14,10 @@ from poolgrid.kv_events.cache_events import StoredBlock
 from poolgrid.kv_events.root_seeds import RootSeeds, root_key, salt_ids
 from poolgrid.wire.events import LoadReported
 from poolgrid.wire.hashing import BASE_SEED, hash_seed, pack_tokens, unpack_tokens
-from poolgrid.workers.core.vetting import UNLIKELY
-from poolgrid.workers.engines.lifecycle.progress import ProgressMonitor
+from poolgrid.workers.core.refusal import UNLIKELY
+from poolgrid.workers.engines.lifecycle.health import ProgressMonitor
 from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
-from poolgrid.workers.engines.trtllm.core.loras import adapter_number, adapters
-from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts, model_facts
+from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts, adapter_number, adapters, model_facts
 from poolgrid.workers.engines.trtllm.core.outputs import OutputCursor, prompt_logprobs
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, KvCacheStatistics, load_of
 from poolgrid.workers.engines.trtllm.model_files import read_model_facts

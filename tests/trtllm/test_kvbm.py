@@ -171,7 +171,7 @@ async def test_blocks_that_left_the_gpu_are_known_on_the_host_while_kvbm_has_the
                 return fold(told.events.get(0, []))
 
             async def until(holds: Any) -> None:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(120):
                     while not holds():
                         manager.work()
                         await asyncio.sleep(0.01)

@@ -13,8 +13,7 @@ import pytest
 
 from poolgrid.wire.identifiers import Stage
 from poolgrid.workers.engines.trtllm.logits import engine_processor, reason_refused
-from poolgrid.workers.logits.failure_channel import FailureReporter
-from poolgrid.workers.logits.registry import LogitsRow
+from poolgrid.workers.logits.registry import FailureReporter, LogitsRow
 from tests.fakes import install_tensorrt_llm
 
 

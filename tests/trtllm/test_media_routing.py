@@ -25,11 +25,11 @@ from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media, media_hash_u64
 from poolgrid.wire.requests import Generate, Routing, Sampling
 from poolgrid.workers.core.event_translation import Counts
+from poolgrid.workers.engines.trtllm import media as media_names
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import resolve_files
 from poolgrid.workers.engines.trtllm.core import disaggregated_params as params_codec
-from poolgrid.workers.engines.trtllm.core import media_names
-from poolgrid.workers.engines.trtllm.core.media_names import MediaNames, media_name
 from poolgrid.workers.engines.trtllm.core.model_facts import image_rule
+from poolgrid.workers.engines.trtllm.media import MediaNames, media_name
 from poolgrid.workers.engines.trtllm.model_files import read_model_facts
 from poolgrid.workers.engines.trtllm.opening import LoadedEngine, make_card
 from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings

@@ -31,7 +31,9 @@ OPTIONS = (
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
 
-WAIT_S = 60.0
+WAIT_S = 120.0
+START_ATTEMPTS = 3
+"""The driver gives a browser a minute to start, in which a busy machine may not manage."""
 
 MAIN_THREAD = {
     "TaskDuration": "all",
@@ -74,6 +76,7 @@ class Browser:
 
     def __init__(self, width: int = 1440, height: int = 1000) -> None:
         from selenium import webdriver
+        from selenium.common.exceptions import WebDriverException
         from selenium.webdriver.chrome.service import Service
 
         self._profile = tempfile.TemporaryDirectory(prefix="poolgrid-ui-")
@@ -82,7 +85,13 @@ class Browser:
         for option in (*OPTIONS, f"--user-data-dir={self._profile.name}"):
             options.add_argument(option)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-        self.driver = webdriver.Chrome(options=options, service=Service(shutil.which(DRIVER)))
+        for attempt in range(START_ATTEMPTS):
+            try:
+                self.driver = webdriver.Chrome(options=options, service=Service(shutil.which(DRIVER)))
+                break
+            except WebDriverException:
+                if attempt == START_ATTEMPTS - 1:
+                    raise
         self.driver.set_page_load_timeout(WAIT_S)
         self.driver.set_script_timeout(WAIT_S)
         self.driver.execute_cdp_cmd("Emulation.setScrollbarsHidden", {"hidden": True})

@@ -20,8 +20,7 @@ from poolgrid.fleet_page.endpoints import add_fleet_page
 from poolgrid.fleet_page.hub import FleetHub
 from poolgrid.fleet_page.playback.player import Player
 from poolgrid.fleet_page.router_source import RouterFleetSource
-from poolgrid.fleet_page.router_watch import FleetWatch
-from poolgrid.fleet_page.served_seconds import ServedSeconds
+from poolgrid.fleet_page.router_watch import FleetWatch, ServedSeconds
 from poolgrid.http.http_server import HttpServer
 from poolgrid.process.clock import SystemClock
 from poolgrid.router.core.candidates import RoutingRequest

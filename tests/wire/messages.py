@@ -12,15 +12,15 @@ from poolgrid.wire import (
     feed,
     ingest,
     leadership,
-    loading,
     multimodal,
     requests,
     selection,
     sessions,
     tasks,
-    tensors,
     trace_context,
 )
+from poolgrid.wire import ingest as loading
+from poolgrid.wire import multimodal as tensors
 
 MODULES = (
     card,

@@ -7,12 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from poolgrid.wire import (
-    feed_frames,
-    hashing,
-    identifiers,
-    limits,
-)
+from poolgrid.wire import feed_frames, hashing, identifiers, limits
 from tests.cases import for_each
 from tests.wire.messages import messages
 

@@ -20,14 +20,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.wire import (
-    codec,
-    feed_frames,
-    ingest,
-    leadership,
-    limits,
-    loading,
-)
+from poolgrid.wire import codec, feed_frames, ingest, leadership, limits
+from poolgrid.wire import ingest as loading
 from poolgrid.wire.card import ChatSpec, MediaSpec, ResizedGrid, StepTimes, TiledGrid, WorkerCard, WorkerLimits
 from poolgrid.wire.codec import Codec
 from poolgrid.wire.errors import DecodeError, LimitError
@@ -71,7 +65,19 @@ from poolgrid.wire.hashing import pack_hashes, pack_tokens
 from poolgrid.wire.identifiers import PackedHashes, PackedTokens, Role, Stage, StreamState, Tier
 from poolgrid.wire.ingest import Acknowledged, Goodbye, Heartbeat, Hello, JoinRefused, Resend, Unknown, Welcome
 from poolgrid.wire.limits import FRAME_BYTES_MAX, U32_MAX, U64_MAX
-from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
+from poolgrid.wire.multimodal import (
+    FetchTensor,
+    MediaItem,
+    MediaKind,
+    MultimodalInput,
+    NixlRegion,
+    ReleaseTensor,
+    TensorChunk,
+    TensorDescriptor,
+    TensorList,
+    TensorUnknown,
+    digest_media,
+)
 from poolgrid.wire.requests import (
     Cancel,
     Drain,
@@ -120,15 +126,6 @@ from poolgrid.wire.sessions import (
     TurnEnding,
 )
 from poolgrid.wire.tasks import EmbeddingTask, TaskResult, VisualTask
-from poolgrid.wire.tensors import (
-    FetchTensor,
-    NixlRegion,
-    ReleaseTensor,
-    TensorChunk,
-    TensorDescriptor,
-    TensorList,
-    TensorUnknown,
-)
 from poolgrid.wire.trace_context import TraceContext
 from tests.cases import for_each
 from tests.wire.messages import messages

@@ -16,21 +16,22 @@ from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.events import AnyEvent, EventBatch, SnapshotBegan
 from poolgrid.wire.ingest import (
     BATCH_FRAME,
+    LOADING_FRAME,
     Acknowledged,
     FromConsolidator,
     Goodbye,
     Heartbeat,
     Hello,
     JoinRefused,
+    LoadingWorker,
     Resend,
     ToConsolidator,
     Unknown,
     Welcome,
 )
-from poolgrid.wire.loading import LOADING_FRAME, LoadingWorker
 from poolgrid.wire.requests import FromWorker, Pong, TokenBatch, TokenDelta, ToWorker
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 """How long a test waits for what must come; only a failing test waits that long."""
 
 

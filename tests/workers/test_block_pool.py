@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.engines.simulated.core.block_pool import BlockPool, Match
-from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder, Link
+from poolgrid.workers.engines.simulated.core.kv_groups import CacheRecorder, Link
 from tests.examples import examples
 from tests.workers.builders import fold
 

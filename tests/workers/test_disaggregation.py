@@ -15,12 +15,12 @@ from poolgrid.process.clock import SystemClock
 from poolgrid.wire.events import RequestFinished, RequestStarted, WorkerDraining
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Cancel, FetchKv, Generate, KvOffered, Ping, RefusalKind
-from poolgrid.workers import kv_fetcher
+from poolgrid.workers import transfers as kv_fetcher
 from poolgrid.workers.core.kv_fetches import KvWanted
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.engines.simulated.core.kv_transfer import read_ticket
-from poolgrid.workers.kv_fetcher import KvFetcher
 from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.transfers import KvFetcher
 from tests.workers.builders import decode_leg, make_request, prefill_leg
 from tests.workers.fakes import PATIENCE_S, fake_router
 from tests.workers.running import RunningWorker, expected, running_worker

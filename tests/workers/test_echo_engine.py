@@ -68,7 +68,7 @@ def test_the_registry_knows_what_it_is_told(registered: None) -> None:
 
 
 def test_installation_without_entry_points_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "entry_points", lambda group: ())
+    monkeypatch.setattr(registry, "installed_plugins", lambda group: ())
     with pytest.raises(RuntimeError, match="install it again"):
         engines.__wrapped__()
 

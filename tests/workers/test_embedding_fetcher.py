@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from poolgrid.wire import codec
+from poolgrid.wire.multimodal import TensorDescriptor, TensorList
 from poolgrid.wire.requests import Generate
-from poolgrid.wire.tensors import TensorDescriptor, TensorList
-from poolgrid.workers.embedding_fetcher import EmbeddingFetcher
 from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable
 from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
+from poolgrid.workers.transfers import EmbeddingFetcher
 from tests.workers.builders import make_request
 
 PICTURE = np.ones(4, np.float16)

@@ -13,12 +13,12 @@ from pydantic import ValidationError
 
 from poolgrid.process import lifecycle, logs
 from poolgrid.process.tasks import supervised
+from poolgrid.workers.bootstrap import ServerWorkers
 from poolgrid.workers.engines.server.definition import VLLM
 from poolgrid.workers.engines.server.settings import EngineServerSettings
-from poolgrid.workers.group import ServerWorkers
 from poolgrid.workers.settings import WorkerProcessSettings
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 def settings_of(*urls: str, **given: object) -> EngineServerSettings:

@@ -16,8 +16,8 @@ from poolgrid.wire.hashing import pack_hashes, pack_tokens, unpack_hashes
 from poolgrid.wire.identifiers import Stage, Tier
 from poolgrid.wire.requests import Generate, KvOffered, RefusalKind
 from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
 from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits, StepOutcome
+from poolgrid.workers.engines.simulated.core.kv_groups import CacheRecorder
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource, KvTicket, TransferModel, read_ticket
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output, expected_reply
 from tests.examples import examples

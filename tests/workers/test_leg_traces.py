@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from poolgrid.process.tracing.record import TraceRecord
-from poolgrid.process.tracing.sampling import TraceSampling
+from poolgrid.process.tracing.settings import TraceSampling
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Stage
@@ -14,7 +14,7 @@ from poolgrid.wire.requests import Sampling as Wanted
 from poolgrid.wire.trace_context import TraceContext, TracePlace, read_traceparent
 from poolgrid.workers.core.kv_fetches import KvArrival
 from poolgrid.workers.engines.protocol import EngineReport
-from poolgrid.workers.leg_traces import LegTraces
+from poolgrid.workers.service import LegTraces
 
 CALLER = TracePlace(7, 9, 1)
 

@@ -14,9 +14,9 @@ import pytest
 from poolgrid.wire.limits import LOGITS_PROCESSORS_MAX
 from poolgrid.wire.requests import LogitsProcessorCall, RefusalKind
 from poolgrid.workers.core.refusal import RefusedError, UnsupportedError
-from poolgrid.workers.logits.failure_channel import FailureChannel
 from poolgrid.workers.logits.registry import (
     BUILT_IN,
+    FailureChannel,
     LogitsProcessorRegistry,
     LogitsRow,
     RegistrationError,
@@ -147,7 +147,7 @@ def test_failures_in_the_engines_process_reach_the_worker() -> None:
             reporter = pickle.loads(pickle.dumps(channel.reporter))
             reporter.report("favourite")
             reporter.report("other")
-            await asyncio.wait_for(all_here.wait(), 10)
+            await asyncio.wait_for(all_here.wait(), 120)
         finally:
             channel.close()
         reporter.report("after the end")  # nobody listens: nothing happens

@@ -706,7 +706,7 @@ async def test_a_worker_that_no_consolidator_welcomes_says_so_until_one_does(
             await asyncio.wait([waiting], timeout=0.01)
         assert f"no consolidator has accepted this worker at {endpoint}" in caplog.text
         publisher.start()
-        await asyncio.wait_for(waiting, 30)
+        await asyncio.wait_for(waiting, 120)
         publisher.close(orderly=False)
     context.term()
 

@@ -27,8 +27,8 @@ from poolgrid.wire.requests import (
 )
 from poolgrid.wire.sessions import SessionTurn
 from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
 from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits, StepOutcome
+from poolgrid.workers.engines.simulated.core.kv_groups import CacheRecorder
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource
 from poolgrid.workers.engines.simulated.core.next_token import (
     AnswerLengths,

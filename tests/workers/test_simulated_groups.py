@@ -12,9 +12,8 @@ from poolgrid.router.core.projection import Projection
 from poolgrid.wire.events import AnyEvent, JournalRecord, RequestStarted, WorkerJoined
 from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
-from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
 from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits
-from poolgrid.workers.engines.simulated.core.kv_groups import parse_groups
+from poolgrid.workers.engines.simulated.core.kv_groups import CacheRecorder, parse_groups
 from tests.examples import examples
 from tests.router.fleet_builder import make_card
 from tests.workers.builders import make_request

@@ -15,7 +15,7 @@ from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.requests import Sampling
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output
-from poolgrid.workers.engines.simulated.words import surviving_words
+from poolgrid.workers.engines.simulated.opening import surviving_words
 from tests.workers.running import running_worker
 
 

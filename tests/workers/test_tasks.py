@@ -86,7 +86,7 @@ class Watched:
         return [event for report in self.reports for event in report.ranks[0].events]
 
     async def until(self, holds: Callable[[], object]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while not holds():
                 self._news.clear()
                 await asyncio.sleep(0)

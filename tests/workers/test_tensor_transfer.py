@@ -15,15 +15,15 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from poolgrid.process.clock import SystemClock
+from poolgrid.wire.multimodal import TensorDescriptor
 from poolgrid.wire.requests import RefusalKind
-from poolgrid.wire.tensors import TensorDescriptor
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.tensor_transfer.nixl_transfer import NixlMissing, NixlTensorTransfer, make_agent
 from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable
 from poolgrid.workers.tensor_transfer.tensor_store import TensorMetrics, TensorStore
 from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 HAS_NIXL = importlib.util.find_spec("nixl") is not None
 TRANSPORTS = [
     "zmq",

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta, TokenLogprobs
-from poolgrid.workers.core.token_coalescer import TokenCoalescer
+from poolgrid.workers.core.push_stream import TokenCoalescer
 from tests.workers.builders import make_request
 
 

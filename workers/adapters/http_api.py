@@ -73,7 +73,6 @@ class HttpApi(HealthApp):
         return 202, "application/json", msgspec.json.encode(self._worker.describe())
 
     def answer(self, method: str, path: str, query: bytes) -> HttpAnswer:
-        """Return what a request gets."""
         if path == "/ready" and query and self._worker is not None and method in ("GET", "HEAD"):
             return self._ready_for(query) or super().answer(method, path, query)
         if path != "/blocks" or self._worker is None or method not in ("GET", "HEAD"):

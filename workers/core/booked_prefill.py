@@ -33,18 +33,15 @@ class BookedPrefill:
         self.total = 0
 
     def accept(self, request_id: str, tokens: int) -> None:
-        """Enter a request that was accepted."""
         self.remove(request_id)
         if tokens > 0:
             self._tokens[request_id] = tokens
             self.total += tokens
 
     def remove(self, request_id: str) -> None:
-        """Strike a request out; again is harmless."""
         self.total -= self._tokens.pop(request_id, 0)
 
     def observe(self, events: Iterable[AnyEvent]) -> None:
-        """Follow what the engine reports of its requests."""
         for event in events:
             if type(event) in CACHE_EVENTS:
                 continue

@@ -7,11 +7,13 @@ that follow each other become one ``BlocksStored`` per chain on the new tier, th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared, GroupsReported
 from poolgrid.wire.hashing import pack_hashes, unpack_hashes
 from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX
+from poolgrid.wire.requests import Generate, KvRetention, RetainedTokens
 
 CacheEvent = BlocksStored | BlocksRemoved
 RestatedEvent = BlocksStored | GroupsReported
@@ -74,7 +76,6 @@ class CacheFacts:
         self._moved_tiers = (Tier.DEVICE, Tier.HOST)
 
     def stored(self, parent: int | None, hashes: Sequence[int], tier: Tier) -> None:
-        """Note a chain of new blocks."""
         if self._removed or self._moved:
             self._close()
         self._events += stored_chain(parent, hashes, tier)
@@ -86,14 +87,12 @@ class CacheFacts:
         self._events.append(BlocksStored(parent, sequence_hash.to_bytes(8, "little"), tier))
 
     def removed(self, hashes: Iterable[int], tier: Tier) -> None:
-        """Note blocks that left one tier."""
         if self._moved or (self._removed and self._removed_tier is not tier):
             self._close()
         self._removed_tier = tier
         self._removed.extend(hashes)
 
     def removed_one(self, sequence_hash: int, tier: Tier) -> None:
-        """Note that one block left one tier."""
         if self._moved or (self._removed and self._removed_tier is not tier):
             self._close()
         self._removed_tier = tier
@@ -107,12 +106,10 @@ class CacheFacts:
         self._moved.extend(links)
 
     def append(self, event: CacheEvent | GroupsReported) -> None:
-        """Note an event as it is."""
         self._close()
         self._events.append(event)
 
     def take(self) -> list[CacheEvent | GroupsReported]:
-        """Return the events since the last call."""
         self._close()
         events, self._events = self._events, []
         return events
@@ -184,3 +181,24 @@ class ReportedBlocks:
                     for each in stored_chain(parent, hashes, tier)
                 ]
         return events
+
+
+RETURN_PRIORITY: Final = 50
+"""Above blocks of which nothing is asked (35), below the most that a client can ask for (100)."""
+
+
+def retention_of(request: Generate) -> KvRetention | None:
+    """Return what a request asks of its engine; ``None`` = nothing.
+
+    ``Generate.retention`` decides where it is given. Without it the prompt stays until its session's next turn is
+    expected
+    (``SessionTurn.return_ms``), and the part that the client has kept (``keep_tokens``) for the longer of both times.
+    """
+    turn = request.turn
+    if request.retention is not None or turn is None or not (turn.return_ms or turn.keep_tokens):
+        return request.retention
+    kept, return_ms = (turn.keep_tokens if turn.keep_ms > turn.return_ms else 0), turn.return_ms
+    ranges = (RetainedTokens(0, kept, RETURN_PRIORITY, turn.keep_ms),) if kept else ()
+    if not return_ms:
+        return KvRetention(ranges)
+    return KvRetention((*ranges, RetainedTokens(kept, None, RETURN_PRIORITY, return_ms)), RETURN_PRIORITY, return_ms)

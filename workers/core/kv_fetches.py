@@ -133,7 +133,6 @@ class KvFetches:
         return [Offered(fetch.request_id, offer)]
 
     def tick(self, now_ms: float) -> list[Effect]:
-        """Do what is due."""
         effects: list[Effect] = []
         while self._dues and self._dues[0][0] <= now_ms:
             due_ms, _, fetch = heappop(self._dues)

@@ -104,7 +104,6 @@ class OtherGroups:
         return KvGroup(min(max(1, -(-(window - 1) // self._block_size)), BLOCKS_MAX))
 
     def clear(self) -> None:
-        """Forget every block."""
         self._waiting.clear()
         self._changes = []
         for group in self._groups.values():
@@ -137,7 +136,6 @@ class OtherGroups:
         return out
 
     def restate(self) -> list[GroupsReported | BlocksStored]:
-        """Return the groups and all that they hold."""
         out: list[GroupsReported | BlocksStored] = [self.report] if self._groups else []
         for group in self._groups.values():
             for tier in Tier:

@@ -41,13 +41,11 @@ class PolynomialTiming:
     """
 
     def prefill_ms(self, new_tokens: int) -> float:
-        """Return the time to compute ``new_tokens`` prompt tokens."""
         if new_tokens <= 0:
             return 0.0
         return 4.209989e-7 * new_tokens * new_tokens + 1.518344e-2 * new_tokens + 16.50142
 
     def decode_ms(self, used_share: float) -> float:
-        """Return the time of one decode step."""
         p = min(1.0, max(0.0, used_share))
         return max(1.0, -25.74 * p * p + 54.01 * p + 5.74)
 
@@ -139,7 +137,6 @@ class TableTiming:
         return cls.from_json(data, str(path))
 
     def prefill_ms(self, new_tokens: int) -> float:
-        """Return the time to compute ``new_tokens`` prompt tokens."""
         return self._prefill.at(new_tokens) if new_tokens > 0 else 0.0
 
     def decode_ms(self, used_share: float) -> float:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.process.awake_clock import AwakeClock
-from poolgrid.process.clock import Clock
+from poolgrid.process.clock import AwakeClock, Clock
 from poolgrid.process.settings import Settings
 from poolgrid.transport.planes import PlaneContext
 from poolgrid.wire.card import WorkerCard

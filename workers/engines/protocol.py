@@ -60,9 +60,7 @@ class Engine(Protocol):
     block, an engine does in a thread of its own (``poolgrid.workers.engines.lifecycle.engine_thread``)."""
 
     @property
-    def dp_size(self) -> int:
-        """How many ranks it has."""
-        ...
+    def dp_size(self) -> int: ...
 
     @property
     def unhealthy_reason(self) -> str:
@@ -95,9 +93,7 @@ class Engine(Protocol):
         """Stop a request soon; a last delta with finish reason ``cancelled`` follows unless it ended anyway."""
         ...
 
-    def load(self, dp_rank: int) -> LoadReported:
-        """Return a rank's statistics now."""
-        ...
+    def load(self, dp_rank: int) -> LoadReported: ...
 
     def resident_blocks(self, dp_rank: int) -> list[BlocksStored]:
         """Return what a rank's cache really holds now, asked of the engine itself.
@@ -134,9 +130,7 @@ class KvHandover(Protocol):
         """Return what is kept for a transfer, and keep it for the time-out from now on."""
         ...
 
-    def release(self, transfer_id: str) -> None:
-        """Release what is kept for a transfer, if anything is."""
-        ...
+    def release(self, transfer_id: str) -> None: ...
 
 
 class AlwaysWell:

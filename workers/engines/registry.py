@@ -7,12 +7,13 @@ names the ``EngineDefinition``. Only the engine that is asked for is imported.
 from __future__ import annotations
 
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from poolgrid.process.plugins import installed_plugins
 from poolgrid.process.settings import Settings
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def engines() -> dict[str, EntryPoint]:
     """
     named = {
         point.name: point
-        for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name != DEFAULT, point.name))
+        for point in sorted(installed_plugins(GROUP), key=lambda point: (point.name != DEFAULT, point.name))
     }
     if DEFAULT not in named:
         raise RuntimeError(

@@ -24,7 +24,7 @@ from poolgrid.wire.limits import RESULT_BYTES_MAX
 from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
 from poolgrid.wire.tasks import TASK_ROLES, Task, TaskResult, stage_of
 from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError, UnableError
-from poolgrid.workers.engines.lifecycle.report_buffer import ReportBuffer
+from poolgrid.workers.engines.lifecycle.rank_load import ReportBuffer
 from poolgrid.workers.engines.protocol import EngineReport
 
 log = logging.getLogger(__name__)
@@ -43,9 +43,7 @@ class TaskMaker(Protocol):
     """Does the tasks of one kind."""
 
     @property
-    def concurrency(self) -> int:
-        """How many tasks it does at a time."""
-        ...
+    def concurrency(self) -> int: ...
 
     @property
     def is_interruptible(self) -> bool:
@@ -66,9 +64,7 @@ class TaskHealth(Protocol):
     @property
     def is_silent(self) -> bool: ...
 
-    def observe(self, changed: Callable[[], None]) -> None:
-        """Call ``changed`` when either begins or ends."""
-        ...
+    def observe(self, changed: Callable[[], None]) -> None: ...
 
     async def run(self) -> None:
         """Look after the engine until cancelled; raises when it is broken."""
@@ -124,7 +120,6 @@ class TaskEngine:
         await asyncio.gather(*ends)
 
     async def close(self) -> None:
-        """End every task."""
         self._report.close()
         await cancel_all(list(self._tasks.values()))
 
@@ -147,7 +142,6 @@ class TaskEngine:
         self._tasks[request_id] = owned(self._serve(request_id, task), f"task {request_id}")
 
     def cancel(self, request_id: str) -> None:
-        """End a task; its last delta follows."""
         if request_id in self._tasks:
             self._end(request_id, TokenDelta(request_id, 0, b"", FinishReason.CANCELLED))
 
@@ -163,7 +157,6 @@ class TaskEngine:
         self._end(request_id, delta)
 
     async def _made(self, request_id: str, task: Task) -> TokenDelta:
-        """Return the last delta of a task."""
         making = owned(self._maker.make(task, lambda percent: self._tell(request_id, percent)), f"making {request_id}")
         try:
             async with asyncio.timeout(TASK_TIMEOUT_S):

@@ -19,7 +19,6 @@ from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
-from filelock import FileLock, Timeout
 from msgspec import Meta
 
 CACHE_DIR_VARIABLE = "POOLGRID_MODEL_CACHE_DIR"
@@ -138,7 +137,6 @@ class ModelCache:
         return self.directory / name
 
     def partial_path(self, name: str) -> Path:
-        """Return where a model is put together."""
         self.path(name)
         return self.directory / _OWN / "partial" / name
 
@@ -166,6 +164,8 @@ class ModelCache:
     @contextmanager
     def locked(self, name: str, wait_s: float) -> Iterator[None]:
         """Hold the lock of a model; raises ``ModelCacheError`` when another process has it for longer."""
+        from filelock import FileLock, Timeout  # here: it takes a process 10 ms of CPU, and few lock a model
+
         place = self._lock(name)
         # A fetch may run with more rights than those who can write into a shared cache.
         for each in (place.parent.parent, place.parent, self.partial_path(name).parent, place, self.partial_path(name)):
@@ -192,6 +192,8 @@ class ModelCache:
         return self.directory / _OWN / "locks" / f"{name}.lock"
 
     def _is_locked(self, name: str) -> bool:
+        from filelock import FileLock, Timeout  # here: it takes a process 10 ms of CPU, and few lock a model
+
         place = self._lock(name)
         if not place.exists():
             return False

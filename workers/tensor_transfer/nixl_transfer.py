@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from poolgrid.wire.tensors import NixlRegion, TensorDescriptor
+from poolgrid.wire.multimodal import NixlRegion, TensorDescriptor
 from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable
 from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer, dtype_of
 
@@ -78,7 +78,6 @@ class NixlTensorTransfer(TensorTransfer):
         return msgspec.structs.replace(descriptor, nixl=NixlRegion(self._name, metadata, address))
 
     def withdraw(self, tensor_id: str) -> bool:
-        """Release an offered tensor; return whether it was kept."""
         self._deregister(tensor_id)
         return super().withdraw(tensor_id)
 
@@ -162,7 +161,6 @@ class NixlTensorTransfer(TensorTransfer):
                 log.warning("NIXL does not forget agent %s: %s", name, error)
 
     async def close(self) -> None:
-        """End."""
         for tensor_id in list(self._registered):
             self._deregister(tensor_id)
         for name in list(self._remotes):

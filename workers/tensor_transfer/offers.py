@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from poolgrid.wire.tensors import TensorDescriptor
+from poolgrid.wire.multimodal import TensorDescriptor
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.tensor_transfer.port import Tensor
 
@@ -50,7 +50,6 @@ class EmbeddingOffers:
         return offered
 
     def withdraw(self, request_id: str) -> bool:
-        """Release what is kept of a request; return whether anything was."""
         kept = self._kept.pop(request_id, None)
         for tensor_id in kept or ():
             del self._request_of[tensor_id]

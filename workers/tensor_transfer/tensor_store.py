@@ -74,7 +74,6 @@ class TensorStore:
         return kept.view[offset : offset + size]
 
     def release(self, tensor_id: str) -> bool:
-        """Release a tensor; return whether it was kept."""
         kept = self._kept.pop(tensor_id, None)
         if kept is None:
             return False
@@ -136,7 +135,6 @@ class TensorMetrics:
         )
 
     def observe_fetch(self, transport: str, size_bytes: int, duration_ms: float) -> None:
-        """Count a tensor that was fetched."""
         self.fetched.labels(transport, "fetched").inc()
         self.fetched_bytes.labels(transport).inc(size_bytes)
         self.fetch_seconds.labels(transport).observe(duration_ms / 1e3)

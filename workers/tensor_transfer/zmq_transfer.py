@@ -16,13 +16,13 @@ import numpy as np
 import zmq
 
 from poolgrid.process.clock import Clock
-from poolgrid.process.complaints import Complaints, shown_peer
+from poolgrid.process.log_lines import Complaints, shown_peer
 from poolgrid.transport.planes import name_plane
 from poolgrid.transport.zmq_socket import CallbackSocket, bind, bracketed, port_of
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.limits import FRAME_BYTES_MAX
-from poolgrid.wire.tensors import FetchTensor, ReleaseTensor, TensorChunk, TensorDescriptor, TensorUnknown
+from poolgrid.wire.multimodal import FetchTensor, ReleaseTensor, TensorChunk, TensorDescriptor, TensorUnknown
 from poolgrid.workers.adapters.sockets import CLOSE_LINGER_MS
 from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable
 from poolgrid.workers.tensor_transfer.tensor_store import TensorMetrics, TensorStore
@@ -111,7 +111,6 @@ class TensorTransfer:
         return self._keep(name, tensor)[0]
 
     def _keep(self, name: str, tensor: Tensor) -> tuple[TensorDescriptor, Tensor]:
-        """Keep a tensor; return its descriptor and the memory that is kept."""
         tensor_id, kept = self._store.add(tensor, self._clock.monotonic_ms())
         self._count()
         self._set_timer()
@@ -125,7 +124,6 @@ class TensorTransfer:
         self._told(tensor_id, expired)
 
     def withdraw(self, tensor_id: str) -> bool:
-        """Release an offered tensor; return whether it was kept."""
         kept = self._store.release(tensor_id)
         self._count()
         return kept

@@ -20,8 +20,8 @@ from typing import Any
 
 from poolgrid.global_router.core.builder.pool_profiles import PoolProfile, PoolProfiles, WantedGrid
 from poolgrid.global_router.core.document.axis import STAGES_OF_MODE, TARGETS, Axis, axes_of
-from poolgrid.global_router.core.document.diff import document_text, json_text
-from poolgrid.global_router.core.document.problems import GridDocumentError
+from poolgrid.global_router.core.document.grid_document import GridDocumentError
+from poolgrid.global_router.core.document.history import document_text, json_text
 from poolgrid.global_router.core.document.reader import LoadedDocument, load_document
 
 
@@ -41,7 +41,6 @@ class Prediction:
         return self.worst_share <= 1.0
 
     def evidence(self) -> dict[str, Any]:
-        """Return the prediction as plain JSON."""
         latencies = {f"{metric}_ms": round(value, 3) for metric, value in self.latency_ms.items()}
         return {
             "pool": self.pool,

@@ -29,17 +29,15 @@ from poolgrid.global_router.core.document.grid_document import (
     POOLS_MAX,
     TARGET_MS_MAX,
     DocumentModel,
+    GridDocumentError,
+    JsonPath,
     PoolName,
     PoolSimulation,
     PoolUrl,
+    Problem,
     Resolution,
     TargetMs,
     Tokens,
-)
-from poolgrid.global_router.core.document.problems import (
-    GridDocumentError,
-    JsonPath,
-    Problem,
     path_text,
     read_json,
     value_text,
@@ -86,14 +84,12 @@ class PoolProfile(DocumentModel):
     simulate: PoolSimulation | None = None
 
     def table(self, target: AxisKind) -> LatencyTable | None:
-        """Return the latencies of one kind of target."""
         table = getattr(self, target.name)
         assert table is None or isinstance(table, LatencyTable)
         return table
 
     @property
     def cost(self) -> float:
-        """Return the pool's cost, of the kind that the profiles give."""
         return self.cost_per_hour if self.cost_per_hour is not None else self.cost_per_million_tokens or 0.0
 
 

@@ -47,7 +47,6 @@ class BreakerStep:
     reason: str
 
     def explanation(self) -> dict[str, Any]:
-        """Return the step as plain JSON."""
         return asdict(self)
 
 
@@ -92,7 +91,6 @@ class CircuitBreaker:
             self._open_until_ms = min(self._open_until_ms, self._now_ms + settings.open_max_ms)
 
     def advance(self, now_ms: float) -> list[BreakerStep]:
-        """Let time pass; return what changed."""
         self._pass(now_ms)
         return self._taken()
 
@@ -123,7 +121,6 @@ class CircuitBreaker:
         return ticket, self._taken()
 
     def succeeded(self, ticket: Ticket, now_ms: float) -> list[BreakerStep]:
-        """Note that the pool answered."""
         self._pass(now_ms)
         if self._counts(ticket):
             if not ticket.probe:

@@ -30,8 +30,7 @@ from math import ceil
 
 import msgspec
 
-from poolgrid.global_router.core.choice.fallback import retry_order
-from poolgrid.global_router.core.choice.grid import Selection
+from poolgrid.global_router.core.choice.grid import Selection, retry_order
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.core.document.grid_document import ClosedLoopSettings, GridDocument, GridStage
 from poolgrid.wire.answers import LoopStepRow, MeasuredRow
@@ -97,7 +96,6 @@ class LoopStep:
     reason: str
 
     def explanation(self) -> LoopStepRow:
-        """Return the step for operators."""
         return LoopStepRow(
             time_ms=self.time_ms,
             stage=self.key.stage,
@@ -174,7 +172,6 @@ class ClosedLoop:
         return Spill(watched.spill_pool, watched.share)
 
     def share(self, key: CellKey) -> float:
-        """Return the share of a cell's traffic that spills now."""
         watched = self._watched.get(key)
         return 0.0 if watched is None else watched.share
 

@@ -19,15 +19,17 @@ from functools import cached_property
 from typing import Literal
 
 from poolgrid.global_router.core.choice.closed_loop import CellKey, ClosedLoop, Spill
-from poolgrid.global_router.core.choice.fallback import (
+from poolgrid.global_router.core.choice.grid import (
     Candidate,
     FallbackChoice,
+    GridRequest,
     PoolStanding,
+    Selection,
+    StageGrid,
     choose_available,
     fallback_order,
     retry_order,
 )
-from poolgrid.global_router.core.choice.grid import GridRequest, Selection, StageGrid
 from poolgrid.global_router.core.document.grid_document import GridStage
 from poolgrid.wire.identifiers import Stage as Work
 
@@ -71,7 +73,6 @@ class Destination:
 
     @property
     def pools(self) -> tuple[str, ...]:
-        """Return the names of the pools to try, in order."""
         return tuple(candidate.pool for candidate in self.order)
 
     def choose(self, states: Mapping[str, PoolStanding]) -> FallbackChoice:

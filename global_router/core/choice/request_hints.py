@@ -21,8 +21,8 @@ from poolgrid.global_router.core.document.grid_document import (
     PRIORITY_MIN,
     TOKENS_MAX,
     OutputLengthSettings,
+    value_text,
 )
-from poolgrid.global_router.core.document.problems import value_text
 
 PRIORITY_FIELD = "nvext.agent_hints.priority"
 OSL_FIELD = "nvext.agent_hints.osl"

@@ -55,12 +55,10 @@ class AxisKind:
 
     @property
     def default_key(self) -> str:
-        """Return the key of a target in a document's ``defaults``, and in records."""
         return f"{self.name}_target_ms"
 
     @property
     def hint_field(self) -> str:
-        """Return where in a request's body a target is asked for."""
         return f"nvext.router.{self.name}_target"
 
     @property
@@ -111,7 +109,6 @@ class Axis:
 
     @property
     def unit(self) -> str:
-        """Return ``tokens`` or ``ms``."""
         return self.kind.unit
 
     def index(self, value: float) -> int:
@@ -134,5 +131,4 @@ class Axis:
 
     @property
     def middle(self) -> float:
-        """Return the middle of the range: the target of a request when none is given."""
         return (self.minimum + self.maximum) / 2

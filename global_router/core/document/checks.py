@@ -29,10 +29,8 @@ from poolgrid.global_router.core.document.grid_document import (
     ClosedLoopSettings,
     DocumentModel,
     GridDocument,
-    PoolSimulation,
-)
-from poolgrid.global_router.core.document.problems import (
     JsonPath,
+    PoolSimulation,
     Problem,
     Severity,
     is_integer,
@@ -40,8 +38,7 @@ from poolgrid.global_router.core.document.problems import (
     suggestion,
     value_text,
 )
-from poolgrid.wire.addresses import http_url_problem
-from poolgrid.wire.names import is_name, parse_name
+from poolgrid.wire.addresses import http_url_problem, is_name, parse_name
 
 RULES: frozenset[str] = frozenset(get_args(Accepted))
 SUGGESTIONS_MAX = 16

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from poolgrid.global_router.core.document.axis import StageName, axes_of
-from poolgrid.global_router.core.document.problems import (
+from poolgrid.global_router.core.document.grid_document import (
     PROBLEMS_MAX,
     JsonPath,
     Problem,

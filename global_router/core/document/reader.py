@@ -16,9 +16,9 @@ from pydantic import BaseModel, ValidationError
 
 from poolgrid.global_router.core.document.checks import RULES, check_document
 from poolgrid.global_router.core.document.dynamo import Translation, is_dynamo_document, translate_document
-from poolgrid.global_router.core.document.grid_document import GridDocument
-from poolgrid.global_router.core.document.problems import (
+from poolgrid.global_router.core.document.grid_document import (
     PROBLEMS_MAX,
+    GridDocument,
     GridDocumentError,
     JsonPath,
     Problem,

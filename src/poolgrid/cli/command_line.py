@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import os
 import re
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import EntryPoints
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from poolgrid.cli.dynamo_options import in_our_words
 from poolgrid.cli.former_settings import former_setting
 from poolgrid.process import logs
 from poolgrid.process.log_lines import Field
+from poolgrid.process.plugins import installed_plugins
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 112}
 
@@ -69,7 +70,6 @@ class Command(click.Command):
         return super().parse_args(ctx, args)
 
     def get_short_help_str(self, limit: int = 0) -> str:
-        """Return what it does, whole."""
         return first_sentence(self.help or "")
 
     @functools.cached_property
@@ -78,7 +78,6 @@ class Command(click.Command):
         return any(isinstance(each, Option) and each.is_basic for each in self.params)
 
     def get_help_option(self, ctx: click.Context) -> click.Option | None:
-        """Return ``--help``, which takes the name of a panel where the command has panels."""
         return self._panel_help if self.has_basics else super().get_help_option(ctx)
 
     @functools.cached_property
@@ -152,7 +151,6 @@ _PANEL = "poolgrid.panel"
 
 
 def _slug(panel: str) -> str:
-    """Return a panel's name as it is typed."""
     return re.sub(r"[^a-z0-9]+", "-", panel.lower()).strip("-")
 
 
@@ -206,7 +204,6 @@ class LateGroup(Group):
         return [*self.commands, *(each.name for each in _added() if each.name not in self.commands)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command; ``None`` when there is none of that name."""
         if cmd_name in self.commands:
             return self.commands[cmd_name]
         return next((each.load() for each in _added() if each.name == cmd_name), None)
@@ -232,8 +229,8 @@ class LateGroup(Group):
         return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
 
 
-def _added() -> importlib.metadata.EntryPoints:
-    return importlib.metadata.entry_points(group=ENTRY_POINTS)
+def _added() -> EntryPoints:
+    return installed_plugins(ENTRY_POINTS)
 
 
 def first_sentence(text: str, stops: str = ".;:") -> str:

@@ -21,9 +21,8 @@ from poolgrid.cli.graph_deployment import GraphDeploymentError, convert_graph, i
 from poolgrid.cli.router_client import api_key_headers, refusal
 from poolgrid.global_router.core.builder.grid_builder import build_grid
 from poolgrid.global_router.core.builder.pool_profiles import load_profiles
-from poolgrid.global_router.core.document.diff import document_text, json_text
-from poolgrid.global_router.core.document.grid_document import GridDocument, GridStage
-from poolgrid.global_router.core.document.problems import GridDocumentError, Problem
+from poolgrid.global_router.core.document.grid_document import GridDocument, GridDocumentError, GridStage, Problem
+from poolgrid.global_router.core.document.history import document_text, json_text
 from poolgrid.global_router.core.document.reader import LoadedDocument, load_document
 from poolgrid.global_router.document_file import read_bytes, read_document_file
 from poolgrid.global_router.heat_map import terminal_map
@@ -197,7 +196,6 @@ def build(profiles: Path, out: Path, strict: bool = False, evidence: Path | None
 
 
 def _write(path: Path, text: str) -> int:
-    """Write a file whole or not at all."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")

@@ -20,11 +20,17 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
-from poolgrid.cli.greeting import greeting
 from poolgrid.cli.launch_plan import ANY, PlannedPart, PlannedWorker, described_parts
-from poolgrid.cli.local_pool import UpSettings, first_given_up, output_arguments, pushing, worker_part
+from poolgrid.cli.local_pool import (
+    UpSettings,
+    first_given_up,
+    greeting,
+    output_arguments,
+    pushing,
+    until_workers_are_ready,
+    worker_part,
+)
 from poolgrid.cli.part import START_TIMEOUT_S, Part, part_environment, stop_parts
-from poolgrid.cli.pool_status import until_workers_are_ready
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.core.document.grid_document import GridDocument, Pool, PoolSimulation
@@ -99,7 +105,6 @@ class LocalFleet:
         return self._global_router.ready_words[0]
 
     def planned_parts(self) -> list[PlannedPart]:
-        """Return what would be started."""
         settings, ports = self._settings, iter(TYPED_PORTS)
         others: dict[str, tuple[str, Sequence[str]]] = {}
         workers: list[PlannedWorker] = []
@@ -156,7 +161,6 @@ class LocalFleet:
         await until_workers_are_ready(self._routers[pool.name].word("select"), workers, START_TIMEOUT_S)
 
     def greeting(self, url: str) -> str:
-        """Return what a newcomer should know."""
         workers = counted(len(self._workers), f"{self._settings.engine} worker")
         what = f"{counted(len(self._routers), 'pool')} with {workers} behind a global router"
         keyed = self._settings.api_keys is not None

@@ -178,7 +178,6 @@ def _the_same(what: str, said: Mapping[str, object], advice: str) -> str:
 
 
 def _sizing(servers: Sequence[FrontServer]) -> str:
-    """Return how servers of each kind are given a block size."""
     kinds = server_kinds()
     there = dict.fromkeys(each.facts.kind for each in servers)
     return "; ".join(f"{kinds[name].title}: {kinds[name].block_size_option}" for name in there if name in kinds)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from poolgrid.cli.command_line import LogChoice
 from poolgrid.cli.http_group import admin_port, member, run_group, start_members
 from poolgrid.cli.options import arguments_of
-from poolgrid.cli.part import Part, stop_parts
+from poolgrid.cli.part import stop_parts
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.process.process_group import GroupPlace
@@ -31,7 +32,7 @@ async def serve_global_group(
 ) -> None:
     """Run the group until ``stop`` is set; ``ready`` gets the URL. Raises ``OSError``, ``PartFailed``."""
 
-    def make_group(port: int, directory: Path) -> _Group:
+    async def start(opened: AsyncExitStack, port: int, directory: Path) -> list[str]:
         parts = []
         for index in range(settings.http_workers):
             own = {"http_workers": 1, "port": port, "admin_port": admin_port(settings, index)}
@@ -39,24 +40,16 @@ async def serve_global_group(
             place = GroupPlace(directory, index, settings.http_workers)
             words = ["global-router", *arguments, *log.arguments]
             parts.append(member("global router", words, place, settings.shutdown_timeout_ms))
-        return _Group(parts)
 
-    await run_group(settings.host, settings.port, make_group, stop, ready)
+        def pass_on() -> None:
+            for part in parts:
+                part.signal(signal.SIGHUP)
 
+        opened.push_async_callback(stop_parts, parts)
+        admin = await start_members(parts)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, pass_on)
+        opened.callback(loop.remove_signal_handler, signal.SIGHUP)
+        return [parts[0].ready_words[0], admin]
 
-class _Group:
-    def __init__(self, parts: list[Part]) -> None:
-        self._parts = parts
-
-    async def start(self) -> list[str]:
-        admin = await start_members(self._parts)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._pass_on, signal.SIGHUP)
-        return [self._parts[0].ready_words[0], admin]
-
-    def _pass_on(self, number: signal.Signals) -> None:
-        for part in self._parts:
-            part.signal(number)
-
-    async def stop(self) -> None:
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
-        await stop_parts(self._parts)
+    await run_group(settings.host, settings.port, start, stop, ready)

@@ -84,7 +84,6 @@ class _Component:
         return words
 
     def environment(self) -> dict[str, str]:
-        """Return its variables that have a value."""
         given = [*_list(self.raw.get("envs")), *_list(self.container.get("env"))]
         return {str(each["name"]): str(each["value"]) for each in given if isinstance(each, dict) and "value" in each}
 
@@ -365,7 +364,6 @@ def _number(value: object, component: _Component, field_name: str) -> int:
 
 
 def _group_name(name: str) -> str:
-    """Return a component's name as a group may be called."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", name).lower()
     return re.sub(r"[^a-z0-9]+", "-", words).strip("-")[:20].strip("-") or "workers"
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from poolgrid.cli.part import STOP_TIMEOUT_S, Part, part_environment
 from poolgrid.http.http_settings import ServerSettings
@@ -23,17 +23,9 @@ from poolgrid.process.process_group import GROUP_VARIABLE, GroupPlace
 from poolgrid.process.tasks import unless
 from poolgrid.transport.bound_socket import bind
 
-
-class HttpGroup(Protocol):
-    """The processes of a command."""
-
-    async def start(self) -> list[str]:
-        """Start all and return the words of the ready line; raises ``PartFailed``."""
-        ...
-
-    async def stop(self) -> None:
-        """End all in order."""
-        ...
+Start = Callable[[AsyncExitStack, int, Path], Coroutine[Any, Any, list[str]]]
+"""Starts the processes of a group, given the port and a directory, and returns the words of the ready line; what it
+started is ended by the stack."""
 
 
 def member(name: str, arguments: list[str], place: GroupPlace, shutdown_timeout_ms: float) -> Part:
@@ -57,23 +49,15 @@ async def start_members(parts: list[Part]) -> str:
     return f"admin={','.join(urls)}"
 
 
-async def run_group(
-    host: str,
-    port: int,
-    make_group: Callable[[int, Path], HttpGroup],
-    stop: asyncio.Event,
-    ready: Callable[..., None],
-) -> None:
-    """Run a group, made from the port and its directory, until ``stop`` is set; ``ready`` gets the ready line's words.
+async def run_group(host: str, port: int, start: Start, stop: asyncio.Event, ready: Callable[..., None]) -> None:
+    """Run a group until ``stop`` is set; ``ready`` gets the ready line's words.
 
     Raises ``OSError`` when the port cannot be bound, ``PartFailed`` when a process does not start.
     """
     async with AsyncExitStack() as opened:
         holder = opened.enter_context(bind(host, port, "port", reuse_port=True))
         directory = opened.enter_context(tempfile.TemporaryDirectory(prefix="poolgrid-http-"))
-        group = make_group(holder.getsockname()[1], Path(directory))
-        opened.push_async_callback(group.stop)
-        words = await unless(stop, group.start(), "start of the group")
+        words = await unless(stop, start(opened, holder.getsockname()[1], Path(directory)), "start of the group")
         if words is not None:
             ready(*words)
             await stop.wait()

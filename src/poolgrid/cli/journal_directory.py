@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from poolgrid.cli.options import environment_name
-from poolgrid.consolidator.journal.errors import JournalCorrupt
+from poolgrid.consolidator.journal.framing import JournalCorrupt
 from poolgrid.consolidator.journal.inspection import NotKept
 from poolgrid.consolidator.journal.posix_disk import ReadOnlyDirectory
 from poolgrid.consolidator.ports import ReadableDisk
@@ -57,9 +57,7 @@ def journal_errors(what: str = "reading a journal") -> Iterator[None]:
 class JournalFiles(ReadableDisk, Protocol):
     """A journal for those who only look: a directory, or a stream that reads like one."""
 
-    def is_in_use(self) -> bool:
-        """Return whether some process writes this journal now."""
-        ...
+    def is_in_use(self) -> bool: ...
 
 
 def open_journal(where: str) -> JournalFiles:

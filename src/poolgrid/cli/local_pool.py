@@ -3,7 +3,7 @@
 Rules
     0. An option that may differ by role is given as ``ROLE=VALUE`` or ``VALUE``; see ``by_role``.
     1. Parts start in the order consolidator, router, workers.
-    2. A part that dies is started again where it was, at growing intervals (``poolgrid.process.restart_pace``): its
+    2. A part that dies is started again where it was, at growing intervals (``poolgrid.process.leash``): its
        ports are held for it (``transport.bound_socket``), and the others continue. Only a part that does not start
        the first time ends everything, and a worker with
        a real engine that has died more than ``REAL_RESTARTS_MAX`` times in a row.
@@ -11,21 +11,31 @@ Rules
        counted, compared with what is there and assigned. The pool is ready once requests have gone through all of it.
     3. At the end parts stop in the order router, workers, consolidator; a part that is not gone in time is killed.
        Parts also stop when this process disappears, whatever became of it: they hold the other end of a pipe.
+
+The first lines of `poolgrid up`: the processes it started, and three commands that show what a router is for.
+
+Rules
+    1. Each command works as printed, in a terminal of any width, with keys and without.
+    2. Each shows something: of two turns of a conversation the second finds the first one's part cached; the
+       explanation names the worker, and in a disaggregated pool the leg that computed the prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
+import zmq
+from prometheus_client import CollectorRegistry
 from pydantic import Field, StringConstraints, model_validator
 
 from poolgrid.cli.command_line import FORMAT_HELP, LEVEL_HELP, LogChoice
-from poolgrid.cli.greeting import greeting
 from poolgrid.cli.launch_plan import (
     ANY,
     INGEST,
@@ -39,8 +49,7 @@ from poolgrid.cli.launch_plan import (
 )
 from poolgrid.cli.options import arguments_of, environment_name
 from poolgrid.cli.part import START_TIMEOUT_S, STOP_TIMEOUT_S, Part, PartFailed, part_environment, stop_parts
-from poolgrid.cli.pool_status import until_workers_are_ready
-from poolgrid.cli.router_client import api_key_headers, key_hint
+from poolgrid.cli.router_client import API_KEY_VARIABLE, api_key_headers, key_hint
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.process.figures import counted
@@ -48,8 +57,118 @@ from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.settings import InputFile
 from poolgrid.process.tasks import cancel_all, owned
 from poolgrid.transport.bound_socket import ReservedPorts
+from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics
+from poolgrid.transport.security import SecuritySettings
+from poolgrid.transport.zmq_socket import CallbackSocket
+from poolgrid.wire import codec
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.selection import AskStatus, PoolStatus
 from poolgrid.workers.core.timing import PUBLISHED, TIMINGS, Timing
 from poolgrid.workers.settings import MODALITY_HELP, Modality
+
+ASK_INTERVAL_S = 0.02
+
+
+async def until_workers_are_ready(endpoint: str, workers: int, timeout_s: float) -> None:
+    """Wait until the router behind a select plane has so many workers that requests can be sent to.
+
+    Raises ``TimeoutError``.
+    """
+    context = PlaneContext.make(_keys_of_environment(), PlaneMetrics(CollectorRegistry()))
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    complete = asyncio.Event()
+
+    def on_frames(frames: list[bytes]) -> None:
+        try:
+            status = codec.from_pool.decode(frames[-1])
+        except DecodeError:
+            return  # no router of ours; the timeout reports it
+        if isinstance(status, PoolStatus) and is_complete(status, workers):
+            complete.set()
+
+    asking = CallbackSocket(socket, on_frames)
+    try:
+        socket.connect(endpoint)
+        async with asyncio.timeout(timeout_s):
+            for number in range(1, 1 << 62):
+                asking.send([codec.to_pool.encode(AskStatus(number))])
+                try:
+                    async with asyncio.timeout(ASK_INTERVAL_S):
+                        await complete.wait()
+                    return
+                except TimeoutError:
+                    continue
+    finally:
+        asking.close()
+        context.destroy(linger=0)
+
+
+def is_complete(status: PoolStatus, workers: int) -> bool:
+    """Return whether so many workers can be sent requests, with every rank of theirs that the router knows."""
+    roles = [role for model in status.models for role in model.roles]
+    return sum(role.ready for role in roles) >= workers and not any(role.unreachable for role in roles)
+
+
+def _keys_of_environment() -> CurveKeys | None:
+    """Return the CURVE keys that the parts of a pool take from their environment."""
+    names = {name: environment_name(name) for name in SecuritySettings.model_fields if name.startswith("curve_")}
+    given = {name: os.environ[variable] for name, variable in names.items() if os.environ.get(variable)}
+    return CurveKeys.load(SecuritySettings.model_validate(given))
+
+
+def program() -> str:
+    """Return how this program was called, so that the commands can be pasted."""
+    called = Path(sys.argv[0])
+    if called.name != "poolgrid":
+        return f"{sys.executable} -m poolgrid"
+    found = shutil.which("poolgrid")
+    return "poolgrid" if found is not None and Path(found) == called else str(called)
+
+
+def two_turns(url: str, model: str, keyed: bool) -> str:
+    """Return a command that sends two turns of a conversation and prints what was cached of each.
+
+    A turn adds a thousand numbers, a few thousand tokens: more than a decode worker computes by itself.
+    """
+    authorization = [f'    -H "authorization: Bearer ${API_KEY_VARIABLE}" \\'] if keyed else []
+    fields = f'\\"model\\": \\"{model}\\", \\"max_tokens\\": 8'
+    lines = [
+        "for turn in 1 2; do",
+        f"  curl -s {url}/v1/completions \\",
+        "    -H 'content-type: application/json' -H \"x-request-id: turn-$turn\" \\",
+        *authorization,
+        f'    -d "{{{fields}, \\"prompt\\": \\"$(seq -s " " ${{turn}}000)\\"}}" |',
+        "    grep -o '\"cached_tokens\":[0-9]*'",
+        "done",
+    ]
+    return "\n".join(lines)
+
+
+def greeting(what: str, url: str, model: str, keyed: bool, explained: str) -> str:
+    """Return the first lines: ``what`` runs at ``url``, what to try, and what the explanation shows.
+
+    ``keyed``: requests need an API key.
+    """
+    command = program()
+    lines = [
+        f"Model {model!r} is served at {url}/v1",
+        f"by {what}. Ctrl-C ends it. In another terminal, try:",
+    ]
+    if keyed:
+        lines += ["", "0. Requests need a key; to look inside, an operator's", f"   export {API_KEY_VARIABLE}=pg-..."]
+    lines += [
+        "",
+        "1. Send two turns of a conversation: the second reuses the prompt of the first",
+        *(f"   {line}" for line in two_turns(url, model, keyed).splitlines()),
+        f"2. Show why each went to its worker{explained}",
+        f"   {command} explain turn-2 --url {url}",
+        "3. Watch workers, their caches and the last decisions",
+        f"   {command} top --url {url}",
+        "",
+    ]
+    return "\n".join(lines) + "\n"
+
 
 DEFAULT_LOG_DIR = Path("poolgrid-logs")
 
@@ -330,7 +449,6 @@ class UpSettings(EventPlaneSettings):
         return options_as_arguments([option for part, _, option in found if part in parts])
 
     def start_timeout_s(self, default: float) -> float:
-        """Return how long the start may take."""
         return default if self.start_timeout_ms is None else self.start_timeout_ms / 1000
 
     @property
@@ -339,17 +457,14 @@ class UpSettings(EventPlaneSettings):
 
     @property
     def model_name(self) -> str:
-        """Return the model's name as clients write it."""
         return self.served_model_name or self.model_path.resolve().name
 
     @property
     def multimodal(self) -> bool:
-        """Return whether requests may carry media."""
         return self.modality == "multimodal" or (self.modality is None and bool(self.encode))
 
     @property
     def worker_modality(self) -> str:
-        """Return the modality that workers are started with."""
         return self.modality or ("multimodal" if self.multimodal else "text")
 
     def groups(self, workers: Mapping[str, str] | None = None) -> list[LaunchGroup]:
@@ -407,13 +522,11 @@ class UpSettings(EventPlaneSettings):
 
     @property
     def whole_workers(self) -> int:
-        """Return how many workers do the whole of a request."""
         if self.workers is not None:
             return self.workers
         return 0 if self.decode else 4
 
     def workers_by_name(self) -> dict[str, str]:
-        """Return the role of every worker, by its id."""
         counts = {"aggregated": self.whole_workers, "prefill": self.prefill, "decode": self.decode}
         return {
             f"{'worker' if role == 'aggregated' else role}-{number}": role
@@ -559,7 +672,6 @@ class LocalPool:
         return await first_given_up(self._workers)
 
     def greeting(self, url: str) -> str:
-        """Return what a newcomer should know."""
         settings = self._settings
         apart = settings.prefill or settings.backends()["prefill"]
         shown = ": one worker computed the prompt, another one continues" if apart else ""
@@ -591,7 +703,6 @@ class LocalPool:
         return part
 
     async def stop(self) -> None:
-        """End everything in order."""
         for parts in ([self._router], self._workers, self._consolidators):
             await stop_parts(parts)
         self._ports.close()

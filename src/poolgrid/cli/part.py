@@ -2,7 +2,7 @@
 
 Rules
     1. A part that dies is started again with the same arguments (so: the same ports), at growing intervals and without
-       end (``poolgrid.process.restart_pace``), unless it has a bound (``restarts_max``): one that died more often in a
+       end (``poolgrid.process.leash``), unless it has a bound (``restarts_max``): one that died more often in a
        row is given up, and ``given_up`` returns. No other part is ended for it here: what works keeps
        serving, and what does not is logged.
     2. A part also ends when this process disappears, whatever became of it: it holds the other end of a pipe.
@@ -196,12 +196,10 @@ class Part:
         raise PartFailed(f"{self.name} did not say where its {key} is")
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process, if it runs."""
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(number)
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM."""
         self.stopping = True
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()

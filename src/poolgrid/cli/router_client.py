@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import click
 
 from poolgrid.cli.options import environment_name
-from poolgrid.wire.names import is_name, parse_name
+from poolgrid.wire.addresses import is_name, parse_name
 
 if TYPE_CHECKING:
     from poolgrid.discovery.settings import DiscoverySettings
@@ -94,7 +94,6 @@ async def other_url_of(url: str, silent: str) -> str:
 
 
 async def _takes_connections(url: str) -> bool:
-    """Return whether a process listens at a URL."""
     parts = urlsplit(url)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -112,9 +111,8 @@ async def _urls_of(url: str) -> list[str]:
     name = parse_name(url)
     settings = _settings(url)
     # Imported when they are used: most commands are given URLs.
-    from poolgrid.discovery.opening import open_discovery
-    from poolgrid.discovery.ports import Scope
-    from poolgrid.discovery.registry import Registry
+    from poolgrid.discovery.directory import open_discovery
+    from poolgrid.discovery.registry import Registry, Scope
     from poolgrid.process.clock import SystemClock
 
     clock = SystemClock()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from poolgrid.cli.command_line import LogChoice
@@ -36,70 +37,38 @@ async def serve_group(
     Raises ``OSError`` when the port cannot be bound, ``PartFailed`` when a process does not start.
     """
 
-    def make_group(port: int, directory: Path) -> _Group:
-        return _Group(settings, frontend, consolidator, log, port, directory)
-
-    await run_group(settings.host, settings.port, make_group, stop, ready)
-
-
-class _Group:
-    def __init__(
-        self,
-        settings: RouterSettings,
-        frontend: FrontendSettings,
-        consolidator: ConsolidatorSettings,
-        log: LogChoice,
-        port: int,
-        directory: Path,
-    ) -> None:
-        self._settings = settings
-        self._frontend = frontend
-        self._consolidator_settings = consolidator
-        self._log_arguments = log.arguments
-        self._port = port
-        self._directory = directory
-        self._consolidator: Part | None = None
-        self._routers: list[Part] = []
-
-    async def start(self) -> list[str]:
-        """Start all and return the words of the ready line."""
-        settings = self._settings
-        words: list[str] = []
+    async def start(opened: AsyncExitStack, port: int, directory: Path) -> list[str]:
+        shared, words = settings, list[str]()
         if settings.feed_endpoint is None and not settings.on_nats:
-            arguments = ["consolidator", "--host", settings.host, *arguments_of(self._consolidator_settings)]
-            part = self._consolidator = Part("consolidator", [*arguments, *self._log_arguments], part_environment())
+            arguments = ["consolidator", "--host", settings.host, *arguments_of(consolidator), *log.arguments]
+            part = Part("consolidator", arguments, part_environment())
+            opened.push_async_callback(stop_parts, [part])
             await part.start()
             for key in ("ingest", "feed", "query"):
                 part.arguments += [f"--{key}-port", part.word(key).rpartition(":")[2]]
             part.watch()
             endpoints = {"feed_endpoint": part.word("feed"), "query_endpoint": part.word("query")}
-            settings = settings.model_copy(update=endpoints)
+            shared = settings.model_copy(update=endpoints)
             words.append(f"ingest={part.word('ingest')}")
-        for index in range(settings.http_workers):
-            self._routers.append(self._router(settings, index))
-        admin = await start_members(self._routers)
-        first = self._routers[0]
+
+        def router(index: int) -> Part:
+            own = {
+                "http_workers": 1,
+                "port": port,
+                "admin_port": admin_port(settings, index),
+                "router_id": f"{settings.router_id}.{index}",
+                **({"select_port": 0, "ext_proc_port": None} if index else {}),
+            }
+            arguments = arguments_of(shared.model_copy(update=own), frontend, consolidator)
+            place = GroupPlace(directory, index, settings.http_workers)
+            return member("router", ["router", *arguments, *log.arguments], place, settings.shutdown_timeout_ms)
+
+        routers = [router(index) for index in range(settings.http_workers)]
+        opened.push_async_callback(stop_parts, routers)  # before the consolidator: they finish open responses
+        admin = await start_members(routers)
+        first = routers[0]
         first.arguments += ["--select-port", first.word("select").rpartition(":")[2]]
         ext_proc = [f"ext-proc={first.word('ext-proc')}"] if settings.ext_proc_port is not None else []
         return [first.ready_words[0], *words, f"select={first.word('select')}", *ext_proc, admin]
 
-    def _router(self, settings: RouterSettings, index: int) -> Part:
-        own = {
-            "http_workers": 1,
-            "port": self._port,
-            "admin_port": admin_port(settings, index),
-            "router_id": f"{settings.router_id}.{index}",
-            **({"select_port": 0, "ext_proc_port": None} if index else {}),
-        }
-        arguments = [
-            "router",
-            *arguments_of(settings.model_copy(update=own), self._frontend, self._consolidator_settings),
-            *self._log_arguments,
-        ]
-        place = GroupPlace(self._directory, index, settings.http_workers)
-        return member("router", arguments, place, settings.shutdown_timeout_ms)
-
-    async def stop(self) -> None:
-        """End the routers, which finish open responses, then the consolidator."""
-        await stop_parts(self._routers)
-        await stop_parts([self._consolidator])
+    await run_group(settings.host, settings.port, start, stop, ready)

@@ -12,22 +12,49 @@ from typing import TYPE_CHECKING, NamedTuple
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.consolidator.http_api import ConsolidatorHealth
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.consolidator.journal.memory import MemoryJournal
 from poolgrid.consolidator.journal.posix_disk import PosixDisk
 from poolgrid.consolidator.ports import Journal
 from poolgrid.consolidator.service import ConsolidatorService
-from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
-from poolgrid.consolidator.tuning import Tuning
+from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings, Tuning
 from poolgrid.http.health_app import HealthApp, Observed
 from poolgrid.http.http_server import HttpServer
 from poolgrid.process.clock import Clock, SystemClock
-from poolgrid.process.event_loop import LoopMetrics
+from poolgrid.process.lifecycle import LoopMetrics
 from poolgrid.process.plugins import EVENT_PLANES, load_plugin
 from poolgrid.transport.planes import CurveKeys, MakeContext, PlaneContext, PlaneMetrics
-from poolgrid.transport.tls import Tls
-from poolgrid.wire.names import CONSOLIDATOR
+from poolgrid.transport.security import Tls
+from poolgrid.wire.addresses import CONSOLIDATOR
+
+
+class ConsolidatorHealth:
+    """Implements ``poolgrid.http.health_app.Observed``: it is well while it takes events."""
+
+    def __init__(self, service: ConsolidatorService) -> None:
+        self._service = service
+
+    @property
+    def is_ready(self) -> bool:
+        return self._service.ready
+
+    @property
+    def is_healthy(self) -> bool:
+        return self._service.ready
+
+    def describe(self) -> dict[str, object]:
+        service = self._service
+        return {
+            "status": "ready" if service.ready else "journal unavailable" if service.stalled else "starting",
+            "reason": service.trouble if service.stalled else "",
+            "degraded": service.trouble,
+            "consolidator_id": service.consolidator_id,
+            "offset": service.offset,
+            "workers": len(service.core.pool.workers),
+            "degraded_sources": [source.name for source in service.sources() if source.degraded],
+            "sources": [source.row() for source in service.sources()],
+        }
+
 
 if TYPE_CHECKING:
     from poolgrid.discovery.discovery import Discovery
@@ -100,7 +127,7 @@ async def serve(
         names: Discovery | None = None
         if settings.has_names:
             # Imported when it is used: most pools are given addresses.
-            from poolgrid.discovery.opening import open_discovery
+            from poolgrid.discovery.directory import open_discovery
 
             names = await open_discovery(opened, settings, SystemClock(), registry)
         service = _open_service(opened, settings, registry, tuning)

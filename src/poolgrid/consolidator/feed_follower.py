@@ -9,19 +9,18 @@ from typing import Any
 
 import zmq
 
-from poolgrid.consolidator.core.feed_reader import Deliver, FeedEffect, FeedReader, FeedState, Snapshot
-from poolgrid.consolidator.core.loading_table import LoadingTable
+from poolgrid.consolidator.core.feed_reader import Deliver, FeedEffect, FeedReader, FeedState, LoadingTable, Snapshot
 from poolgrid.consolidator.ports import PoolListener
 from poolgrid.process.clock import Clock
-from poolgrid.process.complaints import Complaints
+from poolgrid.process.log_lines import Complaints
 from poolgrid.transport.planes import watch_as_client
 from poolgrid.transport.zmq_socket import BatchSocket, Subscription, look_again_soon
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.feed_frames import FEED_TOPIC, decode_answer, decode_feed
+from poolgrid.wire.ingest import LOADING_TOPIC, LoadingWorker
 from poolgrid.wire.limits import FRAME_BYTES_MAX
-from poolgrid.wire.loading import LOADING_TOPIC, LoadingWorker
 
 log = logging.getLogger(__name__)
 
@@ -101,14 +100,12 @@ class FeedFollower:
         return self._loading.workers(self._clock.monotonic_ms())
 
     async def start(self) -> None:
-        """Subscribe and ask for the snapshot."""
         self._subscription = Subscription(self._context, self._endpoints[0], FEED_TOPIC, self._on_feed)
         self._query_inbox.start()
         self._query.connect(self._endpoints[1])
         self._carry_out(self._reader.start(self._clock.monotonic_ms()))
 
     async def stop(self) -> None:
-        """Close the sockets."""
         if self._closed:
             return
         self._closed = True

@@ -6,17 +6,17 @@ from typing import Any
 
 import zmq
 
-from poolgrid.consolidator.core.loading_table import LoadingTable
+from poolgrid.consolidator.core.feed_reader import LoadingTable
 from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.consolidator.journal_keeper import JournalKeeper
 from poolgrid.consolidator.service_context import ServiceContext
-from poolgrid.consolidator.tuning import Tuning
+from poolgrid.consolidator.settings import Tuning
 from poolgrid.transport.subscriptions import TOPICS_PER_CONNECTION_MAX, Subscriptions
 from poolgrid.transport.zmq_socket import message_sender
 from poolgrid.wire import codec
 from poolgrid.wire.feed_frames import FEED_TOPIC, encode_alive, encode_records
+from poolgrid.wire.ingest import LOADING_TOPIC, TELL_EVERY_S, LoadingWorker, LoadingWorkers
 from poolgrid.wire.limits import FEED_RECORDS_PER_MESSAGE_MAX
-from poolgrid.wire.loading import LOADING_TOPIC, TELL_EVERY_S, LoadingWorker, LoadingWorkers
 
 FEED_QUEUE_MAX = 20_000
 """Messages that ZMQ queues for a slow router before that one loses some and asks for a replay."""

@@ -13,13 +13,12 @@ from poolgrid.consolidator.feed_publisher import FeedPublisher
 from poolgrid.consolidator.service_context import ServiceContext
 from poolgrid.process.bulk_work import SLICE_MS, BulkWork
 from poolgrid.process.clock import Clock
-from poolgrid.process.complaints import shown_peer
+from poolgrid.process.log_lines import shown_peer
 from poolgrid.transport.zmq_socket import BatchSocket, message_sender
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME
+from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME, LOADING_FRAME
 from poolgrid.wire.limits import FRAME_BYTES_MAX
-from poolgrid.wire.loading import LOADING_FRAME
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +95,6 @@ class IngestPlane:
         self._take_turn(work)
 
     def reply(self, turn: ConsolidatorTurn) -> None:
-        """Send the replies of a turn that is in the journal."""
         for peer, reply in turn.replies:
             try:
                 self._send((peer, codec.from_consolidator.encode(reply)))

@@ -14,13 +14,12 @@ from typing import TypeVar
 
 from poolgrid.consolidator.core.consolidator import ConsolidatorTurn
 from poolgrid.consolidator.core.pool_state import PoolState
-from poolgrid.consolidator.journal.errors import JournalCorrupt, JournalFenced
+from poolgrid.consolidator.journal.framing import JournalCorrupt, JournalFenced
 from poolgrid.consolidator.journal_writer import JournalWriter
 from poolgrid.consolidator.ports import Journal
 from poolgrid.consolidator.service_context import ServiceContext, to_its_end
-from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.consolidator.settings import ConsolidatorSettings, Tuning
 from poolgrid.consolidator.state_dumps import StateDumps
-from poolgrid.consolidator.tuning import Tuning
 from poolgrid.process.bulk_work import BulkWork
 
 log = logging.getLogger(__name__)
@@ -92,7 +91,6 @@ class JournalKeeper:
         on_full: Callable[[], None],
         on_room: Callable[[], None],
     ) -> None:
-        """Take turns from now on."""
         self._dumps = dumps
         fsync, context = self._settings.fsync, self._context
         self.writer = JournalWriter(
@@ -135,13 +133,11 @@ class JournalKeeper:
     # What was stored
 
     def note_stored(self, offset: int) -> None:
-        """Take note that all records below an offset are in the journal."""
         self.stored_offset = offset
         if self._syncs_later and not self._unsynced:
             self._sync_later()
 
     def wake_waiters(self) -> None:
-        """Release those that wait for stored records."""
         while self._until_stored and self._until_stored[0][0] <= self.stored_offset:
             self._until_stored.popleft()[1].set()
 
@@ -279,7 +275,6 @@ class JournalKeeper:
             self._looking = False
 
     def note_unreadable(self, damage: JournalCorrupt) -> None:
-        """Take note of a segment that could not be read."""
         if damage.file not in self._damaged_files:
             self._damaged_files.add(damage.file)
             self._note_damage(str(damage))

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from poolgrid.consolidator.core.consolidator import ConsolidatorTurn
-from poolgrid.consolidator.journal.errors import JournalFenced
+from poolgrid.consolidator.journal.framing import JournalFenced
 from poolgrid.consolidator.ports import Journal
 from poolgrid.process.bulk_work import SLICE_MS, BulkWork
 from poolgrid.process.clock import Clock
@@ -170,7 +170,6 @@ class JournalWriter:
 
     @property
     def stalled_ms(self) -> float:
-        """Return since when attempts fail."""
         return self._clock.monotonic_ms() - self._stalled_since_ms if self.stalled else 0.0
 
     def _enqueue(self, item: _Item) -> None:

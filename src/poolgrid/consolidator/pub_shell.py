@@ -22,8 +22,8 @@ from poolgrid.kv_events.follower import AskReplay, Leave, NewLife, PubEffect, Pu
 from poolgrid.kv_events.publisher_sockets import PublisherSockets
 from poolgrid.process.clock import Clock
 from poolgrid.wire.events import EventBatch
+from poolgrid.wire.feed import WORKER_SOURCE
 from poolgrid.wire.identifiers import StreamState, WorkerKey
-from poolgrid.wire.streams import WORKER_SOURCE
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +37,10 @@ class FollowedSource(publisher_sockets.Followed, Protocol):
     """Follower of a publisher for the pool: its inputs and effects, and what is shown of it."""
 
     @property
-    def counts(self) -> dict[str, int]:
-        """Return the counters of the source."""
-        ...
+    def counts(self) -> dict[str, int]: ...
 
     @property
-    def health(self) -> tuple[StreamState, str]:
-        """Return how far the stream can be trusted, and why."""
-        ...
+    def health(self) -> tuple[StreamState, str]: ...
 
 
 class PubShell(ABC):
@@ -96,7 +92,6 @@ class PubShell(ABC):
         return self._followed.health[0].name.lower()
 
     def row(self) -> dict[str, object]:
-        """Return the source as ``/health`` shows it."""
         return {
             "worker_id": self.key.worker_id,
             "dp_rank": self.key.dp_rank,
@@ -115,7 +110,6 @@ class PubShell(ABC):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return the counters of the source."""
         return self._followed.counts
 
     @abstractmethod
@@ -192,7 +186,6 @@ class EngineShell(PubShell):
 
     @property
     def source_name(self) -> str:
-        """Return the name of a worker's own stream."""
         return WORKER_SOURCE
 
     @property
@@ -237,12 +230,10 @@ class FurtherShell(PubShell):
 
     @property
     def name(self) -> str:
-        """Return the names of the worker rank and of the source."""
         return f"{self.key}:{self._source_name}"
 
     @property
     def source_name(self) -> str:
-        """Return its name among the sources of its worker."""
         return self._source_name
 
     @property
@@ -265,7 +256,6 @@ class FurtherShell(PubShell):
             self._follow(worker.stream(self._source_name).state)
 
     def member(self, member: MemberJoined | MemberLeft) -> None:
-        """The worker came or went."""
         if isinstance(member, MemberJoined):
             self._further.joined(member, self._clock.monotonic_ms())
             self._follow(StreamState.SYNCING)

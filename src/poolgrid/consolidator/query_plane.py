@@ -8,12 +8,12 @@ from typing import Any
 import zmq
 
 from poolgrid.consolidator.feed_publisher import FeedPublisher
-from poolgrid.consolidator.journal.errors import JournalCorrupt
+from poolgrid.consolidator.journal.framing import JournalCorrupt
 from poolgrid.consolidator.journal_keeper import JournalKeeper
 from poolgrid.consolidator.service_context import ServiceContext
 from poolgrid.consolidator.state_dumps import StateDumps, cut_snapshot
 from poolgrid.process.bulk_work import BulkWork
-from poolgrid.process.complaints import shown_peer
+from poolgrid.process.log_lines import shown_peer
 from poolgrid.transport.zmq_socket import BatchSocket
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError, WireError

@@ -34,28 +34,26 @@ from poolgrid.consolidator.core.consolidator import Consolidator, ConsolidatorLi
 from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.consolidator.feed_publisher import FeedPublisher
 from poolgrid.consolidator.ingest_plane import IngestPlane
-from poolgrid.consolidator.journal.errors import JournalFenced
+from poolgrid.consolidator.journal.framing import JournalFenced
 from poolgrid.consolidator.journal_keeper import JournalKeeper
 from poolgrid.consolidator.metrics import ConsolidatorCollector
 from poolgrid.consolidator.ports import Journal, PoolListener
 from poolgrid.consolidator.pub_shell import EngineShell, FurtherShell, PubShell
 from poolgrid.consolidator.query_plane import QueryPlane
 from poolgrid.consolidator.service_context import ServiceContext
-from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.consolidator.settings import ConsolidatorSettings, Tuning
 from poolgrid.consolidator.sources_file import FurtherPub, PubSource, load_sources
 from poolgrid.consolidator.state_dumps import StateDumps
-from poolgrid.consolidator.tuning import Tuning
-from poolgrid.process.awake_clock import AwakeClock
 from poolgrid.process.bulk_work import BulkWork
-from poolgrid.process.clock import Clock
+from poolgrid.process.clock import AwakeClock, Clock
 from poolgrid.process.tasks import end_process
 from poolgrid.transport.planes import name_plane
 from poolgrid.transport.zmq_socket import bind
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.identifiers import Tier, WorkerKey
+from poolgrid.wire.ingest import LoadingWorker
 from poolgrid.wire.limits import FRAME_BYTES_MAX
-from poolgrid.wire.loading import LoadingWorker
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from poolgrid.process.clock import Clock
-from poolgrid.process.complaints import Complaints
+from poolgrid.process.log_lines import Complaints
 from poolgrid.process.tasks import detached
 from poolgrid.wire.errors import WireError
 
@@ -80,7 +80,6 @@ class ServiceContext:
             await asyncio.wait(self._tasks)
 
     def on_thread(self, work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-        """Do what may wait for a disk."""
         return asyncio.get_running_loop().run_in_executor(self.threads, work, *arguments)
 
 

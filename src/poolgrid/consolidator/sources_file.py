@@ -18,9 +18,9 @@ import msgspec
 from poolgrid.consolidator.core.consolidator import SOURCES_PER_WORKER_MAX
 from poolgrid.wire.addresses import zmq_endpoint_problem
 from poolgrid.wire.card import SHOWN_CHARS_MAX, WorkerCard, WorkerLimits, card_problem, name_problem
+from poolgrid.wire.feed import CONSOLIDATOR_SOURCE, WORKER_SOURCE
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX, U32_MAX
-from poolgrid.wire.streams import CONSOLIDATOR_SOURCE, WORKER_SOURCE
 
 SOURCES_MAX = 4096
 """Publishers in one sources file."""

@@ -16,11 +16,17 @@ import asyncio
 import os
 import stat
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import cast
 
-from poolgrid.discovery.ports import LOOK_S, DiscoveryUnavailable, Scope
-from poolgrid.discovery.registry import Seen
+from prometheus_client import CollectorRegistry
+
+from poolgrid.discovery.discovery import Discovery
+from poolgrid.discovery.registry import LOOK_S, DiscoveryUnavailable, RegistrationStore, Scope, Seen
+from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.process.clock import Clock
+from poolgrid.process.plugins import DISCOVERY, load_plugin
 from poolgrid.wire.registration import ENTRY_BYTES_MAX, LEASE_MS_MAX, Registration
 
 SUFFIX = ".json"
@@ -34,7 +40,7 @@ SWEEP_AFTER_S = 2 * LEASE_MS_MAX / 1000
 
 
 class DirectoryRegistrations:
-    """Implements ``poolgrid.discovery.ports.RegistrationStore``."""
+    """Implements ``poolgrid.discovery.registry.RegistrationStore``."""
 
     kind = "directory"
     writable = True
@@ -148,3 +154,20 @@ class DirectoryRegistrations:
 
     async def close(self) -> None:
         """Release nothing: no file stays open."""
+
+
+async def open_discovery(
+    opened: AsyncExitStack, settings: DiscoverySettings, clock: Clock, registry: CollectorRegistry | None = None
+) -> Discovery:
+    """Return the names that settings ask for, reached; raises ``ValueError`` or ``OSError``."""
+    names = Discovery(_store(settings, clock), settings.namespace, settings.names_lease_ms // 1000, clock, registry)
+    opened.push_async_callback(names.close)
+    await names.open()
+    return names
+
+
+def _store(settings: DiscoverySettings, clock: Clock) -> RegistrationStore:
+    if settings.names != "directory":
+        return cast(RegistrationStore, load_plugin(DISCOVERY, settings.names)(settings, clock))
+    assert settings.names_dir is not None, "the settings have seen to that"
+    return DirectoryRegistrations(settings.names_dir, clock)

@@ -15,11 +15,11 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from poolgrid.wire.names import EndpointName
+from poolgrid.wire.addresses import EndpointName
 from poolgrid.wire.registration import Registration, RegistrationRefused, decode_registration
 
 INSTANCES_MAX = 8192
@@ -123,3 +123,52 @@ class Registry:
         """Return where an endpoint listens, the latest life first."""
         found = self.instances(name.namespace, name.component)
         return [each.endpoints[name.endpoint] for each in reversed(found) if name.endpoint in each.endpoints]
+
+
+LOOK_S = 0.5
+"""Between two looks where they cost next to nothing: a started process is found half a second later."""
+
+
+class DiscoveryUnavailable(OSError):
+    """Registrations cannot be read or written for now."""
+
+
+class Scope(NamedTuple):
+    """Whose registrations are of interest; empty = of all."""
+
+    namespace: str = ""
+    component: str = ""
+
+    def holds(self, namespace: str, component: str) -> bool:
+        return self.namespace in ("", namespace) and self.component in ("", component)
+
+
+class RegistrationStore(Protocol):
+    """Keeps registrations for their leases."""
+
+    kind: str
+    """What operators call it: the value of the setting ``names``."""
+    where: str
+    """Where it is, for people."""
+    writable: bool
+    """Whether processes register there themselves; where they do not, another system registers them."""
+    look_s: float
+    """Between two looks."""
+
+    async def open(self) -> None:
+        """Reach it; raises ``ValueError`` or ``OSError`` when it cannot be used at all."""
+        ...
+
+    async def look(self, scopes: Sequence[Scope]) -> list[Seen]:
+        """Return every entry of some scopes; raises ``DiscoveryUnavailable``."""
+        ...
+
+    async def write(self, registration: Registration, data: bytes) -> None:
+        """Write an entry, or renew it; raises ``DiscoveryUnavailable``."""
+        ...
+
+    async def remove(self, key: str) -> None:
+        """Take an entry back; raises ``DiscoveryUnavailable``."""
+        ...
+
+    async def close(self) -> None: ...

@@ -10,8 +10,8 @@ from pydantic import Field, StringConstraints, model_validator
 
 from poolgrid.process.nats_settings import NatsSettings
 from poolgrid.transport.security import is_loopback
+from poolgrid.wire.addresses import is_name, part_problem
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
-from poolgrid.wire.names import is_name, part_problem
 
 EVERYWHERE = ("0.0.0.0", "::", "*")
 """Hosts that stand for all addresses of a machine."""
@@ -53,16 +53,9 @@ class DiscoverySettings(NatsSettings):
             "host is 0.0.0.0 or ::."
         ),
     )
-    names_lease_ms: int = Field(
-        10_000,
-        ge=1000,
-        le=600_000,
-        multiple_of=1000,
-        description=(
-            "Remove a registration that was not renewed for this time, in whole seconds. Processes "
-            "renew it three times as often."
-        ),
-    )
+    names_lease_ms: ClassVar[int] = 10_000
+    """A registration that was not renewed for so long is removed; it is renewed three times as often. What is lost is
+    found earlier by the lease of its events; names only have to outlast a restart of what keeps them."""
 
     kubernetes_api: str = Field(
         "",

@@ -19,8 +19,7 @@ from fastapi import Path as PathParameter
 from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
-from poolgrid.fleet_page.hub import FleetHub
-from poolgrid.fleet_page.ports import FleetSource
+from poolgrid.fleet_page.hub import FleetHub, FleetSource
 from poolgrid.frontend.access.gate import PAGE_FOLDER, PAGE_PATH
 from poolgrid.frontend.app import BODILESS
 from poolgrid.frontend.errors import RequestError, invalid
@@ -117,7 +116,6 @@ class EventStream(Response):
         self._resume = resume
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until it is ended."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         if scope.get(BODILESS):  # no client would ever read it
             await send({"type": "http.response.body", "body": b"", "more_body": False})

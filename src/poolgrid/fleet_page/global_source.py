@@ -15,8 +15,8 @@ import msgspec
 
 from poolgrid import __version__
 from poolgrid.fleet_page.endpoints import open_fleet_page
-from poolgrid.fleet_page.ports import Picture, Row
-from poolgrid.fleet_page.served_seconds import ServedSeconds, open_served_seconds
+from poolgrid.fleet_page.hub import Picture, Row
+from poolgrid.fleet_page.router_watch import ServedSeconds, open_served_seconds
 from poolgrid.frontend.app import Application
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.metrics import SERVED_COLUMNS
@@ -80,7 +80,7 @@ COLUMNS: Mapping[str, Sequence[str]] = {
 
 
 class GlobalFleetSource:
-    """Implements ``poolgrid.fleet_page.ports.FleetSource``."""
+    """Implements ``poolgrid.fleet_page.hub.FleetSource``."""
 
     columns = COLUMNS
 
@@ -116,7 +116,6 @@ class GlobalFleetSource:
         self._grids = None
 
     async def look(self) -> Picture:
-        """Return what there is to see now."""
         service = self._service
         active = service.configuration.active
         if self._grids is None or self._grids[0] is not active:

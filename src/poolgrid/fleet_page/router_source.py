@@ -14,11 +14,10 @@ from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.fleet_page.endpoints import open_fleet_page
-from poolgrid.fleet_page.playback.leg_times import Leg
+from poolgrid.fleet_page.hub import Picture, Row
 from poolgrid.fleet_page.playback.player import Player
-from poolgrid.fleet_page.ports import Picture, Row
-from poolgrid.fleet_page.router_watch import FleetWatch
-from poolgrid.fleet_page.served_seconds import ServedSeconds, open_served_seconds
+from poolgrid.fleet_page.playback.reel import Leg
+from poolgrid.fleet_page.router_watch import FleetWatch, ServedSeconds, open_served_seconds
 from poolgrid.frontend.app import Application
 from poolgrid.frontend.metrics import SERVED_COLUMNS
 from poolgrid.process.clock import Clock
@@ -93,7 +92,7 @@ COLUMNS: Mapping[str, Sequence[str]] = {
 
 
 class RouterFleetSource:
-    """Implements ``poolgrid.fleet_page.ports.FleetSource``."""
+    """Implements ``poolgrid.fleet_page.hub.FleetSource``."""
 
     columns = COLUMNS
 
@@ -125,15 +124,12 @@ class RouterFleetSource:
         }
 
     def begin(self) -> None:
-        """Begin to watch what is not kept anyway."""
         self._watch.begin()
 
     def end(self) -> None:
-        """Watch no more."""
         self._watch.end()
 
     async def look(self) -> Picture:
-        """Return what there is to see now."""
         service, projection = self._service, self._service.projection
         fleet, unreachable = projection.fleet.workers, service.unreachable
         workers: dict[str, Row] = {}

@@ -6,13 +6,17 @@ the way of a request knows of it, and without viewers it is not there.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 
 import msgspec
 
-from poolgrid.fleet_page.playback.leg_times import Leg, note_event
+from poolgrid.fleet_page.playback.reel import Leg, note_event
+from poolgrid.process.clock import Clock
+from poolgrid.process.tasks import Restart, supervised
 from poolgrid.router.core.conversations import Conversations
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import Booked, Input, RecordsArrived, Released
@@ -28,6 +32,7 @@ from poolgrid.wire.events import (
 )
 from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
 from poolgrid.wire.request_ids import dispatch_of
+from poolgrid.wire.second_counts import Counts, SecondCounts
 
 log = logging.getLogger(__name__)
 
@@ -64,16 +69,13 @@ class FleetWatch:
         self._next, self._state.log = self._state.log, self
 
     def end(self) -> None:
-        """Be there no more."""
         if self._state.log is self:
             self._state.log = self._next
 
     def conversation_of(self, request_id: str) -> str:
-        """Return the conversation of a request; empty when it is not known."""
         return self._of_request.get(dispatch_of(request_id)[0], "")
 
     def note(self, given: Input, came: Decision | Admission | None = None) -> None:
-        """Hand an input on, and look at it."""
         if self._next is not None:
             self._next.note(given, came)
         if self._broken:
@@ -139,3 +141,45 @@ class FleetWatch:
             self._of_request[dispatch_of(request_id)[0]] = found.name
             while len(self._of_request) > LEGS_MAX:
                 self._of_request.popitem(last=False)
+
+
+INTERVAL_MS = 1000
+
+
+class ServedSeconds:
+    """Differences of totals for each of the last seconds."""
+
+    def __init__(self, read: Callable[[], Sequence[int]], clock: Clock) -> None:
+        """``read`` returns totals that only grow."""
+        self.since_ms = clock.wall_ms()
+        """Nothing is known of the time before."""
+        self._read = read
+        self._clock = clock
+        self._before = read()
+        self._seconds = SecondCounts()
+
+    def rows(self) -> dict[str, Counts]:
+        """Return the differences by second; seconds without any are left out."""
+        return self._seconds.rows()
+
+    def sample(self) -> None:
+        """Count what came since the last sample into the second that lies between the two."""
+        now = self._read()
+        # Tokens that a request gave back make a total smaller.
+        more = [max(0, after - before) for after, before in zip(now, self._before, strict=True)]
+        self._before = now
+        if any(more):
+            self._seconds.add(self._clock.wall_ms() - INTERVAL_MS // 2, more)
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep((INTERVAL_MS - self._clock.wall_ms() % INTERVAL_MS) / 1000)
+            self.sample()
+
+
+def open_served_seconds(opened: AsyncExitStack, read: Callable[[], Sequence[int]], clock: Clock) -> ServedSeconds:
+    """Sample ``read`` once a second until the process ends."""
+    served = ServedSeconds(read, clock)
+    task = supervised(served.run, "seconds of the fleet page", Restart(limit=None))
+    opened.callback(task.cancel)
+    return served

@@ -35,21 +35,24 @@ from poolgrid.frontend.dialects import dialect_of
 from poolgrid.frontend.errors import RequestError, invalid, quoted, refused, without_others
 from poolgrid.frontend.guide_check import GuideCheck
 from poolgrid.frontend.inference_endpoint import InferenceEndpoint, Prepare, account_of, counted_tokens, line_of
-from poolgrid.frontend.media.loader import MediaLoader
-from poolgrid.frontend.media.metrics import MediaMetrics
+from poolgrid.frontend.media.loader import MediaLoader, MediaMetrics
 from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.frontend.openapi import describe_inference
 from poolgrid.frontend.preparation import Preparation, model_not_found, parse_responses
 from poolgrid.frontend.prepared_request import PreparedRequest
 from poolgrid.frontend.prompt_model import PromptModels
-from poolgrid.frontend.request_body import BodyReader, InflationLimits
-from poolgrid.frontend.request_ids import RequestIds
-from poolgrid.frontend.responses_api.kept import KeptResponses, Store, add_kept_response_endpoints, owner
-from poolgrid.frontend.responses_api.store import TTL_S, ResponseStore
+from poolgrid.frontend.request_body import BodyReader, InflationLimits, RequestIds
+from poolgrid.frontend.responses_api.kept import (
+    TTL_S,
+    KeptResponses,
+    ResponseStore,
+    Store,
+    add_kept_response_endpoints,
+    owner,
+)
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tasks.endpoint import READERS, TaskEndpoint
-from poolgrid.frontend.tasks.result_files import ResultFiles
-from poolgrid.frontend.tasks.videos import VideoJobs, add_result_endpoints
+from poolgrid.frontend.tasks.videos import ResultFiles, VideoJobs, add_result_endpoints
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.frontend.tokenizer_endpoints import add_tokenizer_endpoints
 from poolgrid.frontend.traffic import Traffic
@@ -58,8 +61,8 @@ from poolgrid.inference.ports import InferenceBackend, Refused, ServedModel
 from poolgrid.process.clock import Clock, SystemClock
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.process.tracing.tracing import Tracing
+from poolgrid.wire.addresses import SCHEME
 from poolgrid.wire.answers import EndpointRow
-from poolgrid.wire.names import SCHEME
 
 if TYPE_CHECKING:
     from poolgrid.frontend.shared_state import SharedState

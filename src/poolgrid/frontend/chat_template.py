@@ -37,7 +37,6 @@ class GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012 - the interface of jinja2
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Leave the tag out and keep what is in it."""
         next(parser.stream)
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
@@ -155,7 +154,6 @@ _FAILURES = (
 
 
 def _failure(error: BaseException) -> TemplateFailure:
-    """Return a template's error in our words."""
     if isinstance(error, TimeOver):
         return TemplateTooSlow(f"rendering the chat template: {error.message}")
     if isinstance(error, TemplateError):

@@ -106,7 +106,6 @@ def _bounds(least: int | None, most: int | None) -> str:
 
 
 def _several(item: kinds.Type) -> str:
-    """Return what the items of a list are called."""
     match item:
         case kinds.Metadata(type=inner, extra=extra):
             told = (extra or {}).get("plural")

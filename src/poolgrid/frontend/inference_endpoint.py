@@ -31,8 +31,7 @@ from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.dialects import OPENAI, ApiDialect
 from poolgrid.frontend.errors import RequestError, refused, without_others
 from poolgrid.frontend.guide_check import GuideCheck
-from poolgrid.frontend.media.loader import MediaLoader
-from poolgrid.frontend.media.media_cache import MediaLease
+from poolgrid.frontend.media.loader import MediaLease, MediaLoader
 from poolgrid.frontend.metrics import FrontendMetrics, ModelSeries
 from poolgrid.frontend.parsed_answers import encoder_of
 from poolgrid.frontend.prepared_request import PreparedRequest, Prompt
@@ -41,6 +40,7 @@ from poolgrid.frontend.request_body import (
     GZIP_BYTES_MIN,
     SHORT_BYTES,
     BodyReader,
+    RequestIds,
     accepts_gzip,
     check_announced,
     check_shape,
@@ -48,7 +48,6 @@ from poolgrid.frontend.request_body import (
     receive_body,
     too_large,
 )
-from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.frontend.responses import AnswerEncoder, counts_so_far, usage
 from poolgrid.frontend.sequence_output import RequestOutput, SequenceOutput
 from poolgrid.frontend.sequences import sequences_of
@@ -60,9 +59,8 @@ from poolgrid.frontend.tools import HOSTED_TOOL
 from poolgrid.frontend.traffic import EndedRequest, TokenTotals, Traffic, tell_request
 from poolgrid.http.exchange import EXCHANGE, ON_DISCONNECT, HttpExchange
 from poolgrid.http.http_server import SERVER_ENDS
-from poolgrid.inference.ports import HINT_HEADERS, InferenceBackend, Refused
-from poolgrid.inference.session_hint import NO_HINT
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.inference_request import NO_HINT
+from poolgrid.inference.ports import HINT_HEADERS, InferenceBackend, Refused, StreamDelta
 from poolgrid.process.clock import Clock
 from poolgrid.process.log_lines import about
 from poolgrid.process.tasks import detached

@@ -219,7 +219,6 @@ def _with_known_roles(messages: Sequence[Message], takes: TemplateCapabilities) 
 
 
 def _ends_with_user(messages: Sequence[Message], takes: TemplateCapabilities) -> bool:
-    """Return whether a user's message will be the last."""
     if messages[-1].role != "user" or takes.user_after_tool:
         return messages[-1].role == "user"
     others = (each.role for each in reversed(messages) if each.role != "user" and each.role not in _SYSTEM)
@@ -251,7 +250,6 @@ def _between_equals(messages: Sequence[Message]) -> frozenset[int]:
 
 
 def _with_known_calls(message: Message, takes_calls: bool, mode: TextWithCalls) -> list[Message]:
-    """Return a message with calls as one message or two."""
     if not takes_calls or mode in (TextWithCalls.CALLS_AS_TEXT, TextWithCalls.ROUND_AS_TEXT):
         text = "\n".join(map(call_text, message.tool_calls or ()))
         content = _joined_content([message.content, text], "\n")
@@ -300,7 +298,6 @@ def _one_call_each(turns: Sequence[Message]) -> list[Message]:
 
 
 def _joined(group: Sequence[Message]) -> Message:
-    """Return messages as one, with the role of the first."""
     first = group[0]
     if len(group) == 1:
         return first
@@ -336,7 +333,6 @@ def _reasoning(message: Message) -> str | None:
 
 
 def _adapted(message: Message, index: int, takes: TemplateCapabilities, placeholder: str) -> Mapping[str, Any]:
-    """Return one message in the form that a template takes."""
     role, calls, written = message.role, message.tool_calls, message.content
     form = takes.form(role)
     reasoning = _reasoning(message)

@@ -14,8 +14,8 @@ from fastapi import FastAPI
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.messages_api.schema import CountedBody, MessagesBody
 from poolgrid.frontend.openapi_answers import ANSWERS
+from poolgrid.frontend.responses_api.conversation import ResponsesBody
 from poolgrid.frontend.responses_api.kept import ITEMS_PATH, RESPONSE_PATH
-from poolgrid.frontend.responses_api.schema import ResponsesBody
 from poolgrid.frontend.schema import ChatBody, CompletionBody
 from poolgrid.frontend.tasks.schema import EmbeddingBody, ImageBody, VideoBody
 from poolgrid.frontend.tasks.videos import IMAGE_CONTENT_PATH, VIDEO_CONTENT_PATH, VIDEO_PATH, VIDEOS_PATH

@@ -15,7 +15,7 @@ import msgspec
 from poolgrid.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind, taken_apart
 from poolgrid.frontend.parsers.tool_calls import CustomCalls
 from poolgrid.frontend.prepared_request import AnswerStart, PreparedRequest, Prompt
-from poolgrid.frontend.request_ids import base_name
+from poolgrid.frontend.request_body import base_name
 from poolgrid.frontend.responses import AnswerEncoder, encode_text
 from poolgrid.frontend.sequence_output import PlacedLogprobs, SequenceOutput
 from poolgrid.frontend.tools import CallIds, custom_text

@@ -64,7 +64,6 @@ class PieceEncoder(AnswerEncoder, ABC, Generic[Event]):
         return self._events(self._take(text, finish_reason))
 
     def whole(self, outputs: Sequence[SequenceOutput], counts: dict[str, Any]) -> bytes:
-        """Return the answer as one object."""
         (output,) = outputs
         self._take(output.take_text(), output.finish_reason or "stop")
         return _encode(self._complete(counts))
@@ -107,7 +106,6 @@ class PieceEncoder(AnswerEncoder, ABC, Generic[Event]):
         return events
 
     def _finish(self) -> list[Event]:
-        """Close what is open, as ``_finish_reason`` says, and return the events of it."""
         return self._close_part()
 
     @abstractmethod

@@ -21,9 +21,8 @@ from poolgrid.frontend.parsers.formats import ToolUse
 from poolgrid.frontend.prepared_request import AnswerForm, PreparedRequest
 from poolgrid.frontend.prompt_model import PromptModel, PromptModels
 from poolgrid.frontend.prompts import check_vocabulary, count_prompts
-from poolgrid.frontend.responses_api.conversation import Items
+from poolgrid.frontend.responses_api.conversation import Items, ResponsesBody
 from poolgrid.frontend.responses_api.conversation import chat_body as chat_of_responses
-from poolgrid.frontend.responses_api.schema import ResponsesBody
 from poolgrid.frontend.schema import (
     ChatBody,
     CompletionBody,

@@ -34,8 +34,8 @@ from typing import Any, Final, Protocol
 import msgspec
 from tokenizers import Tokenizer
 
-from poolgrid.frontend.segment_cache import SEGMENT_CHARS_MIN, Cutter, SegmentCache, cut
-from poolgrid.inference.cache_domain import CacheDomain
+from poolgrid.frontend.tokenization import SEGMENT_CHARS_MIN, Cutter, SegmentCache, cut
+from poolgrid.inference.inference_request import CacheDomain
 from poolgrid.process.caches import TenantCaches
 from poolgrid.wire.hashing import pack_tokens
 
@@ -349,8 +349,9 @@ def _choose(tokenizer_json: str, reference: BatchEncoder, texts: Sequence[str]) 
         return reference, "it is not installed, and has no wheel for every platform"
     try:
         candidate = _Fastokens(fastokens.Tokenizer.from_json_str(tokenizer_json))
-        for add_special_tokens in (False, True):
-            for text in texts:
+        # What is put around a text depends on no text: a few by themselves, and all in a batch.
+        for add_special_tokens, single in ((False, texts), (True, texts[::8])):
+            for text in single:
                 if candidate.encode((text,), add_special_tokens) != reference.encode((text,), add_special_tokens):
                     shown = text if len(text) <= 60 else f"{text[:60]}..."
                     return reference, f"it encodes {shown!r} in another way than tokenizers"

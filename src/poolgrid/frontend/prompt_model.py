@@ -27,7 +27,7 @@ from poolgrid.frontend.detokenization import (
     byte_level_alphabet,
 )
 from poolgrid.frontend.prompt_encoder import CACHE_BYTES_DEFAULT, Lookup, PromptEncoder
-from poolgrid.inference.cache_domain import CacheDomain
+from poolgrid.inference.inference_request import CacheDomain
 from poolgrid.process.settings import OptionError
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 
@@ -71,15 +71,17 @@ class PromptModel:
         chat_template: Path | None = None,
         tokenization_cache_bytes: int = CACHE_BYTES_DEFAULT,
         word_cache: bool = True,
+        prompts: bool = True,
     ) -> PromptModel:
         """Read a model directory; raises ``ModelDirectoryError``. ``name`` defaults to the directory's.
 
         ``chat_template`` is a Jinja file that is used in place of the model's own templates.
         ``tokenization_cache_bytes`` bounds the cache of prompt segments (0 = none). Without ``word_cache`` the time
-        that a text takes does not depend on the words of others.
+        that a text takes does not depend on the words of others. Without ``prompts`` the model is checked and
+        described: choosing the encoder, which compares two tokenizers, is left out.
         """
         try:
-            return cls._read(Path(path), name, chat_template, tokenization_cache_bytes, word_cache)
+            return cls._read(Path(path), name, chat_template, tokenization_cache_bytes, word_cache, prompts)
         except ModelDirectoryError as error:
             if str(error).startswith("--"):
                 raise
@@ -87,7 +89,13 @@ class PromptModel:
 
     @classmethod
     def _read(
-        cls, directory: Path, name: str, chat_template: Path | None, tokenization_cache_bytes: int, word_cache: bool
+        cls,
+        directory: Path,
+        name: str,
+        chat_template: Path | None,
+        tokenization_cache_bytes: int,
+        word_cache: bool,
+        prompts: bool,
     ) -> PromptModel:
         if not directory.is_dir():
             raise ModelDirectoryError("not a directory")
@@ -118,8 +126,12 @@ class PromptModel:
             eos_token_ids=_eos_token_ids(tokenizer, config, generation_config, special_tokens),
             template=template,
             tool_template=tool_template,
-            byte_table=_byte_table(tokenizer),
-            encoder=_encoder(tokenizer, (template, tool_template), tokenization_cache_bytes, word_cache),
+            byte_table=_byte_table(tokenizer) if prompts else None,
+            encoder=(
+                _encoder(tokenizer, (template, tool_template), tokenization_cache_bytes, word_cache)
+                if prompts
+                else None
+            ),
             special_tokens=special_tokens,
         )
 

@@ -21,8 +21,8 @@ from poolgrid.frontend.schema import (
     Nvext,
 )
 from poolgrid.inference.inference_request import NO_HINTS, InferenceRequest
+from poolgrid.wire.card import unmet
 from poolgrid.wire.hashing import TOKEN_BYTES, stable_u64
-from poolgrid.wire.inabilities import unmet
 from poolgrid.wire.limits import LOGITS_ARGUMENT_BYTES_MAX
 from poolgrid.wire.request_ids import name_of
 from poolgrid.wire.requests import KvRetention, LogitsProcessorCall, RetainedTokens, Sampling

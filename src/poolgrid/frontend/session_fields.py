@@ -14,7 +14,7 @@ import msgspec
 
 from poolgrid.frontend.prepared_request import PreparedRequest
 from poolgrid.frontend.schema import Message
-from poolgrid.inference.session_hint import NO_HINT, SessionHint
+from poolgrid.inference.inference_request import NO_HINT, SessionHint
 from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.request_ids import OBJECT_PREFIXES
 

@@ -90,14 +90,8 @@ class FrontendSettings(MediaSettings):
         le=86_400_000,
         description="Count requests whose mean time between tokens is within this target, in the same metric.",
     )
-    keep_alive_interval_s: float = Field(
-        default=15.0,
-        ge=0,
-        le=3600,
-        description=(
-            "Send a comment on a stream that was silent for this time, so that proxies keep it open; 0 = never."
-        ),
-    )
+    keep_alive_interval_s: ClassVar[float] = 15.0
+    """A stream that is silent for so long gets a comment: proxies close what is silent for 30 to 60 s."""
     access_log: bool = Field(
         default=False,
         description=(

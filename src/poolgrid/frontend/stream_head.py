@@ -30,7 +30,6 @@ class KeepAlive:
         self._timer = asyncio.get_running_loop().call_later(interval_s, self._look)
 
     def close(self) -> None:
-        """Write nothing more."""
         self._timer.cancel()
         if self._task is not None:
             self._task.cancel()

@@ -144,7 +144,6 @@ class TemplateCapabilities:
     """No message is rewritten for the messages around it, or for its calls."""
 
     def __post_init__(self) -> None:
-        """Set what follows from the others."""
         system = self.system and self.system_before_result
         taken = {
             "system": system,
@@ -167,7 +166,6 @@ class TemplateCapabilities:
         object.__setattr__(self, "any_order", order and self.calls and self.parallel_calls and in_place)
 
     def form(self, role: str) -> ContentForm:
-        """Return the form of the content of a role."""
         if role == "user":
             return self.user_form
         if role == "assistant":

@@ -52,7 +52,6 @@ class CallIds(msgspec.Struct, frozen=True):
     """Calls in the conversation before this answer."""
 
     def of(self, choice: int, call: int, name: str) -> str:
-        """Return the id of the call of a function, by its number in a choice."""
         if self.format == "kimi_k2":
             return f"functions.{name}:{self.earlier_calls + call}"
         seed = f"{self.request_id}/{choice}/{call}"

@@ -65,7 +65,6 @@ class AllowedHosts:
         self._known: set[bytes] = set()
 
     def allow(self, value: bytes) -> bool:
-        """Return whether a request with this ``Host`` is answered."""
         if value in self._known:
             return True
         name = _name(value.decode("latin-1").lower())

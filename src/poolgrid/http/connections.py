@@ -149,7 +149,6 @@ class HttpConnections:
         return self._refused.by_label()
 
     def is_idle(self) -> bool:
-        """Return whether no connection is open and no request in flight."""
         # A task that is cancelled before its first step is over, and still there.
         return not self.open and all(task.done() for task in self.tasks)
 
@@ -175,7 +174,6 @@ class HttpConnections:
         return None
 
     def leave(self, source: str) -> None:
-        """Count a connection out."""
         self._count -= 1
         left = self._by_source[source] - 1
         if left:

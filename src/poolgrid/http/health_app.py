@@ -53,14 +53,12 @@ class HealthApp:
         self._starting = {"status": "starting", "reason": reason}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] != "http":
             return
         answer = self.answer(scope["method"], scope["path"], scope.get("query_string", b""))
         await send_answer(scope, send, answer)
 
     def answer(self, method: str, path: str, query: bytes) -> HttpAnswer:
-        """Return what a request gets."""
         if method not in ("GET", "HEAD"):
             return 405, "text/plain", b"only GET and HEAD are allowed\n"
         observed = self._observed

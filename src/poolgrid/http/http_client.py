@@ -10,11 +10,31 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Iterable
+from urllib.parse import urlsplit
 
 import httptools
 
-from poolgrid.http.http_target import HttpTarget
 from poolgrid.process.clock import Clock
+
+
+class HttpTarget:
+    """Where requests go: the parts of an endpoint's URL, with or without a trailing ``/v1``."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise ValueError(f"reading the URL {url!r}: {error}") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"reading the URL {url!r}: allowed are http://HOST[:PORT] and https://HOST[:PORT]")
+        self.secure = parts.scheme == "https"
+        self.host = parts.hostname
+        self.port = port or (443 if self.secure else 80)
+        self.authority = parts.netloc.rpartition("@")[2]
+        self.path = parts.path.rstrip("/").removesuffix("/v1")
+        self.url = f"{parts.scheme}://{self.authority}{self.path}"
+
 
 HEADERS_BYTES_MAX = 64 * 1024
 """Response headers or trailers beyond this end the connection, whole or not: the parser keeps what is not whole, and
@@ -118,7 +138,6 @@ class Connection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the transport."""
         assert isinstance(transport, asyncio.Transport) or hasattr(transport, "writelines")
         self._transport = transport  # type: ignore[assignment]
         self.usable = True
@@ -194,7 +213,6 @@ class Connection(asyncio.Protocol):
     # httptools
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Hand a header to the exchange."""
         assert self._exchange is not None
         self._exchange.take_header(name.lower(), value)
 
@@ -206,7 +224,6 @@ class Connection(asyncio.Protocol):
         self._keep = self._parser.should_keep_alive()
 
     def on_body(self, data: bytes) -> None:
-        """Hand the body to the exchange."""
         self._beside_body_bytes = 0
         assert self._exchange is not None
         if self._fault is None:
@@ -279,7 +296,6 @@ class HttpClient:
             raise RequestFailed("timeout", f"no whole answer within {timeout_s} s") from None
 
     def close(self) -> None:
-        """Close the idle connections."""
         for connection in self._idle:
             connection.close()
         self._idle.clear()

@@ -94,7 +94,6 @@ class HttpSettings(SecuritySettings):
     )
 
     def http_limits(self) -> HttpLimits:
-        """Return the limits as the server wants them."""
         return HttpLimits(
             header_timeout_s=self.http_request_timeout_ms / 1000,
             body_timeout_s=self.http_request_timeout_ms / 1000,

@@ -67,7 +67,7 @@ class RequestParser:
         self._task = ExchangeTask(table.app, table.tasks, loop)
         self._limits = table.limits
         self._open: _Open | None = None
-        self._allowed_host = b""
+        self._allowed_host: bytes | None = None
         """That of the request before: clients of one connection name one."""
         self._parser: Any = httptools.HttpRequestParser(self)
         # What follows a request that asks for the end of the connection is ignored later, and no error of the parser.

@@ -3,18 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from poolgrid.inference.cache_domain import WHOLE, CacheShares
-from poolgrid.inference.session_hint import NO_HINT, SessionHint
 from poolgrid.process.log_lines import Field, about
 from poolgrid.process.tracing.record import TraceRecord
 from poolgrid.wire.multimodal import MultimodalInput
 from poolgrid.wire.requests import KvRetention, Sampling
 from poolgrid.wire.sessions import SessionTurn
 from poolgrid.wire.tasks import Task
+
+
+class SessionHint(NamedTuple):
+    """Names that the client chose, and what its prompt answers."""
+
+    name: str = ""
+    """The session; empty = the client names none."""
+    parent: str = ""
+    """The session that it was begun by."""
+    after_tool: bool = False
+    """Whether the prompt has the result of a tool behind the last answer in it."""
+    answer: int = 0
+    """``answer_key`` of the response that it continues by its id; 0 = none is named."""
+    keep_ms: int = 0
+    """How long to keep its prompt's KV, as far as ``InferenceRequest.kept_tokens_max`` allows; 0 = nothing is asked."""
+
+
+NO_HINT: Final = SessionHint()
+
+
+class CacheShares(NamedTuple):
+    """Among how many tenants caches are divided."""
+
+    tenants: int
+    edition: int
+    """Grows with every change of the tenants."""
+
+
+class CacheDomain(NamedTuple):
+    """Requests that may find a request's blocks in a cache: those of the same tenant with the same salt."""
+
+    tenant: str
+    salt: str
+    """As the client wrote it. Salts of one tenant share its part of a cache."""
+    shares: CacheShares
+
+
+WHOLE: Final = CacheShares(1, 0)
+"""Without API keys all clients are one tenant."""
+
+EVERYBODY: Final = CacheDomain("", "", WHOLE)
+
 
 NO_HINTS: Final[Mapping[str, Any]] = {}
 

@@ -25,11 +25,9 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from poolgrid.discovery.ports import DiscoveryUnavailable, Scope
-from poolgrid.discovery.registry import Seen
+from poolgrid.discovery.registry import DiscoveryUnavailable, Scope, Seen
 from poolgrid.discovery.settings import DiscoverySettings
-from poolgrid.http.http_client import ClientExchange, HttpClient, RequestFailed, bearer
-from poolgrid.http.http_target import HttpTarget
+from poolgrid.http.http_client import ClientExchange, HttpClient, HttpTarget, RequestFailed, bearer
 from poolgrid.kubernetes.slices import COMPONENT_LABEL, NAMESPACE_LABEL, EndpointSlice, decode_slices, seen_in
 from poolgrid.process.clock import Clock
 from poolgrid.wire.registration import Registration
@@ -104,7 +102,6 @@ class _Answer(ClientExchange):
         self.body += data
 
     def said(self) -> str:
-        """Return the text of a refusal."""
         try:
             return msgspec.json.decode(self.body, type=_Status).message[:SAID_BYTES]
         except msgspec.MsgspecError:
@@ -127,7 +124,7 @@ def api_server() -> str:
 
 
 class KubernetesRegistrations:
-    """Implements ``poolgrid.discovery.ports.RegistrationStore``; reads only."""
+    """Implements ``poolgrid.discovery.registry.RegistrationStore``; reads only."""
 
     kind = "kubernetes"
     writable = False
@@ -158,16 +155,13 @@ class KubernetesRegistrations:
         self.where = f"{self._target.url}, {', '.join(self._namespaces)}"
 
     async def close(self) -> None:
-        """Close the connection."""
         if self._client is not None:
             self._client.close()
 
     async def write(self, registration: Registration, data: bytes) -> None:
-        """Nothing is written: the cluster knows its pods."""
         raise DiscoveryUnavailable(f"{registration.key} is not written: names on Kubernetes are read only")
 
     async def remove(self, key: str) -> None:
-        """Nothing is written."""
         raise DiscoveryUnavailable(f"{key} is not removed: names on Kubernetes are read only")
 
     async def look(self, scopes: Sequence[Scope]) -> list[Seen]:

@@ -181,7 +181,6 @@ class PubFollower:
         return (self._next, self._digest) if self._next else self._past
 
     def count_undecodable(self) -> None:
-        """Count a message that is none."""
         self.counts["source_undecodable"] += 1
 
     # Inputs
@@ -217,7 +216,6 @@ class PubFollower:
         return []
 
     def live(self, seq: int, payload: bytes, now_ms: float, wall_ms: int) -> list[PubEffect]:
-        """A frame of the subscription."""
         effects: list[PubEffect] = []
         self._now_ms = now_ms
         if self.state is SourceState.ABSENT:

@@ -38,9 +38,7 @@ class PublisherAddress(Protocol):
     """Addresses of a publisher."""
 
     @property
-    def endpoint(self) -> str:
-        """ZMQ endpoint of its PUB socket."""
-        ...
+    def endpoint(self) -> str: ...
 
     @property
     def replay_endpoint(self) -> str:
@@ -48,41 +46,25 @@ class PublisherAddress(Protocol):
         ...
 
     @property
-    def topic(self) -> str:
-        """What its messages begin with."""
-        ...
+    def topic(self) -> str: ...
 
 
 class Followed(Protocol):
     """Follower of a publisher: inputs in order, effects out."""
 
-    def connected(self, now_ms: float, wall_ms: int) -> Sequence[PubEffect]:
-        """The subscription reached the publisher (again)."""
-        ...
+    def connected(self, now_ms: float, wall_ms: int) -> Sequence[PubEffect]: ...
 
-    def disconnected(self, now_ms: float) -> Sequence[PubEffect]:
-        """The connection is gone."""
-        ...
+    def disconnected(self, now_ms: float) -> Sequence[PubEffect]: ...
 
-    def live(self, seq: int, payload: bytes, now_ms: float, wall_ms: int) -> Sequence[PubEffect]:
-        """A frame of the subscription."""
-        ...
+    def live(self, seq: int, payload: bytes, now_ms: float, wall_ms: int) -> Sequence[PubEffect]: ...
 
-    def replayed(self, seq: int, payload: bytes, now_ms: float, wall_ms: int) -> Sequence[PubEffect]:
-        """A frame of the replay socket."""
-        ...
+    def replayed(self, seq: int, payload: bytes, now_ms: float, wall_ms: int) -> Sequence[PubEffect]: ...
 
-    def tick(self, now_ms: float, wall_ms: int) -> Sequence[PubEffect]:
-        """Time has passed."""
-        ...
+    def tick(self, now_ms: float, wall_ms: int) -> Sequence[PubEffect]: ...
 
-    def due_ms(self) -> float | None:
-        """Return when ``tick`` has something to do."""
-        ...
+    def due_ms(self) -> float | None: ...
 
-    def count_undecodable(self) -> None:
-        """Count a message that is none."""
-        ...
+    def count_undecodable(self) -> None: ...
 
 
 class PublisherSockets:
@@ -126,7 +108,6 @@ class PublisherSockets:
                 inbox.pause()
 
     def resume(self) -> None:
-        """Continue."""
         self._paused = False
         for inbox in (*self._inboxes, self._replay_inbox):
             if inbox is not None:
@@ -134,7 +115,6 @@ class PublisherSockets:
         self.arm()
 
     def close(self) -> None:
-        """Close the sockets."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

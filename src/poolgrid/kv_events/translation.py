@@ -110,7 +110,6 @@ class EngineTranslator:
         self._only = next(iter(full.members.values())) if is_only and full is not None else None
 
     def translate(self, events: list[EngineEvent]) -> list[AnyEvent]:
-        """Return the same events in sequence hashes."""
         out: list[AnyEvent] = []
         named = self._look_ahead(events) if len(self._groups) > 1 else _NOTHING_NAMED
         for event in events:

@@ -165,7 +165,6 @@ class Bucket:
                 await asyncio.sleep(MAKE_AGAIN_S)
 
     async def close(self) -> None:
-        """End the connection."""
         if self._opening is not None:
             await cancel_all([self._opening])
         await self.connection.close()
@@ -187,7 +186,6 @@ class Bucket:
             raise NotLast(f"there was no bucket: {error}") from None
 
     async def remove(self, key: str, ttl_s: int) -> None:
-        """Say for a while that a key is gone."""
         await self.write(key, b"", {"KV-Operation": "DEL"}, ttl_s)
 
     async def last(self, key: str) -> Any | None:

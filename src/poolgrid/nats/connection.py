@@ -26,8 +26,8 @@ from weakref import WeakKeyDictionary
 from prometheus_client import CollectorRegistry
 
 from poolgrid.process.clock import Clock
-from poolgrid.process.complaints import Complaints
 from poolgrid.process.instruments import Counter
+from poolgrid.process.log_lines import Complaints
 from poolgrid.process.nats_settings import EventPlaneSettings, NatsSettings
 from poolgrid.process.tasks import end_process, keep_cancellation
 
@@ -107,7 +107,6 @@ class NatsConnection:
 
     @property
     def pool(self) -> str:
-        """Return the pool's name."""
         assert isinstance(self._settings, EventPlaneSettings), "only a journal is a pool's"
         return self._settings.nats_pool
 
@@ -197,7 +196,6 @@ class NatsConnection:
         return max(1.0, now_ms - self._since_ms)
 
     async def close(self) -> None:
-        """End the connection."""
         self._closing = True
         client, self._client = self._client, None
         if client is not None and not client.is_closed:

@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter
 
-from poolgrid.consolidator.http_api import ConsolidatorHealth
-from poolgrid.consolidator.journal.errors import JournalFenced
+from poolgrid.consolidator.bootstrap import ConsolidatorHealth
+from poolgrid.consolidator.journal.framing import JournalFenced
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings
 from poolgrid.nats.jetstream import JetStreamJournal
@@ -86,11 +86,9 @@ class LeaderElection:
 
     @property
     def is_healthy(self) -> bool:
-        """The same: it does nothing else."""
         return self.is_ready
 
     def describe(self) -> dict[str, object]:
-        """Return the state for people and probes."""
         role = {"role": "standby" if self.service is None else "active", "pool": self._journal.connection.pool}
         service = self.service
         if service is None or not service.started:

@@ -11,20 +11,22 @@ from dataclasses import dataclass
 
 from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.consolidator.journal import snapshot_file
-from poolgrid.consolidator.journal.errors import JournalCorrupt
-from poolgrid.consolidator.journal.framing import SEGMENT_MAGIC, file_header, frame
+from poolgrid.consolidator.journal.framing import SEGMENT_MAGIC, JournalCorrupt, file_header, frame
 from poolgrid.consolidator.journal.stored_records import SUFFIX, Understood, understand
 from poolgrid.nats.message import (
     PIECES_MAX,
+    Anchor,
     Body,
     BodyAssembler,
     Damaged,
+    Readable,
     StoredMessage,
+    StreamFacts,
+    StreamUnavailable,
     created_ms_of,
     first_offset_of,
     open_body,
 )
-from poolgrid.nats.ports import Anchor, Readable, StreamFacts, StreamUnavailable
 from poolgrid.wire.errors import DecodeError
 
 READ_MESSAGES = 256
@@ -57,7 +59,6 @@ class StreamHistory:
         """Kinds of records and events that a later version wrote and were passed over, and how many of each."""
 
     def message(self, sequence: int) -> StoredMessage:
-        """Return the message at a sequence that must be there."""
         for _ in range(LAGGING_ATTEMPTS):
             found = self._stream.read(sequence, 1)
             if found:
@@ -67,7 +68,6 @@ class StreamHistory:
         raise StreamUnavailable(f"reading stream {self._stream.name}: message {sequence} does not come")
 
     def messages(self, from_sequence: int, to_sequence: int) -> Iterator[StoredMessage]:
-        """Yield the messages up to and with ``to_sequence``, which must be there."""
         empty = 0
         while from_sequence <= to_sequence:
             found = self._stream.read(from_sequence, min(READ_MESSAGES, to_sequence - from_sequence + 1))
@@ -110,7 +110,6 @@ class StreamHistory:
         return None
 
     def last_own(self, facts: StreamFacts) -> StoredMessage | None:
-        """Return the last message that is not foreign; ``None`` when there is none."""
         for at in range(facts.last_sequence, facts.first_sequence - 1, -1):
             message = self.message(at)
             if not message.is_foreign:
@@ -118,7 +117,6 @@ class StreamHistory:
         return None
 
     def first_own(self, facts: StreamFacts) -> StoredMessage | None:
-        """Return the first message that is not foreign; ``None`` when there is none."""
         messages = self.messages(facts.first_sequence, facts.last_sequence)
         return next((message for message in messages if not message.is_foreign), None)
 
@@ -292,11 +290,9 @@ class StreamDirectory:
         return sorted([*self._windows, *self._snapshots])
 
     def size(self, name: str) -> int:
-        """Return the size of a file in bytes."""
         return len(self._content(name))
 
     def read(self, name: str, at: int, length: int) -> bytes:
-        """Return up to ``length`` bytes from position ``at``."""
         return self._content(name)[at : at + length]
 
     def _content(self, name: str) -> bytes:

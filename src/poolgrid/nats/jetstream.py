@@ -20,19 +20,22 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 import msgspec
 
 from poolgrid.consolidator.journal import snapshot_file
-from poolgrid.consolidator.journal.errors import JournalCorrupt
+from poolgrid.consolidator.journal.framing import JournalCorrupt
 from poolgrid.nats.bucket import WRONG_LAST_SEQUENCE
 from poolgrid.nats.connection import NatsConnection, NatsMessage, NatsUnavailable
 from poolgrid.nats.leader import BUCKET, bucket_stream, told_subject
 from poolgrid.nats.message import (
+    Anchor,
     Damaged,
     Outgoing,
+    OutOfTurn,
     StoredMessage,
+    StreamFacts,
+    StreamUnavailable,
     begins_body,
     foreign_message,
     stored_message,
 )
-from poolgrid.nats.ports import Anchor, OutOfTurn, StreamFacts, StreamUnavailable
 from poolgrid.process.tasks import wait_from_thread
 
 log = logging.getLogger(__name__)
@@ -173,7 +176,6 @@ class JetStreamJournal:
         return messages
 
     def _read_message(self, sequence: int, headers: Mapping[str, str], body: bytes) -> StoredMessage:
-        """Return a message that was stored, or what stands for one that is none of ours."""
         try:
             return self._own_message(sequence, headers, body)
         except Damaged as error:
@@ -201,7 +203,6 @@ class JetStreamJournal:
         return found
 
     async def _newest(self) -> int:
-        """Return the sequence of the last message that was not removed."""
         return await self._last_on(f"{self._subjects}.>")
 
     async def _last_on(self, subject: str) -> int:

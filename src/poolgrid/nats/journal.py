@@ -31,28 +31,26 @@ from dataclasses import dataclass
 
 from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.consolidator.journal import snapshot_file
-from poolgrid.consolidator.journal.errors import JournalCorrupt, JournalFenced
+from poolgrid.consolidator.journal.framing import JournalCorrupt, JournalFenced
 from poolgrid.consolidator.ports import Journal
 from poolgrid.nats.history import StreamHistory, corrupt
 from poolgrid.nats.message import (
     BODY_BYTES,
     MESSAGE_BYTES,
     PIECES_MAX,
+    Anchor,
     BodyAssembler,
     Damaged,
     Outgoing,
+    OutOfTurn,
+    RecordStream,
+    StreamFacts,
+    StreamUnavailable,
     bodies,
     empty_body,
     first_offset_of,
     open_body,
     pieces,
-)
-from poolgrid.nats.ports import (
-    Anchor,
-    OutOfTurn,
-    RecordStream,
-    StreamFacts,
-    StreamUnavailable,
 )
 from poolgrid.process.clock import Clock
 from poolgrid.wire.limits import FRAME_BYTES_MAX
@@ -132,7 +130,6 @@ class KeptSnapshots:
         return self._kept[-1] if self._kept else None
 
     def is_old(self, anchor: Anchor) -> bool:
-        """Return whether a snapshot is durable by its age."""
         return self._kept_since_ms[anchor] <= self._clock.monotonic_ms() - self._durable_after_ms
 
     def keep(self, anchor: Anchor, content: bytes) -> None:
@@ -284,7 +281,6 @@ class StreamJournal(Journal):
             raise corrupt(self._stream.name, last.sequence, 0, str(error)) from None
 
     def _find_oldest(self) -> None:
-        """Note the offset of the oldest record that is kept."""
         if not self._facts.messages:
             self._oldest = self._next
             return
@@ -378,7 +374,6 @@ class StreamJournal(Journal):
         return count
 
     def _look(self) -> StreamFacts:
-        """Ask how the stream is, where records are appended."""
         facts = self._facts = self._stream.facts()
         self._bytes = facts.bytes
         return facts
@@ -441,7 +436,6 @@ class StreamJournal(Journal):
     # Reading
 
     def read(self, from_offset: int, limit: int, bytes_max: int) -> list[bytes]:
-        """Return encoded records from ``from_offset`` on."""
         if from_offset < self._oldest:
             raise ValueError(f"reading the journal: offset {from_offset}, the oldest kept is {self._oldest}")
         next_offset = self._done

@@ -192,8 +192,6 @@ class LeaderWatch:
         self.leader: Leader | None = None
 
     async def start(self) -> None:
-        """Hear of the leader from now on."""
-
         async def heard(message: Any) -> None:
             self._note(_decoded(message.headers or {}, message.data))
             self._heard.set()
@@ -204,7 +202,6 @@ class LeaderWatch:
         self._looking = supervised(self._look, "watch over the pool's leader", Restart(limit=None))
 
     async def stop(self) -> None:
-        """Hear of nothing any more."""
         if self._looking is not None:
             await cancel_all([self._looking])
 

@@ -328,7 +328,6 @@ class Routers:
                 self._heard[life] = _Heard("", 0, now_ms)
 
     def left(self, life: str) -> None:
-        """Note that a router has announced its exit."""
         if life in self._heard:
             self._heard[life] = _Heard("", -1, float("-inf"))
 

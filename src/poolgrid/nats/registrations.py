@@ -16,8 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from poolgrid.discovery.ports import LOOK_S, DiscoveryUnavailable, Scope
-from poolgrid.discovery.registry import Seen
+from poolgrid.discovery.registry import LOOK_S, DiscoveryUnavailable, Scope, Seen
 from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.nats.bucket import Bucket, BucketReader, BucketSpec, is_deleted, key_of, sequence_of
 from poolgrid.nats.connection import NatsUnavailable
@@ -46,7 +45,7 @@ ENDED_TTL_S = 5
 
 
 class NatsRegistrations:
-    """Implements ``poolgrid.discovery.ports.RegistrationStore``."""
+    """Implements ``poolgrid.discovery.registry.RegistrationStore``."""
 
     kind = "nats"
     writable = True
@@ -110,7 +109,6 @@ class NatsRegistrations:
             raise DiscoveryUnavailable(str(error)) from None
 
     async def close(self) -> None:
-        """End the connection."""
         await self._bucket.close()
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from poolgrid.frontend.responses_api.store import RETRY_AFTER_S, KeptResponse, Owner, Part
+from poolgrid.frontend.responses_api.kept import RETRY_AFTER_S, KeptResponse, Owner, Part
 from poolgrid.inference.ports import Refused
 from poolgrid.nats.bucket import Bucket, BucketSpec, key_of
 from poolgrid.nats.connection import NatsUnavailable
@@ -119,7 +119,6 @@ class NatsResponseStore:
         """Do nothing: answers in flight may still be kept (``disconnect``)."""
 
     async def disconnect(self) -> None:
-        """End the connection."""
         await self._bucket.close()
 
     async def keep(self, owner: Owner, kept: KeptResponse) -> bool:
@@ -252,7 +251,6 @@ class NatsResponseStore:
 
 
 def _digest_of(key: str) -> bytes:
-    """Return the digest of a response, by the key of one of its parts."""
     return bytes.fromhex(key.rpartition(".")[0].rpartition(".")[2])
 
 

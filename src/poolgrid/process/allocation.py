@@ -76,7 +76,6 @@ class TrimSchedule:
         self._attempts = 0
 
     def is_due(self, now_s: float, held_bytes: int) -> bool:
-        """Return whether to give holes back now."""
         return now_s - self._trimmed_s >= TRIM_INTERVAL_S or held_bytes - self._held_bytes >= GROWTH_BYTES
 
     def note(self, now_s: float, held_bytes: int) -> None:

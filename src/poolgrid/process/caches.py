@@ -48,7 +48,6 @@ class BudgetedLru(Generic[K, V]):
         return found
 
     def keep(self, key: K, value: V) -> bool:
-        """Keep a value in place of what was there; return whether it is kept."""
         size = self._size(key, value)
         if size > self.budget:
             return False
@@ -60,14 +59,12 @@ class BudgetedLru(Generic[K, V]):
         return True
 
     def drop(self, key: K) -> None:
-        """Forget a key, if it is kept."""
         value = self._kept.pop(key, None)
         if value is not None:
             self.used -= self._size(key, value)
             self._on_evict(key, value)
 
     def clear(self) -> None:
-        """Forget everything."""
         self._kept.clear()
         self.used = 0
 
@@ -104,7 +101,6 @@ class TenantCaches(Generic[C]):
         return None if shares is None else self._begun(tenant, shares)
 
     def clear(self) -> None:
-        """End every cache."""
         with self._lock:
             self._forget()
 

@@ -83,7 +83,6 @@ class Counter(_Instrument):
         return counts
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the family."""
         family = CounterMetricFamily(self._name, self._documentation, labels=self._labelnames)
         for values, child in self._shown():
             family.add_metric(values, child.value)
@@ -112,7 +111,6 @@ class Gauge(_Instrument):
         self._function = function
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the family."""
         family = GaugeMetricFamily(self._name, self._documentation, labels=self._labelnames)
         for values, child in self._shown():
             family.add_metric(values, child.value if child._function is None else child._function())
@@ -146,7 +144,6 @@ class Histogram(_Instrument):
         super().__init__(name, documentation, labelnames, registry=registry)
 
     def observe(self, value: float) -> None:
-        """Count one observation."""
         at = self._latest
         edges = self._edges
         if not edges[at] < value <= edges[at + 1]:

@@ -9,6 +9,11 @@ Rules
     3. Times are UTC, with the date and milliseconds.
     4. What an event is about (request, trace, worker, pool) is given as fields (``about``). In JSON each is one. For
        people those are added that the words do not have already.
+
+Complaints about what peers send: one line in the log per peer and period, with the number of those left out.
+
+A peer decides how often it sends what cannot be read, and on a plane without CURVE any process is a peer. A line for
+each would fill a disk, and hide what matters.
 """
 
 from __future__ import annotations
@@ -16,12 +21,16 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import msgspec
+
+from poolgrid.process.clock import Clock
 
 LINE_CHARS_MAX = 8192
 """Of one event's own words: twice the longest reason that the wire carries."""
@@ -89,11 +98,9 @@ class LineFormatter(logging.Formatter):
         super().__init__(f"%(asctime)s {process_name} %(levelname)s %(message)s")
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - logging's name
-        """Return when it happened."""
         return written_time(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """Return the line of an event."""
         words = one_line(record.message)
         more = " ".join(
             f"{name}={_one_word(value)}" for name, value in fields_of(record).items() if not _has_word(words, value)
@@ -131,7 +138,6 @@ class JsonFormatter(logging.Formatter):
         self._fields = fields
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of an event."""
         line: dict[str, Field] = {
             "time": written_time(record),
             "level": record.levelname.lower(),
@@ -147,3 +153,52 @@ class JsonFormatter(logging.Formatter):
             lines = "\n".join(trouble).split("\n")[-TRACEBACK_LINES_MAX:]
             line["exception"] = "\n".join(map(one_line, lines))
         return msgspec.json.encode(line).decode()
+
+
+PERIOD_MS = 10_000.0
+"""Between two complaints about one peer: often enough to see that it continues."""
+
+PEERS_MAX = 256
+"""Peers that are remembered. One that connects again for each frame pushes others out; the log's own limit then
+holds."""
+
+
+@dataclass(slots=True)
+class _Said:
+    at_ms: float
+    left_out: int = 0
+
+
+class Complaints:
+    """Log lines of one receiver about its peers."""
+
+    def __init__(self, log: logging.Logger, clock: Clock) -> None:
+        self._log = log
+        self._clock = clock
+        self._said: OrderedDict[str, _Said] = OrderedDict()
+
+    def about(self, peer: str, what: object) -> None:
+        """Log that a message of ``peer`` was dropped and why, unless it was logged a moment ago."""
+        self.note(peer, "a message from %s was dropped: %s%s", peer, what)
+
+    def note(self, about: str, line: str, *what: object, level: int = logging.WARNING) -> None:
+        """Log a line about something, unless there was one about it a moment ago.
+
+        The line's last ``%s`` is for how many were left out since.
+        """
+        now_ms = self._clock.monotonic_ms()
+        said = self._said.get(about)
+        if said is not None and now_ms - said.at_ms < PERIOD_MS:
+            said.left_out += 1
+            return
+        more = f" (and {said.left_out} more since the last line about it)" if said is not None and said.left_out else ""
+        self._said[about] = _Said(now_ms)
+        self._said.move_to_end(about)
+        if len(self._said) > PEERS_MAX:
+            self._said.popitem(last=False)
+        self._log.log(level, line, *what, more)
+
+
+def shown_peer(identity: bytes) -> str:
+    """Return how a peer's routing id, which it may have chosen itself, is written in the log."""
+    return f"peer {identity[:16].hex()}"

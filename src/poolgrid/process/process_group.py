@@ -32,5 +32,4 @@ class GroupPlace:
         return cls(Path(directory), int(index), int(size))
 
     def to_environment(self) -> str:
-        """Return the value of ``GROUP_VARIABLE`` for a child at this place."""
         return f"{self.directory}:{self.index}:{self.size}"

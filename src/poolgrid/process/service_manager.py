@@ -60,7 +60,6 @@ class ServiceManager:
             self._timer = asyncio.get_running_loop().call_later(self._interval_s, self.begin_signs_of_life)
 
     def close(self) -> None:
-        """Say nothing more."""
         if self._timer is not None:
             self._timer.cancel()
         self._socket.close()

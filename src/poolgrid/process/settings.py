@@ -14,8 +14,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
-from poolgrid.wire.addresses import zmq_endpoint_problem
-from poolgrid.wire.names import is_name, parse_name
+from poolgrid.wire.addresses import is_name, parse_name, zmq_endpoint_problem
 
 
 class Settings(BaseModel):
@@ -31,7 +30,6 @@ class Settings(BaseModel):
 
     @classmethod
     def panel_of(cls, name: str) -> str:
-        """Return the panel of a field: that of the model which declares it."""
         return next(
             each.panel for each in cls.__mro__ if issubclass(each, Settings) and name in inspect.get_annotations(each)
         )

@@ -63,7 +63,6 @@ class TerminalTable:
         return self._width(range(len(self.headings)))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the table as lines for the room in ``options``."""
         yield from (Text(self.title, style="bold"),) if self.title else ()
         shown = list(range(len(self.headings)))
         while self._width(shown) > options.max_width:

@@ -131,7 +131,6 @@ class AdmissionQueue(Generic[T]):
                 self._metrics.queue_evictions.inc()
 
     def close(self, refusal: Refused) -> None:
-        """Refuse all that wait."""
         for queued in list(self._queue):
             self._refuse(queued.item, refusal)
 
@@ -142,7 +141,6 @@ class AdmissionQueue(Generic[T]):
         return True
 
     def busy(self, message: str, item: T | None = None) -> Refused:
-        """Return the refusal of a full or slow queue."""
         return Refused(429, "busy", message, self.retry_after_s())
 
     def _count_wait(self, since_ms: float, cause: str) -> None:
@@ -258,7 +256,6 @@ class FullWorkers(Generic[K]):
         return max(0.0, self._next_ms - now_ms) / 1000 if self.at(now_ms) else 0.0
 
     def close(self) -> None:
-        """Stop watching the time."""
         if self._timer is not None:
             self._timer.cancel()
 

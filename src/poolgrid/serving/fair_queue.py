@@ -82,7 +82,6 @@ class Backlog(Generic[T]):
 
     @property
     def has_turn(self) -> bool:
-        """Return whether a request waits that is not taken."""
         return self.live > len(self.taken)
 
     def waiting(self) -> Iterator[QueuedRequest[T]]:
@@ -103,12 +102,10 @@ class Backlog(Generic[T]):
         return request
 
     def put_back(self, key: float, request: QueuedRequest[T]) -> None:
-        """Let one that was taken wait on."""
         del self.taken[request.arrival]
         heappush(self.heap, (key, request.arrival, request))
 
     def drop(self, request: QueuedRequest[T]) -> None:
-        """Forget one that no longer waits."""
         self.taken.pop(request.arrival, None)
         self.live -= 1
         if len(self.heap) > STALE_FACTOR * self.live + STALE_MIN:
@@ -146,7 +143,6 @@ class Band(Generic[T]):
         return backlog
 
     def discharge(self, tenant: str, tokens: float) -> None:
-        """Take back what a tenant was charged."""
         self.served[tenant] -= tokens
         self.await_turn(tenant)
 
@@ -339,7 +335,6 @@ class FairQueue(Generic[T]):
             band.served[tenant] = band.served.get(tenant, 0.0) + output_tokens / weight
 
     def resumed(self) -> list[QueuedRequest[T]]:
-        """Return the resumed requests, in order of arrival."""
         return list(self._resumed.values())
 
     def lanes(self) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.ports import StreamDelta
 from poolgrid.wire import codec
 from poolgrid.wire.identifiers import Stage, WorkerKey
 from poolgrid.wire.multimodal import MediaKind, MultimodalInput
@@ -248,7 +248,6 @@ class LegPlan:
         return tuple(leg for leg in (self.current, self.kept, self.encoded) if leg is not None)
 
     def find(self, dispatch_id: str) -> Dispatch | None:
-        """Return the current or kept dispatch of this id."""
         for dispatch in (self.current, self.kept, self.encoded):
             if dispatch is not None and dispatch.id == dispatch_id:
                 return dispatch
@@ -339,7 +338,6 @@ class LegPlan:
 
 
 def _remaining(sampling: Sampling, emitted: int) -> Sampling:
-    """Return the sampling of a continuation after ``emitted`` tokens."""
     return msgspec.structs.replace(
         sampling, max_tokens=sampling.max_tokens - emitted, min_tokens=max(0, sampling.min_tokens - emitted)
     )

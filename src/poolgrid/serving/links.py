@@ -24,9 +24,8 @@ from typing import Any, Final
 
 import zmq
 
-from poolgrid.process.awake_clock import within
-from poolgrid.process.clock import Clock
-from poolgrid.process.complaints import Complaints
+from poolgrid.process.clock import Clock, within
+from poolgrid.process.log_lines import Complaints
 from poolgrid.serving.legs import LegEvent
 from poolgrid.transport.dealer import connect_dealer
 from poolgrid.wire import codec
@@ -164,7 +163,6 @@ class WorkerLink:
         self._dealer.close()
 
     def on_frame(self, frame: bytes) -> None:
-        """Take what the worker sent."""
         try:
             message: FromWorker = codec.from_worker.decode(frame)
         except DecodeError as error:
@@ -184,7 +182,6 @@ class WorkerLink:
             self._on_up(self)
 
     def _take_waiting(self) -> None:
-        """Take what one turn may of the frames that wait."""
         if self._waiting and self._take_one():
             self._loop.call_soon(self._take_waiting)
 
@@ -206,7 +203,6 @@ class WorkerLink:
         self._first_ping()
 
     def on_disconnected(self) -> None:
-        """Go down."""
         self._stop_trying()
         self._fresh_from = self._nonce + 1
         self._go_down("connection lost")
@@ -291,7 +287,6 @@ class LinkTable:
         return len(self._links)
 
     def close(self) -> None:
-        """Close every link, without a message to workers."""
         for link in self._links.values():
             link.close()
         self._links.clear()
@@ -361,7 +356,6 @@ class LinksOnDemand(LinkTable):
                 del self._links[endpoint], self._used_ms[endpoint]
 
     def close(self) -> None:
-        """Close every link, without a message to workers."""
         super().close()
         for endpoint in list(self._waiters):
             self._resolve(endpoint)

@@ -117,7 +117,6 @@ class LegTimes:
         self._decode = legs.labels("decode")
 
     def sent(self, timer: LegTimer, dispatch_number: int, now_s: float) -> None:
-        """Take note that a leg was sent to its worker."""
         _count(self._queue, timer, now_s)
         timer.dispatch_number = dispatch_number
         timer.generates = False

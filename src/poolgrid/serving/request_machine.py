@@ -13,9 +13,10 @@ Rules
     3. Whatever was reserved or kept for a leg is released, once: when the leg after it has taken what it left, when the
        request moves, or when it ends. No leg outlives the others.
     4. A worker that is lost, refuses, or breaks its stream costs the client nothing while another one can continue: the
-       request moves with prompt + output so far, at most ``migration_limit`` times. One that drains has not failed:
-       moves because of that are not counted among these, up to ``DRAINS_MAX``. One without room has not failed
-       either: the request is placed again, or waits in the router's queue, whose time-out is the bound.
+       request moves with prompt + output so far, at most ``migration_limit`` times. One that drains, left the pool, or
+       was lost together with another of its process has not failed: moves because of that are not counted among these,
+       up to ``DEPARTURES_MAX``. One without room has not failed either: the request is placed again, or waits in the
+       router's queue, whose time-out is the bound.
     5. A request with which ``LOSSES_MAX`` workers were lost before its first token may be what ends them: it ends.
     6. A worker that refuses what the request asks for is asked once. When no other one takes it, the client gets that
        refusal.
@@ -30,7 +31,7 @@ from typing import Final
 import msgspec
 
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.ports import StreamDelta
 from poolgrid.serving.legs import (
     NOTHING,
     AvoidWorker,
@@ -77,10 +78,13 @@ LOSSES_MAX: Final = 2
 """Workers that may be lost with one request on them before its first token. One is chance, and under load hundreds of
 requests were there; two in a row are what a request looks like that its workers die of."""
 
-DRAINS_MAX: Final = 64
-"""Moves because a worker drains that ``migration_limit`` does not count: half of a large pool may refuse a request one
-after another before the router knows that they drain, and an answer of an hour may outlive several restarts of the
-whole pool. More than that is a worker that refuses without ever being known to drain."""
+DEPARTURES_MAX: Final = 64
+"""Moves because a worker drains or left that ``migration_limit`` does not count: half of a large pool may refuse a
+request one after another before the router knows that they drain, the connections to all workers of one process break
+one after another, and an answer of an hour may outlive several restarts of the whole pool. More than that is a worker
+that refuses without ever being known to drain."""
+
+DEPARTED: Final = (LegEvent.DRAINING, LegEvent.LEFT)
 
 NEXT_LEG_WHY: Final = {Stage.ENCODE: "media encoded", Stage.PREFILL: "decode leg"}
 
@@ -119,13 +123,11 @@ class Transition(msgspec.Struct):
 
     @property
     def dispatch(self) -> Dispatch:
-        """The leg it happened to."""
         assert self.leg is not None, "it happened to a leg"
         return self.leg
 
     @property
     def reported(self) -> TokenDelta:
-        """What the worker sent."""
         assert self.worker_delta is not None, "a worker sent something"
         return self.worker_delta
 
@@ -135,8 +137,8 @@ class RequestMachine:
 
     # Most of it stays as it is here while all goes well.
     migrations = 0
-    drains = 0
-    """How many of them were made because a worker drains."""
+    departures = 0
+    """How many of them were made because a worker drains or left."""
     stale_loads = 0
     """How often a worker refused it because other routers were quicker."""
     refusal: TokenDelta | None = None
@@ -279,7 +281,7 @@ class RequestMachine:
             return StreamDelta(b"", FinishReason.LENGTH)
         if len(self.lost) >= LOSSES_MAX:
             return self._poison(why)
-        if self.migrations - min(self.drains, DRAINS_MAX) >= self._migration_limit:
+        if self.migrations - min(self.departures, DEPARTURES_MAX) >= self._migration_limit:
             return self._failure(f"{why}; moved {self.migrations} times already")
         return None
 
@@ -465,7 +467,7 @@ def withdraw(machine: RequestMachine, at: Transition) -> None:
 
 def move(machine: RequestMachine, at: Transition) -> None:
     """Place the request on another worker with its prompt and the output so far, or end it if it may not move."""
-    machine.drains += at.event is LegEvent.DRAINING
+    machine.departures += at.event in DEPARTED
     if (last := machine.migration_refusal(at.why)) is not None:
         _finish(machine, at, last)
     else:

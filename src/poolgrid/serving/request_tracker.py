@@ -7,6 +7,7 @@ encoded, given to its link. What happens to it there, and what follows, is the t
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -81,7 +82,11 @@ class Placer(Protocol[P]):
 
 LOST_TOGETHER_MS: Final = 100.0
 """Workers of a host that are lost within this time are one loss: a process may have several, whose connections break
-one after the other. A request that was moved between two of them has ended neither."""
+one after the other. A request that was moved between two of them has ended neither. On a router that gets no CPU for
+longer, so are those whose connections are found broken in the same turns of the event loop."""
+
+LOST_TOGETHER_TURNS: Final = 3
+"""Turns of the event loop until all has been read that had arrived when the first loss was found."""
 
 
 class RequestTracker(ABC, Generic[R]):
@@ -101,6 +106,8 @@ class RequestTracker(ABC, Generic[R]):
         self._on_link: dict[str, dict[str, R]] = {}
         """By endpoint and dispatch id."""
         self._last_loss = "", 0.0
+        self._turns_after_loss = 0
+        """Turns of the event loop that are left until what is lost is no part of the last loss."""
         """Host of the worker that was lost last by itself, and when."""
         self._links = links
         self._serving_metrics = metrics
@@ -201,10 +208,18 @@ class RequestTracker(ABC, Generic[R]):
     def _is_lost_with_another(self, endpoint: str) -> bool:
         now_ms, host = self._clock.monotonic_ms(), endpoint.rpartition(":")[0]
         lost_host, lost_ms = self._last_loss
-        if host == lost_host and now_ms - lost_ms <= LOST_TOGETHER_MS:
+        if host == lost_host and (self._turns_after_loss or now_ms - lost_ms <= LOST_TOGETHER_MS):
             return True
         self._last_loss = host, now_ms
+        if not self._turns_after_loss:
+            asyncio.get_running_loop().call_soon(self._count_turn)
+        self._turns_after_loss = LOST_TOGETHER_TURNS
         return False
+
+    def _count_turn(self) -> None:
+        self._turns_after_loss -= 1
+        if self._turns_after_loss:
+            asyncio.get_running_loop().call_soon(self._count_turn)
 
     def on_client_left(self, delivery: TokenDelivery) -> None:
         routed = self.requests.get(delivery.request_id)
@@ -216,14 +231,12 @@ class RequestTracker(ABC, Generic[R]):
         self.carry_out(routed, routed.machine.end(event, why, retry_after_s))
 
     def end_all(self, why: str) -> None:
-        """End every request because this process ends."""
         for routed in list(self.requests.values()):
             self.end(routed, LegEvent.SHUTDOWN, why)
 
     # -- effects ---------------------------------------------------------------------------------------------------
 
     def carry_out(self, routed: R, effects: tuple[Effect, ...]) -> None:
-        """Carry out what follows from an event."""
         request = routed.machine.request
         if request.trace is not None:
             follow_legs(request.trace, routed.machine, effects)  # first: what is placed next is linked to what was lost

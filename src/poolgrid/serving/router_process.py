@@ -24,14 +24,12 @@ from poolgrid.frontend.shared_state import SharedState, Sharing
 from poolgrid.frontend.traffic import open_report
 from poolgrid.http.http_server import RouterServers, open_server
 from poolgrid.inference.ports import InferenceBackend
-from poolgrid.process.awake_clock import AwakeClock
-from poolgrid.process.clock import SystemClock
-from poolgrid.process.event_loop import LoopMetrics
+from poolgrid.process.clock import AwakeClock, SystemClock
+from poolgrid.process.lifecycle import LoopMetrics
 from poolgrid.process.plugins import EVENT_PLANES, load_plugin
 from poolgrid.process.process_group import GroupPlace
 from poolgrid.process.tasks import unless
-from poolgrid.process.tracing.opening import open_tracing
-from poolgrid.process.tracing.tracing import Tracing
+from poolgrid.process.tracing.tracing import Tracing, open_tracing
 from poolgrid.serving.admission_queue import AdmissionQueue
 from poolgrid.serving.links import OpenLink, link_opener
 from poolgrid.serving.metrics import ServingMetrics
@@ -81,7 +79,6 @@ class RouterProcess:
     # -- below HTTP ------------------------------------------------------------------------------------------------
 
     def start_clock(self, *timeouts_ms: float) -> AwakeClock:
-        """Start the clock that the timeouts of others are judged by."""
         awake = AwakeClock(self.clock, min(timeouts_ms)).start()
         self.opened.callback(awake.stop)
         return awake
@@ -110,7 +107,7 @@ class RouterProcess:
     async def open_names(self) -> None:
         if self.settings.has_names:
             # Imported when it is used: most pools are given addresses.
-            from poolgrid.discovery.opening import open_discovery
+            from poolgrid.discovery.directory import open_discovery
 
             self.names = await open_discovery(self.opened, self.settings, self.clock, self.registry)
 
@@ -142,7 +139,6 @@ class RouterProcess:
         troubles: Callable[[], list[str]] = list,
         data_dir: Path | None = None,
     ) -> Application:
-        """Make the application, which closes with the process."""
         app = create_app(
             service,
             {self.prompt_model.name: self.prompt_model},

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from poolgrid.inference.stream_delta import StreamDelta
+from poolgrid.inference.ports import StreamDelta
 from poolgrid.wire.requests import FinishReason
 
 
@@ -84,7 +84,6 @@ class TokenDelivery:
         return deltas
 
     def cancel(self) -> None:
-        """Give the request up."""
         if not self.finished:
             self._on_cancel(self)
             if not self.finished:
@@ -117,6 +116,5 @@ class TokenDelivery:
             self._waiter.set_result(None)
 
     def finish(self, delta: StreamDelta) -> None:
-        """Take the last delta."""
         self.finished = True
         self.deliver(delta)

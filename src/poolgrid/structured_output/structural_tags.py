@@ -119,7 +119,6 @@ class _Grammar:
         return name
 
     def _without(self, character: str) -> str:
-        """Return the name of a terminal for text without a character."""
         name = f"PLAIN_{len(self.rules)}"
         self.rules.append(f'{name}: /[^"{_ESCAPES.get(character, character)}]*/')
         return name

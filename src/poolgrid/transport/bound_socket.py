@@ -48,7 +48,6 @@ class ReservedPorts:
         return taken
 
     def close(self) -> None:
-        """Keep them no longer."""
         for held in self._held:
             held.close()
         self._held.clear()

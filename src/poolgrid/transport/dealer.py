@@ -159,7 +159,6 @@ class StreamDealer:
             pause_ms = min(RECONNECT_MAX_MS, 2 * pause_ms)
 
     async def _connect(self, conversation: ZmtpConnection) -> bool:
-        """Return whether the handshake with the server has succeeded."""
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await asyncio.get_running_loop().create_connection(lambda: conversation, self._host, self._port)

@@ -155,7 +155,6 @@ class PlaneMetrics:
         self._logged = 0
 
     def refused(self, plane: str, reason: str, address: str) -> None:
-        """Count and log a peer that was refused."""
         self._refused.labels(plane, reason).inc()
         if self._logged < REFUSAL_LOGS_MAX:
             self._logged += 1
@@ -173,7 +172,6 @@ class PlaneSocket(zmq.Socket[bytes]):
     _events: CallbackSocket | None = None
 
     def bind(self, addr: str) -> Any:
-        """Bind as a CURVE server."""
         context = self.context
         if isinstance(context, PlaneContext) and context.keys is not None and _is_remote(addr) and not self.plain:
             context.serve_zap()
@@ -187,7 +185,6 @@ class PlaneSocket(zmq.Socket[bytes]):
         return super().bind(addr)
 
     def connect(self, addr: str) -> Any:
-        """Connect as a CURVE client."""
         context = self.context
         if isinstance(context, PlaneContext) and context.keys is not None and _is_remote(addr) and not self.plain:
             self.curve_secretkey = context.keys.own.secret
@@ -214,7 +211,6 @@ class PlaneSocket(zmq.Socket[bytes]):
         self._events = CallbackSocket(self.get_monitor_socket(HANDSHAKES_REFUSED), on_event)
 
     def close(self, linger: int | None = None) -> None:
-        """Close, with the watch over its handshakes."""
         events, self._events = self._events, None
         if events is not None and not self.closed:
             self.disable_monitor()
@@ -255,13 +251,11 @@ class PlaneContext(zmq.Context[PlaneSocket]):
         return context
 
     def socket(self, socket_type: int, socket_class: Any = None, **options: Any) -> Any:
-        """Return a new socket."""
         made = super().socket(socket_type, socket_class=socket_class or PlaneSocket, **options)
         made.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
         return made
 
     def refused(self, plane: str, reason: str, address: str) -> None:
-        """Take note of a peer that was refused."""
         if self._metrics is not None:
             self._metrics.refused(plane, reason, address)
 

@@ -58,13 +58,11 @@ class Subscriptions:
         return bool(self._wanted)
 
     def start(self) -> None:
-        """Begin to look."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.fileno(), self.look)
         self.look()
 
     def close(self) -> None:
-        """Stop looking; the socket stays open."""
         if self._loop is not None:
             self._loop.remove_reader(self._socket.fileno())
             self._loop = None

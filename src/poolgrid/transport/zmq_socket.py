@@ -264,7 +264,6 @@ class BatchSocket(_LoopSocket):
         self._paused = True
 
     def resume(self) -> None:
-        """Receive again, beginning with what is waiting."""
         self._paused = False
         self.check()
 

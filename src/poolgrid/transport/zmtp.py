@@ -283,7 +283,6 @@ class ZmtpConnection(asyncio.Protocol):
         out.append(frame)
 
     def send_long(self, header: bytes, frame: bytes) -> None:
-        """Send a frame that is too long to be copied, behind its header."""
         self._is_long = True
         self.send(header)
         self._out.append(frame)
@@ -303,7 +302,6 @@ class ZmtpConnection(asyncio.Protocol):
         self.is_full = True
 
     def resume_writing(self) -> None:
-        """Send again."""
         self.is_full = False
 
     def begin(self) -> None:

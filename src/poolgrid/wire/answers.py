@@ -17,7 +17,6 @@ class AnswerRow(msgspec.Struct, frozen=True, kw_only=True):
     """An answer, or a part of one."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
         plain: dict[str, Any] = msgspec.to_builtins(self)
         return plain
 

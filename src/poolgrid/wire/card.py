@@ -7,6 +7,7 @@ and the worker's own start.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, get_args
 
 import msgspec
@@ -14,8 +15,7 @@ from msgspec import Meta
 
 from poolgrid.wire.addresses import http_url_problem, ip_endpoint_problem, zmq_endpoint_problem
 from poolgrid.wire.hashing import HASH_SPEC, stable_u64
-from poolgrid.wire.identifiers import U32, Identifier, Role
-from poolgrid.wire.inabilities import Inabilities
+from poolgrid.wire.identifiers import U32, Identifier, Role, Text
 from poolgrid.wire.limits import (
     CHAT_TEMPLATE_CHARS_MAX,
     IMAGE_RESOLUTIONS_MAX,
@@ -25,6 +25,44 @@ from poolgrid.wire.limits import (
     STEP_TIMES_MAX,
     STOP_TOKENS_MAX,
 )
+from poolgrid.wire.requests import Sampling
+
+GUIDED_DECODING = "guided_decoding"
+"""Stands for every kind of guide; the other names are fields of ``Sampling``."""
+
+NEUTRAL = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+"""Values that ask for nothing."""
+
+Inability = tuple[Identifier, Text]
+"""A field of a request, and the end of a sentence that begins with the field and its value."""
+
+Inabilities = Annotated[tuple[Inability, ...], Meta(max_length=32)]
+
+
+def is_greedy(sampling: Sampling) -> bool:
+    """Return whether nothing is drawn, so that a seed makes no difference."""
+    return sampling.temperature == 0 or sampling.top_p == 0 or sampling.top_k == 1
+
+
+def unmet(sampling: Sampling, inabilities: Iterable[Inability]) -> tuple[str, str] | None:
+    """Return the first field of a request that cannot be honoured, with the sentence for its client."""
+    for name, why in inabilities:
+        if name == GUIDED_DECODING:
+            if sampling.guide:
+                return sampling.guide, f"{sampling.guide} is set, {why}"
+            continue
+        value = getattr(sampling, name, None)
+        if value is None or value == NEUTRAL.get(name) or (name == "seed" and is_greedy(sampling)):
+            continue
+        return name, f"{name} is {value}, {why}"
+    return None
+
+
+def common(cards: Iterable[Sequence[Inability]]) -> tuple[Inability, ...]:
+    """Return what none of several workers can do, in the words of the first."""
+    first, *others = cards
+    return tuple(each for each in first if all(any(each[0] == name for name, _ in other) for other in others))
+
 
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "harmony"]
 ToolCallParser = Literal[
@@ -134,7 +172,6 @@ class ChatSpec(msgspec.Struct, array_like=True, frozen=True):
     """Source in Jinja, in place of the model's own. Of several ranks of a worker the first has it."""
 
     def filled(self, other: ChatSpec) -> ChatSpec:
-        """Return this, completed by ``other`` where it is empty."""
         if other == NO_CHAT_SPEC or self == other:
             return self
         return ChatSpec(
@@ -237,7 +274,6 @@ def name_problem(field: str, name: str, needed: bool) -> str | None:
 
 
 def _times_problem(part: str, points: tuple[tuple[float, float], ...], least: float, most: float) -> str | None:
-    """Say which point of a curve of step times is none, or ``None``."""
     before = -1.0
     for position, (x, ms) in enumerate(points):
         where = f"the card's step_times.{part}[{position}]"

@@ -11,6 +11,7 @@ Two rules:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Final, Generic, TypeVar, get_args
 
 import msgspec
@@ -18,14 +19,12 @@ import msgspec
 from poolgrid.wire.errors import DecodeError, LimitError
 from poolgrid.wire.events import AnyEvent, EventBatch, JournalRecord
 from poolgrid.wire.feed import FromFeed, SnapshotPart, ToFeed
-from poolgrid.wire.ingest import FromConsolidator, ToConsolidator
+from poolgrid.wire.ingest import FromConsolidator, LoadingWorker, LoadingWorkers, ToConsolidator
 from poolgrid.wire.leadership import Leader
 from poolgrid.wire.limits import FRAME_BYTES_MAX
-from poolgrid.wire.loading import LoadingWorker, LoadingWorkers
-from poolgrid.wire.multimodal import MultimodalInput
+from poolgrid.wire.multimodal import FromTensorSource, MultimodalInput, TensorList, ToTensorSource
 from poolgrid.wire.requests import FromWorker, Generate, KvOffered, TokenBatch, ToWorker
 from poolgrid.wire.selection import FromPool, Probe, Select, ToPool
-from poolgrid.wire.tensors import FromTensorSource, TensorList, ToTensorSource
 
 T = TypeVar("T")
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -36,11 +35,15 @@ class Codec(Generic[T]):
 
     def __init__(self, what: str, type_: Any, check: Callable[[Any], str | None]) -> None:
         self._what = what
-        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(type_)
+        self._type = type_
         self._check = check
 
+    @cached_property
+    def _decoder(self) -> msgspec.msgpack.Decoder[Any]:
+        """Made when it is first used: a process reads few of the families, and all take a twentieth of its start."""
+        return msgspec.msgpack.Decoder(self._type)
+
     def encode(self, value: T) -> bytes:
-        """Return the frame of a message."""
         frame = _encoder.encode(value)
         if len(frame) > FRAME_BYTES_MAX:
             raise LimitError(f"the size of {self._what}", len(frame), FRAME_BYTES_MAX)

@@ -4,7 +4,7 @@
     -----------  ------------------------------------------------------------------------------------------------
     records      topic (``FEED_TOPIC``), offset of the first record, life, record, record, ...
     keepalive    topic (``ALIVE_TOPIC``), offset of the next record, life
-    loading      topic (``poolgrid.wire.loading.LOADING_TOPIC``), encoded ``LoadingWorkers``
+    loading      topic (``poolgrid.wire.ingest.LOADING_TOPIC``), encoded ``LoadingWorkers``
     answer       answer (``poolgrid.wire.feed.FromFeed``), life
 
 An offset is u64 big-endian, so that bytes sort like numbers; a record is an encoded ``JournalRecord``, and those of one

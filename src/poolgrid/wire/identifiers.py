@@ -74,7 +74,7 @@ class Tier(IntEnum):
 
 
 class StreamState(IntEnum):
-    """How far a source's event stream can be trusted; ``poolgrid.wire.streams`` explains each."""
+    """How far a source's event stream can be trusted; ``poolgrid.wire.feed`` explains each."""
 
     SYNCING = 0
     LIVE = 1

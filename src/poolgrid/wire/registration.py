@@ -12,9 +12,8 @@ from typing import Annotated
 
 import msgspec
 
-from poolgrid.wire.addresses import http_url_problem, zmq_endpoint_problem
+from poolgrid.wire.addresses import EndpointName, http_url_problem, part_problem, zmq_endpoint_problem
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
-from poolgrid.wire.names import EndpointName, part_problem
 
 ENTRY_BYTES_MAX = 4096
 """A dozen endpoints with long host names, twice."""
@@ -57,7 +56,6 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """Return the name of the entry where it is kept."""
         return f"{self.namespace}.{self.component}.{self.life}"
 
     @property

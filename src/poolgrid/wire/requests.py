@@ -150,7 +150,6 @@ class KvRetention(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return found + [(self.decode_priority, self.decode_duration_ms)] * (end - max(start, of_prompt))
 
     def capped(self, highest: int) -> KvRetention:
-        """Return this with no priority above ``highest``."""
         ranges = tuple(msgspec.structs.replace(each, priority=min(each.priority, highest)) for each in self.ranges)
         return KvRetention(ranges, min(self.decode_priority, highest), self.decode_duration_ms)
 

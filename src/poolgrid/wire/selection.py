@@ -20,9 +20,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, MediaSpec
+from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, Inabilities, MediaSpec
 from poolgrid.wire.identifiers import U32, U64, Identifier, PackedHashes, Role, Stage, Text
-from poolgrid.wire.inabilities import Inabilities
 from poolgrid.wire.limits import (
     LORAS_PER_WORKER_MAX,
     MEDIA_KINDS_MAX,

@@ -107,7 +107,6 @@ class Gap(msgspec.Struct, array_like=True, frozen=True, gc=False):
     deviation_ms: U64 = 0
 
     def after(self, gap_ms: int) -> Gap:
-        """Return this with one gap more."""
         if not self.count:
             return Gap(1, gap_ms, gap_ms // 2)
         off = gap_ms - self.mean_ms

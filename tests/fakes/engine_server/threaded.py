@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from tests.fakes.engine_server.vllm import Options, VllmServer
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 class ServerThread:

@@ -69,7 +69,7 @@ async def hostile_server(host: str = "127.0.0.1", port: int = 0) -> AsyncIterato
     try:
         yield playing
         # A client that left a socket behind is found here, not by whoever runs out of them later.
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await playing.all_closed.wait()
     finally:
         server.close()

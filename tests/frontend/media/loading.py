@@ -11,12 +11,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.media.loader import MediaLoader
-from poolgrid.frontend.media.metrics import MediaMetrics
+from poolgrid.frontend.media.loader import MediaLoader, MediaMetrics
 from poolgrid.frontend.media.references import MediaReference, MediaRefused, read_reference
 from poolgrid.frontend.media.settings import FETCH_TIMEOUT_MS, ITEMS_MAX, MEGABYTE, MediaSettings
-from poolgrid.inference.cache_domain import EVERYBODY, CacheDomain
+from poolgrid.inference.inference_request import EVERYBODY, CacheDomain
 from poolgrid.process.clock import SystemClock
+from poolgrid.process.settings import with_constants
 from poolgrid.wire.multimodal import MediaItem
 
 LOOPBACK = ("127.0.0.1/32",)
@@ -79,7 +79,7 @@ async def loading(
     settings.setdefault("media_allowed_networks", LOOPBACK)
     metrics = MediaMetrics(CollectorRegistry())
     loader = MediaLoader(
-        MediaSettings(**settings),
+        with_constants(MediaSettings, settings),
         metrics,
         SystemClock(),
         names or Names(),

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from poolgrid.frontend.media.local_files import LocalFiles
-from poolgrid.frontend.media.references import MediaRefused
+from poolgrid.frontend.media.references import LocalFiles, MediaRefused
 from poolgrid.frontend.media.settings import MediaSettings
 from tests.frontend.media.loading import loading
 from tests.frontend.media.samples import exploit_pickle, png, png_bomb, safetensors

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.media.media_cache import MediaLease
+from poolgrid.frontend.media.loader import MediaLease
 from tests.frontend.media.hostile_server import answer, hostile_server
 from tests.frontend.media.loading import Loading, loading
 from tests.frontend.media.samples import data_url, png, png_bomb

@@ -107,7 +107,6 @@ class EngineThread:
         return 0.0 if self._asked_ms is None else max(0.0, now_ms - self._asked_ms)
 
     def end(self) -> None:
-        """Let the thread end when it has done what was posted."""
         self.post(self._loop.stop)
 
     # -- from the thread -----------------------------------------------------------------------------------------------
@@ -157,7 +156,6 @@ class _Handover(Generic[T]):
             return not self._abandoned
 
     def abandon(self) -> list[T]:
-        """Take what was made, and nothing from now on."""
         with self._lock:
             self._abandoned = True
             made, self._made = self._made, []

@@ -84,7 +84,6 @@ class RankEvents:
 
     @property
     def is_current(self) -> bool:
-        """Whether nothing that was published is still to be read."""
         return self._follower.state is SourceState.LIVE
 
     @property
@@ -263,7 +262,6 @@ class DrainedEvents(CacheEvents):
         return self._began and not self._failed
 
     def describe(self) -> dict[str, object]:
-        """Return how reading goes."""
         counts = self._translator.counts
         return {
             "events": [

@@ -32,7 +32,7 @@ from msgspec import structs
 
 from poolgrid.http.http_client import RequestFailed
 from poolgrid.process.clock import Clock
-from poolgrid.process.complaints import Complaints
+from poolgrid.process.log_lines import Complaints
 from poolgrid.process.tasks import cancel_all, owned
 from poolgrid.wire.events import (
     AnyEvent,
@@ -44,14 +44,12 @@ from poolgrid.wire.requests import FinishReason, Generate, RefusalKind
 from poolgrid.workers.core.cache_facts import RestatedEvent
 from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError
 from poolgrid.workers.engines.protocol import EngineReport
-from poolgrid.workers.engines.server.answer import AnswerStream
 from poolgrid.workers.engines.server.cache_events import CacheEvents
-from poolgrid.workers.engines.server.core.calls import Failure, ServerAnswerPiece, ServerDialect
+from poolgrid.workers.engines.server.core.calls import Failure, ServerAnswerPiece, ServerDialect, ServerRoom
 from poolgrid.workers.engines.server.core.openai_words import refusal_of, retry_after_ms
-from poolgrid.workers.engines.server.core.room import ServerRoom
 from poolgrid.workers.engines.server.health import ServerHealth
 from poolgrid.workers.engines.server.request_ledger import RequestLedger, ServerRequest
-from poolgrid.workers.engines.server.server_client import ServerClient
+from poolgrid.workers.engines.server.server_client import AnswerStream, ServerClient
 from poolgrid.workers.engines.server.started_server import StartedServer
 from poolgrid.workers.metrics import WorkerMetrics
 
@@ -340,7 +338,6 @@ class ServerEngine:
         self._finish(active, FinishReason.LENGTH, piece)
 
     def _break(self, active: ServerRequest, error: Exception) -> None:
-        """End one request as broken, for an exception that is its own."""
         log.error("request %s failed: this is a bug", active.request_id, exc_info=error)
         self._metrics.request_faults.inc()
         if self._active.get(active.request_id) is active:
@@ -349,7 +346,6 @@ class ServerEngine:
             self._finish(active, ERROR, failure=failure)
 
     def _on_end(self, active: ServerRequest, failure: Failure | None) -> None:
-        """Take the end of an exchange."""
         request_id = active.request_id
         if self._kept.get(request_id) is active:
             if failure is not None:

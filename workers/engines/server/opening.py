@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import msgspec
 
-from poolgrid.http.http_target import HttpTarget
+from poolgrid.http.http_client import HttpTarget
 from poolgrid.transport.security import is_loopback
 from poolgrid.wire.addresses import ip_endpoint_problem
 from poolgrid.wire.card import MediaSpec, WorkerCard, WorkerLimits
@@ -68,7 +68,6 @@ async def open_server(
 async def _asked(
     settings: EngineServerSettings, around: EngineHost, kind: ServerKind, server: StartedServer | None
 ) -> AsyncIterator[OpenedEngine]:
-    """Ask the server at ``server_url``."""
     client = ServerClient(settings.server_url, around.clock, settings.engine_api_key)
     try:
         facts = completed(await _first_facts(client, kind, settings), settings, kind)

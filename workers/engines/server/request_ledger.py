@@ -23,11 +23,10 @@ from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.limits import TEXT_CHARS_MAX
 from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
-from poolgrid.workers.engines.lifecycle.progress import ProgressMonitor, Stall
-from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
-from poolgrid.workers.engines.lifecycle.report_buffer import ReportBuffer
-from poolgrid.workers.engines.server.answer import AnswerStream
+from poolgrid.workers.engines.lifecycle.health import ProgressMonitor, Stall
+from poolgrid.workers.engines.lifecycle.rank_load import RankLoad, ReportBuffer
 from poolgrid.workers.engines.server.core.calls import Call, Failure, ServerAnswerPiece
+from poolgrid.workers.engines.server.server_client import AnswerStream
 
 PREFILLED = FinishReason.PREFILLED
 
@@ -102,7 +101,6 @@ class RequestLedger:
         return self._loads[dp_rank].report(self._cached_blocks(dp_rank))
 
     def enter(self, active: ServerRequest, now_ms: float) -> None:
-        """Book a request that the server is given."""
         self._loads[active.rank].entered(active.request_id, active.prompt_tokens, computes=not active.transfers)
         self._progress[active.rank].entered(active.request_id, active.transfers, now_ms)
 
@@ -199,7 +197,6 @@ class RequestLedger:
         self.report.rank(active.rank).append(RequestFinished(request_id, reason, active.cached_tokens))
 
     def cache_changed(self, dp_rank: int, events: Sequence[AnyEvent], now_ms: float) -> None:
-        """Report events of a rank's cache."""
         self._cache_ms[dp_rank] = now_ms
         self.report.rank(dp_rank).extend(events)
 

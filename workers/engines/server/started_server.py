@@ -3,7 +3,7 @@
 Rules
 
 1. A server that does not start the first time ends the worker, with the last lines of its log: what is wrong with its
-   arguments stays wrong. One that dies later is started again, at growing intervals (``poolgrid.process.restart_pace``)
+   arguments stays wrong. One that dies later is started again, at growing intervals (``poolgrid.process.leash``)
    and a few times in a row; then the worker ends.
 2. It keeps its addresses over its restarts: clients find it again. Its port is held for it while it is down.
 3. It never outlives the worker, whatever becomes of that: a process between the two (``poolgrid.process.leash``) holds
@@ -201,7 +201,6 @@ class StartedServer:
             changed()
 
     async def end(self, patience_s: float) -> None:
-        """End it, orderly where there is patience, with everything that it has started."""
         process = self._process
         if process is None:
             return
@@ -242,7 +241,6 @@ class StartedServer:
             log.info("%s", words)
 
     def _last_words(self) -> list[str]:
-        """Return the last lines of this life."""
         try:
             with self._log_file.open("rb") as written:
                 end = written.seek(0, os.SEEK_END)

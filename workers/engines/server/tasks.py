@@ -64,7 +64,6 @@ class _Answer(ClientExchange):
             self.retry_after = value[:64].decode("latin-1")
 
     def take_body(self, data: bytes) -> None:
-        """Keep it."""
         if len(self.body) + len(data) > ANSWER_BYTES_MAX:
             raise RequestFailed("protocol", f"the answer exceeds {ANSWER_BYTES_MAX} bytes")
         self.body += data

@@ -21,7 +21,6 @@ def _shortest_timeout_ms(settings: SimulatedWorkerSettings) -> float:
 
 
 def _with_model(settings: SimulatedWorkerSettings, path: Path) -> SimulatedWorkerSettings:
-    """Of a model it needs the tokenizer, if anything."""
     if settings.model_path or not (path / "tokenizer.json").is_file():
         return settings
     return settings.model_copy(update={"model_path": str(path)})

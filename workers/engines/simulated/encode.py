@@ -18,8 +18,8 @@ from poolgrid.process.clock import Clock
 from poolgrid.wire import codec
 from poolgrid.wire.events import AnyEvent, BlocksStored, LoadReported, PrefillCompleted, RequestFinished, RequestStarted
 from poolgrid.wire.hashing import TOKEN_BYTES
+from poolgrid.wire.multimodal import TensorList
 from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
-from poolgrid.wire.tensors import TensorList
 from poolgrid.workers.core.refusal import BusyError, RefusedError
 from poolgrid.workers.engines.protocol import AlwaysWell, EngineReport, RankReport
 from poolgrid.workers.engines.simulated.core.media import embed, images_of, read_media
@@ -76,7 +76,6 @@ class SimulatedEncodeEngine(AlwaysWell):
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
-        """Stop a request soon, or release what it left."""
         if self._waiting.pop(request_id, None) is not None:
             self._deltas.append(TokenDelta(request_id, 0, b"", FinishReason.CANCELLED))
             self._facts.append(RequestFinished(request_id, FinishReason.CANCELLED))

@@ -28,9 +28,9 @@ from poolgrid.workers.core.kv_fetches import KvWanted
 from poolgrid.workers.core.refusal import BrokenError, RefusedError
 from poolgrid.workers.core.timing import TimingModel
 from poolgrid.workers.engines.protocol import AlwaysWell, EngineReport, RankReport
-from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
 from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits
 from poolgrid.workers.engines.simulated.core.guided_tokens import Guides
+from poolgrid.workers.engines.simulated.core.kv_groups import CacheRecorder
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource, TransferModel, read_ticket
 from poolgrid.workers.engines.simulated.core.media import Embeddings
 from poolgrid.workers.engines.simulated.core.next_token import TokenGuide, Vocabulary

@@ -29,14 +29,12 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.hashing import hash_seed, unpack_tokens
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, KvRetention
+from poolgrid.workers.core.cache_facts import retention_of
 from poolgrid.workers.core.refusal import RefusedError, UnableError, UnsupportedError
-from poolgrid.workers.core.turn_retention import retention_of
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArguments
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import BY_TOKENS, uses_kvbm
 from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec
-from poolgrid.workers.engines.trtllm.core.loras import Adapter, adapters
-from poolgrid.workers.engines.trtllm.core.media_names import MediaNames
-from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts
+from poolgrid.workers.engines.trtllm.core.model_facts import Adapter, ModelFacts, adapters
 from poolgrid.workers.engines.trtllm.core.sampling import (
     SamplingPlan,
     engine_priority,
@@ -45,6 +43,7 @@ from poolgrid.workers.engines.trtllm.core.sampling import (
 )
 from poolgrid.workers.engines.trtllm.library import TrtllmLibrary, orders_by_priority, parameters_of
 from poolgrid.workers.engines.trtllm.logits import ProcessorsOfRequests
+from poolgrid.workers.engines.trtllm.media import MediaNames
 
 log = logging.getLogger(__name__)
 

@@ -48,7 +48,7 @@ def _with_model(settings: TrtllmWorkerSettings, path: Path) -> TrtllmWorkerSetti
 
 def _read_limits(path: Path) -> dict[str, int]:
     from poolgrid.workers.engines.trtllm.arguments.contract import look_up
-    from poolgrid.workers.engines.trtllm.arguments.engine_file import read_yaml
+    from poolgrid.workers.engines.trtllm.arguments.engine_config import read_yaml
 
     values = read_yaml(path)
     found = {

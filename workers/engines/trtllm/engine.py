@@ -20,19 +20,18 @@ import zmq
 
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import owned
+from poolgrid.wire.card import Inability
 from poolgrid.wire.events import (
     AnyEvent,
     BlocksStored,
     LoadReported,
 )
 from poolgrid.wire.identifiers import Role, Tier
-from poolgrid.wire.inabilities import Inability
 from poolgrid.wire.requests import Generate
 from poolgrid.workers.core.cache_facts import RestatedEvent
 from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError, EngineHealth
-from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
-from poolgrid.workers.engines.lifecycle.report_buffer import ReportBuffer
+from poolgrid.workers.engines.lifecycle.rank_load import RankLoad, ReportBuffer
 from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.engines.server.cache_events import FollowedEvents
 from poolgrid.workers.engines.server.core.server_facts import EventSource

@@ -148,7 +148,6 @@ class TrtllmFeed:
     # -- the turns -----------------------------------------------------------------------------------------------------
 
     def _take(self, turn: FeedTurn) -> None:
-        """Tell what a turn brought."""
         on_cache, on_load = self._on_cache, self._on_load
         assert on_cache is not None, "set by run"
         assert on_load is not None, "set by run"

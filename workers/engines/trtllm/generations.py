@@ -32,8 +32,7 @@ from poolgrid.wire.errors import WireError
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, TokenLogprobs
-from poolgrid.workers.core.refusal import RefusedError, UnableError
-from poolgrid.workers.core.vetting import count_of
+from poolgrid.workers.core.refusal import RefusedError, UnableError, count_of
 from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
 from poolgrid.workers.engines.trtllm.calls import RequestPlan, TrtllmCalls
 from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec
@@ -82,7 +81,6 @@ class Growth:
     end: RequestEnd | None = None
 
     def then(self, later: Growth) -> Growth:
-        """Return this and what came after it as one."""
         logprobs = self.logprobs if later.logprobs is None else (self.logprobs or ()) + later.logprobs
         return replace(self, tokens=self.tokens + later.tokens, logprobs=logprobs, end=later.end)
 
@@ -337,7 +335,6 @@ class Generations:
             self._thread.tell(self._grown)
 
     def _read(self, leg: _Leg) -> Growth:
-        """Return what is new of one request."""
         result = leg.result
         tokens = b""
         logprobs: tuple[TokenLogprobs, ...] | None = None

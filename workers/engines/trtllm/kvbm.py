@@ -86,7 +86,6 @@ def claim_ports(environment: MutableMapping[str, str] | None = None) -> KvbmPort
 
 
 def _free_port(above: int, others: Collection[int]) -> int:
-    """Return a port that is free, with the one ``above`` it."""
     taken = set(others) | {each + OUTPUT_OFFSET for each in others}
     for _ in range(PORT_TRIES):
         with ExitStack() as bound:
@@ -134,7 +133,6 @@ class KvbmExchange:
         self._output.open(on_host)
 
     def restate(self) -> list[RestatedEvent]:
-        """Return what was told of KVBM, parents before children."""
         return self._told.restate()
 
     def describe(self) -> dict[str, object]:

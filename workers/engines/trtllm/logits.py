@@ -16,8 +16,7 @@ from typing import Any
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate
 from poolgrid.workers.core.refusal import UnsupportedError
-from poolgrid.workers.logits.failure_channel import FailureReporter
-from poolgrid.workers.logits.registry import LogitsProcessor, LogitsProcessorRegistry, RequestFacts
+from poolgrid.workers.logits.registry import FailureReporter, LogitsProcessor, LogitsProcessorRegistry, RequestFacts
 
 
 class ProcessorsOfRequests:

@@ -123,7 +123,6 @@ class TrtllmMetrics:
         self.observe_blocks(rank, translator.blocks_on(Tier.DEVICE), translator.blocks_on(Tier.HOST))
 
     def observe_blocks(self, rank: int, device_blocks: int, host_blocks: int) -> None:
-        """Show how many blocks of a rank routers were told of."""
         for tier, blocks in ((Tier.DEVICE, device_blocks), (Tier.HOST, host_blocks)):
             self._blocks.labels(str(rank), tier.name.lower()).set(blocks)
 
@@ -193,7 +192,6 @@ class EngineCollector(Collector):
         self._guarded(self._on_iteration, item)
 
     def close(self) -> None:
-        """Show nothing any more."""
         self._registry.unregister(self)
         for each in self._made:
             REGISTRY.unregister(each)

@@ -16,9 +16,7 @@ import msgspec
 from poolgrid.wire.card import MediaSpec, ResizedGrid, WorkerCard, WorkerLimits
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import PROMPT_TOKENS_MAX
-from poolgrid.wire.multimodal import MediaKind
-from poolgrid.wire.tensors import TensorDescriptor
-from poolgrid.workers.embedding_fetcher import EmbeddingFetcher
+from poolgrid.wire.multimodal import MediaKind, TensorDescriptor
 from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
 from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread, end_engine, start_engine
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
@@ -27,8 +25,7 @@ from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArg
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import uses_kvbm
 from poolgrid.workers.engines.trtllm.calls import TrtllmCalls
 from poolgrid.workers.engines.trtllm.core.disaggregated_params import carried_tensors
-from poolgrid.workers.engines.trtllm.core.loras import adapters
-from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts, abilities_of, model_problem
+from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts, abilities_of, adapters, model_problem
 from poolgrid.workers.engines.trtllm.core.sampling import sampler_default
 from poolgrid.workers.engines.trtllm.engine import TrtllmEngine
 from poolgrid.workers.engines.trtllm.kvbm import KvbmExchange, claim_ports
@@ -39,11 +36,10 @@ from poolgrid.workers.engines.trtllm.metrics import EngineCollector, TrtllmMetri
 from poolgrid.workers.engines.trtllm.model_files import read_model_facts
 from poolgrid.workers.engines.trtllm.requests import TrtllmLimits
 from poolgrid.workers.engines.trtllm.settings import TrtllmSettings, TrtllmWorkerSettings
-from poolgrid.workers.logits.failure_channel import FailureChannel
-from poolgrid.workers.logits.registry import LogitsProcessorRegistry
+from poolgrid.workers.logits.registry import FailureChannel, LogitsProcessorRegistry
 from poolgrid.workers.start_phases import Phase
 from poolgrid.workers.tensor_transfer.opening import open_tensor_transfer
-from poolgrid.workers.transfers import EmbeddingExchange
+from poolgrid.workers.transfers import EmbeddingExchange, EmbeddingFetcher
 
 if TYPE_CHECKING:
     from poolgrid.workers.tensor_transfer.zmq_transfer import TensorTransfer

@@ -35,8 +35,7 @@ from poolgrid.wire.limits import TEXT_CHARS_MAX
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenDelta
 from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError, UnableError
 from poolgrid.workers.engines.lifecycle.health import EngineHealth
-from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
-from poolgrid.workers.engines.lifecycle.report_buffer import ReportBuffer
+from poolgrid.workers.engines.lifecycle.rank_load import RankLoad, ReportBuffer
 from poolgrid.workers.engines.trtllm.calls import TrtllmCalls
 from poolgrid.workers.engines.trtllm.core.disaggregated_params import CarriedTensor, with_tensors
 from poolgrid.workers.engines.trtllm.core.outputs import FINISH_REASONS, GOES_ON
@@ -257,7 +256,6 @@ class EngineRequests:
         self._report.flush_soon()
 
     def _break(self, active: ActiveRequest, error: Exception) -> None:
-        """End one request as broken, for an exception that is its own."""
         log.error("request %s failed: this is a bug", active.request_id, exc_info=error)
         self._metrics.request_faults.inc()
         if self._by_serial.get(active.serial) is active:
@@ -266,7 +264,6 @@ class EngineRequests:
             self._finish_broken(active, delta, f"reading the engine's output failed: {error!r}")
 
     def _collect(self, active: ActiveRequest, growth: Growth, failed: Counter[str]) -> None:
-        """Take what is new of one request."""
         left = active.request.sampling.max_tokens - active.taken
         if len(growth.tokens) > 4 * left and active.request.stage is not Stage.ENCODE:
             growth = self._cut(active, growth, left)

@@ -234,7 +234,6 @@ class TrtllmSettings(Settings):
 
     @property
     def endpoint_name(self) -> str:
-        """``namespace.component.endpoint`` of this worker."""
         component = "diffusion" if self.modality in MODALITIES else COMPONENTS[self.disaggregation_mode]
         return self.endpoint or f"{self.namespace}.{component}.generate"
 

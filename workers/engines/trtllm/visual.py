@@ -25,7 +25,7 @@ from poolgrid.workers.engines.definition import EngineHost, OpenedEngine, StartP
 from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread, end_engine, start_engine
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
 from poolgrid.workers.engines.tasks import TaskEngine, Told, task_card
-from poolgrid.workers.engines.trtllm.arguments.engine_file import parse_json, read_yaml
+from poolgrid.workers.engines.trtllm.arguments.engine_config import parse_json, read_yaml
 from poolgrid.workers.engines.trtllm.library import LibraryMissingError, import_library
 from poolgrid.workers.engines.trtllm.settings import TrtllmSettings, TrtllmWorkerSettings
 

@@ -95,9 +95,9 @@ def examine_journal(directory: str, as_json: bool) -> int:
         survey_bytes,
     )
     from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
-    from poolgrid.router.decision_journal.examination import RecordedExamination
     from poolgrid.router.decision_journal.opening import policy_of
     from poolgrid.router.decision_journal.replay import DecisionReplay
+    from poolgrid.router.decision_journal.traffic import RecordedExamination
     from poolgrid.router.http_api import verdict_row
     from poolgrid.router.policy_loading import PolicyError
 

@@ -31,29 +31,26 @@ from poolgrid.cli.journal_directory import (
     survey_bytes,
 )
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX, PoolState
-from poolgrid.consolidator.journal.errors import JournalCorrupt
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.consolidator.journal.framing import JournalCorrupt
 from poolgrid.consolidator.journal.inspection import (
     NotKept,
     Verified,
     check_journal,
+    chosen_events,
     load_snapshot,
     next_offset,
     offset_at,
     reaches_back_to,
+    record_row,
     snapshot_offsets,
     state_at,
     survey,
 )
 from poolgrid.consolidator.journal.posix_disk import DirectoryInUse, PosixDisk, ReadOnlyDirectory
-from poolgrid.consolidator.journal.record_rows import (
-    chosen_events,
-    record_row,
-)
 from poolgrid.consolidator.journal.stored_records import StoredRecord, TornTail, stored_records
 from poolgrid.consolidator.ports import ReadableDisk
-from poolgrid.consolidator.settings import ConsolidatorSettings
-from poolgrid.consolidator.tuning import Tuning
+from poolgrid.consolidator.settings import ConsolidatorSettings, Tuning
 from poolgrid.process.figures import UNKNOWN, counted, size
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.router.decision_journal.reader import DIRECTORY, ReadRemarks, stored_entries

@@ -28,7 +28,6 @@ def keys() -> None:
 
 
 def _examined(path: Path) -> tuple[key_file.KeyDocument | None, list[str]]:
-    """Return what is in a file, or what is wrong with it."""
     try:
         return key_file.read(path), []
     except KeyFileError as error:

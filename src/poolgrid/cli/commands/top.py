@@ -27,10 +27,11 @@ from rich.text import Text
 from poolgrid.cli.command_line import command, router_url
 from poolgrid.cli.doctor_view import uncached_line
 from poolgrid.cli.router_client import KEY_NOTE, api_key_headers, found_url, key_hint, other_url_of
-from poolgrid.diagnosis.causes import Cause
+from poolgrid.diagnosis.rules import Cause
 from poolgrid.process import lifecycle
 from poolgrid.process.figures import UNKNOWN, counted, milliseconds, number, percent, size
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
+from poolgrid.wire.addresses import is_name
 from poolgrid.wire.answers import (
     DecisionList,
     DecisionRow,
@@ -49,7 +50,6 @@ from poolgrid.wire.answers import (
     WorkerList,
     WorkerRow,
 )
-from poolgrid.wire.names import is_name
 
 DECISIONS_SHOWN = 20
 """Decisions to ask for: a screenful."""
@@ -313,7 +313,6 @@ def _printable(text: str) -> str:
 
 
 def _fleet_parts(frame: Frame, fleet: FleetList) -> list[RenderableType]:
-    """Return what there is to see of names."""
     counts: dict[str, int] = {}
     for row in fleet.data:
         counts[row.component] = counts.get(row.component, 0) + 1

@@ -1,13 +1,162 @@
-"""`poolgrid up`: a whole pool on this machine."""
+"""`poolgrid up`: a whole pool on this machine.
+
+`poolgrid up`: a pool or a fleet on one machine, each part a process of its own, watched until the end.
+
+``ready URL`` is printed once every part is ready. The status is 1 when a part did not start; a part
+that dies later is started again, and ends nothing unless it has died too often in a row.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
 import click
 
-from poolgrid.cli.command_line import command
-from poolgrid.cli.local_pool import UpSettings
+from poolgrid.cli.command_line import command, print_json
+from poolgrid.cli.hub_model import with_directory
+from poolgrid.cli.launch_plan import OptionProblem, PlannedPart, show, usable_on_this_machine
+from poolgrid.cli.local_pool import LocalPool, UpSettings, plan, plan_engines, planned_parts
 from poolgrid.cli.options import with_settings
-from poolgrid.cli.up import run_up
+from poolgrid.cli.part import PartFailed
+from poolgrid.cli.service_process import log_failure, say_ready, start_status
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.process import lifecycle
+from poolgrid.process.tasks import unless
+from poolgrid.workers.engines.registry import engines
+
+log = logging.getLogger(__name__)
+
+
+def run_up(settings: UpSettings, as_json: bool = False) -> int:
+    """Run a pool until SIGINT or SIGTERM; return the exit status. ``as_json`` is of a dry run."""
+    if as_json and not settings.dry_run:
+        sys.stderr.write("--json needs --dry-run: a pool that runs is asked with poolgrid top --once --json\n")
+        return 2
+    try:
+        settings.log_choice.configure("up")
+        settings = with_directory(settings, "served_model_name", weights=settings.real, fetch=not settings.dry_run)
+        if settings.engine_url:
+            return run_front(settings)
+        if settings.engine not in engines():
+            there = ", ".join(engines())
+            raise OptionProblem(f"--engine is {settings.engine}, which is not installed; there are {there}")
+        # A plan with a real engine needs no model: it may be on another machine.
+        model = None if settings.dry_run and settings.real else PromptModel.load(settings.model_path, prompts=False)
+        if settings.pools is not None:
+            return run_fleet(settings, settings.pools, model, as_json)
+        workers = plan(settings, model, usable_on_this_machine)
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    if settings.dry_run or model is None:
+        return print_plan(planned_parts(settings, workers), as_json)
+    for worker in workers:
+        for warning in worker.warnings:
+            log.warning("%s: %s", worker.name, warning)
+    return _run(lambda directory: LocalPool(settings, settings.data_dir or directory, model, workers))
+
+
+def print_plan(planned: Sequence[PlannedPart], as_json: bool) -> int:
+    """Print what would be started; return the exit status."""
+    if as_json:
+        print_json({"parts": planned})
+    else:
+        # Not for a pool that runs: what draws takes a while to import.
+        from poolgrid.process.terminal_table import terminal
+
+        show(planned, terminal())
+    return 0
+
+
+def run_front(settings: UpSettings) -> int:
+    """Run a pool in front of servers that run already; return the exit status. Raises ``ValueError``."""
+    from poolgrid.cli.front import plan_front
+
+    front = plan_front(settings)
+    model = PromptModel.load(front.settings.model_path, prompts=False)
+    for note in front.notes:
+        log.warning("%s", note)
+    return _run(
+        lambda directory: LocalPool(front.settings, settings.data_dir or directory, model, front.workers, front.what)
+    )
+
+
+def run_fleet(settings: UpSettings, path: Path, model: PromptModel | None, as_json: bool) -> int:
+    """Run the fleet of a pool-grid document, or print its plan; return the exit status."""
+    from poolgrid.cli.fleet import LocalFleet, nats_names, worker_roles
+    from poolgrid.global_router.core.document.grid_document import GridDocumentError
+    from poolgrid.global_router.document_file import read_document_file
+
+    try:
+        document = read_document_file(path).document
+    except GridDocumentError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    if settings.on_nats:
+        try:
+            nats_names(document)
+        except ValueError as error:
+            sys.stderr.write(f"{path}: {error}\n")
+            return 2
+    workers = settings.groups(worker_roles(document)) if settings.real else ()
+    planned = plan_engines(settings, workers, usable_on_this_machine) if workers else ()
+    if settings.dry_run:
+        return print_plan(LocalFleet(settings, path, document, model, planned).planned_parts(), as_json)
+    return _run(lambda _: LocalFleet(settings, path, document, model, planned))
+
+
+class Local(Protocol):
+    """The processes on this machine, until they are stopped."""
+
+    async def start(self) -> str:
+        """Start every part; return the URL of the OpenAI API once it can serve."""
+        ...
+
+    def greeting(self, url: str) -> str: ...
+
+    async def given_up(self) -> str:
+        """Wait until a part is not started again any more; return why."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
+def _run(make: Callable[[Path], Local]) -> int:
+    status = 0
+
+    async def main(stop: asyncio.Event) -> None:
+        nonlocal status
+        with tempfile.TemporaryDirectory(prefix="poolgrid-") as temporary:
+            pool = make(Path(temporary))
+            try:
+                await unless(stop, _start(pool), "start")
+                lost = None if stop.is_set() else await unless(stop, pool.given_up(), "watch over all parts")
+                if lost is not None:
+                    log.error("%s: all parts are stopped", lost)
+                    status = 1
+            except (PartFailed, TimeoutError, OSError, ValueError) as error:
+                # ValueError: keys of the ZMQ planes that cannot be used.
+                log_failure(error if str(error) else TimeoutError("the workers did not join in time"))
+                status = start_status(error)
+            finally:
+                await pool.stop()
+
+    lifecycle.run(main)
+    return status
+
+
+async def _start(local: Local) -> None:
+    url = await local.start()
+    sys.stderr.write(local.greeting(url))
+    sys.stderr.flush()
+    say_ready(url)
+
 
 BASICS = (
     "engine",

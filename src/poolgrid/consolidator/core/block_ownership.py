@@ -79,11 +79,9 @@ class BlockOwnership:
         return device, host, disk
 
     def count_of(self, source: str) -> int:
-        """Return the number of blocks that a source holds, each tier counted."""
         return sum(len(tier.get(source, ())) for tier in self._places)
 
     def sources(self) -> list[str]:
-        """Return the names of the sources that hold anything."""
         return sorted({source for tier in self._places for source in tier})
 
     def holds(self, sequence_hash: int, tier: Tier = Tier.DEVICE) -> bool:
@@ -167,7 +165,6 @@ class BlockOwnership:
         self._depart(gone, event.tier, event.group, source, out)
 
     def clear(self, source: str, out: list[AnyEvent]) -> None:
-        """Take everything from a source."""
         if all(name == source for tier in self._places for name in tier):
             if any(self._places):
                 out.append(CacheCleared())
@@ -202,7 +199,6 @@ class BlockOwnership:
     # The fold
 
     def apply(self, source: str, event: BlockEvent) -> None:
-        """Apply an event of the journal."""
         match event:
             case BlocksStored():
                 hashes = unpack_hashes(event.sequence_hashes)
@@ -235,7 +231,6 @@ class BlockOwnership:
             del tier[source]
 
     def _place(self, tier: Tier, group: int) -> dict[str, OwnedBlocks]:
-        """Return what each source holds of a group on a tier."""
         places = self._places
         if not group:
             return places[tier]
@@ -259,7 +254,6 @@ class BlockOwnership:
             held[sequence_hash] = next((other[sequence_hash] for other in others if sequence_hash in other), None)
 
     def forget_all(self) -> None:
-        """Hold nothing any more."""
         for tier in self._places:
             for held in tier.values():
                 if self._discarded is not None:
@@ -277,7 +271,6 @@ class BlockOwnership:
         ]
 
     def load(self, tier: Tier, group: int, source: str, parent: int | None, hashes: tuple[int, ...]) -> None:
-        """Put back one chain of a dump."""
         held = self._of(tier, group, source)
         if not held.add(parent, hashes):
             previous = parent
@@ -294,7 +287,6 @@ class BlockOwnership:
 
 
 def _of_place(place: int) -> tuple[Tier, int]:
-    """Return the tier and the group of a place."""
     return Tier(place % TIERS), place // TIERS
 
 

@@ -12,7 +12,7 @@ Rules for this file:
 4. A gap is never skipped. The only batch accepted out of turn is one that restates the whole cache
    (``SnapshotBegan`` first); requests that were open before it are finished with reason ``lost``, because their end may
    have been among the missing batches. A worker restates the requests it still has with ``RequestStarted``.
-5. A stream's health (``poolgrid.wire.streams``) is part of the state: a gap makes it ``REPLAYING``, a gap that is not
+5. A stream's health (``poolgrid.wire.feed``) is part of the state: a gap makes it ``REPLAYING``, a gap that is not
    filled for ``stale_after_ms`` makes it ``STALE``, and a stream that has caught up is ``LIVE`` again. Each is a
    record.
 6. A rank that is silent for the lease leaves the pool. Ranks attached by configuration hold their lease by connection.
@@ -29,14 +29,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from poolgrid.consolidator.core.compatibility import incompatibility
-from poolgrid.consolidator.core.cursor import SequenceVerdict
 from poolgrid.consolidator.core.pool_state import (
     BLOCKS_PER_WORKER_MAX,
     MemberRank,
     PoolState,
+    SequenceVerdict,
 )
-from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.card import WorkerCard, card_problem, name_problem
 from poolgrid.wire.events import (
     AnyEvent,
     CacheCleared,
@@ -48,6 +47,8 @@ from poolgrid.wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
+from poolgrid.wire.feed import CONSOLIDATOR_SOURCE, WORKER_SOURCE, fold
+from poolgrid.wire.hashing import HASH_SPEC
 from poolgrid.wire.identifiers import StreamState, WorkerId, WorkerKey
 from poolgrid.wire.ingest import (
     Acknowledged,
@@ -61,8 +62,63 @@ from poolgrid.wire.ingest import (
     Unknown,
     Welcome,
 )
-from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX, TEXT_CHARS_MAX
-from poolgrid.wire.streams import CONSOLIDATOR_SOURCE, WORKER_SOURCE, fold
+from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX, POOL_TEMPLATES_CHARS_MAX, TEXT_CHARS_MAX
+
+
+def incompatibility(
+    members: Mapping[WorkerKey, MemberRank], workers_max: int, key: WorkerKey, card: WorkerCard
+) -> str | None:
+    """Return why a rank with this card may not join the members of a pool, or ``None``."""
+    if key not in members and len(members) >= workers_max:
+        return f"the pool has {len(members)} worker ranks, allowed are at most {workers_max}"
+    problem = name_problem("worker_id", key.worker_id, needed=True) or card_problem(card)
+    if problem is not None:
+        return problem
+    if card.dp_size < 1 or key.dp_rank >= card.dp_size:
+        return f"dp_rank is {key.dp_rank}, the card's dp_size {card.dp_size} allows 0 to {card.dp_size - 1}"
+    if card.hash_spec != HASH_SPEC:
+        return (
+            f"the card's hash_spec is {card.hash_spec!r}, this pool hashes blocks with {HASH_SPEC!r}: "
+            "its blocks would never be found"
+        )
+    templates = len(card.chat.chat_template)
+    for other_key, other in members.items():
+        if other_key == key:
+            continue
+        if other_key.worker_id == key.worker_id and other.card.dp_size != card.dp_size:
+            return f"the card's dp_size is {card.dp_size}, rank {other_key} of the worker has {other.card.dp_size}"
+        if other.card.model == card.model and other.card.block_size != card.block_size:
+            return (
+                f"the card's block_size is {card.block_size}, worker {other_key} serves model {card.model!r} with "
+                f"{other.card.block_size}; all workers of a model in a pool must agree"
+            )
+        if other.card.model == card.model:
+            contradiction = _contradiction(card, other_key, other.card)
+            if contradiction is not None:
+                return contradiction
+        templates += len(other.card.chat.chat_template)
+    if card.chat.chat_template and templates > POOL_TEMPLATES_CHARS_MAX:
+        return (
+            f"with the card's chat.chat_template those of the pool have {templates} characters, allowed are "
+            f"{POOL_TEMPLATES_CHARS_MAX}: give the template to the routers"
+        )
+    return None
+
+
+def _contradiction(card: WorkerCard, other_key: WorkerKey, other: WorkerCard) -> str | None:
+    """Say what two workers of a model tell routers differently, or ``None``."""
+    told = [(f"chat.{field}", own, others) for field, own, others in card.chat.contradictions(other.chat)]
+    largest, others = card.media.item_bytes_max, other.media.item_bytes_max
+    if largest and others and largest != others:
+        told.append(("media.item_bytes_max", str(largest), str(others)))
+    if not told:
+        return None
+    field, own_value, other_value = told[0]
+    return (
+        f"the card's {field} is {own_value}, worker {other_key} serves model {card.model!r} with {other_value}; all "
+        "workers of a model in a pool must agree, or leave it out"
+    )
+
 
 LIVE = StreamState.LIVE
 """Found once, not in the enumeration for each batch."""
@@ -203,7 +259,6 @@ class Consolidator:
     # What workers send
 
     def receive(self, peer: bytes, message: ToConsolidator, turn: ConsolidatorTurn) -> None:
-        """Take in a control message of a worker."""
         if isinstance(message, Hello):
             self._hello(peer, message, turn)
         elif isinstance(message, Heartbeat):
@@ -344,7 +399,6 @@ class Consolidator:
         return None
 
     def detach(self, key: WorkerKey, reason: str, turn: ConsolidatorTurn) -> None:
-        """End the membership of an attached rank."""
         worker = self.pool.workers.get(key)
         if worker is not None:
             self._leave(worker, reason, turn)

@@ -34,6 +34,7 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.feed import BlockChain, FromFeed, Replay, SnapshotPart, TakeSnapshot, ToFeed, TooOld, WorkerState
 from poolgrid.wire.feed_frames import FeedFrame
+from poolgrid.wire.ingest import LOADING_TTL_S, LOADING_WORKERS_MAX, LoadingWorker
 from poolgrid.wire.limits import REPLAY_RECORDS_MAX
 from poolgrid.wire.sessions import SessionsSnapshot
 
@@ -102,7 +103,6 @@ class FeedReader:
         return 0 if self.state is _LIVE else max(1, self._goal - self.next_offset)
 
     def start(self, now_ms: float) -> list[FeedEffect]:
-        """Begin: the subscription is on its way."""
         return self._ask_snapshot(now_ms)
 
     def resync(self, now_ms: float) -> list[FeedEffect]:
@@ -110,7 +110,6 @@ class FeedReader:
         return self._ask_snapshot(now_ms)
 
     def receive(self, frame: FeedFrame, now_ms: float) -> list[FeedEffect]:
-        """Take in a message of the feed."""
         if frame.life != self.life:
             return self._meet(frame.life, now_ms)
         payloads = frame.payloads
@@ -135,7 +134,6 @@ class FeedReader:
         return self._close_hole(now_ms) if self.state is _LIVE else []
 
     def answer(self, message: FromFeed, life: bytes, now_ms: float) -> list[FeedEffect]:
-        """Take in an answer."""
         if message.request != self._request:
             return []
         if self.life is None:
@@ -166,7 +164,6 @@ class FeedReader:
         return self._ask_snapshot(now_ms) if self.state is FeedState.SYNCING else self._ask_replay(now_ms)
 
     def due_ms(self) -> float | None:
-        """Return the time at which ``tick`` has something to do."""
         return None if self.state is _LIVE else self._asked_ms + self._answer_timeout_ms
 
     # Inside
@@ -255,3 +252,29 @@ class FeedReader:
         if offset not in self._kept:
             self._kept[offset] = payload
             self._kept_bytes += len(payload)
+
+
+LOADING_TTL_MS = 1000.0 * LOADING_TTL_S
+
+
+class LoadingTable:
+    """The last word of each."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, tuple[float, LoadingWorker]] = {}
+
+    def note(self, worker: LoadingWorker, now_ms: float) -> None:
+        """Keep a word; of workers beyond the bound nothing is kept."""
+        if worker.worker_id not in self._said and len(self._said) >= LOADING_WORKERS_MAX:
+            self.workers(now_ms)
+            if len(self._said) >= LOADING_WORKERS_MAX:
+                return
+        self._said[worker.worker_id] = (now_ms, worker)
+
+    def replace(self, workers: Sequence[LoadingWorker], now_ms: float) -> None:
+        self._said = {worker.worker_id: (now_ms, worker) for worker in workers}
+
+    def workers(self, now_ms: float) -> list[LoadingWorker]:
+        """Return the loading workers by name; those that were silent for too long are dropped."""
+        self._said = {name: each for name, each in self._said.items() if now_ms - each[0] < LOADING_TTL_MS}
+        return [worker for _, (_, worker) in sorted(self._said.items())]

@@ -169,14 +169,12 @@ class FurtherSource:
         return {name: count + self._follower.counts[name] for name, count in self._counts.items()}
 
     def count_undecodable(self) -> None:
-        """Count a message that is none."""
         if self._follower is not None:
             self._follower.count_undecodable()
 
     # The publisher
 
     def connected(self, now_ms: float, wall_ms: int) -> list[EventBatch | AskReplay]:
-        """The subscription reached the publisher (again)."""
         if self._follower is None:
             return []
         return self._count(self._follower.connected(now_ms, wall_ms), wall_ms)
@@ -185,13 +183,11 @@ class FurtherSource:
         return [] if self._follower is None else self._count(self._follower.disconnected(now_ms), 0)
 
     def live(self, seq: int, payload: bytes, now_ms: float, wall_ms: int) -> list[EventBatch | AskReplay]:
-        """A frame of the subscription."""
         if self._follower is None:
             return []
         return self._count(self._follower.live(seq, payload, now_ms, wall_ms), wall_ms)
 
     def replayed(self, seq: int, payload: bytes, now_ms: float, wall_ms: int) -> list[EventBatch | AskReplay]:
-        """A frame of the replay socket."""
         if self._follower is None:
             return []
         return self._count(self._follower.replayed(seq, payload, now_ms, wall_ms), wall_ms)

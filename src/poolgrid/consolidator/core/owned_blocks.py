@@ -60,7 +60,6 @@ class _Page:
         """By place: the parent of a block that does not come behind it here."""
 
     def write(self, parent: int | None, hashes: Sequence[int]) -> None:
-        """Add a chain."""
         written = self.hashes
         at = len(written)
         if not at or written[-1] != parent:
@@ -145,7 +144,6 @@ class OwnedBlocks(MutableMapping[int, "int | None"]):
     # -- in bulk -------------------------------------------------------------------------------------------------------
 
     def is_disjoint(self, hashes: Iterable[int]) -> bool:
-        """Return whether none of some blocks is held."""
         shards, shift = self._page_of.shards, self._page_of.shift
         return not any(each in shards[each >> shift] for each in hashes)
 
@@ -274,7 +272,6 @@ class OwnedBlocks(MutableMapping[int, "int | None"]):
         return (pair for pair in page.pairs(len(page.hashes)) if shards[pair[0] >> shift].get(pair[0]) == number)
 
     def _next_page(self) -> _Page:
-        """Begin a page."""
         self._settle(self._number)
         self._page_of.relieve(self._newest)  # one shard in so many arrivals: each has its turn
         for _ in range(min(REWRITTEN_AT_ONCE, len(self._sparse))):
@@ -326,7 +323,6 @@ class Discarded:
         return bool(self._waiting)
 
     def put(self, blocks: OwnedBlocks) -> None:
-        """Take blocks that no owner holds."""
         if self.in_slices and len(blocks) > FREED_AT_ONCE_BLOCKS:
             self._waiting.append(blocks)
 

@@ -18,25 +18,54 @@ What a record does to a worker rank:
     Blocks*, CacheCleared        ``presence``
     SnapshotBegan, SnapshotEnded the blocks are void; ``restating`` in between
     StreamStateChanged           the stream of the source it names; what other events imply is in
-                                 ``poolgrid.wire.streams``
+                                 ``poolgrid.wire.feed``
     RequestStarted               the request is listed (the oldest goes when more than ``REQUESTS_PER_WORKER_MAX``)
     PrefillCompleted, Progressed the request, when it is listed, changes
     RequestFinished              the request is no longer listed
     LoadReported                 replaces the load
     TurnBegan, TurnEnded         ``session_table``, which takes requests and members too
     GroupsReported               replaces the groups
+
+Where one source stands in its numbered stream, and what the next number means.
+
+Rules for this file:
+
+1. A position is ``(epoch, next_seq)``: the epoch of the source, and the number of the batch that is wanted next.
+2. Judging a number changes nothing. The owner moves the cursor (``advance``, ``begin``) once it has acted.
+
+Batches of one source carry ``(epoch, seq)``. Within an epoch the numbers run from 0 without holes, so one comparison
+tells what a batch is; a batch of another epoch never moves the cursor by itself:
+
+    epoch      seq         verdict      what the owner does
+    ---------  ----------  -----------  -------------------------------------------------------------
+    equal      = next      NEXT         applies it, ``advance``
+    equal      < next      DUPLICATE    drops it, acknowledges again (the acknowledgement was lost)
+    equal      > next      GAP          asks again from ``next_seq``; a batch that restates the whole
+                                        cache is accepted instead of the missing ones
+    larger     any         NEW_EPOCH    drops the old epoch's state first, then ``begin``
+    smaller    any         OLD_EPOCH    refuses it: a process of an earlier epoch still sends
+
+A source that announces itself (``Hello``, ``Heartbeat``) states the number it will use next:
+
+    epoch      announced   verdict      what the owner does
+    ---------  ----------  -----------  -------------------------------------------------------------
+    equal      = next      NEXT         nothing is missing
+    equal      > next      GAP          batches were lost at the end: asks again from ``next_seq``
+    equal      < next      BACKWARDS    the source started over under its old epoch: treats it as a new epoch
+    larger     any         NEW_EPOCH    as above
+    smaller    any         OLD_EPOCH    as above
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import assert_never
 
 import msgspec
 
 from poolgrid.consolidator.core.block_ownership import BlockOwnership, Frozen, dump
-from poolgrid.consolidator.core.cursor import Cursor, SequenceVerdict
 from poolgrid.consolidator.core.owned_blocks import Discarded
 from poolgrid.consolidator.core.session_table import SessionTable
 from poolgrid.wire.card import WorkerCard
@@ -64,11 +93,70 @@ from poolgrid.wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from poolgrid.wire.feed import BlockChain, RequestState, SourceStream, WorkerState
+from poolgrid.wire.feed import (
+    CONSOLIDATOR_SOURCE,
+    WORKER_SOURCE,
+    BlockChain,
+    RequestState,
+    SourceStream,
+    WorkerState,
+    fold,
+)
 from poolgrid.wire.hashing import pack_hashes, unpack_hashes
 from poolgrid.wire.identifiers import StreamState, WorkerId, WorkerKey
 from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
-from poolgrid.wire.streams import CONSOLIDATOR_SOURCE, WORKER_SOURCE, fold
+
+
+class SequenceVerdict(Enum):
+    """What a number means to the stream it arrived on."""
+
+    NEXT = "next"
+    DUPLICATE = "duplicate"
+    GAP = "gap"
+    BACKWARDS = "backwards"
+    NEW_EPOCH = "new epoch"
+    OLD_EPOCH = "old epoch"
+
+
+class Cursor:
+    """Position of one source: its epoch, and the batch wanted next."""
+
+    __slots__ = ("epoch", "next_seq")
+
+    def __init__(self, epoch: int, next_seq: int = 0) -> None:
+        self.epoch = epoch
+        self.next_seq = next_seq
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Cursor) and (self.epoch, self.next_seq) == (other.epoch, other.next_seq)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Cursor(epoch={self.epoch}, next_seq={self.next_seq})"
+
+    def judge_batch(self, epoch: int, seq: int) -> SequenceVerdict:
+        if epoch != self.epoch:
+            return SequenceVerdict.NEW_EPOCH if epoch > self.epoch else SequenceVerdict.OLD_EPOCH
+        if seq == self.next_seq:
+            return SequenceVerdict.NEXT
+        return SequenceVerdict.DUPLICATE if seq < self.next_seq else SequenceVerdict.GAP
+
+    def judge_announcement(self, epoch: int, next_seq: int) -> SequenceVerdict:
+        """Say what it means that the source will number its next batch ``(epoch, next_seq)``."""
+        if epoch != self.epoch:
+            return SequenceVerdict.NEW_EPOCH if epoch > self.epoch else SequenceVerdict.OLD_EPOCH
+        if next_seq == self.next_seq:
+            return SequenceVerdict.NEXT
+        return SequenceVerdict.BACKWARDS if next_seq < self.next_seq else SequenceVerdict.GAP
+
+    def advance(self) -> None:
+        self.next_seq += 1
+
+    def begin(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.next_seq = 0
+
 
 REQUESTS_PER_WORKER_MAX = 65_536
 """Unfinished requests remembered per rank, far above any engine's batch and queue; beyond it the oldest goes."""
@@ -122,7 +210,6 @@ class MemberRank:
         return self.streams.get(source) or SourceStream(source, StreamState.SYNCING)
 
     def apply(self, source: str, event: AnyEvent) -> None:
-        """Apply one event of a journal record that is about this worker."""
         match event:
             case BlocksStored() | BlocksRemoved() | BlocksShared() | BlocksReleased() | CacheCleared():
                 self.presence.apply(source, event)
@@ -134,7 +221,7 @@ class MemberRank:
             case GroupsReported():
                 self.groups = event
             case StreamStateChanged() | WorkerJoined() | WorkerLeft() | TurnBegan() | TurnEnded():
-                pass  # of the stream, which ``poolgrid.wire.streams.fold`` takes, or of the pool
+                pass  # of the stream, which ``poolgrid.wire.feed.fold`` takes, or of the pool
             case _:
                 self.note(event)
 
@@ -200,7 +287,6 @@ class MemberRank:
         return True
 
     def note(self, event: WorkerEvent) -> None:
-        """Apply an event that is about the worker and its requests, and not about blocks."""
         match event:
             case RequestStarted():
                 self.requests.pop(event.request_id, None)
@@ -291,7 +377,6 @@ class FrozenPool:
                     yield position, BlockChain(parent, pack_hashes(hashes), tier, group)
 
     def source_chains(self) -> Iterator[tuple[int, str, BlockChain]]:
-        """Yield (position of the worker, source, chain) for all that the fold knows."""
         for position, worker in enumerate(self.workers):
             for tier, group, source, held in worker.held:
                 for parent, hashes in dump([held]):
@@ -342,7 +427,6 @@ class PoolState:
         return MemberRank(key, epoch, card, self._blocks_max, self.discarded)
 
     def forget(self, key: WorkerKey) -> None:
-        """Forget a worker, if there is one of that name."""
         worker = self.workers.pop(key, None)
         if worker is not None:
             worker.presence.forget_all()

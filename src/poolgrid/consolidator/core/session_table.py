@@ -137,7 +137,6 @@ class _Entry(msgspec.Struct, eq=False, gc=False):
         return self.kept
 
     def own(self) -> SessionRecord:
-        """Return the record to be changed."""
         record = self.record
         if self.is_shared:
             self.kept = record = _copy(record)
@@ -189,11 +188,9 @@ class SessionTable:
 
     @property
     def turns(self) -> Mapping[str, Turn]:
-        """Return the running turns of all sessions, by dispatch."""
         return self._turns
 
     def running_of(self, session: SessionRecord) -> list[Turn]:
-        """Return the running turns of a session."""
         entry = self._sessions.get((session.tenant, session.name))
         return [] if entry is None else list(entry.running)
 
@@ -250,7 +247,6 @@ class SessionTable:
     # -- folding ---------------------------------------------------------------------------------------------------
 
     def apply(self, record: JournalRecord) -> None:
-        """Fold the next record in."""
         for event in record.events:
             effect = _EFFECTS.get(type(event))
             if effect is not None:
@@ -304,7 +300,6 @@ class SessionTable:
         self.kept.keep(session.tenant, session.name, session.kept_tokens, session.kept_until_ms)
 
     def _withdraw(self, dispatch_id: str) -> None:
-        """Forget a turn that another dispatch replaces."""
         session = self._take(self._turns[dispatch_id]).own()
         session.running = max(0, session.running - 1)
 
@@ -434,7 +429,6 @@ class SessionTable:
             heapify(shares)
 
     def _keep(self, key: SessionKey) -> None:
-        """Let a session be the one used last."""
         self._sessions.move_to_end(key)
         if self._of_tenant:
             self._of_tenant[key[0]].move_to_end(key[1])
@@ -480,7 +474,6 @@ class SessionTable:
     # -- snapshots -------------------------------------------------------------------------------------------------
 
     def freeze(self) -> SessionsSnapshot:
-        """Return the table as it stays whatever is applied later."""
         for entry in self._sessions.values():
             entry.is_shared = True
         return SessionsSnapshot(list(self), [_copy(each) for each in self._turns.values()], self.gaps)

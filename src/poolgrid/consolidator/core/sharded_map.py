@@ -74,7 +74,6 @@ class ShardedMap(Generic[V]):
         self.entries = 0
 
     def get(self, key: int) -> V | None:
-        """Return the value of a key, or ``None``."""
         return self.shards[key >> self.shift].get(key)
 
     def __contains__(self, key: int) -> bool:

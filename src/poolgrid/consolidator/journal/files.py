@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 
 from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
 from poolgrid.consolidator.journal import snapshot_file
-from poolgrid.consolidator.journal.errors import JournalCorrupt
 from poolgrid.consolidator.journal.framing import (
     FILE_HEADER,
     SEGMENT_MAGIC,
     EntryFault,
+    JournalCorrupt,
     file_header,
     frame,
     payload_at,
@@ -338,7 +338,6 @@ class FileJournal(Journal):
     # Snapshots and retention
 
     def snapshot_parts(self, frozen: FrozenPool) -> Iterator[bytes]:
-        """Return the content of a snapshot's file, as ``snapshot_file.parts`` yields it."""
         return snapshot_file.parts(frozen, self._segments[-1].created_ms if self._segments else 0)
 
     def keep_snapshot(self, offset: int, parts: Iterable[bytes]) -> None:

@@ -43,7 +43,6 @@ class MemoryJournal(Journal):
             self._bytes -= len(records.popleft())
 
     def read(self, from_offset: int, limit: int, bytes_max: int) -> list[bytes]:
-        """Return encoded records from ``from_offset`` on."""
         first = from_offset - self.oldest_offset
         if first < 0:
             raise ValueError(f"reading the journal: offset {from_offset}, the oldest kept is {self.oldest_offset}")
@@ -68,10 +67,8 @@ class MemoryJournal(Journal):
         return 0
 
     def sizes(self) -> tuple[int, int]:
-        """Return one segment and the bytes kept."""
         return 1, self._bytes
 
     def close(self) -> None:
-        """Forget everything."""
         self._records.clear()
         self._bytes = 0

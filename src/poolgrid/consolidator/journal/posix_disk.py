@@ -39,11 +39,9 @@ class PosixDisk:
         return _names(self.directory)
 
     def size(self, name: str) -> int:
-        """Return the size of a file in bytes."""
         return os.stat(self.directory / name).st_size
 
     def read(self, name: str, at: int, length: int) -> bytes:
-        """Return up to ``length`` bytes from position ``at``."""
         return _read(self.directory / name, at, length)
 
     def append(self, name: str, data: bytes) -> None:
@@ -92,7 +90,6 @@ class PosixDisk:
         (self.directory / name).unlink()
 
     def close(self) -> None:
-        """Close files and release the lock."""
         self._close_appending()
         if self._lock >= 0:
             os.close(self._lock)
@@ -141,11 +138,9 @@ class ReadOnlyDirectory:
         return [name for name in _names(self.directory) if not name.endswith(_TEMPORARY)]
 
     def size(self, name: str) -> int:
-        """Return the size of a file in bytes."""
         return os.stat(self.directory / name).st_size
 
     def read(self, name: str, at: int, length: int) -> bytes:
-        """Return up to ``length`` bytes from position ``at``."""
         return _read(self.directory / name, at, length)
 
 

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState, WorkerEntry
-from poolgrid.consolidator.journal.errors import JournalCorrupt
 from poolgrid.consolidator.journal.framing import (
     FILE_HEADER,
     SNAPSHOT_MAGIC,
     VERSION,
+    JournalCorrupt,
     file_header,
     frame,
     header_check,

@@ -16,12 +16,12 @@ from typing import Any, get_args
 
 import msgspec
 
-from poolgrid.consolidator.journal.errors import JournalCorrupt
 from poolgrid.consolidator.journal.framing import (
     FILE_HEADER,
     SEGMENT_MAGIC,
     VERSION,
     EntryFault,
+    JournalCorrupt,
     header_check,
     payload_at,
     scan,
@@ -30,7 +30,7 @@ from poolgrid.consolidator.ports import ReadableDisk
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import AnyEvent, JournalRecord
-from poolgrid.wire.streams import CONSOLIDATOR_SOURCE
+from poolgrid.wire.feed import CONSOLIDATOR_SOURCE
 
 SUFFIX = ".segment"
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import msgspec
 
 from poolgrid.consolidator.journal.stored_records import SUFFIX
-from poolgrid.fleet_page.playback.leg_times import Leg
 from poolgrid.fleet_page.playback.process import Answer, Question
+from poolgrid.fleet_page.playback.reel import Leg
 from poolgrid.frontend.errors import RequestError
 from poolgrid.process.tasks import cancel_all, owned
 
@@ -161,7 +161,6 @@ class Player:
             return False
 
     async def _tell(self, pipe: asyncio.StreamWriter, question: Question, records: list[bytes]) -> None:
-        """Write the question, and behind it the records of a journal in memory."""
         with contextlib.suppress(ConnectionError):  # it has what it needs, or has reported why not
             _write(pipe, msgspec.msgpack.encode(question))
             await pipe.drain()

@@ -20,12 +20,11 @@ from typing import IO
 import msgspec
 
 from poolgrid.consolidator.core.pool_state import PoolState
-from poolgrid.consolidator.journal.errors import JournalCorrupt
+from poolgrid.consolidator.journal.framing import JournalCorrupt
 from poolgrid.consolidator.journal.inspection import NotKept, offset_at, reaches_back_to, state_at
 from poolgrid.consolidator.journal.posix_disk import ReadOnlyDirectory
 from poolgrid.consolidator.journal.stored_records import stored_records
-from poolgrid.fleet_page.playback.leg_times import Leg, fill
-from poolgrid.fleet_page.playback.reel import make_reel
+from poolgrid.fleet_page.playback.reel import Leg, fill, make_reel
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.hashing import unpack_hashes

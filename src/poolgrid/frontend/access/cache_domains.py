@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from poolgrid.frontend.access.key_file import SALT_BYTES, cache_salt
 from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.prepared_request import PreparedRequest
-from poolgrid.inference.cache_domain import EVERYBODY, WHOLE, CacheDomain
+from poolgrid.inference.inference_request import EVERYBODY, WHOLE, CacheDomain
 
 Headers = Iterable[tuple[bytes, bytes]]
 

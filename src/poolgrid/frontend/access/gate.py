@@ -17,7 +17,7 @@ from poolgrid.frontend.access.tenants import Caller, WatchedKeyFile
 from poolgrid.frontend.dialects import dialect_of
 from poolgrid.frontend.errors import refused
 from poolgrid.frontend.metrics import FrontendMetrics
-from poolgrid.frontend.request_ids import RequestIds
+from poolgrid.frontend.request_body import RequestIds
 from poolgrid.inference.ports import Refused
 from poolgrid.process.clock import Clock
 

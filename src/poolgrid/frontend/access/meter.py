@@ -94,13 +94,11 @@ class Meter:
         return RateDecision(before, wait_s)
 
     def end(self, rules: Tenant, output_tokens: int, now_ms: float) -> None:
-        """Count a request out, and charge its output."""
         self.in_flight -= 1
         if rules.tokens_per_minute is not None and output_tokens > 0:
             self._charge(rules, output_tokens, now_ms)
 
     def standing(self, rules: Tenant, now_ms: float) -> list[tuple[Rate, TokenBucket, float]]:
-        """Return the bucket of each rate that is limited, as it is now."""
         limits = (rules.requests_per_minute, rules.tokens_per_minute)
         return [
             (rate, self._buckets[rate].resized(limit, now_ms), now_ms)

@@ -11,7 +11,7 @@ Rules
     4. A new document replaces keys and limits at once. What tenants have in flight and have used still counts; a
        tenant that is gone is forgotten when its last request ends. Requests in flight keep the rules they began with.
     5. Limits hold for one process; processes that share a port allow an equal part of them each. Several routers of a
-       pool each allow the whole of them, unless each has a share (``poolgrid.nats.shared_meter``).
+       pool each allow the whole of them, unless each has a share (``poolgrid.nats.limits``).
 
 Nothing here waits or knows of HTTP; times are arguments.
 
@@ -36,8 +36,7 @@ from typing import NamedTuple
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.access.key_file import FEATURES, HASH_PREFIX, Key, KeyDocument, KeyFileError, Tenant, cache_salt
 from poolgrid.frontend.access.meter import Meter, Standing
-from poolgrid.inference.cache_domain import WHOLE, CacheDomain, CacheShares
-from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference.inference_request import WHOLE, CacheDomain, CacheShares, InferenceRequest
 from poolgrid.inference.ports import Refused
 from poolgrid.process.clock import Clock
 

@@ -23,7 +23,7 @@ from poolgrid.frontend.media.references import (
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.schema import ContentPart, Message, PlacedPart
 from poolgrid.frontend.template_capabilities import ContentForm, shape_content, text_part
-from poolgrid.inference.cache_domain import CacheDomain
+from poolgrid.inference.inference_request import CacheDomain
 from poolgrid.wire.card import MediaSpec
 from poolgrid.wire.limits import FRAME_BYTES_MAX, MULTIMODAL_BYTES_MAX, PROMPT_CHARS_MAX
 from poolgrid.wire.multimodal import MediaItem, MultimodalInput
@@ -124,7 +124,6 @@ def _file_data(part: ContentPart) -> str | None:
 
 
 def _file_text(part: ContentPart, where: str, room: int) -> str:
-    """Return the name and the text of a file."""
     file = part.file if isinstance(part.file, dict) else {}
     data = _file_data(part)
     if data is None:

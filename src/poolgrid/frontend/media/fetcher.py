@@ -82,7 +82,6 @@ class MediaFetcher:
             ) from None
 
     async def close(self) -> None:
-        """Close every connection."""
         if self._client is not None:
             await self._client.aclose()
             self._client = None
@@ -103,7 +102,6 @@ class MediaFetcher:
         )
 
     async def _get(self, target: httpx.URL, bytes_max: int, on_bytes: Callable[[int], None]) -> bytes | httpx.URL:
-        """Return the body, or where the answer redirects to."""
         port = target.port or _PORTS.get(target.scheme, 0)
         addresses = await self._addresses(target, port)
         for position, address in enumerate(addresses):

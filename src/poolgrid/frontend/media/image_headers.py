@@ -60,7 +60,6 @@ class ImageHeader(NamedTuple):
 
     @property
     def media_type(self) -> str:
-        """Return ``image/png`` and so on."""
         return f"image/{self.format.lower()}"
 
 
@@ -248,7 +247,6 @@ def _webp(data: bytes) -> tuple[int, int]:
 
 
 def _webp_frame(data: bytes, name: bytes, at: int) -> tuple[int, int]:
-    """Return how far a frame reaches."""
     if name == b"VP8 ":
         if data[at] & 1 or data[at + 3 : at + 6] != b"\x9d\x01\x2a":
             raise BrokenImage("its frame does not begin as a VP8 key frame")

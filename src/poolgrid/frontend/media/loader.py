@@ -3,24 +3,32 @@
 The media of one request are loaded side by side; the first refusal ends the others. Fetching is asynchronous; decoding
 base64, reading files, hashing and looking at what came happens in threads of this loader, so that 50 MB delay no other
 request.
+
+One tenant's media by URL, fetched and checked, for a short time; one fetch for all its requests that ask at once.
+
+Rules
+    1. At most ``bytes_max`` bytes are kept; the least recently used go first. What is larger is not kept.
+    2. An entry is valid for ``ttl_ms`` after its fetch ended; then it is fetched again.
+    3. While a URL is being fetched, each request for it waits for that fetch. It continues while any request waits,
+       and is cancelled when the last one has left. Its refusal is everyone's, and is not kept.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.media.addresses import AddressPolicy
-from poolgrid.frontend.media.embeddings import check_embeddings
 from poolgrid.frontend.media.image_headers import check_image
-from poolgrid.frontend.media.local_files import LocalFiles
-from poolgrid.frontend.media.media_cache import MediaBudget, MediaCache, MediaLease
-from poolgrid.frontend.media.metrics import MediaMetrics
-from poolgrid.frontend.media.references import MediaReference, MediaRefused, decode_data_url, shown
+from poolgrid.frontend.media.placeholders import check_embeddings
+from poolgrid.frontend.media.references import LocalFiles, MediaReference, MediaRefused, decode_data_url, shown
 from poolgrid.frontend.media.settings import (
     CACHE_BYTES,
     CACHE_TTL_MS,
@@ -31,11 +39,180 @@ from poolgrid.frontend.media.settings import (
     REQUEST_BYTES_MAX,
     MediaSettings,
 )
-from poolgrid.inference.cache_domain import CacheDomain
-from poolgrid.process.caches import TenantCaches
+from poolgrid.inference.inference_request import CacheDomain
+from poolgrid.process.caches import BudgetedLru, TenantCaches
 from poolgrid.process.clock import Clock
+from poolgrid.process.instruments import Gauge
 from poolgrid.process.tasks import cancel_all, owned
 from poolgrid.wire.multimodal import MediaItem, MediaKind, digest_media
+
+FETCH_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""A neighbouring cache answers in milliseconds, a far server in seconds; beyond the time-out there is nothing."""
+
+
+class MediaMetrics:
+    """The instruments of one loader, registered in ``registry``."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        self.registry = registry
+        self.loaded = counter(
+            "poolgrid_frontend_media_loaded",
+            "Media loaded, by source (`http`, `https`, `data`, `file`) and kind (`image`, `embeddings`).",
+            ["source", "kind"],
+        )
+        self.loaded_bytes = counter("poolgrid_frontend_media_loaded_bytes", "Bytes of media loaded.", ["source"])
+        self.uncounted = counter(
+            "poolgrid_frontend_media_uncounted",
+            "Media with an unknown number of tokens, by kind. Routing uses only the blocks before them, so "
+            "equal images are not found in caches.",
+            ["kind"],
+        )
+        self.refused = counter(
+            "poolgrid_frontend_media_refused",
+            "Media refused, by reason code. If `media_address_not_allowed` or `media_path_not_allowed` grows, "
+            "a client tries to reach forbidden places.",
+            ["reason"],
+        )
+        self.fetch_seconds = Histogram(
+            "poolgrid_frontend_media_fetch_seconds",
+            "Time to fetch one URL, from name lookup to last byte, redirects included. Part of TTFT.",
+            buckets=FETCH_BUCKETS_S,
+            registry=registry,
+        )
+        self.held_bytes = gauge(
+            "poolgrid_frontend_media_held_bytes",
+            "Memory of media of requests in flight. At 1 GiB the next request gets 429.",
+        )
+        self.cached_bytes = gauge("poolgrid_frontend_media_cached_bytes", "Memory of media cached by URL.")
+        self.cache_lookups = counter(
+            "poolgrid_frontend_media_cache_lookups",
+            "URL look-ups: `hit`, `miss` (fetched) or `shared` (joined a fetch in flight).",
+            ["outcome"],
+        )
+
+
+class MediaBudget:
+    """The bytes of media that this process holds for requests in flight: all leases together.
+
+    An addition that would exceed it is refused (429): nothing waits, because what would make room is the end of other
+    answers.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.held = 0
+
+    def lease(self, request_bytes_max: int) -> MediaLease:
+        """Return an empty lease of at most ``request_bytes_max`` bytes."""
+        return MediaLease(self, request_bytes_max)
+
+
+class MediaLease:
+    """What one request holds; closing it twice is harmless."""
+
+    def __init__(self, budget: MediaBudget, bytes_max: int) -> None:
+        self._budget = budget
+        self._bytes_max = bytes_max
+        self._held = 0
+        self._closed = False
+
+    def add(self, size: int) -> None:
+        """Take ``size`` bytes more, or raise ``MediaRefused`` and take none."""
+        if self._held + size > self._bytes_max:
+            raise MediaRefused(
+                "media_too_large",
+                f"the media of the request have more than {self._bytes_max} bytes together, the limit",
+            )
+        if self._budget.held + size > self._budget.bytes_max:
+            raise MediaRefused(
+                "media_busy",
+                f"media of other requests hold {self._budget.held} bytes of {self._budget.bytes_max} "
+                "(media-memory-bytes); try again",
+            )
+        if not self._closed:
+            self._held += size
+            self._budget.held += size
+
+    def close(self) -> None:
+        self._budget.held -= self._held
+        self._held = 0
+        self._closed = True
+
+
+@dataclass(slots=True)
+class _Flight:
+    task: asyncio.Task[MediaItem | MediaRefused]
+    waiting: int = 0
+
+
+Key = tuple[str, ...]
+"""The salt of the request, what the medium was checked as, and its URL."""
+
+
+class MediaCache:
+    """Keeps media by key."""
+
+    def __init__(
+        self, bytes_max: int, ttl_ms: float, clock: Clock, on_lookup: Callable[[str], None] = lambda outcome: None
+    ) -> None:
+        """``on_lookup`` is called for each ``get``: hit, miss, or shared (the URL was being fetched already)."""
+        self._on_lookup = on_lookup
+        self._ttl_ms = ttl_ms
+        self._clock = clock
+        self._kept: BudgetedLru[Key, tuple[float, MediaItem]] = BudgetedLru(
+            bytes_max, lambda key, entry: len(entry[1].data)
+        )
+        self._flights: dict[Key, _Flight] = {}
+
+    @property
+    def held(self) -> int:
+        """Return the bytes kept."""
+        return self._kept.used
+
+    async def get(
+        self, key: Key, fetch: Callable[[], Coroutine[Any, Any, MediaItem | MediaRefused]]
+    ) -> MediaItem | MediaRefused:
+        kept = self._kept.get(key)
+        if kept is not None:
+            if kept[0] > self._clock.monotonic_ms():
+                self._on_lookup("hit")
+                return kept[1]
+            self._kept.drop(key)
+        flight = self._flights.get(key)
+        if flight is None:
+            self._on_lookup("miss")
+            flight = _Flight(owned(fetch(), "fetch of a medium"))
+            self._flights[key] = flight
+            flight.task.add_done_callback(lambda task: self._landed(key, task))
+        else:
+            self._on_lookup("shared")
+        flight.waiting += 1
+        try:
+            # Shielded: that one of several waiting clients leaves must not end the fetch for the others.
+            return await asyncio.shield(flight.task)
+        finally:
+            flight.waiting -= 1
+            if not flight.waiting and not flight.task.done():
+                self._flights.pop(key, None)
+                flight.task.cancel()
+
+    async def close(self) -> None:
+        await cancel_all([flight.task for flight in self._flights.values()])
+        self._kept.clear()
+
+    def _landed(self, key: Key, task: asyncio.Task[MediaItem | MediaRefused]) -> None:
+        flight = self._flights.get(key)
+        if flight is not None and flight.task is task:
+            del self._flights[key]
+        # ``exception`` also marks it as seen, for the case that everyone left in the same turn.
+        if task.cancelled() or task.exception() is not None:
+            return
+        medium = task.result()
+        if isinstance(medium, MediaItem) and self._ttl_ms > 0:
+            self._kept.keep(key, (self._clock.monotonic_ms() + self._ttl_ms, medium))
+
 
 if TYPE_CHECKING:
     from poolgrid.frontend.media.fetcher import MediaFetcher, Resolver
@@ -123,7 +300,6 @@ class MediaLoader:
             await cancel_all(tasks)
 
     async def close(self) -> None:
-        """End everything."""
         for cache in self._caches:
             await cache.close()
         if self._fetcher is not None:

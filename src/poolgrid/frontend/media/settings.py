@@ -62,12 +62,8 @@ class MediaSettings(Settings):
             "Allow media from this private, loopback or link-local network (CIDR, as 10.1.0.0/16). Repeat for more."
         ),
     )
-    media_memory_bytes: int = Field(
-        default=1024 * MEGABYTE,
-        ge=MEGABYTE,
-        le=1024**4,
-        description="Limit the memory for media of requests in flight; beyond it requests with media get 429.",
-    )
+    media_memory_bytes: ClassVar[int] = 1024 * MEGABYTE
+    """Memory for media of requests in flight, twenty of the largest; beyond, requests with media get 429."""
 
     @field_validator("allowed_local_media_path")
     @classmethod

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.frontend.parsers.json_value import CODE_OUTSIDE, Brackets, json_of, strict_json
+from poolgrid.frontend.parsers.pieces import CODE_OUTSIDE, Brackets, json_of, strict_json
 
 NAME_CHARS_MAX = 256
 """Longest name of a function; OpenAI allows 64."""

@@ -22,8 +22,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from poolgrid.frontend.parsers.call_forms import CALL_CHARS_MAX, declared_name
-from poolgrid.frontend.parsers.json_value import strict_json
-from poolgrid.frontend.parsers.pieces import AnswerPiece, PieceKind, StatefulParser, first_marker, held_length
+from poolgrid.frontend.parsers.pieces import (
+    AnswerPiece,
+    PieceKind,
+    StatefulParser,
+    first_marker,
+    held_length,
+    strict_json,
+)
 from poolgrid.frontend.parsers.tagged_call import fitted
 
 MARKERS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>")
@@ -185,7 +191,6 @@ class Harmony(StatefulParser):
             self._no_call()
 
     def _no_call(self) -> None:
-        """The message that was taken for a call is content."""
         text = self._call_header + "".join(self._call_text)
         self._call_text.clear()
         self._kind = PieceKind.CONTENT

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from poolgrid.frontend.parsers.call_forms import HEAD_CHARS_MAX, NAME_CHARS_MAX, CallForm, declared_name
-from poolgrid.frontend.parsers.json_value import json_of, strict_json
-from poolgrid.frontend.parsers.pieces import first_marker, held_length
+from poolgrid.frontend.parsers.pieces import first_marker, held_length, json_of, strict_json
 
 GAP_CHARS_MAX = 64
 """Most white space between a tag that ends a value and the next one: it is looked at again per character."""
@@ -140,7 +139,6 @@ class TaggedCall(CallForm):
         return True
 
     def _next(self) -> bool:
-        """Between arguments: the next one, or the end."""
         tags = self._tags
         found = self._expect(tags.key_begin, tags.end, *tags.after)
         if found == tags.key_begin:
@@ -223,7 +221,6 @@ class TaggedCall(CallForm):
         return isinstance(properties, Mapping) and key.strip() in properties and key.strip() not in self._given
 
     def _end_value_at_the_end(self) -> None:
-        """End the value at a tag which no text follows."""
         for mark in self._marks:
             if self._buffer.startswith(mark) and mark != self._tags.key_begin:
                 rest = self._buffer[len(mark) :]

@@ -138,7 +138,6 @@ class ToolCalls(StatefulParser):
         return True
 
     def _open(self) -> bool:
-        """After an opener: one call, or a list."""
         if not self._skip_space():
             return False
         character = self._buffer[0]
@@ -262,7 +261,6 @@ class ToolCalls(StatefulParser):
         return bool(stripped)
 
     def _give_back(self) -> None:
-        """No (further) call: what was set aside is content."""
         self._content("".join(self._aside))
         self._aside.clear()
         self._in_list = False

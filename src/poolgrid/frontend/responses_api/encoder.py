@@ -16,8 +16,7 @@ from poolgrid.frontend.parsers.pieces import PieceKind
 from poolgrid.frontend.piece_encoder import AnswerPart, PieceEncoder
 from poolgrid.frontend.prepared_request import AnswerStart
 from poolgrid.frontend.responses import escape_line_ends
-from poolgrid.frontend.responses_api.conversation import FORMS, CallItem
-from poolgrid.frontend.responses_api.schema import ResponsesBody
+from poolgrid.frontend.responses_api.conversation import FORMS, CallItem, ResponsesBody
 from poolgrid.wire.hashing import TOKEN_BYTES
 
 _encode: Final = msgspec.json.Encoder().encode

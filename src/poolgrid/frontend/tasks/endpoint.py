@@ -19,9 +19,8 @@ from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
 from poolgrid.frontend.inference_endpoint import InferenceEndpoint, InferenceExchange
 from poolgrid.frontend.request_body import too_large
-from poolgrid.frontend.responses_api.store import Owner
+from poolgrid.frontend.responses_api.kept import Owner
 from poolgrid.frontend.tasks.output import TaskOutput
-from poolgrid.frontend.tasks.result_files import ResultFiles
 from poolgrid.frontend.tasks.schema import (
     EmbeddingBody,
     PreparedTask,
@@ -31,7 +30,7 @@ from poolgrid.frontend.tasks.schema import (
     read_images,
     read_video,
 )
-from poolgrid.frontend.tasks.videos import NewVideo, VideoJobs, new_id
+from poolgrid.frontend.tasks.videos import NewVideo, ResultFiles, VideoJobs, new_id
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import InferenceBackend, ServedModel
 from poolgrid.wire.identifiers import Stage

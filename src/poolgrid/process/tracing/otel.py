@@ -51,7 +51,6 @@ class ProcessResource(Resource):
         self._hash = super().__hash__()
 
     def __hash__(self) -> int:
-        """Return what the resource's own is."""
         return self._hash
 
 
@@ -81,7 +80,6 @@ class OtelSink:
             self._processor.on_end(self._span(span, state, to_wall_ns))
 
     def close(self) -> None:
-        """Send what is left."""
         if not self._processor.force_flush(CLOSE_TIMEOUT_MS):
             log.warning("the last spans were not all taken within %d ms", CLOSE_TIMEOUT_MS)
         self._processor.shutdown()  # type: ignore[no-untyped-call]

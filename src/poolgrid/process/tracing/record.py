@@ -66,14 +66,12 @@ class SpanRecord:
     """In a word, what went wrong; empty = nothing did."""
 
     def event(self, name: str, at_ms: float, attributes: Mapping[str, Value] | None = None) -> None:
-        """Take note of something."""
         if len(self.events) < EVENTS_MAX:
             self.events.append(SpanEvent(name, at_ms, attributes or {}))
         else:
             self.events_left_out += 1
 
     def end(self, at_ms: float, error: str = "") -> None:
-        """End the span, unless it has ended."""
         if self.ended_ms is None:
             self.ended_ms = at_ms
             self.error = error
@@ -113,7 +111,6 @@ class TraceRecord:
 
     @property
     def trace_id(self) -> str:
-        """Return the trace's name, as logs and exemplars have it."""
         return f"{self.root.place.trace_id:032x}"
 
     def now_ms(self) -> float:
@@ -145,7 +142,6 @@ class TraceRecord:
         return span
 
     def close(self, name: str, error: str = "") -> SpanRecord | None:
-        """End the open span of a name, now; ``None`` when there is none."""
         span = self.open.pop(name, None)
         if span is not None:
             span.end(self._now_ms(), error)
@@ -155,7 +151,6 @@ class TraceRecord:
         return TraceContext(span.place.traceparent, self.tracestate)
 
     def end(self, error: str = "") -> None:
-        """End all that has not ended."""
         now_ms = self._now_ms()
         self.root.end(now_ms, error)
         for span in self.spans:

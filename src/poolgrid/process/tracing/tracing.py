@@ -8,13 +8,17 @@ Rules
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
 import random
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from typing import Protocol
 
 from poolgrid.process.clock import Clock
 from poolgrid.process.tracing.record import SpanKind, TraceRecord
-from poolgrid.process.tracing.sampling import Sampler, TraceSampling
+from poolgrid.process.tracing.settings import Sampler, TraceSampling, TraceSettings, trace_target
 from poolgrid.wire.limits import TRACE_STATE_CHARS_MAX
 from poolgrid.wire.trace_context import TraceContext, TracePlace, read_traceparent
 
@@ -26,9 +30,7 @@ class TraceSink(Protocol):
         """Take a record; ``now_ms`` is the time by its clock. Returns at once."""
         ...
 
-    def close(self) -> None:
-        """Send what is left, for a bounded time."""
-        ...
+    def close(self) -> None: ...
 
 
 class Tracing:
@@ -75,7 +77,6 @@ class Tracing:
         return TraceRecord(name, SpanKind.SERVER, trace_id, flags, caller, state, began_ms, ids, now_ms)
 
     def end(self, record: TraceRecord, error: str = "") -> None:
-        """Hand a record over; what has not ended ends now."""
         record.end(error)
         self._sink.take(record, self._clock.monotonic_ms())
 
@@ -88,3 +89,34 @@ def _sane_state(value: bytes) -> str:
     text = value.decode("latin-1").strip()
     sane = len(text) <= TRACE_STATE_CHARS_MAX and all(" " <= each <= "~" for each in text)
     return text if sane else ""
+
+
+log = logging.getLogger(__name__)
+
+
+def open_tracing(
+    opened: AsyncExitStack, settings: TraceSettings, clock: Clock, service: str, instance: str
+) -> Tracing | None:
+    """Return the traces of this process, ``None`` where they are off; ``opened`` sends the last of them.
+
+    ``service`` names what it is (``poolgrid-router``), ``instance`` distinguishes several. Raises ``ValueError`` for
+    settings that cannot be meant, and where the packages lack.
+    """
+    target = trace_target(settings, os.environ)
+    if target is None:
+        return None
+    try:
+        from poolgrid.process.tracing.otel import OtelSink, make_exporter
+    except ImportError as error:
+        raise ValueError(
+            f"sending traces to {target.endpoint}: {error}; install poolgrid[otel], or unset the variables that begin "
+            "with OTEL_"
+        ) from None
+    sink = OtelSink(make_exporter(target), service, instance)
+    tracing = Tracing(target.sampling, sink, clock)
+    # In a thread: a receiver that does not answer is waited for a moment.
+    opened.push_async_callback(asyncio.to_thread, tracing.close)
+    log.info(
+        "traces go to %s (%s), %g of those that begin here", target.endpoint, target.protocol, target.sampling.ratio
+    )
+    return tracing

@@ -72,7 +72,6 @@ class AgentSession:
     parent_id: str = ""
 
     def prompts(self) -> Iterator[tuple[int, AgentCall]]:
-        """Yield the prompt tokens of each call with the call."""
         tokens = self.prefix_tokens
         for call in self.calls:
             tokens += call.new_tokens
@@ -80,7 +79,6 @@ class AgentSession:
             tokens += call.output_tokens
 
     def family(self) -> Iterator[AgentSession]:
-        """Yield this session and all its subagents."""
         yield self
         for call in self.calls:
             for child in call.children:
@@ -97,7 +95,6 @@ class AgentPlan:
     """For the first ``slots`` sessions when they begin; for each other one the pause before it, once a slot is free."""
 
     def first(self, sessions: int) -> AgentPlan:
-        """Return a plan of the first sessions only."""
         return AgentPlan(self.sessions[:sessions], self.slots, self.starts_ms[:sessions])
 
     def own_tokens_mean(self) -> float:
@@ -127,7 +124,6 @@ class AgentDraws:
         return self._scaled(PREFIX_TOKENS)
 
     def plan(self, sessions: int, slots: int) -> AgentPlan:
-        """Return so many sessions, of which ``slots`` are open at a time."""
         drawn = tuple(self.session(number) for number in range(sessions))
         starts = [self._random.uniform(0.0, START_SPREAD_MS) for _ in range(min(slots, sessions))]
         starts += [self._random.expovariate(1 / USER_PAUSE_MS) for _ in range(sessions - len(starts))]

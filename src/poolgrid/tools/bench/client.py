@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from poolgrid.http import http_client
-from poolgrid.http.http_client import HttpClient, RequestFailed, bearer, excerpt
-from poolgrid.http.http_target import HttpTarget
+from poolgrid.http.http_client import HttpClient, HttpTarget, RequestFailed, bearer, excerpt
 from poolgrid.process.clock import Clock
 
 __all__ = ["BenchExchange", "Client", "HttpTarget", "RequestFailed", "Usage"]
@@ -110,14 +109,12 @@ class BenchExchange(http_client.ClientExchange):
         return "".join(self.texts)
 
     def take_header(self, name: bytes, value: bytes) -> None:
-        """Keep the headers that a report needs."""
         if name == b"x-poolgrid-worker":
             self.worker = value.decode(errors="replace")
         elif name == b"retry-after":
             self.retry_after = value.decode(errors="replace")
 
     def take_body(self, data: bytes) -> None:
-        """Take a piece of the response body."""
         if self.status != 200:
             self._body = (self._body + data)[:ERROR_BODY_BYTES_MAX]
             return

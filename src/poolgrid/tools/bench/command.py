@@ -35,12 +35,19 @@ from poolgrid.tools.bench.conversations import (
     synthetic,
     until,
 )
-from poolgrid.tools.bench.pools import PoolsFailed, open_pools
 from poolgrid.tools.bench.prompt import ONE_TOKEN_A_WORD, WORDS, PlannedRequest, PromptMaker, digits_of
-from poolgrid.tools.bench.runner import Planned, RequestShape, Result, Verify, measure_word_scale, run
-from poolgrid.tools.bench.series import Point, RunLogs, Series, with_ratios
+from poolgrid.tools.bench.runner import (
+    Planned,
+    PoolsFailed,
+    RequestShape,
+    Result,
+    Verify,
+    measure_word_scale,
+    open_pools,
+    run,
+)
 from poolgrid.tools.bench.settings import BenchSettings
-from poolgrid.tools.bench.statistics import Measurements, Report, report
+from poolgrid.tools.bench.statistics import Measurements, Point, Report, RunLogs, Series, report, with_ratios
 from poolgrid.tools.bench.table import report_table, series_table
 from poolgrid.tools.bench.trace import TraceError, ideal_cached_token_ratio, plan_trace, read_trace
 from poolgrid.wire.hashing import stable_u64
@@ -224,7 +231,6 @@ class _Bench:
         self.failure: Exception | None = None
 
     async def main(self, stop: asyncio.Event) -> None:
-        """Measure everything; what prevents it is in ``failure``."""
         try:
             async with AsyncExitStack() as opened:
                 await self._measure(stop, opened)

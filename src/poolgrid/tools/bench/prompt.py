@@ -112,7 +112,6 @@ class PromptMaker:
         self._words: Callable[[int, int], str] = lru_cache(BLOCKS_CACHED_MAX)(_render_words)
 
     def token_ids(self, request: PlannedRequest) -> list[int]:
-        """Return the prompt as token ids, ``request.isl`` of them."""
         tokens: list[int] = []
         for block_id, count in _spans(request):
             tokens += self._block(block_id, count)
@@ -133,7 +132,6 @@ class PromptMaker:
         return self._written(spans)
 
     def system_text(self, request: PlannedRequest) -> str:
-        """Return the system prompt as words; empty where there is none."""
         return self._written(_spans(request)[: request.system_blocks])
 
     def _written(self, spans: Sequence[tuple[int, int]]) -> str:

@@ -21,17 +21,27 @@ and those that its chat template adds. An endpoint that reports no usage is left
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import shlex
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
+from pydantic import ValidationError
 
+from poolgrid.cli.local_pool import LocalPool, UpSettings, plan
+from poolgrid.cli.options import option_name, parsed_options
+from poolgrid.cli.part import PartFailed
+from poolgrid.frontend.prompt_model import ModelDirectoryError, PromptModel
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import cancel_all, owned
 from poolgrid.tools.bench.client import BenchExchange, Client, RequestFailed
 from poolgrid.tools.bench.conversations import PlannedConversation
 from poolgrid.tools.bench.prompt import ONE_TOKEN_A_WORD, PlannedRequest, PromptMaker, WordScale
-from poolgrid.tools.bench.statistics import Measurements, Outcome
+from poolgrid.tools.bench.statistics import Measurements, Outcome, RequestLine
 from poolgrid.wire.hashing import stable_u64
 
 Verify = Callable[[PlannedRequest, str], bool]
@@ -42,22 +52,6 @@ Message = dict[str, str]
 """A message of a conversation, as OpenAI's API has it."""
 
 Planned = PlannedRequest | PlannedConversation
-
-
-class RequestLine(msgspec.Struct, frozen=True):
-    """A run's log line for one request; times in milliseconds, of failed requests only the first."""
-
-    index: int
-    sent_ms: float
-    """When it was due or sent, since the start of the run."""
-    turn: int = 0
-    ttft_ms: float | None = None
-    latency_ms: float | None = None
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    output_tokens: int | None = None
-    worker: str | None = None
-    error: str | None = None
 
 
 class RequestShape(msgspec.Struct, frozen=True):
@@ -73,7 +67,6 @@ class RequestShape(msgspec.Struct, frozen=True):
 
     @property
     def path(self) -> str:
-        """The path below the endpoint's URL."""
         return "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
 
     def body(self, request: PlannedRequest, prompts: PromptMaker, earlier: Sequence[Message] = ()) -> bytes:
@@ -392,3 +385,53 @@ async def measure_word_scale(client: Client, shape: RequestShape) -> WordScale:
     if tokens_per_word <= 0:
         return ONE_TOKEN_A_WORD
     return WordScale(tokens_per_word, max(0, round(counted[0] - few * tokens_per_word)))
+
+
+OWN = ("port", "policy", "data_dir", "pools", "engine", "dry_run")
+"""Settings of a pool that are not for its options to say."""
+
+
+class PoolsFailed(Exception):
+    """The pools could not be started; the message has the reason."""
+
+
+@asynccontextmanager
+async def open_pools(policies: Sequence[str], options: str) -> AsyncIterator[dict[str, str]]:
+    """Run a pool for each policy; their URLs by policy. ``options`` are those of ``poolgrid up``.
+
+    Raises ``PoolsFailed``; whatever ends the block, the pools are ended.
+    """
+    given = settings_of(options)
+    async with AsyncExitStack() as opened:
+        urls: dict[str, str] = {}
+        try:
+            model = PromptModel.load(given.model_path)
+            for policy in policies:
+                directory = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="poolgrid-bench-")))
+                settings = given.model_copy(update={"policy": policy, "port": 0})
+                pool = LocalPool(settings, directory, model, plan(settings, model, lambda _: ()))
+                opened.push_async_callback(pool.stop)
+                urls[policy] = await pool.start()
+        except (PartFailed, ModelDirectoryError, TimeoutError, OSError) as error:
+            raise PoolsFailed(
+                f"starting a pool for each of {', '.join(policies)}: {error or 'not ready in time'}"
+            ) from None
+        yield urls
+
+
+def settings_of(options: str) -> UpSettings:
+    """Return the settings that options of ``poolgrid up`` make; raises ``PoolsFailed``."""
+    try:
+        given = parsed_options(UpSettings, shlex.split(options))
+        if own := sorted(set(given) & set(OWN)):
+            raise ValueError(f"{option_name(own[0])} is no option of these pools")
+        return UpSettings(**given)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        place = option_name(str(fault["loc"][0])) if fault["loc"] else "options"
+        said = f"{place}: {fault['msg'].removeprefix('Value error, ')}"
+    except click.ClickException as error:
+        said = error.format_message()
+    except ValueError as error:
+        said = str(error)
+    raise PoolsFailed(f"reading --pool-options {options!r}: {said}; nothing was started")

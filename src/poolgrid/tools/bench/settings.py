@@ -175,7 +175,6 @@ class BenchSettings(Settings):
 
     @property
     def api(self) -> str:
-        """``completions`` or ``chat``."""
         return "chat" if self.endpoint == "chat" or self.turns > 1 or self.agents is not None else "completions"
 
     @property
@@ -192,7 +191,6 @@ class BenchSettings(Settings):
 
     @property
     def writes_words(self) -> bool:
-        """Whether prompts are words and not token ids."""
         return self.endpoint == "text" or self.api == "chat"
 
     @property

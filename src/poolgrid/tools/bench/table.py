@@ -9,8 +9,7 @@ from rich.text import Text
 
 from poolgrid.process.figures import UNKNOWN, counted, number, percent
 from poolgrid.process.terminal_table import Heading, TerminalTable
-from poolgrid.tools.bench.series import Point
-from poolgrid.tools.bench.statistics import Report, Summary
+from poolgrid.tools.bench.statistics import Point, Report, Summary
 
 WORKERS_SHOWN_MAX = 32
 """Rows of the table by worker; the JSON report has all."""

@@ -146,7 +146,6 @@ async def _probe(
 
 
 def _first_heard(listener: Listener, rank: int) -> int:
-    """Return the number from which a replay is asked for."""
     for heard in listener.heard:
         if heard.rank == rank and len(heard.message) >= 2 and len(heard.message[-2]) == 8:
             return max(0, int.from_bytes(heard.message[-2], "big") - REPLAYED_BEFORE)

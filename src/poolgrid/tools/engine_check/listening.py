@@ -173,7 +173,6 @@ class Listener:
             self.contacts[subscription.source.rank] = Contact.CONNECTS
 
     def take(self, rank: int, messages: Sequence[Sequence[bytes]]) -> None:
-        """Keep messages that have arrived."""
         now_ms = self._clock.monotonic_ms()
         for message in messages:
             self._bytes += sum(map(len, message))
@@ -231,7 +230,6 @@ class Listener:
         return ReplayAnswer(source.rank, from_seq, tuple(answer), ended.is_set())
 
     def close(self) -> None:
-        """Close every socket."""
         for subscription in self._subscriptions:
             subscription.close()
         self._subscriptions.clear()

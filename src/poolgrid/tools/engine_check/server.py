@@ -61,7 +61,6 @@ class EngineServer:
         return ServerFacts("openai", model=chosen.id, max_sequence_length=chosen.max_model_len)
 
     async def metrics_page(self) -> str:
-        """Return its metrics; empty where it has none."""
         try:
             return (await self._asked.ask("/metrics")).decode(errors="replace")
         except ServerError:

@@ -29,9 +29,8 @@ from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.selector import Selector
 from poolgrid.tools.simulation.agent_workload import AgentWorkload
-from poolgrid.tools.simulation.conditions import TtftTargets, WorkerSpeeds, changing
 from poolgrid.tools.simulation.session_line import SessionLine
-from poolgrid.tools.simulation.workload import NEVER, SimulatedRequest, Workload
+from poolgrid.tools.simulation.workload import NEVER, SimulatedRequest, TtftTargets, WorkerSpeeds, Workload, changing
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import (
     AnyEvent,
@@ -44,8 +43,8 @@ from poolgrid.wire.events import (
 from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
 from poolgrid.workers.core.booked_prefill import BookedPrefill
 from poolgrid.workers.core.timing import PolynomialTiming, TimingModel, step_times_of
-from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
 from poolgrid.workers.engines.simulated.core.engine import Fact, SimulatedEngine, SimulatedLimits, StepOutcome
+from poolgrid.workers.engines.simulated.core.kv_groups import CacheRecorder
 
 MODEL = "simulated"
 ROLES = (Role.AGGREGATED,)
@@ -420,7 +419,6 @@ class SimulatedPool:
             self._deliver(now)
 
     def _deliver(self, now: float) -> None:
-        """Let the routers have what has reached them by now."""
         while self._under_way and self._under_way[0][0] <= now:
             due, record = self._under_way.popleft()
             for projection in self._projections:

@@ -16,11 +16,11 @@ from poolgrid.process.terminal_table import Heading, TerminalTable
 from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.policy import Policy
 from poolgrid.router.policy_loading import PolicyError, make_policy
-from poolgrid.tools.simulation.conditions import SpeedError, WorkerSpeeds
 from poolgrid.tools.simulation.pool import RouterFleet
 from poolgrid.tools.simulation.recording import load_agents, load_trace, show_report
 from poolgrid.tools.simulation.session_line import Sticky, split_admission
 from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, SimulationSettings
+from poolgrid.tools.simulation.workload import SpeedError, WorkerSpeeds
 
 TRACE_POLICIES = "kv,round-robin,least-loaded"
 AGENT_POLICIES = "kv,sticky,kv+smallest-first,kv+sessions"

@@ -15,9 +15,8 @@ from poolgrid.process.figures import counted, number, percent
 from poolgrid.process.terminal_table import Heading, TerminalTable
 from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.policy import Policy
-from poolgrid.router.decision_journal.entries import MILLISECONDS_VERSION
 from poolgrid.router.decision_journal.opening import policy_of
-from poolgrid.router.policy_loading import FORMER_POLICIES, make_policy
+from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.simulation.pool import RouterFleet
 from poolgrid.tools.simulation.recording import RecordingStage, load_recording, show_report
 from poolgrid.tools.simulation.session_line import split_admission
@@ -80,19 +79,18 @@ def variants_of(settings: WhatIfSettings, stage: RecordingStage) -> dict[str, Po
     """Return the recorded policy and the given ones; raises ``UsageError``."""
     noted = stage.noted
     recorded = KvAware.name if noted is None else str(noted.settings.get("policy", KvAware.name))
-    if noted is None or recorded not in {*SIMULATED_POLICIES, *FORMER_POLICIES}:
+    if noted is None or recorded not in SIMULATED_POLICIES:
         stage.remarks.append(f"the recorded policy {recorded} cannot be simulated; kv stands in for it")
         variants = {RECORDED: make_policy(KvAware.name)}
     else:
         variants = {RECORDED: policy_of(noted)}
-    is_former = noted is not None and noted.inputs_version < MILLISECONDS_VERSION
     workload = stage.workload
     has_sessions = isinstance(workload, Workload) and any(each.session is not None for each in workload.requests)
     names = [word.strip() for word in (settings.policy or "").split(",") if word.strip()]
     for name in names:
         if split_admission(name)[0] not in SIMULATED_POLICIES:
             raise UsageError(f"--policy: {name!r} is unknown, allowed are {', '.join(SIMULATED_POLICIES)}")
-        if name != recorded or is_former or has_sessions:
+        if name != recorded or has_sessions:
             variants[name] = make_policy(split_admission(name)[0])
     if len(variants) == 1:
         stage.remarks.append("no other policy was given: try --policy kv,round-robin")

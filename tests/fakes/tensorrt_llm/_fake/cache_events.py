@@ -22,8 +22,7 @@ from poolgrid.wire.hashing import unpack_hashes, unpack_tokens
 from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.multimodal import digest_media, media_hash_u64
 from poolgrid.workers.core.cache_facts import CacheEvent
-from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder, Link
-from poolgrid.workers.engines.simulated.core.kv_groups import SimulatedGroup
+from poolgrid.workers.engines.simulated.core.kv_groups import CacheRecorder, Link, SimulatedGroup
 
 from .block_key import block_key_hash
 from .pictures import Picture

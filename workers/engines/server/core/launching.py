@@ -70,7 +70,6 @@ class WantedServer:
         return options_in(self.arguments)
 
     def unless_given(self, option: str, *value: str) -> tuple[str, ...]:
-        """Return an argument, or none where the operator gave it."""
         return () if option.replace("_", "-") in self.options else (option, *value)
 
 

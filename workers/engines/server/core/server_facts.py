@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX, LORAS_PER_WORKER_MAX
-from poolgrid.workers.core.vetting import count_of
+from poolgrid.workers.core.refusal import count_of
 
 RANKS_MAX = 1024
 """Data-parallel ranks behind one URL: several times the largest deployments. Each has books and a stream."""
@@ -168,3 +169,39 @@ def reachable(endpoint: str, server_host: str) -> str:
     if host in ("0.0.0.0", "::"):
         host = server_host
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+CONFIG_BYTES_MAX = 4 * 2**20
+"""Configurations have a few kilobytes, with quantization by layer up to a megabyte."""
+
+Types = Annotated[list[str], msgspec.Meta(max_length=4096)]
+
+
+class _Text(msgspec.Struct):
+    layer_types: Types | None = None
+
+
+class _Config(msgspec.Struct):
+    layer_types: Types | None = None
+    text_config: _Text | None = None
+
+
+def other_layers(model_path: str) -> set[str]:
+    """Return the ``layer_types`` of a model's configuration besides full attention.
+
+    Empty where the model is no directory of this machine, or its configuration names no types: then they are unknown.
+    """
+    try:
+        with (Path(model_path) / "config.json").open("rb") as file:
+            config = msgspec.json.decode(file.read(CONFIG_BYTES_MAX), type=_Config)
+    except (OSError, ValueError, msgspec.MsgspecError):
+        return set()
+    types = config.layer_types or (config.text_config.layer_types if config.text_config else None) or []
+    return set(types) - {"full_attention"}
+
+
+def events_leave_out(layers: set[str]) -> str:
+    """Return why events are not followed that say nothing of these layers; empty = there are none."""
+    if not layers:
+        return ""
+    return f"they say nothing of its layers with {', '.join(sorted(layers))}, without which no prompt is resumed"

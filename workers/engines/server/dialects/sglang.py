@@ -34,8 +34,7 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, RefusalKind, Sampling, TokenLogprobs
-from poolgrid.workers.core.refusal import UnableError
-from poolgrid.workers.core.vetting import TokenCount, TokenId, count_of, logprob_of
+from poolgrid.workers.core.refusal import TokenCount, TokenId, UnableError, count_of, logprob_of
 from poolgrid.workers.engines.server.core.calls import Call, Failure, ServerAnswerPiece
 from poolgrid.workers.engines.server.core.launching import Launch, Publishing, ServerCommand, WantedServer
 from poolgrid.workers.engines.server.core.openai_words import (
@@ -48,21 +47,22 @@ from poolgrid.workers.engines.server.core.openai_words import (
     guide_of,
     left_for,
     prompt_of,
+    prompt_with_pictures,
     read_answer,
     refuse_what_nobody_has,
     trace_headers,
     without_none,
 )
-from poolgrid.workers.engines.server.core.pictures import prompt_with_pictures
 from poolgrid.workers.engines.server.core.server_facts import (
     RANKS_MAX,
     EventSource,
     ListedModel,
     ServerFacts,
+    events_leave_out,
+    other_layers,
     reachable,
 )
 from poolgrid.workers.engines.server.kinds import ServerKind
-from poolgrid.workers.engines.server.layer_types import events_leave_out, other_layers
 from poolgrid.workers.engines.server.server_client import ServerClient
 
 if TYPE_CHECKING:

@@ -31,8 +31,7 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, RefusalKind, Sampling, TokenLogprobs
-from poolgrid.workers.core.refusal import UnableError
-from poolgrid.workers.core.vetting import TokenId, cached_of, logprob_of
+from poolgrid.workers.core.refusal import TokenId, UnableError, cached_of, logprob_of
 from poolgrid.workers.engines.server.core.calls import Call, Failure, ServerAnswerPiece
 from poolgrid.workers.engines.server.core.launching import Launch, ServerCommand, WantedServer, without_option
 from poolgrid.workers.engines.server.core.openai_words import (
@@ -50,9 +49,8 @@ from poolgrid.workers.engines.server.core.openai_words import (
     trace_headers,
     without_none,
 )
-from poolgrid.workers.engines.server.core.server_facts import ListedModel, ServerFacts
+from poolgrid.workers.engines.server.core.server_facts import ListedModel, ServerFacts, events_leave_out, other_layers
 from poolgrid.workers.engines.server.kinds import ServerKind, version_of
-from poolgrid.workers.engines.server.layer_types import events_leave_out, other_layers
 from poolgrid.workers.engines.server.server_client import ServerClient
 
 if TYPE_CHECKING:
@@ -132,7 +130,6 @@ class TrtllmServeDialect:
 
 
 def _refuse(request: Generate) -> None:
-    """Refuse what has no place in its requests, by name."""
     sampling, routing = request.sampling, request.routing
     if request.multimodal is not None:
         raise UnableError(

@@ -39,8 +39,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenLogprobs
-from poolgrid.workers.core.refusal import BrokenError, UnableError
-from poolgrid.workers.core.vetting import TokenId, cached_of, count_of, digits_of, logprob_of
+from poolgrid.workers.core.refusal import (
+    BrokenError,
+    TokenId,
+    UnableError,
+    cached_of,
+    count_of,
+    digits_of,
+    logprob_of,
+)
 from poolgrid.workers.engines.server.core.calls import Call, Failure, ServerAnswerPiece
 from poolgrid.workers.engines.server.core.launching import Launch, ServerCommand, WantedServer
 from poolgrid.workers.engines.server.core.openai_words import (
@@ -54,12 +61,12 @@ from poolgrid.workers.engines.server.core.openai_words import (
     leave,
     left_for,
     prompt_of,
+    prompt_with_pictures,
     read_answer,
     refuse_what_nobody_has,
     trace_headers,
     without_none,
 )
-from poolgrid.workers.engines.server.core.pictures import prompt_with_pictures
 from poolgrid.workers.engines.server.core.server_facts import (
     RANKS_MAX,
     EventSource,

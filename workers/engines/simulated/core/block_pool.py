@@ -37,8 +37,7 @@ from poolgrid.wire.events import BlocksStored
 from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.requests import RETENTION_DEFAULT
 from poolgrid.workers.core.cache_facts import chains, stored_chain
-from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder, Link
-from poolgrid.workers.engines.simulated.core.kv_groups import GroupCaches, SimulatedGroup
+from poolgrid.workers.engines.simulated.core.kv_groups import CacheRecorder, GroupCaches, Link, SimulatedGroup
 
 
 class IdleQueues:
@@ -270,7 +269,6 @@ class BlockPool:
         return True
 
     def reserve(self) -> bool:
-        """Take one more private block; return whether there was one."""
         if self.available_blocks < 1:
             return False
         self._make_room(1)

@@ -40,9 +40,8 @@ from poolgrid.workers.core.kv_fetches import KvArrival
 from poolgrid.workers.core.refusal import RefusedError, UnableError, UnsupportedError
 from poolgrid.workers.core.timing import PolynomialTiming, TimingModel
 from poolgrid.workers.engines.simulated.core.block_pool import BlockPool
-from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
 from poolgrid.workers.engines.simulated.core.guided_tokens import Guides
-from poolgrid.workers.engines.simulated.core.kv_groups import SimulatedGroup
+from poolgrid.workers.engines.simulated.core.kv_groups import CacheRecorder, SimulatedGroup
 from poolgrid.workers.engines.simulated.core.kv_transfer import (
     KvSource,
     TransferModel,

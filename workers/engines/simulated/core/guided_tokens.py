@@ -40,9 +40,7 @@ class Guides(Protocol):
     """Makes guides for the tokens of one vocabulary."""
 
     @property
-    def texts(self) -> TokenTexts:
-        """What the tokens say."""
-        ...
+    def texts(self) -> TokenTexts: ...
 
     def open(self, sampling: Sampling) -> TokenGuide:
         """Return the guide that a request asks for; raises ``UnsupportedError`` for one that cannot be kept to."""

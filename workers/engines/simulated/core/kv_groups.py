@@ -8,13 +8,52 @@ group can be resumed.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, GroupsReported, KvGroup
 from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import Tier
-from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder
+from poolgrid.workers.core.cache_facts import CacheEvent, CacheFacts
+
+Link = tuple[int, int | None]
+"""A block's sequence hash and its parent's."""
+
+
+class CacheRecorder:
+    """Keeps wire events until they are taken."""
+
+    def __init__(self) -> None:
+        self._facts = CacheFacts()
+
+    def stored(
+        self,
+        parent: int | None,
+        hashes: Sequence[int],
+        tokens: Callable[[], bytes],
+        block_size: int,
+        seed: int,
+        media: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        """Note a chain of new device blocks. A recorder that says more than wire events do needs the rest: ``tokens``
+        returns their token ids, and may not be called later; ``media`` are the hashes of the media that touch them, by
+        position in the chain.
+        """
+        self._facts.stored(parent, hashes, Tier.DEVICE)
+
+    def removed(self, hashes: Sequence[int], tier: Tier) -> None:
+        self._facts.removed(hashes, tier)
+
+    def moved(self, links: Sequence[Link], source: Tier, target: Tier) -> None:
+        self._facts.moved(links, source, target)
+
+    def tell(self, event: CacheEvent | GroupsReported) -> None:
+        """Note an event about KV groups other than full attention."""
+        self._facts.append(event)
+
+    def take(self) -> list[CacheEvent | GroupsReported]:
+        return self._facts.take()
+
 
 GROUP_BLOCKS_SHARE = 2
 """Full attention has this many times the blocks of another group: enough that each evicts what the other keeps."""
@@ -59,7 +98,6 @@ class GroupCaches:
         recorder.tell(GroupsReported(tuple(by_needs)))
 
     def store(self, hashes: Sequence[int], start: int, end: int) -> None:
-        """Take in what was computed of a prefix."""
         for number, (_, group, held) in enumerate(self._groups, 1):
             if group.kind == "window":
                 kept = list(hashes[start:end])

@@ -59,12 +59,10 @@ class Scheduler:
             )
 
     def computed(self) -> Iterator[Sequence]:
-        """Iterate over the sequences that steps work on."""
         yield from self.prefilling
         yield from self.decoding.values()
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Let a sequence wait."""
         heappush(self._waiting, (sequence.key, sequence))
         self.waiting_count += 1
         self.unprefilled_tokens += sequence.queued_tokens
@@ -168,7 +166,6 @@ class Calendar:
             heapify(self._entries)
 
     def first(self) -> float | None:
-        """Return when the next thing happens."""
         entries = self._entries
         while entries:
             if self._holds(entries[0][0], entries[0][2]):

@@ -16,7 +16,7 @@ from enum import Enum
 from poolgrid.wire.hashing import TOKEN_BYTES, block_hashes, hash_seed, sequence_hashes
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, TokenDelta, TokenLogprobs
-from poolgrid.workers.core.turn_retention import retention_of
+from poolgrid.workers.core.cache_facts import retention_of
 from poolgrid.workers.engines.simulated.core.guided_tokens import GuidedTokens, Guides
 from poolgrid.workers.engines.simulated.core.media import MediaMark, key_of, touched_blocks
 from poolgrid.workers.engines.simulated.core.next_token import GeneratedTokens, TokenGuide, Vocabulary, prompt_logprobs

@@ -107,7 +107,6 @@ class Contract:
         return []
 
     def default(self, path: str) -> Any:
-        """Return the default at a dotted path; ``None`` where there is none."""
         default = self.fields.get(path, {}).get("default")
         if not isinstance(default, str) or default == REQUIRED:
             return None if default == REQUIRED else default

@@ -31,7 +31,7 @@ from poolgrid.workers.engines.trtllm.arguments.contract import (
     look_up,
     shown,
 )
-from poolgrid.workers.engines.trtllm.arguments.engine_file import (
+from poolgrid.workers.engines.trtllm.arguments.engine_config import (
     balancer_faults,
     balancer_warning,
     parse_json,

@@ -166,7 +166,6 @@ class _Source:
         return facts, others
 
     def _type(self, node: ast.expr) -> tuple[str, Limits]:
-        """Return a type as the facts write it, and its range."""
         match node:
             case ast.Constant(value=None):
                 return "None", {}

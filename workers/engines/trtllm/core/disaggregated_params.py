@@ -29,7 +29,7 @@ from msgspec import Meta
 
 from poolgrid.wire.errors import DecodeError, LimitError
 from poolgrid.wire.limits import OPAQUE_BYTES_MAX, TENSORS_PER_REQUEST_MAX
-from poolgrid.wire.tensors import TensorDescriptor
+from poolgrid.wire.multimodal import TensorDescriptor
 
 CONTEXT_ONLY = "context_only"
 GENERATION_ONLY = "generation_only"

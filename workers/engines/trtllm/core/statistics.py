@@ -27,14 +27,9 @@ class KvCacheStatistics(msgspec.Struct, frozen=True, rename="camel", gc=False):
     """The paged KV cache of the rank."""
 
     max_num_blocks: Count = 0
-    free_num_blocks: Count = 0
-    """Blocks that no request holds; reusable content in them counts as free."""
     used_num_blocks: Count = 0
     tokens_per_block: Count = 0
-    alloc_total_blocks: Count = 0
-    alloc_new_blocks: Count = 0
     reused_blocks: Count = 0
-    missed_blocks: Count = 0
     cache_hit_rate: float | None = None
     """Since the engine began, its warm-up included (up to 1.2)."""
 
@@ -42,9 +37,6 @@ class KvCacheStatistics(msgspec.Struct, frozen=True, rename="camel", gc=False):
 class BatchStatistics(msgspec.Struct, frozen=True, rename="camel", gc=False):
     """What ran in the iteration (in-flight batching)."""
 
-    num_scheduled_requests: Count = 0
-    num_context_requests: Count = 0
-    num_gen_requests: Count = 0
     num_paused_requests: Count = 0
     num_ctx_tokens: Count = 0
     num_queued_ctx_tokens: Count | None = None
@@ -58,9 +50,6 @@ class EngineStatistics(msgspec.Struct, frozen=True, gc=False):
     iteration_latency_ms: Milliseconds = msgspec.field(name="iterLatencyMS", default=0.0)
     active_requests: Count = msgspec.field(name="numActiveRequests", default=0)
     queued_requests: Count = msgspec.field(name="numQueuedRequests", default=0)
-    completed_requests: Count = msgspec.field(name="numCompletedRequests", default=0)
-    max_active_requests: Count = msgspec.field(name="maxNumActiveRequests", default=0)
-    gpu_memory_bytes: Count = msgspec.field(name="gpuMemUsage", default=0)
     rank: Count = msgspec.field(name="attentionDpRank", default=0)
     """1.2 reports rank 0 only and does not say so."""
     kv_cache: KvCacheStatistics | None = msgspec.field(name="kvCacheStats", default=None)

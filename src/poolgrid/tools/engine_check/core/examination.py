@@ -6,13 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from poolgrid.diagnosis.causes import OF_FINDING, Cause
+from poolgrid.diagnosis.rules import OF_FINDING, Cause
 from poolgrid.tools.engine_check.core.block_rules import BlockFigures, block_findings, observed_block_size
-from poolgrid.tools.engine_check.core.contact_rules import contact_findings
 from poolgrid.tools.engine_check.core.evidence import Evidence
 from poolgrid.tools.engine_check.core.finding import RANK, Finding, FindingSeverity, Kind, fault, warning
-from poolgrid.tools.engine_check.core.message_rules import message_findings
-from poolgrid.tools.engine_check.core.reuse_rules import ReuseFigures, compare, reuse_findings
+from poolgrid.tools.engine_check.core.message_rules import (
+    ReuseFigures,
+    compare,
+    contact_findings,
+    message_findings,
+    reuse_findings,
+)
 from poolgrid.tools.engine_check.core.said import RankStream, read_streams
 from poolgrid.tools.engine_check.core.transfer_rules import transfer_findings
 from poolgrid.tools.engine_check.core.views import ChainView, ExpectedPath, RouterView, expected_paths

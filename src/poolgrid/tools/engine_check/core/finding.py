@@ -23,7 +23,6 @@ class Kind(Enum):
     before what follows."""
 
     def __new__(cls, name: str, area: str) -> Kind:
-        """Have the name as value."""
         kind = object.__new__(cls)
         kind._value_ = name
         kind.area = area

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from poolgrid.process.figures import counted
 from poolgrid.tools.engine_check.core.evidence import Contact, Evidence, ReplayAnswer, Source
 from poolgrid.tools.engine_check.core.finding import Finding, Kind, fault, note, warning
 from poolgrid.tools.engine_check.core.said import RankStream, SaidOther
+from poolgrid.tools.engine_check.core.views import ExpectedPath, RouterView
 
 REPLAY_REMEDY = '"replay_endpoint": "tcp://*:5657" in --kv-events-config'
 
@@ -174,3 +177,245 @@ def _replay(stream: RankStream, source: Source, replay: ReplayAnswer | None) -> 
             f"{counted(len(lacking), 'message')} that were published are not in its answer, first {lacking[0]}: "
             '"buffer_steps" is how many it keeps',
         )
+
+
+EVENTS_OPTION = (
+    "--kv-events-config "
+    '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", '
+    '"replay_endpoint": "tcp://*:5657"}\''
+)
+"""As vLLM takes it, and SGLang without ``enable_kv_cache_events``. The two ports are a hundred apart, because each rank
+adds its number to both."""
+
+PORT_DISTANCE = 100
+"""How far apart replay and event ports are in what is proposed."""
+
+
+def contact_findings(evidence: Evidence, streams: Mapping[int, RankStream]) -> Iterator[Finding]:
+    """Yield what keeps messages from arriving at all."""
+    yield from _collisions(evidence.sources)
+    yield from _ranks_without_source(evidence)
+    answered = any(not exchange.failure for exchange in evidence.exchanges)
+    if not evidence.sources:
+        words = (
+            "the server reports that it publishes no events"
+            if evidence.told.publishes is False
+            else ("the server does not report where its events are, and no --kv-events-endpoint was given")
+        )
+        yield fault(
+            Kind.EVENTS_OFF, "server", words, f"start the engine with {evidence.told.events_option or EVENTS_OPTION}"
+        )
+        return
+    for source in evidence.sources:
+        yield from _contact(source, evidence, streams[source.rank], answered)
+
+
+def _contact(source: Source, evidence: Evidence, stream: RankStream, answered: bool) -> Iterator[Finding]:
+    contact = evidence.contacts.get(source.rank, Contact.CONNECTED)
+    place = f"rank {source.rank}, {source.endpoint}"
+    if contact is Contact.CONNECTS:
+        yield fault(
+            Kind.PUBLISHER_CONNECTS,
+            place,
+            "no process listens there: the publisher connects to this endpoint instead of binding it, so subscribers "
+            "never receive anything",
+            f'give the engine an endpoint with a *: "endpoint": "tcp://*:{_port(source.endpoint)}"',
+        )
+    elif contact is Contact.NO_PUBLISHER:
+        yield fault(
+            Kind.NO_PUBLISHER,
+            place,
+            "what listens there is no ZMQ publisher; the replay socket, or another rank's, has such a port",
+            "give the port of the publisher, which is the endpoint's port plus the rank",
+        )
+    elif contact is Contact.REFUSED:
+        replays = bool(stream.replayed)
+        kind = Kind.PUBLISHER_CONNECTS if replays or source.doubt else Kind.ENDPOINT_REFUSED
+        words = "no process listens there"
+        if replays:
+            words += ", while its replay socket has events: the publisher connects instead of binding"
+        elif source.doubt:
+            words += f": {source.doubt.partition(': ')[0]}"
+        elif evidence.told.publishes:
+            words += (
+                ", while the server reports that it publishes: the publisher connects instead of binding, or is on "
+            )
+            words += "another host or port"
+        else:
+            words += ": events are off, the port is another one, or the publisher connects instead of binding"
+        yield fault(
+            kind,
+            place,
+            words,
+            f"start the engine with {evidence.told.events_option or EVENTS_OPTION}: with a * in the endpoint it binds",
+        )
+    elif not stream.live and not stream.shapeless and answered:
+        if stream.replayed:
+            yield fault(
+                Kind.RANK_SILENT,
+                place,
+                "its replay socket has events, and nothing was published while probes were answered",
+                "look whether the endpoint is that of this server's publisher",
+            )
+        elif len(evidence.sources) > 1 and any(heard.rank != source.rank for heard in evidence.heard):
+            yield fault(
+                Kind.RANK_SILENT,
+                place,
+                "it published nothing, while other ranks did and a probe of its own was answered",
+                "look whether this is the rank's port: the endpoint's port plus the global rank",
+            )
+        else:
+            yield fault(
+                Kind.EVENTS_OFF,
+                place,
+                "the connection stands, and nothing was published while probes were answered: events are off, or this "
+                "is the publisher of another server",
+                f"start the engine with {evidence.told.events_option or EVENTS_OPTION}",
+            )
+
+
+def _collisions(sources: tuple[Source, ...]) -> Iterator[Finding]:
+    taken: dict[str, tuple[str, int]] = {}
+    for source in sources:
+        for name, endpoint in (("events", source.endpoint), ("replay", source.replay_endpoint)):
+            if not endpoint:
+                continue
+            what, rank = taken.setdefault(_bare(endpoint), (name, source.rank))
+            if (what, rank) != (name, source.rank):
+                yield fault(
+                    Kind.PORTS_COLLIDE,
+                    f"rank {source.rank}, {endpoint}",
+                    f"the {name} port of rank {source.rank} is the {what} port of rank {rank}: every rank adds its "
+                    "number to both ports",
+                    f'put them further apart than there are ranks: "replay_endpoint": "tcp://*:'
+                    f'{(_port(sources[0].endpoint) or 5557) + PORT_DISTANCE}"',
+                )
+
+
+def _ranks_without_source(evidence: Evidence) -> Iterator[Finding]:
+    known = {source.rank for source in evidence.sources}
+    lacking = [rank for rank in range(evidence.told.ranks) if rank not in known]
+    if known and lacking:
+        numbers = ", ".join(map(str, lacking[:8]))
+        yield warning(
+            Kind.RANK_WITHOUT_SOURCE,
+            f"rank {numbers}",
+            f"the server has {evidence.told.ranks} data-parallel ranks, and of rank {numbers} no worker follows the "
+            "events: what these hold is not known",
+            "give --kv-events-endpoint once for each rank, in their order",
+        )
+
+
+def _bare(endpoint: str) -> str:
+    """Return an endpoint so that two names of one loopback port are equal."""
+    parts = urlsplit(endpoint)
+    host = "127.0.0.1" if parts.hostname in ("localhost", "0.0.0.0", "::1", "*") else parts.hostname
+    return f"{host}:{parts.port}" if parts.scheme == "tcp" else endpoint
+
+
+def _port(endpoint: str) -> int | None:
+    parts = urlsplit(endpoint)
+    return parts.port if parts.scheme == "tcp" else None
+
+
+CACHED_TOKENS_OPTION = "--enable-prompt-tokens-details (vLLM), --enable-cache-report (SGLang)"
+CACHING_OPTION = "--enable-prefix-caching (vLLM); no --disable-radix-cache (SGLang); enable_block_reuse (TensorRT-LLM)"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One probe: what a router would have predicted when it was sent, and what the server reported."""
+
+    path: ExpectedPath
+    predicted: int
+    reported: int
+
+
+@dataclass(slots=True)
+class ReuseFigures:
+    """All probes whose cached tokens were reported."""
+
+    comparisons: list[Comparison] = field(default_factory=list)
+    unsaid: int = 0
+
+    @property
+    def equal(self) -> int:
+        return sum(each.predicted == each.reported for each in self.comparisons)
+
+
+def compare(
+    paths: Sequence[ExpectedPath], views: Mapping[int, RouterView], block_size: int, figures: ReuseFigures
+) -> None:
+    """Advance the views from probe to probe, and compare each prediction with its report."""
+    for path in paths:
+        for view in views.values():
+            view.advance(path.exchange.heard_before)
+        if path.exchange.cached_tokens is None:
+            figures.unsaid += 1
+            continue
+        rank = path.probe.rank
+        if rank is None and len(views) > 1:
+            continue  # which rank served it is not known
+        served_by = views.get(rank or 0) or next(iter(views.values()), None)
+        held = 0
+        for name in path.names[: path.reusable_blocks(block_size)]:
+            if served_by is None or name not in served_by.held:
+                break
+            held += 1
+        figures.comparisons.append(Comparison(path, held * block_size, path.exchange.cached_tokens))
+
+
+def reuse_findings(
+    figures: ReuseFigures, paths: Sequence[ExpectedPath], streams: Mapping[int, RankStream], block_size: int
+) -> Iterator[Finding]:
+    """Yield where predictions and reports differ."""
+    if figures.unsaid:
+        yield warning(
+            Kind.CACHED_TOKENS_UNSAID,
+            f"probe {next(path.probe.name for path in paths if path.exchange.cached_tokens is None)!r}",
+            f"{counted(figures.unsaid, 'answer')} without usage.prompt_tokens_details.cached_tokens: whether the "
+            "engine reuses the blocks of its events is unknown",
+            CACHED_TOKENS_OPTION,
+        )
+    stored = any(True for stream in streams.values() for _ in stream.stored())
+    again = [each for each in figures.comparisons if _sent_before(each.path, paths)]
+    if again and not stored and not any(each.reported for each in figures.comparisons):
+        yield fault(
+            Kind.CACHING_OFF,
+            f"probe {again[0].path.probe.name!r}",
+            "a prompt that was sent before was computed again, and no block was stored: the prefix cache is off",
+            CACHING_OPTION,
+        )
+        return
+    wrong = [each for each in figures.comparisons if each.predicted != each.reported]
+    if not wrong:
+        return
+    first = wrong[0]
+    words = (
+        f"{len(wrong)} of {counted(len(figures.comparisons), 'probe')}; first {first.reported} tokens were reported "
+        f"and {first.predicted} were expected from the events"
+    )
+    place = f"probe {first.path.probe.name!r}"
+    hits = [each for each in figures.comparisons if each.predicted]
+    if hits and all(each.predicted - each.reported == block_size for each in hits):
+        words += ": always one block less, as with speculative decoding, which computes the last cached block again"
+        yield warning(Kind.CACHED_TOKENS_DIFFER, place, words)
+    elif hits and not any(each.reported for each in hits):
+        words += ": no block of the events is reused"
+        yield fault(Kind.CACHED_TOKENS_DIFFER, place, words, CACHING_OPTION)
+    elif all(0 < each.reported - each.predicted < block_size for each in wrong):
+        words += ": the engine reuses parts of blocks"
+        yield warning(Kind.CACHED_TOKENS_DIFFER, place, words)
+    else:
+        yield fault(Kind.CACHED_TOKENS_DIFFER, place, words)
+
+
+def _sent_before(path: ExpectedPath, paths: Sequence[ExpectedPath]) -> bool:
+    """Return whether the whole prompt was sent in an earlier probe of the same domain and rank."""
+    mine = (path.probe.salt, path.probe.lora, path.probe.rank)
+    return any(
+        before.number < path.number
+        and (before.probe.salt, before.probe.lora, before.probe.rank) == mine
+        and before.probe.tokens[: len(path.probe.tokens)] == path.probe.tokens
+        for before in paths
+    )

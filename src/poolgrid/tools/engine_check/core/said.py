@@ -202,7 +202,6 @@ class RankStream:
         return ((each.number, each.said) for each in self.whole if each.said is not None)
 
     def stored(self) -> Iterator[tuple[int, SaidMessage, SaidStored]]:
-        """Yield every stored event."""
         for number, said in self.said():
             for event in said.events:
                 if isinstance(event, SaidStored):

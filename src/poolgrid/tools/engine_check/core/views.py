@@ -92,7 +92,6 @@ class ChainView:
         self.ever: set[ChainBlock] = set()
 
     def take(self, message: SaidMessage) -> None:
-        """Take in a message."""
         for event in message.events:
             if isinstance(event, SaidStored):
                 self.store(event)
@@ -119,7 +118,6 @@ class ChainView:
         return [ChainBlock(name, salt, lora) for name in names]
 
     def store(self, event: SaidStored) -> list[ChainBlock]:
-        """Take in a stored event; return its blocks."""
         path = self.path_of(event)
         self._blocks.update(zip(event.hashes, path, strict=False))
         self.ever.update(path)
