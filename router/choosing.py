@@ -354,7 +354,7 @@ class Chooser:
 
 
 def _routing(
-    request: InferenceRequest, output_tokens: int, block_size: int, leg: LegSpec, is_later: bool
+    request: InferenceRequest, output_tokens: int, block_size: int, leg: LegSpec, is_later: bool | None
 ) -> RoutingRequest:
     """Return what a policy may know of a request: what it was given and has generated so far is one prompt."""
     tokens = len(request.token_ids) // 4 + output_tokens

@@ -73,9 +73,9 @@ class SessionNaming:
         if turn is not None and turn.keep_tokens and not card.takes_retention:
             request.turn = msgspec.structs.replace(turn, keep_ms=0, keep_tokens=0)
 
-    def is_later(self, turn: SessionTurn | None) -> bool:
-        """Return whether a turn continues an earlier one, of its session or of the one that it forked from."""
-        return turn is not None and (bool(turn.parent) or (turn.tenant, turn.session) in self._sessions)
+    def is_later(self, turn: SessionTurn | None) -> bool | None:
+        """Return whether a turn continues another of its session, or of its parent; ``None`` = no turn is known."""
+        return None if turn is None else bool(turn.parent) or (turn.tenant, turn.session) in self._sessions
 
     def dispatched(self, request: InferenceRequest) -> None:
         """Note that a turn is on a worker: what its session's next prompts continue from now on."""

@@ -65,7 +65,7 @@ class Options:
     idle_s: float = 4.0
     """How long the bystanders are measured before."""
     window_min_s: float = 1.5
-    """Bystanders go on for so long at least, also when the attack is over at once; as long as before it where their
+    """Bystanders send for so long at least, also when the attack is over at once; as long as before it where their
     times are judged."""
     share: float = 1.0
     """Of the full size of each attack."""
@@ -77,7 +77,7 @@ class Options:
     """For how long any process may be silent; ``None`` = the defaults. Where other work shares the cores, seconds
     without CPU say nothing of an attack."""
     requests_min: int = 0
-    """Bystanders go on until they have sent as many, however long that takes."""
+    """Bystanders send as many at least, however long that takes."""
     books_settle_s: float = BOOKS_SETTLE_S
 
 

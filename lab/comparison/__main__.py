@@ -108,7 +108,6 @@ class Comparison:
             )
         finally:
             router.stop()
-            self.engines.start(LEVELS[plan.level].kv_share)
 
     def _play(self, plan: Plan, router: Router) -> list[Record]:
         seconds = self._options.seconds

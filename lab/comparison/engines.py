@@ -89,7 +89,7 @@ class Engines:
             self.stop()
             self._share = kv_share
         for number in range(len(self._ports)):
-            if number not in self._processes:
+            if number not in self._processes or self._processes[number].poll() is not None:
                 self._processes[number] = self._started(number)
         self.wait()
 

@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from poolgrid.router.core.candidates import BoolArray, Candidates, FloatArray, RoutingRequest
+from poolgrid.router.core.candidates import Candidates, FloatArray, RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.engine_times import Engines, FewEngines, one_uncached_tokens, uncached_tokens
 from poolgrid.router.core.inputs import WorkerWanted
@@ -49,7 +49,9 @@ OTHERS_SHARE_MAX = 0.1
 do not see each other's queues would all count on the same workers."""
 
 
-Estimate = Callable[[FloatArray, BoolArray, FloatArray, Candidates], tuple[FloatArray, dict[str, FloatArray]]]
+Estimate = Callable[
+    [FloatArray, Sequence[bool | None], FloatArray, Candidates], tuple[FloatArray, dict[str, FloatArray]]
+]
 """``KvAware.estimate``."""
 
 
@@ -108,7 +110,7 @@ class BatchPlanner:
             [uncached_tokens(each.request, *overlap) for each, overlap in zip(wanted, overlaps, strict=True)]
         )
         targets_ms = np.array([each.request.ttft_target_ms for each in wanted])
-        is_later = np.array([each.request.is_later for each in wanted])
+        is_later = [each.request.is_later for each in wanted]
         costs, terms = self._estimate(targets_ms, is_later, tokens, candidates)
         for row, each in enumerate(wanted):
             eligible, _ = group.eligible(each.request, each.unavailable, projection.ledger)

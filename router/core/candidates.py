@@ -14,7 +14,6 @@ from poolgrid.wire.request_ids import name_of
 
 __all__ = [
     "EXPECTED_MS",
-    "BoolArray",
     "Candidates",
     "Choice",
     "Column",
@@ -25,7 +24,6 @@ __all__ = [
 ]
 """With the request, since policies look at both."""
 
-BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float64]
 IndexArray = NDArray[np.intp]
 
@@ -121,8 +119,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """What its blocks are hashed with besides the tokens: ``salt`` or ``adapter``; empty for plain text."""
     parent: str = ""
     """The session that it forked from; empty where it did not, or that is not known."""
-    is_later: bool = False
-    """Whether its prompt continues an earlier turn, which one of the workers has computed."""
+    is_later: bool | None = None
+    """Whether its prompt continues an earlier turn, which one of the workers has computed; ``None`` = not known."""
 
     @property
     def drawn_by(self) -> str:

@@ -11,7 +11,6 @@ import numpy as np
 from poolgrid.router.core.batch_planner import BatchPlanner
 from poolgrid.router.core.candidates import (
     EXPECTED_MS,
-    BoolArray,
     Candidates,
     Choice,
     Column,
@@ -46,10 +45,10 @@ LEAVE_WORTH: Final = 2.0
 """How many typical prompts it costs a later turn to leave the worker that holds most: what it holds of the conversation
 is never used again. At 0 every twenty-fifth later turn of a simulated peak load leaves, at 2 every seventieth."""
 
-NEXT_WORTH, EVEN, UNEVEN = 5.0, 1.1, 1.4
+NEXT_WORTH, UNNAMED_WORTH, EVEN, UNEVEN = 5.0, 1.0, 1.1, 1.4
 """How many typical prompts it costs a first turn, at most, to come to a worker that was sent more than its share of
 late: the next turns of a conversation will come there too. Up to ``EVEN`` times the mean, workers count as equally
-used; from ``UNEVEN`` on the whole of it counts."""
+used; from ``UNEVEN`` on the whole of it counts. ``UNNAMED_WORTH`` is for turns that are not known, as gateways'."""
 
 FEW_REQUESTS: Final = 1.0 / ARRIVALS_MEMORY_MS
 """What is no share yet: a single request of late."""
@@ -82,7 +81,8 @@ class KvAware:
     where it can as well wait behind another long one.
 
     A later turn stays where its history is (``again``). A first turn goes where least was sent of late (``next``), as
-    long as a worker that was sent no more than its share has nothing to compute.
+    long as a worker that was sent no more than its share has nothing to compute. Where it is not known which of them a
+    request is, ``next`` counts little.
 
     It plans: of requests that come together, some wait at the router until the worker that is best for them has nothing
     to compute (``poolgrid.router.core.batch_planner``).
@@ -110,8 +110,8 @@ class KvAware:
             row, reason = lowest(step, request)
             return Choice(row, reason, step, {"step_ms": step, PACE: paces})
         uncached = uncached_tokens(request, candidates.device_overlap, candidates.host_overlap, candidates.disk_overlap)
-        asked = np.array((request.ttft_target_ms,)), np.array((request.is_later,))
-        costs, terms = self.estimate(*asked, uncached, candidates)
+        targets_ms = np.array((request.ttft_target_ms,))
+        costs, terms = self.estimate(targets_ms, (request.is_later,), uncached, candidates)
         if candidates.behind is not None:
             behind = candidates.behind * paces * terms[OWN_MS]
             costs = costs + behind
@@ -120,14 +120,14 @@ class KvAware:
         return Choice(row, reason, costs, terms)
 
     def estimate(
-        self, targets_ms: FloatArray, is_later: BoolArray, uncached: FloatArray, candidates: Candidates
+        self, targets_ms: FloatArray, is_later: Sequence[bool | None], uncached: FloatArray, candidates: Candidates
     ) -> tuple[FloatArray, dict[str, FloatArray]]:
         """Return what prompts would cost on each worker, and the terms of that, without those who would come behind.
 
         ``uncached`` are the tokens that each worker would compute, at least one: one number a worker, or a row of them
         for each of several prompts. ``targets_ms`` are within how long each prompt's first token is wanted, or 0;
-        ``is_later`` is whether each continues a turn. Overlaps of ``candidates`` are not looked at. The same as
-        ``prompt_cost`` for many, to the bit.
+        ``is_later`` is whether each continues a turn, or ``None``. Overlaps of ``candidates`` are not looked at. The
+        same as ``prompt_cost`` for many, to the bit.
         """
         engines = candidates.engines
         assert isinstance(engines, Engines), "it is what the policy's observer describes"
@@ -150,14 +150,17 @@ class KvAware:
         decoding = DECODING_WORTH * paces * generating * np.maximum(0.0, own - fixed)
         least = np.broadcast_to(uncached.min(axis=-1, keepdims=True), uncached.shape)
         more = AGAIN_WORTH * np.maximum(0.0, own - engines.prompt_ms(least))
-        later = is_later if uncached.ndim == 1 else is_later[:, np.newaxis]
+        later, first = (np.array([each is known for each in is_later]) for known in (True, False))
+        if uncached.ndim > 1:
+            later, first = later[:, np.newaxis], first[:, np.newaxis]
+        next_worth = np.where(first, NEXT_WORTH, np.where(later, 0.0, UNNAMED_WORTH))
         leaving = np.where(later, LEAVE_WORTH * engines.typical_ms, 0.0)
         again = np.where(uncached > least, more + leaving, 0.0)
         loads = engines.recent_load * paces
         even, span = _even_load(sum(loads.tolist()), len(loads))
         above = np.minimum(1.0, np.maximum(0.0, loads - even) / span)
         is_free = ((loads <= even) & (candidates.prefill_tokens == 0.0)).any()
-        following = np.where(later | ~is_free, 0.0, NEXT_WORTH * engines.typical_ms * above)
+        following = np.where(is_free, next_worth * engines.typical_ms * above, 0.0)
         others = own + joined + crowding + decoding + again + following
         columns = (uncached, expected, own, joined, crowding, paces, decoding, again, following)
         terms = dict(zip(TERMS, columns, strict=True))
@@ -244,9 +247,8 @@ def _costs_of_few(
     loads = [worker.recent_load * worker.pace for worker in workers]
     even, span = _even_load(sum(loads), len(workers))
     leaving_ms = LEAVE_WORTH * typical_ms if request.is_later else 0.0
-    spreads = not request.is_later and any(
-        load <= even and not worker.queued_tokens for load, worker in zip(loads, workers, strict=True)
-    )
+    next_worth = 0.0 if request.is_later else UNNAMED_WORTH if request.is_later is None else NEXT_WORTH
+    is_free = any(load <= even and not worker.queued_tokens for load, worker in zip(loads, workers, strict=True))
     again, following, costs = [], [], []
     for worker, tokens, prompt, crowd, load in zip(workers, uncached, prompts, crowding, loads, strict=True):
         expected, own, joined, decoding, _ = prompt
@@ -254,7 +256,7 @@ def _costs_of_few(
         if tokens > least:
             more = AGAIN_WORTH * max(0.0, own - worker.curve.one_prompt_ms(least, worker.step_tokens))
             extra = more + leaving_ms
-        next_ms = NEXT_WORTH * typical_ms * min(1.0, (load - even) / span) if spreads and load > even else 0.0
+        next_ms = next_worth * typical_ms * min(1.0, (load - even) / span) if is_free and load > even else 0.0
         others = own + joined + crowd + decoding + extra + next_ms
         if target_ms > 0.0:
             late = max(0.0, expected * TARGET_MARGIN - target_ms)

@@ -14,7 +14,8 @@ from poolgrid.process.clock import SystemClock
 from poolgrid.tools.bench.client import BenchExchange, Client, HttpTarget, RequestFailed
 from poolgrid.tools.bench.conversations import ConversationShape, PlannedConversation, plan_conversations, synthetic
 from poolgrid.tools.bench.prompt import PlannedRequest, PromptMaker, WordScale
-from poolgrid.tools.bench.runner import Planned, RequestLine, RequestShape, Result, measure_word_scale, run
+from poolgrid.tools.bench.runner import Planned, RequestShape, Result, measure_word_scale, run
+from poolgrid.tools.bench.statistics import RequestLine
 from tests.bench.fake_endpoint import FakeEndpoint, answer_of, serving
 
 PROMPTS = PromptMaker(16, 255)

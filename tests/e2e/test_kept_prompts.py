@@ -25,7 +25,7 @@ BUDGET_TOKENS = 2000
 BLOCKS = 64
 """Of 32 tokens: two of the prompts below, and one that floods."""
 TEXT = "The next train stops at the old harbour, and then at the new one. " * 40
-FLOOD = "Somebody else asks for other words, which have nothing to do with trains at all. " * 30
+FLOOD = "Another client asks for other words, which have nothing to do with trains at all. " * 30
 CONTROL: Any = {"type": "ephemeral"}
 
 

@@ -175,7 +175,7 @@ def running_gateway(directory: Path, **settings: Any) -> Iterator[Gateway]:
             parts["stop"] = stop = asyncio.Event()
             context = zmq.asyncio.Context()
             opened.callback(context.destroy, linger=0)
-            servers = parts["servers"] = [VllmServer(context, Options()) for _ in range(2)]
+            servers = parts["servers"] = [VllmServer(context, Options(blocks=4096)) for _ in range(2)]
             for server in servers:
                 await server.start()
                 opened.push_async_callback(server.stop)

@@ -194,7 +194,7 @@ def _note_the_first(self: LeaderWatch, leader: Any) -> None:
 
 PLANTED: dict[str, Planted] = {
     "a-replay-is-skipped": Planted(
-        "a reader that finds a hole goes on behind it", "lossy-network", FeedReader, "_close_hole", _skip_the_hole
+        "a reader that finds a hole continues behind it", "lossy-network", FeedReader, "_close_hole", _skip_the_hole
     ),
     "a-batch-is-applied-twice": Planted(
         "a batch that was taken in before is taken in again",
@@ -204,7 +204,7 @@ PLANTED: dict[str, Planted] = {
         _duplicates_are_news,
     ),
     "an-epoch-is-forgotten": Planted(
-        "a new life of a worker goes on where the old one was",
+        "a new life of a worker continues where the old one was",
         "crashes",
         Consolidator,
         "_hello",

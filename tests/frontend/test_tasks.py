@@ -336,7 +336,7 @@ def test_a_job_that_is_deleted_is_cancelled_by_any_process(
 def test_a_job_that_is_deleted_while_it_tells_its_progress_is_cancelled_too(
     backend: FakeBackend, tmp_path: Path
 ) -> None:
-    """To describe it once more would make it wanted again, and a worker would make it to its end for nobody."""
+    """To describe it once more would make it wanted again, and a worker would make a film without a client."""
     deleted = asyncio.Event()
     percent = [StreamDelta(b"", progress=each) for each in range(1, 90)]
     backend.script = lambda request: [percent[:1], deleted, *([each] for each in percent[1:]), asyncio.Event()]

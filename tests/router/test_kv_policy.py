@@ -220,11 +220,12 @@ def test_first_turns_spread_where_a_worker_is_free_and_later_ones_stay() -> None
     for number in range(10):
         serve(pool, selector, a, 87.0, 1000.0 * number, f"a{number}")
 
-    def chosen(*, is_later: bool) -> WorkerKey:
-        asked = like(LONG, is_later=is_later)
-        return decided(selector.select(WorkerWanted(asked, PATH, 10_000.0, 0))).worker
+    def chosen(*, is_later: bool | None) -> WorkerKey:
+        return decided(selector.select(WorkerWanted(like(LONG, is_later=is_later), PATH, 10_000.0, 0))).worker
 
-    assert (chosen(is_later=False), chosen(is_later=True)) == (b, a)
+    assert (chosen(is_later=False), chosen(is_later=True), chosen(is_later=None)) == (b, a, b)
+    pool.say(a, stored(PATH[:240]))
+    assert (chosen(is_later=False), chosen(is_later=None)) == (b, a), "most of it is there, so it may be a later turn"
     pool.say(b, RequestStarted("x", 100, 0, 0))
     assert chosen(is_later=False) == a, "it would wait there"
 
@@ -288,7 +289,7 @@ def test_few_workers_cost_the_same_bits_as_many(seed: int, monkeypatch: pytest.M
         isl = source.randrange(16, 20_000)
         asked = RoutingRequest(
             f"r{number}", "m", isl, 16, -(-isl // 16), stage=source.choice([Stage.WHOLE, Stage.WHOLE, Stage.DECODE]),
-            ttft_target_ms=source.choice([0.0, 0.0, 100.0]), is_later=source.random() < 0.4,
+            ttft_target_ms=source.choice([0.0, 0.0, 100.0]), is_later=source.choice([None, False, True]),
         )  # fmt: skip
         behind = {worker: source.randrange(3) for worker in workers if source.random() < 0.2}
         path = [source.randrange(3) * 10_000 + block for block in range(isl // 16)]

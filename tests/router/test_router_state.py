@@ -232,7 +232,7 @@ def test_a_router_whose_ledger_was_full_is_replayed_with_a_ledger_as_small() -> 
     assert outcome.identical == router.made > 50
 
 
-@pytest.mark.parametrize("seed", [1, 2, 4])
+@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_every_admission_of_a_session_is_derived_again_also_from_a_checkpoint(seed: int) -> None:
     async def run() -> RecordedRouter:
         router = RecordedRouter(seed=seed, kv_blocks=12, churn=0.5, segment_bytes=30_000, worker_queue_factor=100)

@@ -45,10 +45,10 @@ def test_a_later_turn_is_of_a_session_that_is_known_or_of_a_fork() -> None:
     projection = Projection(PrefixIndex(), LoadLedger())
     naming = SessionNaming(projection, lambda: 0)
 
-    def is_later(hint: SessionHint) -> bool:
+    def is_later(hint: SessionHint) -> bool | None:
         return naming.is_later(naming.turn_of(like(REQUEST, session=hint), [], 16))
 
-    assert not naming.is_later(None)
+    assert naming.is_later(None) is None
     assert not is_later(SessionHint("s"))
     assert is_later(SessionHint("s", parent="p"))
     turn(projection.sessions, "r1", 0, 10)

@@ -24,7 +24,7 @@ from tests.simulation.builders import limits
 BLOCK = 16
 SCALE = 1 / 16
 """Lengths and step times are divided by this: the blocks of one full-size block of 256 tokens."""
-AGENTS, WORKERS = int(os.environ.get("POOLGRID_SIMULATED_AGENTS", "16")), 2
+AGENTS, WORKERS = int(os.environ.get("POOLGRID_SIMULATED_AGENTS", "24")), 2
 SEEDS = range(1, 1 + int(os.environ.get("POOLGRID_AGENT_SEEDS", "1")))
 """`make long` plays 64 agents with five seeds, in half an hour."""
 IS_LARGE = AGENTS >= 64

@@ -58,7 +58,7 @@ def fits_a_phone(browser: Browser) -> None:
     browser.size(390, 844, mobile=True)
     browser.wait("the page has a phone's width", "return document.documentElement.clientWidth === 390")
     browser.run("return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    # What draws itself anew for another width does so in its own time.
+    # What draws itself again for another width does so in its own time.
     fits = f"const found = (() => {{{OVERFLOW}}})(); return found.page <= 0 && !found.wide.length"
     with contextlib.suppress(AssertionError):
         browser.wait("nothing is too wide", fits)

@@ -106,9 +106,9 @@ class RequestTracker(ABC, Generic[R]):
         self._on_link: dict[str, dict[str, R]] = {}
         """By endpoint and dispatch id."""
         self._last_loss = "", 0.0
+        """Host of the worker that was lost last by itself, and when."""
         self._turns_after_loss = 0
         """Turns of the event loop that are left until what is lost is no part of the last loss."""
-        """Host of the worker that was lost last by itself, and when."""
         self._links = links
         self._serving_metrics = metrics
         self._leg_times = metrics.leg_times

@@ -123,7 +123,7 @@ class _Entry(msgspec.Struct, eq=False, gc=False):
 
     running: tuple[Turn, ...]
     only: _OnlyTurn | None = None
-    kept: SessionRecord | None = None
+    whole: SessionRecord | None = None
     """The record, from when it was first wanted on."""
     is_shared: bool = False
     """Whether a snapshot has the record, too."""
@@ -131,15 +131,15 @@ class _Entry(msgspec.Struct, eq=False, gc=False):
     @property
     def record(self) -> SessionRecord:
         """Return the record to be read."""
-        if self.kept is None:
+        if self.whole is None:
             assert self.only is not None, "a session has either"
-            self.kept, self.only = self.only.record(), None
-        return self.kept
+            self.whole, self.only = self.only.record(), None
+        return self.whole
 
     def own(self) -> SessionRecord:
         record = self.record
         if self.is_shared:
-            self.kept = record = _copy(record)
+            self.whole = record = _copy(record)
             self.is_shared = False
         return record
 
@@ -462,7 +462,7 @@ class SessionTable:
         for turn in entry.running:
             del self._turns[turn.request_id]
         tenant, name = key
-        if entry.kept is not None and entry.kept.kept_tokens:
+        if entry.whole is not None and entry.whole.kept_tokens:
             self.kept.drop(tenant, name)
         if not self._of_tenant:
             return
@@ -485,7 +485,7 @@ class SessionTable:
         self._shares.clear()
         self.kept = KeptPrompts()
         for session in snapshot.sessions[-self._capacity :]:
-            self._add((session.tenant, session.name), _Entry((), kept=session, is_shared=True))
+            self._add((session.tenant, session.name), _Entry((), whole=session, is_shared=True))
             if session.kept_tokens:
                 self.kept.keep(session.tenant, session.name, session.kept_tokens, session.kept_until_ms)
         self._turns.clear()
