@@ -25,6 +25,7 @@ from poolgrid.router import bootstrap as router
 from poolgrid.router.settings import RouterSettings
 from poolgrid.workers import bootstrap as worker
 from poolgrid.workers.engines.registry import engine_definition
+from tests.fakes.engine_server.http import Reply
 from tests.fakes.engine_server.sglang import SglangServer
 from tests.fakes.engine_server.trtllm_serve import TrtllmServe
 from tests.fakes.engine_server.vllm import Options, VllmServer, answer_of
@@ -60,18 +61,23 @@ class Pool:
     decode: VllmServer
     client: httpx.AsyncClient
 
-    async def ask(self, number: int) -> list[str]:
+    async def ask(self, number: int, tokens: int = OUTPUT_TOKENS) -> list[str]:
         """Ask for one answer, which must be the undisturbed one; return what was done, by whom."""
-        body = {"model": "tiny", "prompt": PROMPTS[number], "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
+        body = {"model": "tiny", "prompt": PROMPTS[number], "max_tokens": tokens, "ignore_eos": True}
         name = {"x-request-id": f"legs-{number}"}
         answer = await self.client.post(f"{self.url}/v1/completions", json=body, headers=name, timeout=PATIENCE_S)
         assert answer.status_code == 200, answer.text
-        undisturbed = Tokenizer.from_file(str(TINY_MODEL_PATH / "tokenizer.json")).decode(
-            answer_of(PROMPTS[number], OUTPUT_TOKENS)
-        )
-        assert answer.json()["choices"][0]["text"] == undisturbed
+        assert answer.json()["choices"][0]["text"] == undisturbed(number, tokens)
+        assert answer.json()["usage"]["completion_tokens"] == tokens
         decision = (await self.client.get(f"{self.url}/v1/decisions/legs-{number}")).json()
         return [f"{each['stage']} on {each['worker'].partition('/')[0]}" for each in decision["attempts"]]
+
+
+def undisturbed(number: int, tokens: int = OUTPUT_TOKENS) -> str:
+    """Return the text of an answer that one server gives alone."""
+    tokenizer = Tokenizer.from_file(str(TINY_MODEL_PATH / "tokenizer.json"))
+    text: str = tokenizer.decode(answer_of(PROMPTS[number], tokens))
+    return text
 
 
 @asynccontextmanager
@@ -173,10 +179,46 @@ async def test_a_client_of_vllm_has_the_first_token_before_the_decode_server_has
         texts = [token for each in came if each["logprobs"] for token in each["logprobs"]["tokens"]]
         values = [value for each in came if each["logprobs"] for value in each["logprobs"]["token_logprobs"]]
         assert (len(texts), values) == (OUTPUT_TOKENS, [-0.25] * OUTPUT_TOKENS)
-        undisturbed = Tokenizer.from_file(str(TINY_MODEL_PATH / "tokenizer.json")).decode(
-            answer_of(PROMPTS[0], OUTPUT_TOKENS)
-        )
-        assert "".join(each["text"] for each in came) == undisturbed
+        assert "".join(each["text"] for each in came) == undisturbed(0)
+
+
+LEGS = ["prefill on prefill", "decode on decode"]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["within a block", "up to its last place", "a full block"])
+@pytest.mark.parametrize("fault", ["no room for the KV", "no transfer", "error at once", "cut", "cut later"])
+async def test_a_decode_server_of_vllm_that_fails_after_the_first_token_costs_no_token(fault: str, number: int) -> None:
+    async with pool_of("vllm", of_vllm) as pool:
+        faults = pool.decode.faults
+        if fault == "no room for the KV":
+            faults.statuses.append((500, {"error": {"message": "Internal server error", "code": 500}}))
+        elif fault == "no transfer":
+            faults.scripts.append(failed_transfer)
+        elif fault == "error at once":
+            faults.errors_after.append(1)
+        else:
+            faults.cuts_after.append(1 if fault == "cut" else 4)
+        assert await pool.ask(number) == LEGS * 2
+        first, then = (list(each["prompt"]) for each in pool.prefill.bodies)
+        # What is out is prompt to the legs that follow.
+        out = len(then) - len(first)
+        assert then == first + answer_of(first, out)
+        assert out >= (len(first) % BLOCK > 0)
+
+
+async def failed_transfer(reply: Reply) -> None:
+    """Answer as vLLM 0.32 does when NIXL could not fetch the KV."""
+    await reply.begin()
+    await reply.event({"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}})
+    await reply.event(b"[DONE]")
+    await reply.end()
+
+
+async def test_the_last_token_after_a_failed_decode_leg_needs_none() -> None:
+    async with pool_of("vllm", of_vllm) as pool:
+        pool.decode.faults.scripts.append(failed_transfer)
+        assert await pool.ask(0, 2) == [*LEGS, "prefill on prefill"]
+        assert "kv_transfer_params" not in pool.prefill.bodies[1]
 
 
 def by_prompt(server: VllmServer) -> list[dict[str, Any]]:

@@ -278,6 +278,7 @@ def test_a_prefill_leg_gives_its_token_out_and_the_decode_leg_continues_after_it
     body = json.loads(call.body)
     assert (body["prompt"], body["max_tokens"], body["min_tokens"]) == ([5, 6, 7, 8], 8, 2)
     assert body["kv_transfer_params"] == {"remote_num_tokens": 3, "remote_block_ids": [[1]], "remote_host": "gpu1"}
+    assert asked(after(left, max_tokens=2), PLACED)["max_tokens"] == 1
     # The router takes the first token for the one that it has, as it does with every engine.
     assert call.read(b'{"choices":[{"token_ids":[],"finish_reason":null}]}').tokens == []  # type: ignore[union-attr]
     assert call.read(b'{"choices":[{"token_ids":[9],"finish_reason":null}]}').tokens == [8, 9]  # type: ignore[union-attr]
