@@ -334,6 +334,17 @@ def test_a_prompt_of_whole_blocks_leaves_the_token_to_the_decode_leg() -> None:
         assert piece.tokens == [8] * gives
 
 
+@pytest.mark.parametrize(("length", "groups", "gives"), [(16, 1, True), (16, 2, False), (17, 2, True)])
+def test_groups_of_layers_may_have_smaller_blocks_that_are_full(length: int, groups: int, gives: bool) -> None:
+    dialect = VllmDialect("m", block_size=32)
+    asking = msgspec.structs.replace(request(stage=Stage.PREFILL), token_ids=pack_tokens(range(length)))
+    params = {"remote_num_tokens": length, "remote_block_ids": [[1]] * groups}
+    whole = {"choices": [{"token_ids": [8], "finish_reason": "length"}], "kv_transfer_params": params}
+    piece = dialect.call(asking).read(json.dumps(whole).encode())
+    assert piece is not None
+    assert piece.tokens == [8] * gives
+
+
 @pytest.mark.parametrize(
     ("sampling", "gives"),
     [

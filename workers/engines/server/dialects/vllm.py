@@ -98,6 +98,9 @@ KEEP_KV = {
 }
 """What a prefill leg asks of the server's KV connector."""
 
+BLOCK_SIZE_UNIT = 16
+"""What vLLM's block sizes are multiples of where groups of layers have different ones."""
+
 FIRST = "first_token"
 """Where a prefill leg puts a token that is out (``_First``), among what the server left for the decode leg."""
 
@@ -276,6 +279,8 @@ def _has_room(params: dict[str, Any], prompt_tokens: int, block_size: int) -> bo
         kept = msgspec.convert(params, _KeptBlocks)
     except msgspec.ValidationError:
         return False
+    if len(kept.remote_block_ids) > 1 and prompt_tokens % BLOCK_SIZE_UNIT == 0:
+        return False  # the blocks of a group may be smaller than ``block_size``, and all full
     room = block_size * max(map(len, kept.remote_block_ids), default=0)
     return kept.remote_num_tokens == prompt_tokens < room
 
