@@ -13,6 +13,8 @@ from poolgrid.wire.identifiers import Stage, WorkerKey, name_of
 
 __all__ = [
     "EXPECTED_MS",
+    "OWN_MS",
+    "PACE",
     "Candidates",
     "Choice",
     "Column",
@@ -61,6 +63,10 @@ class Candidates(msgspec.Struct, frozen=True, eq=False, gc=False):
 EXPECTED_MS: Final = "expected_ttft_ms"
 """Term of a policy that predicts: the time to the first token that it expects."""
 
+OWN_MS: Final = "own_ms"
+PACE: Final = "pace"
+"""Terms of a policy that learns: the time of the request's own prompt at pace 1, and the pace that it reckoned with."""
+
 _NO_TERMS: Final[Mapping[str, Column]] = {}
 
 
@@ -82,13 +88,25 @@ class Choice(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What was minimised, per row; ``None`` for policies without a cost."""
     given_terms: Mapping[str, Column] | Callable[[], Mapping[str, Column]] = _NO_TERMS
     """The parts of the cost, per row, or a function that computes them on demand, which takes less memory."""
-    forecast: Forecast | None = None
-    """Of the chosen row, for observers that learn; ``None`` = in the terms, if at all."""
+    given_forecast: Forecast | None = None
+    """Of the chosen row; ``None`` = in the terms, if at all."""
 
     @property
     def terms(self) -> Mapping[str, Column]:
         given = self.given_terms
         return given() if callable(given) else given
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """Return what was expected of the chosen row, for observers that learn; ``None`` if nothing was."""
+        if self.given_forecast is not None:
+            return self.given_forecast
+        terms = self.terms
+        if not terms.keys() >= {EXPECTED_MS, OWN_MS, PACE}:
+            return None
+        return Forecast(
+            float(terms[EXPECTED_MS][self.row]), float(terms[OWN_MS][self.row]), float(terms[PACE][self.row])
+        )
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

@@ -11,6 +11,8 @@ import numpy as np
 from poolgrid.router.core.batch_planner import BatchPlanner
 from poolgrid.router.core.candidates import (
     EXPECTED_MS,
+    OWN_MS,
+    PACE,
     Candidates,
     Choice,
     Column,
@@ -26,7 +28,7 @@ from poolgrid.router.core.engine_times import (
     one_uncached_tokens,
     uncached_tokens,
 )
-from poolgrid.router.core.learned_speeds import ARRIVALS_MEMORY_MS, OWN_MS, PACE, LearnedSpeeds
+from poolgrid.router.core.learned_speeds import ARRIVALS_MEMORY_MS, LearnedSpeeds
 from poolgrid.router.core.policy import lowest
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.selector import Selector
