@@ -141,18 +141,15 @@ def test_no_page_of_the_server_loads_anything_from_elsewhere() -> None:
     assert "https://" not in text
 
 
-def test_a_request_is_measured_once_and_its_tokens_are_counted() -> None:
+async def test_a_request_is_measured_once_and_its_tokens_are_counted() -> None:
     registry = CollectorRegistry()
     backend = FakeBackend(lambda request: speak("Hello, world!", cached_tokens=2))
 
-    async def go() -> str:
-        async with in_process(application(backend, registry=registry)) as client:
-            body = {"model": "tiny", "prompt": "hi there", "n": 2, "stream": True}
-            assert (await client.post("/v1/completions", json=body)).status_code == 200
-            assert (await client.post("/v1/completions", json={**body, "n": 0})).status_code == 400
-            return (await client.get("/metrics")).text
-
-    text = asyncio.run(go())
+    async with in_process(application(backend, registry=registry)) as client:
+        body = {"model": "tiny", "prompt": "hi there", "n": 2, "stream": True}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        assert (await client.post("/v1/completions", json={**body, "n": 0})).status_code == 400
+        text = (await client.get("/metrics")).text
     isl, osl = len(TINY.encode("hi there")) // 4, len(TINY.encode("Hello, world!")) // 4
     expected = {
         'requests_total{endpoint="completions",status="200",streaming="true"}': 1,
@@ -176,15 +173,12 @@ def test_a_request_is_measured_once_and_its_tokens_are_counted() -> None:
         assert f"poolgrid_frontend_{name} {float(value)}\n" in text
 
 
-def test_the_metrics_page_speaks_both_text_forms() -> None:
-    async def go() -> list[str]:
-        async with in_process(application(FakeBackend())) as client:
-            accepts = ("text/plain", "application/openmetrics-text; version=1.0.0")
-            return [
-                (await client.get("/metrics", headers={"accept": accept})).headers["content-type"] for accept in accepts
-            ]
-
-    plain, openmetrics = asyncio.run(go())
+async def test_the_metrics_page_speaks_both_text_forms() -> None:
+    async with in_process(application(FakeBackend())) as client:
+        accepts = ("text/plain", "application/openmetrics-text; version=1.0.0")
+        plain, openmetrics = [
+            (await client.get("/metrics", headers={"accept": accept})).headers["content-type"] for accept in accepts
+        ]
     assert plain.startswith("text/plain")
     assert openmetrics.startswith("application/openmetrics-text")
 

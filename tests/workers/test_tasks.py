@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import io
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -339,17 +340,14 @@ async def visual(tmp_path: Path, model: str) -> AsyncIterator[tuple[Any, TrtllmV
             thread.end()
 
 
-def test_visual_gen_makes_images_with_what_the_client_asked_for_and_its_own_defaults(tmp_path: Path) -> None:
-    async def go() -> None:
-        async with visual(tmp_path, "flux") as (_, maker):
-            plain = await maker.make(VisualTask("a cat"), lambda percent: None)
-            several = await maker.make(VisualTask("a cat", count=2, width=20, height=10), lambda percent: None)
-        sizes = [Image.open(io.BytesIO(item)).size for item in (*plain.items, *several.items)]
-        assert sizes == [(48, 32), (20, 10), (20, 10)]
-        assert plain.media_type == "image/png"
-
-    asyncio.run(go())
-    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+async def test_visual_gen_makes_images_with_what_the_client_asked_for_and_its_own_defaults(tmp_path: Path) -> None:
+    async with visual(tmp_path, "flux") as (_, maker):
+        plain = await maker.make(VisualTask("a cat"), lambda percent: None)
+        several = await maker.make(VisualTask("a cat", count=2, width=20, height=10), lambda percent: None)
+    sizes = [Image.open(io.BytesIO(item)).size for item in (*plain.items, *several.items)]
+    assert sizes == [(48, 32), (20, 10), (20, 10)]
+    assert plain.media_type == "image/png"
+    assert os.listdir(tmp_path) == [], "nothing is left behind"
 
 
 async def test_visual_gen_makes_a_video_of_as_many_seconds(tmp_path: Path) -> None:
