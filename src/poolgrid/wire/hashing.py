@@ -16,7 +16,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, Final
 
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
@@ -90,7 +90,7 @@ def block_hashes(
     if cut:
         for some in each_cut(view[: cut * stride]):
             hashes.extend(map(digest, some, repeat(seed)))
-    hashes.extend([digest(block, seed) for (block,) in each_block(view[cut * stride : blocks * stride])])
+    hashes.extend(map(digest, chain.from_iterable(each_block(view[cut * stride : blocks * stride])), repeat(seed)))
     if multimodal_hashes:
         for position, objects in multimodal_hashes.items():
             if 0 <= position < len(hashes) and objects:
