@@ -54,10 +54,16 @@ def adapt(messages: Sequence[Message], takes: TemplateCapabilities, placeholder:
             elif not isinstance(message.content, str):
                 shape_message(message.content, index, takes.form(message.role), placeholder)
         messages = _rearranged(messages, takes)
-    if takes.strings and set(map(type, map(CONTENT, messages))) == {str} and not any(map(TOOL_CALLS, messages)):
+    kinds = set(map(type, map(CONTENT, messages)))
+    if takes.strings and list not in kinds and not any(map(TOOL_CALLS, messages)):
+        # Nearly every message is its role and its content, and nothing further.
         written: list[Mapping[str, Any]] = msgspec.to_builtins(messages)
-        if set(map(len, written)) == {2}:  # nothing further than role and content
+        if kinds == {str} and set(map(len, written)) == {2}:
             return written
+        return [
+            fields if len(fields) == 2 and "content" in fields else _adapted(messages[index], index, takes, placeholder)
+            for index, fields in enumerate(written)
+        ]
     return [_adapted(message, index, takes, placeholder) for index, message in enumerate(messages)]
 
 
