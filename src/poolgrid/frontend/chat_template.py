@@ -34,7 +34,8 @@ STEPS_MAX = 2_000_000
 """Turns of loops and calls of one rendering: a conversation of 10,000 messages takes some 100,000."""
 
 STEPS_PER_LOOK = 8
-"""The clock is read once in so many steps."""
+"""The clock is read once in so many steps, and the turns of a loop are counted as often: one that is left early has up
+to as many that are not."""
 
 
 class TimeOver(SecurityError):
@@ -77,7 +78,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         Jinja adds the variables of a loop or block to each call inside it, for functions that take the context. No
         template has one of these.
         """
-        self._step()
+        self._count(1)
         return super().call(context, function, *args, **kwargs)
 
     def _generate(
@@ -88,16 +89,20 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return super()._generate(source, name, filename, defer_init)
 
     def _turns(self, items: Iterable[Any]) -> Iterator[Any]:
-        for item in items:
-            self._step()
+        turns = 0
+        for turns, item in enumerate(items, 1):
             yield item
+            if not turns % STEPS_PER_LOOK:
+                self._count(STEPS_PER_LOOK)
+        self._count(turns % STEPS_PER_LOOK)
 
-    def _step(self) -> None:
+    def _count(self, steps: int) -> None:
+        """Count steps that were made."""
         spent = self._local
-        spent.steps = steps = spent.steps + 1
-        if steps > STEPS_MAX:
+        before, spent.steps = spent.steps, spent.steps + steps
+        if spent.steps > STEPS_MAX:
             raise SecurityError(f"more than {STEPS_MAX} steps, the limit")
-        if steps % STEPS_PER_LOOK == 0 and self._monotonic() > spent.deadline_s:
+        if before // STEPS_PER_LOOK < spent.steps // STEPS_PER_LOOK and self._monotonic() > spent.deadline_s:
             raise TimeOver("it takes too long: the time limit is over")
 
 

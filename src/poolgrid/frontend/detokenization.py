@@ -61,7 +61,7 @@ class ByteLevelDetokenizer:
     def feed(self, token_ids: Sequence[int]) -> str:
         table = self._table
         try:
-            raw = table[token_ids[0]] if len(token_ids) == 1 else b"".join([table[token_id] for token_id in token_ids])
+            raw = table[token_ids[0]] if len(token_ids) == 1 else b"".join(map(table.__getitem__, token_ids))
         except IndexError:
             size = len(table)
             raw = b"".join([table[token_id] for token_id in token_ids if token_id < size])

@@ -400,11 +400,10 @@ class InferenceExchange:
             headers.append((TOOLS_LEFT_OUT, _header_value(", ".join(self._tools_left_out)[:LEFT_OUT_CHARS_MAX])))
         if self._endpoint._isolates:
             return headers
-        streams = [output.stream for output in self._outputs if output.stream is not None]
-        if len(streams) == 1:
-            [stream] = streams
+        if len(self._outputs) == 1 and (stream := self._outputs[0].stream) is not None:
             worker, reason, pool = stream.worker, stream.decision_reason, stream.pool
         else:
+            streams = [output.stream for output in self._outputs if output.stream is not None]
             worker = _listed([stream.worker for stream in streams])
             reason = _listed([stream.decision_reason for stream in streams])
             pool = _listed([stream.pool for stream in streams if stream.pool])

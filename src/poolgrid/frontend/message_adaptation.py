@@ -38,9 +38,8 @@ SEPARATOR: Final = "\n\n"
 
 _SYSTEM: Final = ("system", "developer")
 
-# Nearly every message is its role and its content: one look instead of one for each field.
-assert Message.__struct_fields__[:2] == ("role", "content")
-_NOTHING_FURTHER: Final = (None,) * (len(Message.__struct_fields__) - 2)
+# Conversations are long: what is asked of every message is asked without a call of ours for each.
+ROLE, CONTENT, TOOL_CALLS, FUNCTION_CALL = map(attrgetter, ("role", "content", "tool_calls", "function_call"))
 
 
 def adapt(messages: Sequence[Message], takes: TemplateCapabilities, placeholder: str = "") -> list[Mapping[str, Any]]:
@@ -55,14 +54,17 @@ def adapt(messages: Sequence[Message], takes: TemplateCapabilities, placeholder:
             elif not isinstance(message.content, str):
                 shape_message(message.content, index, takes.form(message.role), placeholder)
         messages = _rearranged(messages, takes)
-    if not takes.strings:
-        return [_adapted(message, index, takes, placeholder) for index, message in enumerate(messages)]
-    return [
-        {"role": fields[0], "content": fields[1]}
-        if type(fields[1]) is str and fields[2:] == _NOTHING_FURTHER
-        else _adapted(messages[index], index, takes, placeholder)
-        for index, fields in enumerate(map(msgspec.structs.astuple, messages))
-    ]
+    kinds = set(map(type, map(CONTENT, messages)))
+    if takes.strings and list not in kinds and not any(map(TOOL_CALLS, messages)):
+        # Nearly every message is its role and its content, and nothing further.
+        written: list[Mapping[str, Any]] = msgspec.to_builtins(messages)
+        if kinds == {str} and set(map(len, written)) == {2}:
+            return written
+        return [
+            fields if len(fields) == 2 and "content" in fields else _adapted(messages[index], index, takes, placeholder)
+            for index, fields in enumerate(written)
+        ]
+    return [_adapted(message, index, takes, placeholder) for index, message in enumerate(messages)]
 
 
 def adapt_tools(
@@ -115,7 +117,7 @@ def is_malformed(arguments: str | dict[str, Any]) -> bool:
 
 def _is_regular(messages: Sequence[Message], takes: TemplateCapabilities) -> bool:
     """Return whether every message keeps its place and role; in doubt it does not."""
-    roles = [message.role for message in messages]
+    roles = list(map(ROLE, messages))
     if not takes.rewritten_roles.isdisjoint(roles):
         return False
     if takes.any_order:
@@ -123,8 +125,7 @@ def _is_regular(messages: Sequence[Message], takes: TemplateCapabilities) -> boo
     others = roles[1:]
     if "tool" in roles or "system" in others or "developer" in others:
         return False
-    # Without a call of ours for each message: conversations are long.
-    return not (any(map(eq, roles, others)) or any(map(attrgetter("tool_calls"), messages)))
+    return not (any(map(eq, roles, others)) or any(map(TOOL_CALLS, messages)))
 
 
 def _rearranged(messages: Sequence[Message], takes: TemplateCapabilities) -> list[Message]:

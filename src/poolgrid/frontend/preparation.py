@@ -11,7 +11,7 @@ import msgspec
 from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
 from poolgrid.frontend.guides import Guide, guide_of
 from poolgrid.frontend.media.conversation import find_media
-from poolgrid.frontend.message_adaptation import write_as_tool_calls
+from poolgrid.frontend.message_adaptation import CONTENT, FUNCTION_CALL, ROLE, TOOL_CALLS, write_as_tool_calls
 from poolgrid.frontend.messages_api.conversation import chat_body as chat_of_messages
 from poolgrid.frontend.messages_api.encoder import MessagesEncoder
 from poolgrid.frontend.messages_api.schema import CountedBody, MessagesBody
@@ -255,16 +255,12 @@ class Preparation:
 def _note_messages(job: PreparedRequest, body: ChatBody) -> None:
     """Note what must be known of the messages once they are forgotten, and what they name."""
     messages = body.messages
-    if any(type(message.content) is list for message in messages):
+    if list in map(type, map(CONTENT, messages)):
         job.media = find_media(messages, job.served.media, body.model)
-    has_results = False
-    for message in messages:
-        if message.function_call is not None:
-            write_as_tool_calls(messages)
-        if message.tool_calls:
-            job.earlier_calls += len(message.tool_calls)
-        has_results = has_results or message.role in RESULT_ROLES
-    if has_results:
+    if any(map(FUNCTION_CALL, messages)):
+        write_as_tool_calls(messages)
+    job.earlier_calls = sum(map(len, filter(None, map(TOOL_CALLS, messages))))
+    if not RESULT_ROLES.isdisjoint(map(ROLE, messages)):
         job.after_tool, job.answer = answered_by(messages)
     if body.continue_final_message:
         last = messages[-1].content if messages else None

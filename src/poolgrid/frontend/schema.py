@@ -328,7 +328,7 @@ class ToolCall(Struct):
             raise ValueError("Object missing required field `function`")
 
 
-class Message(Struct):
+class Message(Struct, omit_defaults=True):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]

@@ -53,7 +53,7 @@ METADATA_FIELDS: Final = ("session_id", "conversation_id", "thread_id")
 NAME_CHARS_MAX: Final = 96
 """A UUID has 36."""
 
-RESULT_ROLES: Final = ("tool", "function")
+RESULT_ROLES: Final = frozenset({"tool", "function"})
 """Of messages that have the result of a call."""
 
 TRAILING_MESSAGES_MAX: Final = 64

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -39,6 +40,10 @@ SLICE_BYTES = 4 * 1024
 """Most of a chunked body that httptools gets at once: it makes a slice's pieces of them at worst."""
 
 
+TARGETS_MAX = 64
+"""URLs whose parts are remembered: more than there are endpoints. The longest take a few MB together."""
+
+
 class RequestRefusedError(Exception):
     """A request breaks a limit, or is not HTTP."""
 
@@ -57,6 +62,17 @@ class _Open(NamedTuple):
     common: Scope
     """What is the same for all of its requests."""
     on_complete: Callable[[HttpExchange], None]
+
+
+@lru_cache(TARGETS_MAX)
+def _target_of(url: bytes) -> Scope:
+    """Return what the scope of a request has of its URL."""
+    raw_path, _, query = url.partition(b"?")
+    if not raw_path.startswith(b"/") or b"#" in url:
+        parsed = httptools.parse_url(url)
+        raw_path, query = parsed.path or b"/", parsed.query or b""
+    path = raw_path.decode("ascii")
+    return {"path": unquote(path) if "%" in path else path, "raw_path": raw_path, "query_string": query}
 
 
 class RequestParser:
@@ -209,18 +225,11 @@ class RequestParser:
         self.body_left = announced
         version = parser.get_http_version()
         method = parser.get_method().decode("ascii")
-        raw_path, _, query = url.partition(b"?")
-        if not raw_path.startswith(b"/") or b"#" in url:
-            parsed = httptools.parse_url(url)
-            raw_path, query = parsed.path or b"/", parsed.query or b""
-        path = raw_path.decode("ascii")
         self._scope = {
             **opened.common,
+            **_target_of(url),
             "http_version": version,
             "method": method,
-            "path": unquote(path) if "%" in path else path,
-            "raw_path": raw_path,
-            "query_string": query,
             "headers": headers,
         }
         self.exchange = HttpExchange(

@@ -133,23 +133,14 @@ class Histogram(_Instrument):
         registry: CollectorRegistry | None,
     ) -> None:
         self._bounds = tuple(float(bound) for bound in buckets)
-        self._edges = [float("-inf"), *self._bounds, float("inf")]
-        """Of the buckets: each is above one edge, and up to the next."""
         self._counts = [0] * (len(self._bounds) + 1)
-        self._latest = 0
-        """The place of the last observation's bucket, which mostly is the next one's too."""
         self._sum = 0.0
         self._exemplars: dict[int, Exemplar] = {}
         """By bucket, the last observation whose trace is kept."""
         super().__init__(name, documentation, labelnames, registry=registry)
 
     def observe(self, value: float) -> None:
-        at = self._latest
-        edges = self._edges
-        if not edges[at] < value <= edges[at + 1]:
-            # What is not above the first edge is in the first bucket all the same.
-            self._latest = at = bisect_left(edges, value, 1) - 1
-        self._counts[at] += 1
+        self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def totals(self) -> list[int]:
@@ -160,7 +151,7 @@ class Histogram(_Instrument):
     def observe_traced(self, value: float, trace_id: str) -> None:
         """Count one observation, of a request whose trace is kept: its bucket names it."""
         self.observe(value)
-        self._exemplars[self._latest] = Exemplar({"trace_id": trace_id}, value, time())
+        self._exemplars[bisect_left(self._bounds, value)] = Exemplar({"trace_id": trace_id}, value, time())
 
     def collect(self) -> Iterator[Metric]:
         """Yield the family, its buckets cumulative."""

@@ -42,9 +42,10 @@ LINKS_MAX = 8192
 FILES_PER_LINK = 4
 """A link's connection, and the descriptors by which its socket and both ends of its monitor are woken."""
 
-ANSWERS_TOGETHER_S: Final = 0.01
+ANSWERS_TOGETHER_S: Final = 0.05
 """Ends of turns wait so long for others: a message and a record for each would cost more than the rest of sessions.
-No other router is asked for the next turn sooner, unless its client has nothing to do."""
+This router knows of them at once, and no other is asked for the next turn sooner, unless its client has nothing to
+do."""
 
 FIRST_PING_RETRY_S: Final = 0.005
 """libzmq may tell of a connection a moment before it takes messages for it; the first ping is then tried again."""
