@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -65,13 +65,17 @@ EXPECTED_MS: Final = "expected_ttft_ms"
 _NO_TERMS: Final[Mapping[str, Column]] = {}
 
 
-class Forecast(NamedTuple):
-    """What a policy that learns expected of the worker that it chose."""
+class Forecast(msgspec.Struct, frozen=True, gc=False):
+    """What a policy that learns expects of a worker."""
 
+    uncached_tokens: float
+    """What it would have to compute of the prompt."""
     expected_ms: float
+    """Until the first token."""
     own_ms: float
-    """What the prompt alone takes there, at pace 1."""
+    """What the prompt alone takes there, at pace 1: the delay of the requests behind it."""
     pace: float
+    """The worker's speed factor: real times over those of its curve."""
 
 
 class Choice(msgspec.Struct, frozen=True, eq=False, gc=False):

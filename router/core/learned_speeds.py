@@ -184,8 +184,8 @@ class LearnedSpeeds(Observer):
     ) -> None:
         row, forecast = decision.choice.row, decision.choice.forecast
         if forecast is not None:
-            expected_ms, own_ms, pace = forecast
-            self.expect(decision.worker, dispatch_id, expected_ms / pace, own_ms, pace, now_ms)
+            pace = forecast.pace
+            self.expect(decision.worker, dispatch_id, forecast.expected_ms / pace, forecast.own_ms, pace, now_ms)
             return
         terms = decision.choice.terms
         expected = terms.get(EXPECTED_MS)
@@ -275,7 +275,7 @@ class LearnedSpeeds(Observer):
 
     def believed(self, workers: Sequence[WorkerKey], now_ms: float) -> list[tuple[float, float, float, float]]:
         """Return each worker's pace, the milliseconds at pace 1 of its queue that are done, how many it awaits, and the
-        requests that it was sent per millisecond.
+        requests that it was sent per millisecond, times its pace.
 
         The engine has been at its oldest request since that was chosen, or since the last first token.
         """
@@ -287,7 +287,7 @@ class LearnedSpeeds(Observer):
                 believed.append((prior, 0.0, 0.0, 0.0))
                 continue
             pace = _told_apart(known.ratio(prior, now_ms), prior)
-            done_ms, awaited = 0.0, known.awaited
+            done_ms, awaited, recent = 0.0, known.awaited, known.recent
             if awaited:
                 oldest = next(iter(awaited.values()))
                 age_ms = now_ms - oldest.chosen_ms
@@ -295,7 +295,7 @@ class LearnedSpeeds(Observer):
                     pace = age_ms / (oldest.unit_ms + GRACE_MS)
                 since_ms = max(oldest.chosen_ms, known.served_ms)
                 done_ms = min(max(0.0, now_ms - since_ms) / pace, oldest.own_ms)
-            believed.append((pace, done_ms, float(len(awaited)), known.recent.load(now_ms)))
+            believed.append((pace, done_ms, float(len(awaited)), recent.load(now_ms) * pace))
         return believed
 
     def _columns_of(self, workers: Sequence[Worker]) -> EngineColumns:
@@ -309,7 +309,7 @@ class LearnedSpeeds(Observer):
     def describe(self, workers: Sequence[Worker], rows: IndexArray, now_ms: float) -> Engines:
         columns = self._columns_of(workers)
         believed = np.array(self.believed([workers[row].key for row in rows], now_ms), np.float64).reshape(-1, 4)
-        paces, done_ms, waiting, recent = believed.T
+        paces, done_ms, waiting, loads = believed.T
         choices_per_ms, typical_ms = self.arrivals(now_ms)
         return Engines(
             columns.curves,
@@ -321,14 +321,14 @@ class LearnedSpeeds(Observer):
             waiting,
             choices_per_ms,
             typical_ms,
-            recent,
+            loads,
         )
 
     def describe_few(self, workers: Sequence[Worker], rows: Sequence[int] | None, now_ms: float) -> FewEngines:
-        fixed = self._columns_of(workers).rows
+        kinds = self._columns_of(workers).kinds
         if rows is not None:
-            workers, fixed = [workers[row] for row in rows], tuple(fixed[row] for row in rows)
-        return FewEngines(fixed, self.believed([worker.key for worker in workers], now_ms), *self.arrivals(now_ms))
+            workers, kinds = [workers[row] for row in rows], tuple(kinds[row] for row in rows)
+        return FewEngines(kinds, self.believed([worker.key for worker in workers], now_ms), *self.arrivals(now_ms))
 
     # -- for a state that is resumed elsewhere ---------------------------------------------------------------------
 
