@@ -287,14 +287,13 @@ class Selector:
         """
         request, worker, projection = decision.request, decision.worker, self.projection
         dispatch_id = dispatch_id or request.request_id
-        uncached, blocks = max(0, request.isl - decision.overlap_blocks * request.block_size), request.blocks
-        if request.stage not in PROMPT_STAGES:
-            uncached = 0
-            if request.stage is Stage.ENCODE:
-                blocks = 0  # no KV block is taken there: a request is its only load
+        has_prompt = request.stage in PROMPT_STAGES
+        uncached = request.isl - decision.overlap_tokens if has_prompt else 0
+        # No KV block is taken by an encoder: a request is its only load.
+        blocks = 0 if request.stage is Stage.ENCODE else request.blocks
         slot = projection.index.slot(worker)
         projection.ledger.reserve(worker, slot, dispatch_id, uncached, blocks, now_ms, lease_ms)
-        if projection.follows_blocks and request.stage in PROMPT_STAGES:
+        if has_prompt and projection.follows_blocks:
             is_known = self.policy.needs_overlap and worker not in decision.untrusted
             held = decision.overlap_blocks if is_known else None
             projection.trust.chosen(worker, dispatch_id, path, request.block_size, now_ms, held)
