@@ -287,15 +287,16 @@ class LearnedSpeeds(Observer):
                 believed.append((prior, 0.0, 0.0, 0.0))
                 continue
             pace = _told_apart(known.ratio(prior, now_ms), prior)
-            done_ms, awaited, recent = 0.0, known.awaited, known.recent
+            done_ms, waiting, awaited = 0.0, 0.0, known.awaited
             if awaited:
+                waiting = float(len(awaited))
                 oldest = next(iter(awaited.values()))
                 age_ms = now_ms - oldest.chosen_ms
                 if age_ms > CERTAIN * pace * (oldest.unit_ms + GRACE_MS):
                     pace = age_ms / (oldest.unit_ms + GRACE_MS)
                 since_ms = max(oldest.chosen_ms, known.served_ms)
                 done_ms = min(max(0.0, now_ms - since_ms) / pace, oldest.own_ms)
-            believed.append((pace, done_ms, float(len(awaited)), recent.load(now_ms) * pace))
+            believed.append((pace, done_ms, waiting, known.recent.load(now_ms) * pace))
         return believed
 
     def _columns_of(self, workers: Sequence[Worker]) -> EngineColumns:
