@@ -17,6 +17,7 @@ import numpy as np
 from poolgrid.router.core.candidates import Candidates, FloatArray, IndexArray, RoutingRequest
 from poolgrid.router.core.fleet import Worker
 from poolgrid.wire.card import StepTimes
+from poolgrid.wire.identifiers import WorkerKey
 
 HOST_WORTH, DISK_WORTH = 0.75, 0.25
 """What a block on a lower tier spares of its computation: it must be brought back first."""
@@ -129,6 +130,7 @@ class EngineColumns:
     total_blocks: FloatArray
     kinds: tuple[EngineKind, ...]
     """The same by worker, in plain numbers; one object for all of a kind."""
+    keys: tuple[WorkerKey, ...]
 
     @classmethod
     def of(cls, workers: Sequence[Worker]) -> EngineColumns:
@@ -152,6 +154,7 @@ class EngineColumns:
             np.array(step_tokens, np.float64),
             np.array(total_blocks, np.float64),
             tuple(kinds[kind] for kind in map(EngineKind, curve_of, step_tokens, total_blocks)),
+            tuple(worker.key for worker in workers),
         )
 
 

@@ -215,8 +215,8 @@ def _costs_of_few(
     target_ms, typical_ms = request.ttft_target_ms, engines.typical_ms
     uncached = uncached_of_few(request, candidates)
     prompts: list[PromptCost] = []
-    before: tuple[EngineKind, float] | None = None
-    own = 0.0
+    before: EngineKind | None = None
+    before_tokens, own = 0.0, 0.0
     for kind, learned, queued, blocks, requests, tokens in zip(
         engines.kinds,
         engines.learned,
@@ -227,8 +227,8 @@ def _costs_of_few(
         strict=True,
     ):
         # Workers that hold as much of the prompt and are of a kind take as long for the rest.
-        if before is None or before[0] is not kind or before[1] != tokens:
-            before = kind, tokens
+        if kind is not before or tokens != before_tokens:
+            before, before_tokens = kind, tokens
             own = kind.curve.one_prompt_ms(tokens, kind.step_tokens)
         prompts.append(prompt_cost(kind, learned, queued, blocks, requests, tokens, own))
     crowding = _crowding_of_few(prompts, engines)

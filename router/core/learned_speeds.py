@@ -309,7 +309,7 @@ class LearnedSpeeds(Observer):
 
     def describe(self, workers: Sequence[Worker], rows: IndexArray, now_ms: float) -> Engines:
         columns = self._columns_of(workers)
-        believed = np.array(self.believed([workers[row].key for row in rows], now_ms), np.float64).reshape(-1, 4)
+        believed = np.array(self.believed([columns.keys[row] for row in rows], now_ms), np.float64).reshape(-1, 4)
         paces, done_ms, waiting, loads = believed.T
         choices_per_ms, typical_ms = self.arrivals(now_ms)
         return Engines(
@@ -326,10 +326,11 @@ class LearnedSpeeds(Observer):
         )
 
     def describe_few(self, workers: Sequence[Worker], rows: Sequence[int] | None, now_ms: float) -> FewEngines:
-        kinds = self._columns_of(workers).kinds
+        columns = self._columns_of(workers)
+        keys, kinds = columns.keys, columns.kinds
         if rows is not None:
-            workers, kinds = [workers[row] for row in rows], tuple(kinds[row] for row in rows)
-        return FewEngines(kinds, self.believed([worker.key for worker in workers], now_ms), *self.arrivals(now_ms))
+            keys, kinds = tuple(keys[row] for row in rows), tuple(kinds[row] for row in rows)
+        return FewEngines(kinds, self.believed(keys, now_ms), *self.arrivals(now_ms))
 
     # -- for a state that is resumed elsewhere ---------------------------------------------------------------------
 

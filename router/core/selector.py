@@ -297,5 +297,6 @@ class Selector:
             is_known = self.policy.needs_overlap and worker not in decision.untrusted
             held = decision.overlap_blocks if is_known else None
             projection.trust.chosen(worker, dispatch_id, path, request.block_size, now_ms, held)
+        card = projection.fleet.workers[worker].card
         for observer in projection.observers:
-            observer.on_chosen(decision, projection.fleet.workers[worker].card, dispatch_id, path, now_ms)
+            observer.on_chosen(decision, card, dispatch_id, path, now_ms)

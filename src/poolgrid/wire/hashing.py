@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import repeat
 from typing import Any, Final
 
-from xxhash import xxh3_64_digest, xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest
 
 BASE_SEED: Final = 1337
 HASH_SPEC: Final = "xxh3-64/1337"
@@ -39,7 +39,6 @@ _NATIVE_U32: Final = _LITTLE_ENDIAN and array("I").itemsize == TOKEN_BYTES
 _Cut = Callable[[memoryview], Iterator[tuple[Any, ...]]]
 _pair: Final = struct.Struct("<QQ")
 _digest: Final = xxh3_64_intdigest
-_digest_bytes: Final = xxh3_64_digest
 _hashes: Final = [struct.Struct(f"<{count}Q") for count in range(513)]
 _unpackers: Final = {8 * count: packed.unpack for count, packed in enumerate(_hashes)}
 """Ready-made for the chain lengths of one engine step; making the format costs as much as unpacking ten hashes."""
@@ -118,21 +117,17 @@ def sequence_hashes(hashes: Sequence[int], parent: int | None = None) -> list[in
 
 
 def path_of(token_bytes: bytes, block_size: int, seed: int = BASE_SEED) -> array[int]:
-    """Return the sequence hashes of the whole blocks of a short prompt.
-
-    The result of ``sequence_hashes(block_hashes(...))`` as bytes from the first to the last: a number for each would be
-    made, and taken apart again, three times.
-    """
+    """Return the sequence hashes of the whole blocks of a short prompt: ``sequence_hashes(block_hashes(...))``."""
     stride = block_size * TOKEN_BYTES
-    digest = _digest_bytes
-    chained: list[bytes] = []
-    parent = b""
-    for at in range(0, len(token_bytes) - len(token_bytes) % stride, stride):
-        # A digest is written with its highest byte first.
-        block = digest(token_bytes[at : at + stride], seed)[::-1]
-        parent = digest(parent + block, BASE_SEED)[::-1] if at else block
+    digest, pack = _digest, _pair.pack
+    each_block, _ = _cuts(stride)
+    chained = array("Q")
+    parent: int | None = None
+    for (block,) in each_block(token_bytes[: len(token_bytes) // stride * stride]):
+        block_hash = digest(block, seed)
+        parent = block_hash if parent is None else digest(pack(parent, block_hash), BASE_SEED)
         chained.append(parent)
-    return hash_array(b"".join(chained))
+    return chained
 
 
 def child_hash(token_bytes: bytes, parent: int, seed: int = BASE_SEED) -> int:
