@@ -21,6 +21,10 @@ from poolgrid.tools.bench.client import BenchExchange
 ANSWER_TIMEOUT_S = 120.0
 """Several times the slowest answer of a healthy fleet; then the request counts as failed."""
 
+RETRIES = 2
+"""How often a request is sent again that was refused for now (429), after the pause that the answer asks for: so do the
+clients of OpenAI and Anthropic by themselves."""
+
 
 class LoadSpec(msgspec.Struct):
     """What to send where."""
@@ -104,15 +108,20 @@ class Player:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        exchange = BenchExchange()
         began_ms = self._clock.monotonic_ms()
-        try:
-            await self._client.send(
-                "POST", "/v1/chat/completions", msgspec.json.encode(body), exchange, headers, ANSWER_TIMEOUT_S
-            )
-        except RequestFailed as error:
-            record.fault = str(error)[:300]
-            return
+        for attempt in range(RETRIES + 1):
+            exchange = BenchExchange()
+            try:
+                await self._client.send(
+                    "POST", "/v1/chat/completions", msgspec.json.encode(body), exchange, headers, ANSWER_TIMEOUT_S
+                )
+            except RequestFailed as error:
+                if exchange.status != 429 or attempt == RETRIES:
+                    record.fault = str(error)[:300]
+                    return
+                await asyncio.sleep(float(exchange.retry_after or 1))
+            else:
+                break
         usage, first_ms = exchange.usage, exchange.first_ms
         if usage is None or first_ms is None:
             record.fault = "the answer has no usage" if usage is None else "the answer has no text"

@@ -55,8 +55,9 @@ class Level(NamedTuple):
     """Share of the engine's KV cache that there is."""
     sends_ids: bool = False
     """Whether requests name their session in a header, for routers that keep sessions by it."""
-    has_long_prompts: bool = False
-    """Whether all are single long prompts of which none repeats another, as in the run of two legs on four H200."""
+    kind: str = ""
+    """Of all sessions, where they are not chats and agents: ``coding``, or ``long``, single long prompts of which none
+    repeats another, as in the run of two legs on four H200."""
 
 
 LEVELS = {
@@ -65,8 +66,8 @@ LEVELS = {
     "peak": Level(2.25, 0.4),
     "eviction": Level(1.375, 0.4, kv_share=0.3),
     "agents": Level(0.9, 1.0),
-    "tight": Level(0.9, 1.0, kv_share=0.25, sends_ids=True),
-    "long": Level(1.25, 1.0, has_long_prompts=True),
+    "tight": Level(0.3, 1.0, kv_share=0.25, sends_ids=True, kind="coding"),
+    "long": Level(1.25, 1.0, kind="long"),
 }
 
 
@@ -87,8 +88,14 @@ CHAT = Kind((900, 0.5, 300, 2500), 5, (150, 0.8, 20, 2000), (60, 0.9, 8, 800), (
 AGENT = Kind(
     (2600, 0.3, 1500, 4500), 4, (1500, 0.7, 200, 6000), (500, 0.8, 40, 3000), (80, 0.6, 16, 300), 8, (3, 16), 1.5
 )
+CODING = Kind(
+    (6000, 0.2, 4000, 9000), 4, (5000, 0.6, 2000, 12_000), (330, 1.0, 20, 3000), (120, 0.6, 16, 400), 20, (8, 40), 0.5
+)
+"""Calls that follow each other as in published traces of coding agents (``poolgrid.tools.bench.agents``), with prompts
+of a third of theirs, so that sessions end within a run."""
 
 LONG = Kind((16, 0.0, 16, 16), 1, (8600, 0.35, 3000, 20_000), (1, 0.0, 1, 1), (200, 0.0, 200, 200), 1, (1, 1), 1.0)
+KINDS = {"coding": CODING, "long": LONG}
 
 
 class Traffic:
@@ -104,12 +111,12 @@ class Traffic:
         shape = LEVELS[level]
         systems = {
             kind: [self._words(f"{level}/{seed}/system/{name}/{at}", draw, kind.system) for at in range(kind.systems)]
-            for name, kind in (("chat", CHAT), ("agent", AGENT), *((("long", LONG),) if shape.has_long_prompts else ()))
+            for name, kind in ([(shape.kind, KINDS[shape.kind])] if shape.kind else [("chat", CHAT), ("agent", AGENT)])
         }
         found: list[Session] = []
         at_s = draw.expovariate(shape.sessions_per_s * engines)
         while at_s < seconds:
-            kind = LONG if shape.has_long_prompts else AGENT if draw.random() < shape.agents else CHAT
+            kind = KINDS[shape.kind] if shape.kind else AGENT if draw.random() < shape.agents else CHAT
             own = systems[kind]
             weights = list(accumulate(1 / rank for rank in range(1, len(own) + 1)))
             system, tokens = draw.choices(own, cum_weights=weights)[0]

@@ -31,11 +31,10 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from poolgrid.router.core.candidates import Candidates, FloatArray, RoutingRequest
+from poolgrid.router.core.candidates import OWN_MS, Candidates, FloatArray, RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.engine_times import Engines, FewEngines, StepCurve, uncached_tokens
 from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.learned_speeds import OWN_MS
 from poolgrid.router.core.overlap import overlap_columns
 from poolgrid.router.core.policy import lowest
 from poolgrid.router.core.selector import Selector

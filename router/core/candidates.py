@@ -14,6 +14,8 @@ from poolgrid.wire.request_ids import name_of
 
 __all__ = [
     "EXPECTED_MS",
+    "OWN_MS",
+    "PACE",
     "Candidates",
     "Choice",
     "Column",
@@ -62,20 +64,24 @@ class Candidates(msgspec.Struct, frozen=True, eq=False, gc=False):
 EXPECTED_MS: Final = "expected_ttft_ms"
 """Term of a policy that predicts: the time to the first token that it expects."""
 
+OWN_MS: Final = "own_ms"
+PACE: Final = "pace"
+"""Terms of a policy that learns: the time of the request's own prompt at pace 1, and the pace that it reckoned with."""
+
 _NO_TERMS: Final[Mapping[str, Column]] = {}
 
 
 class Forecast(msgspec.Struct, frozen=True, gc=False):
     """What a policy that learns expects of a worker."""
 
-    uncached_tokens: float
-    """What it would have to compute of the prompt."""
     expected_ms: float
     """Until the first token."""
     own_ms: float
     """What the prompt alone takes there, at pace 1: the delay of the requests behind it."""
     pace: float
     """The worker's speed factor: real times over those of its curve."""
+    uncached_tokens: float = 0.0
+    """What it would have to compute of the prompt, at least one token; 0 where that is not known."""
 
 
 class Choice(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -87,13 +93,23 @@ class Choice(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What was minimised, per row; ``None`` for policies without a cost."""
     given_terms: Mapping[str, Column] | Callable[[], Mapping[str, Column]] = _NO_TERMS
     """The parts of the cost, per row, or a function that computes them on demand, which takes less memory."""
-    forecast: Forecast | None = None
-    """Of the chosen row, for observers that learn; ``None`` = in the terms, if at all."""
+    given_forecast: Forecast | None = None
+    """Of the chosen row; ``None`` = in the terms, if at all."""
 
     @property
     def terms(self) -> Mapping[str, Column]:
         given = self.given_terms
         return given() if callable(given) else given
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """Return what was expected of the chosen row, for observers that learn; ``None`` if nothing was."""
+        if self.given_forecast is not None:
+            return self.given_forecast
+        terms = self.terms
+        if not terms.keys() >= {EXPECTED_MS, OWN_MS, PACE}:
+            return None
+        return Forecast(*(float(terms[name][self.row]) for name in (EXPECTED_MS, OWN_MS, PACE)))
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

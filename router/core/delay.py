@@ -56,7 +56,7 @@ def prompt_cost(
     """
     pace, done_ms, waiting, _ = learned
     if not requests:
-        return PromptCost(uncached_tokens, pace * own, own, pace)
+        return PromptCost(pace * own, own, pace, uncached_tokens)
     curve, step_tokens, total_blocks = kind
     before = curve.one_prompt_ms(queued, step_tokens) if queued else 0.0
     ahead = queued + uncached_tokens
@@ -80,4 +80,4 @@ def prompt_cost(
         if own > fixed:
             decoding = DECODING_WORTH * pace * generating * (own - fixed)
     before_ms = pace * max(0.0, before - done_ms)
-    return PromptCost(uncached_tokens, pace * queue, own, pace, joined, decoding, before_ms)
+    return PromptCost(pace * queue, own, pace, uncached_tokens, joined, decoding, before_ms)

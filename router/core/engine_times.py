@@ -16,7 +16,7 @@ import numpy as np
 
 from poolgrid.router.core.candidates import Candidates, FloatArray, IndexArray, RoutingRequest
 from poolgrid.router.core.fleet import Worker
-from poolgrid.wire.card import StepTimes
+from poolgrid.wire.card import StepTimes, WorkerCard
 from poolgrid.wire.identifiers import WorkerKey
 
 HOST_WORTH, DISK_WORTH = 0.75, 0.25
@@ -110,6 +110,16 @@ PUBLISHED = StepCurve(
 """For workers whose card has no times: the polynomials of Dynamo's published simulator (its mocker)."""
 
 
+def _curve_of(times: StepTimes) -> StepCurve:
+    return StepCurve(times.prefill, times.decode) if times.prefill and times.decode else PUBLISHED
+
+
+def block_ms(card: WorkerCard) -> float:
+    """Return what a block of a prompt takes in full steps of a worker, at pace 1."""
+    tokens = max(1, card.limits.max_num_tokens)
+    return _curve_of(card.step_times).one_step_ms(tokens) / tokens * card.block_size
+
+
 class EngineKind(NamedTuple):
     """What the card of a worker says of its engine."""
 
@@ -139,7 +149,7 @@ class EngineColumns:
         for worker in workers:
             times = worker.card.step_times
             if times not in curves:
-                curves[times] = StepCurve(times.prefill, times.decode) if times.prefill and times.decode else PUBLISHED
+                curves[times] = _curve_of(times)
             curve.append(list(curves).index(times))
         limits = [worker.card.limits for worker in workers]
         step_tokens = [float(max(1, each.max_num_tokens)) for each in limits]

@@ -11,6 +11,8 @@ import numpy as np
 from poolgrid.router.core.batch_planner import BatchPlanner
 from poolgrid.router.core.candidates import (
     EXPECTED_MS,
+    OWN_MS,
+    PACE,
     Candidates,
     Choice,
     Column,
@@ -20,7 +22,7 @@ from poolgrid.router.core.candidates import (
 )
 from poolgrid.router.core.delay import DECODING_WORTH, PromptCost, prompt_cost
 from poolgrid.router.core.engine_times import EngineKind, Engines, FewEngines, uncached_of_few, uncached_tokens
-from poolgrid.router.core.learned_speeds import ARRIVALS_MEMORY_MS, OWN_MS, PACE, LearnedSpeeds
+from poolgrid.router.core.learned_speeds import ARRIVALS_MEMORY_MS, LearnedSpeeds
 from poolgrid.router.core.policy import lowest
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.selector import Selector
@@ -47,8 +49,9 @@ used; from ``UNEVEN`` on the whole of it counts. ``UNNAMED_WORTH`` is for turns 
 FEW_REQUESTS: Final = 1.0 / ARRIVALS_MEMORY_MS
 """What is no share yet: a single request of late."""
 
+UNCACHED_TOKENS: Final = "uncached_tokens"
 TERMS: Final = (
-    "uncached_tokens", EXPECTED_MS, OWN_MS, "joined_ms", "crowding_ms", PACE, "decoding_ms", "again_ms", "next_ms",
+    UNCACHED_TOKENS, EXPECTED_MS, OWN_MS, "joined_ms", "crowding_ms", PACE, "decoding_ms", "again_ms", "next_ms",
 )  # fmt: skip
 
 
@@ -111,7 +114,7 @@ class KvAware:
             costs = costs + behind
             terms["behind_ms"] = behind
         row, reason = lowest(costs, request)
-        forecast = Forecast(*(float(terms[name][row]) for name in (TERMS[0], EXPECTED_MS, OWN_MS, PACE)))
+        forecast = Forecast(*(float(terms[name][row]) for name in (EXPECTED_MS, OWN_MS, PACE, UNCACHED_TOKENS)))
         return Choice(row, reason, costs, terms, forecast)
 
     def estimate(

@@ -22,18 +22,13 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from poolgrid.router.core.candidates import EXPECTED_MS, IndexArray
+from poolgrid.router.core.candidates import IndexArray
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.engine_times import EngineColumns, Engines, FewEngines
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.observers import IsOpen, Observer
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
-
-PACE: Final = "pace"
-OWN_MS: Final = "own_ms"
-"""Terms that choices are learned from, in addition to ``EXPECTED_MS``: the pace used in the estimate, and the time of
-the request's own prompt at pace 1."""
 
 GROUPS_MAX: Final = 64
 """Groups of workers whose card times are kept."""
@@ -182,18 +177,10 @@ class LearnedSpeeds(Observer):
     def on_chosen(
         self, decision: Decision, card: WorkerCard, dispatch_id: str, path: Sequence[int], now_ms: float
     ) -> None:
-        row, forecast = decision.choice.row, decision.choice.forecast
+        forecast = decision.choice.forecast
         if forecast is not None:
             pace = forecast.pace
             self.expect(decision.worker, dispatch_id, forecast.expected_ms / pace, forecast.own_ms, pace, now_ms)
-            return
-        terms = decision.choice.terms
-        expected = terms.get(EXPECTED_MS)
-        if expected is not None:
-            pace = float(terms[PACE][row])
-            self.expect(
-                decision.worker, dispatch_id, float(expected[row]) / pace, float(terms[OWN_MS][row]), pace, now_ms
-            )
 
     def expect(
         self, worker: WorkerKey, dispatch_id: str, unit_ms: float, own_ms: float, pace: float, now_ms: float

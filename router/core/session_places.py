@@ -13,6 +13,7 @@ import msgspec
 
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.engine_times import block_ms
 from poolgrid.router.core.observers import IsOpen, Observer
 from poolgrid.router.core.working_set import Admission, OfferedTurn, SessionKey, WorkingSet
 from poolgrid.wire.card import WorkerCard
@@ -44,6 +45,8 @@ class SessionPlaces(Observer):
         self._turns: dict[tuple[WorkerKey, str], RunningTurn] = {}
         """By worker and dispatch."""
         self._now_ms = 0.0
+        self._block_times: dict[WorkerKey, tuple[WorkerCard, float]] = {}
+        """Of the card of each worker."""
 
     def belongs(self, request: RoutingRequest) -> bool:
         """Return whether a turn never waits behind others: its session or the one that it forked from has a place."""
@@ -61,6 +64,12 @@ class SessionPlaces(Observer):
         prefix = held[-1] if held else 0
         return self.working_set.offer(turn_of(request), workers, len(held), prefix, now_ms, waited_ms)
 
+    def _block_ms(self, worker: WorkerKey, card: WorkerCard) -> float:
+        known = self._block_times.get(worker)
+        if known is None or known[0] is not card:
+            known = self._block_times[worker] = card, block_ms(card)
+        return known[1]
+
     # -- what happens ----------------------------------------------------------------------------------------------
 
     def on_chosen(
@@ -72,7 +81,9 @@ class SessionPlaces(Observer):
         self._now_ms = now_ms
         offered, overlap = turn_of(request), decision.overlap_blocks
         self._turns[worker, dispatch_id] = RunningTurn(offered.session)
-        self.working_set.know(worker, card.limits.total_kv_blocks)
+        blocks, forecast = card.limits.total_kv_blocks, decision.choice.forecast
+        pace = 1.0 if forecast is None else forecast.pace
+        self.working_set.know(worker, blocks, round(blocks * self._block_ms(worker, card) * pace))
         overlap = min(overlap, len(path)) if overlap else 0
         self.working_set.begin(offered, worker, path, overlap, now_ms, decision.queued_ms)
 
@@ -108,6 +119,7 @@ class SessionPlaces(Observer):
 
     def on_left(self, worker: WorkerKey) -> None:
         self.working_set.leave(worker)
+        self._block_times.pop(worker, None)
         self._turns = {key: turn for key, turn in self._turns.items() if key[0] != worker}
 
     def on_snapshot(self, workers: Collection[WorkerKey], is_open: IsOpen) -> None:

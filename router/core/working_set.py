@@ -16,9 +16,12 @@ Rules
     4. Idle residents of a lower priority give way to it. Once it has waited ``AGE_MS``, so does each idle session that
        has been resident that long: sessions without an end take turns.
     5. A subagent belongs to its parent's session: while that is resident, its turns proceed, to a worker with room.
-    6. The lease is the 95th percentile of the pauses up to ``LEASE_MAX_MS``. One lease serves all sessions, because
-       engines evict by last use alone. A session whose last pause was longer has none: a person reads its answers. A
-       new session is taken for what most are, and has none either where most requests are never followed by another.
+    6. The lease is the 95th percentile of the pauses up to ``LEASE_MAX_MS``. It is at most what a worker takes to
+       compute what its running sessions hold, ``RUNNING_SHARE`` of its cache: computing a footprint again delays each
+       of them by its prompt, and keeping it for longer than all these delays costs more turns of others. One lease
+       serves all sessions, because engines evict by last use alone. A session whose last pause was longer than
+       ``LEASE_MAX_MS`` has none: a person reads its answers. A new session is taken for what most are, and has none
+       either where most requests are never followed by another.
     7. At most ``MEMBERS_MAX`` sessions are known. Beyond, the idle one that was used longest ago is forgotten.
     8. While no worker is filled above ``TIGHT_SHARE``, small turns are not looked at.
 
@@ -42,13 +45,15 @@ TIGHT_SHARE: Final = 0.7
 FILL_MAX: Final = 0.95
 """Newcomers leave a twentieth free: residents grow from call to call."""
 
-AGE_MS: Final = 120_000.0
-"""A place changes hands at most this often: a footprint of 60,000 tokens takes 3 to 6 s to compute again, 5 % of it."""
+AGE_MS: Final = 105_000.0
+"""A place changes hands at most this often: a footprint of 60,000 tokens takes 3 to 6 s to compute again, 6 % of it."""
 
 LEASE_START_MS: Final = 10_000.0
 """95.1 % of the pauses of a published agent trace are shorter (vllm-router issue 285)."""
 LEASE_MIN_MS: Final = 2_000.0
 LEASE_MAX_MS: Final = 60_000.0
+RUNNING_SHARE: Final = 0.5
+"""What is taken to be of turns that run: agents of a published trace pause less than half of their time."""
 LEASE_QUANTILE: Final = 0.95
 LEASE_STEP: Final = 0.05
 """A pause above the lease lengthens it by about 5 %, one below shortens it by 0.25 %."""
@@ -91,6 +96,8 @@ class CacheRoom(msgspec.Struct, eq=False):
     """The blocks of one worker."""
 
     capacity: int
+    refill_ms: int
+    """What computing so many blocks takes."""
     used: int = 0
     """By residents."""
     is_tight: bool = False
@@ -138,9 +145,8 @@ class WorkingSet:
         """Capacity of the smallest worker."""
         self._tight = 0
         """Workers that are filled above ``TIGHT_SHARE``."""
-        self.counts_cached = True
-        """Whether a session asks for room for blocks that a worker holds and no resident counts; not in recordings of
-        earlier versions."""
+        self._refill_ms = 0
+        """Sum over the workers."""
         self.changes = 0
         """Grows when room may have come: a turn that waits is offered again then, or at ``next_ms``."""
         self._running: dict[SessionKey, Member] = {}
@@ -151,16 +157,17 @@ class WorkingSet:
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
-    def know(self, worker: WorkerKey, blocks: int) -> None:
-        """Take note that a worker has room for so many blocks."""
+    def know(self, worker: WorkerKey, blocks: int, refill_ms: int) -> None:
+        """Take note that a worker has room for so many blocks, and would compute them within ``refill_ms``."""
         room = self._rooms.get(worker)
         if room is None:
-            self._rooms[worker] = CacheRoom(blocks)
-        elif room.capacity == blocks:
-            return
-        else:
+            room = self._rooms[worker] = CacheRoom(blocks, 0)
+            self._least = min(each.capacity for each in self._rooms.values())
+        elif room.capacity != blocks:
             room.capacity = blocks
-        self._least = min(room.capacity for room in self._rooms.values())
+            self._least = min(each.capacity for each in self._rooms.values())
+        self._refill_ms += refill_ms - room.refill_ms
+        room.refill_ms = refill_ms
 
     def clear(self, worker: WorkerKey) -> None:
         """Forget what a worker held for sessions that do not run: its cache was emptied."""
@@ -173,6 +180,7 @@ class WorkingSet:
         if left is None:
             return
         self._least = min((room.capacity for room in self._rooms.values()), default=0)
+        self._refill_ms -= left.refill_ms
         self._tight -= left.is_tight
         self.changes += 1
         for members in (self._running, self._idle, self._away):
@@ -181,6 +189,13 @@ class WorkingSet:
 
     def workers(self) -> set[WorkerKey]:
         return set(self._rooms)
+
+    @property
+    def held_ms(self) -> float:
+        """Return how long an idle session keeps its place now."""
+        if not self._rooms:
+            return self.lease_ms
+        return min(self.lease_ms, RUNNING_SHARE * self._refill_ms / len(self._rooms))
 
     # -- turns -----------------------------------------------------------------------------------------------------
 
@@ -224,7 +239,7 @@ class WorkingSet:
 
         def missing_in(room: CacheRoom) -> int:
             """Return the blocks that it lacks on a worker: it would add there what ``begin`` counts."""
-            is_counted = room is home or prefix in room.shared or not self.counts_cached
+            is_counted = room is home or prefix in room.shared
             return _missing(room, turn.blocks - common if is_counted else turn.blocks)
 
         crowded: list[WorkerKey] = []
@@ -248,7 +263,7 @@ class WorkingSet:
         return Admission(chosen is not None, others, tuple(displaced))
 
     def next_ms(self) -> float:
-        return next(iter(self._idle.values())).used_ms + self.lease_ms if self._idle else math.inf
+        return next(iter(self._idle.values())).used_ms + self.held_ms if self._idle else math.inf
 
     def begin(
         self,
@@ -331,7 +346,9 @@ class WorkingSet:
             for members in (self._running, self._idle, self._away)
             for session, member in members.items()
         ]  # fmt: skip
-        capacity = [(worker.worker_id, worker.dp_rank, room.capacity) for worker, room in self._rooms.items()]
+        capacity = [
+            (worker.worker_id, worker.dp_rank, room.capacity, room.refill_ms) for worker, room in self._rooms.items()
+        ]
         return {
             "members": members,
             "capacity": capacity,
@@ -342,8 +359,8 @@ class WorkingSet:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from what ``checkpoint`` returned, as msgpack decodes it; nothing may be known before."""
         self.lease_ms, (self.slow_share, self.return_share) = state["lease_ms"], state["shares"]
-        for worker_id, rank, blocks in state["capacity"]:
-            self.know(WorkerKey(WorkerId(worker_id), rank), blocks)
+        for worker_id, rank, blocks, refill_ms in state["capacity"]:
+            self.know(WorkerKey(WorkerId(worker_id), rank), blocks, refill_ms)
         for tenant, name, worker_id, rank, priority, parent, is_slow, *counts in state["members"]:
             key = WorkerKey(WorkerId(worker_id), rank)
             of = None if parent is None else (parent[0], parent[1])
@@ -362,9 +379,7 @@ class WorkingSet:
     def _found(self, member: Member, path: Sequence[int], overlap: int) -> None:
         """Take what a worker holds of a session's first prompt there for what others have brought."""
         parent = self._member(member.parent) if member.parent else None
-        is_counted = parent is not None and parent.worker == member.worker
-        if parent is not None and self.counts_cached:
-            is_counted = is_counted and parent.is_resident
+        is_counted = parent is not None and parent.is_resident and parent.worker == member.worker
         member.common = overlap
         member.prefix = path[overlap - 1] if overlap and not is_counted else 0
 
@@ -408,7 +423,7 @@ class WorkingSet:
         self.lease_ms = min(LEASE_MAX_MS, max(LEASE_MIN_MS, self.lease_ms * (1.0 + factor)))
 
     def _expire(self, now_ms: float) -> None:
-        due_ms = now_ms - self.lease_ms
+        due_ms = now_ms - self.held_ms
         while self._idle:
             session, member = next(iter(self._idle.items()))
             if member.used_ms >= due_ms:

@@ -35,18 +35,15 @@ DECISIONS = SegmentKind(
 COMPRESSION_LEVEL = 1
 """zlib's quickest: columns are mostly small integers as floats, which it shrinks to a fifth."""
 
-INPUTS_VERSION = 8
+INPUTS_VERSION = 9
 """Which inputs a router's state is made of, and what they mean: higher than what a reader knows, it cannot replay.
 
 A kind of input more, or one that does something else to the state, is a new version. An entry that no decision depends
 on, or a trailing field that may be missing, is none.
 """
 
-OLDEST_INPUTS_VERSION = 7
+OLDEST_INPUTS_VERSION = 9
 """Of poolgrid 0.1.0, the first release; recordings of programs before it are refused."""
-
-CACHED_BLOCKS_VERSION = 8
-"""From this on sessions ask for room for blocks that a worker holds and no resident session counts."""
 
 _FEATURE_COLUMNS = ("prefill_tokens", "active_blocks", "requests", "device_overlap", "host_overlap", "disk_overlap")
 _MASK = 2**64 - 1

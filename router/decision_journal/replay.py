@@ -30,7 +30,6 @@ from poolgrid.router.core.policy import Policy
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.decision_journal.checkpoints import restore
 from poolgrid.router.decision_journal.entries import (
-    CACHED_BLOCKS_VERSION,
     INPUTS_VERSION,
     OLDEST_INPUTS_VERSION,
     Checkpoint,
@@ -184,7 +183,6 @@ class DecisionReplay:
         noted = self._noted
         assert noted is not None, "a checkpoint without settings before it"
         state = make_state(settings_of(noted), self._make_policy(noted))
-        state.sessions.working_set.counts_cached = noted.inputs_version >= CACHED_BLOCKS_VERSION
         if self._watcher is not None:
             self._watcher.begin(state)
         return state

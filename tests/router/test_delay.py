@@ -31,7 +31,7 @@ def cost(
 
 
 def test_idle_worker_costs_the_computation_for_the_request_and_for_the_next_one() -> None:
-    assert cost(501.0) == PromptCost(501.0, 60.0, 60.0, 1.0)
+    assert cost(501.0) == PromptCost(60.0, 60.0, 1.0, 501.0)
 
 
 def test_streams_of_a_busy_worker_are_delayed_by_what_the_prompt_adds_to_their_steps() -> None:

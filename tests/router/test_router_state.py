@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from poolgrid.consolidator.journal.posix_disk import ReadOnlyDirectory
 from poolgrid.router.core import projection as projection_module
-from poolgrid.router.core import router_state
+from poolgrid.router.core import router_state, working_set
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (
     Booked,
@@ -233,7 +233,11 @@ def test_a_router_whose_ledger_was_full_is_replayed_with_a_ledger_as_small() -> 
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_every_admission_of_a_session_is_derived_again_also_from_a_checkpoint(seed: int) -> None:
+def test_every_admission_of_a_session_is_derived_again_also_from_a_checkpoint(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(working_set, "RUNNING_SHARE", 1e4)  # caches as small as here are computed again at once
+
     async def run() -> RecordedRouter:
         router = RecordedRouter(seed=seed, kv_blocks=12, churn=0.5, segment_bytes=30_000, worker_queue_factor=100)
         for name in NAMES:

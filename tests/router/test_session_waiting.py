@@ -13,6 +13,7 @@ import pytest
 from poolgrid.inference.inference_request import InferenceRequest, SessionHint
 from poolgrid.inference.ports import Refused
 from poolgrid.router.choosing import CROWDED
+from poolgrid.router.core import working_set
 from poolgrid.router.http_api import waiting_row
 from poolgrid.wire.card import WorkerLimits
 from poolgrid.wire.events import RequestFinished, RequestStarted, WorkerJoined, WorkerLeft
@@ -27,6 +28,12 @@ A, B = WorkerKey(WorkerId("a")), WorkerKey(WorkerId("b"))
 AT_A, AT_B = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"
 LIMITS = WorkerLimits(1000, 1024, 100, 100_000)
 """100 blocks of 16 tokens."""
+
+
+@pytest.fixture(autouse=True)
+def slow_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small the caches are: places are kept as long as pauses last."""
+    monkeypatch.setattr(working_set, "RUNNING_SHARE", 1e6)
 
 
 def join(router: Routed, worker: WorkerKey = A, endpoint: str = AT_A) -> None:

@@ -21,6 +21,8 @@ from poolgrid.wire.identifiers import WorkerId, WorkerKey
 
 A, B = WorkerKey(WorkerId("a")), WorkerKey(WorkerId("b"))
 BLOCKS = 1000
+REFILL_MS = 600_000
+"""So slow to compute that pauses alone decide how long a place is kept."""
 
 
 def turn(name: str, blocks: int = 400, priority: int = 0, parent: str = "") -> OfferedTurn:
@@ -29,7 +31,7 @@ def turn(name: str, blocks: int = 400, priority: int = 0, parent: str = "") -> O
 
 def one_worker() -> WorkingSet:
     places = WorkingSet()
-    places.know(A, BLOCKS)
+    places.know(A, BLOCKS, REFILL_MS)
     return places
 
 
@@ -113,7 +115,7 @@ def test_a_session_that_comes_back_needs_room_for_what_the_worker_held_before_it
 
 def test_a_subagent_needs_no_room_at_its_parents_worker_for_what_its_parent_counts() -> None:
     places = one_worker()
-    places.know(B, BLOCKS)
+    places.know(B, BLOCKS, REFILL_MS)
     run(places, turn("parent", 400))
 
     assert offer(places, turn("child", 900, parent="parent"), common=400) == Admission(True)
@@ -130,16 +132,25 @@ def test_blocks_of_a_parent_without_a_place_count_for_its_subagent() -> None:
     assert places._rooms[A].used == 400 + 420
 
 
-def test_a_recording_of_an_earlier_version_takes_cached_blocks_for_those_of_others() -> None:
-    places = restarted()
-    places.counts_cached = False
+def test_a_session_keeps_its_place_no_longer_than_its_worker_takes_to_compute_half_of_its_cache() -> None:
+    places = one_worker()
+    for name in ("one", "two"):
+        run(places, turn(name))
+    places.know(A, BLOCKS, 8_000)
 
-    assert offer(places, turn("three"), common=390).admitted
+    assert places.held_ms == 4_000.0
+    assert not offer(places, turn("three"), 4_000.0).admitted
+    assert offer(places, turn("three"), 4_001.0).admitted
+
+    places.know(B, BLOCKS, 12_000)
+    assert places.held_ms == 5_000.0, "of all workers in the mean"
+    places.leave(A)
+    assert places.held_ms == 6_000.0
 
 
 def test_a_crowded_worker_is_left_alone_where_another_has_room() -> None:
     places = one_worker()
-    places.know(B, BLOCKS)
+    places.know(B, BLOCKS, REFILL_MS)
     run(places, turn("one", 900))
 
     assert offer(places, turn("two")) == Admission(True, (A,))
@@ -237,14 +248,14 @@ def test_a_worker_that_left_holds_nothing() -> None:
     places.begin(turn("one", 900), A, [], 0, 0.0)
     places.leave(A)
     places.end((1, "one"), None, 1.0)
-    places.know(A, BLOCKS)
+    places.know(A, BLOCKS, REFILL_MS)
 
     assert offer(places, turn("two", 900), 2.0).admitted
 
 
 def test_at_most_so_many_sessions_are_known() -> None:
     places = WorkingSet(members_max=10)
-    places.know(A, 10**6)
+    places.know(A, 10**6, REFILL_MS)
     for number in range(50):
         run(places, turn(f"{number}"), float(number))
 
@@ -273,7 +284,7 @@ Deed = tuple[str, int, int, float]
 )
 def test_places_add_up_to_what_members_hold_and_newcomers_never_overfill(deeds: list[Deed]) -> None:
     places = one_worker()
-    places.know(B, BLOCKS)
+    places.know(B, BLOCKS, REFILL_MS)
     now_ms = 0.0
     running: list[tuple[int, str]] = []
     for name, blocks, kind, pause_ms in deeds:
@@ -306,7 +317,7 @@ def test_places_add_up_to_what_members_hold_and_newcomers_never_overfill(deeds: 
 @pytest.mark.parametrize("is_aged", [False, True])
 def test_the_fewest_sessions_give_way(is_aged: bool) -> None:
     places = one_worker()
-    places.know(B, BLOCKS)
+    places.know(B, BLOCKS, REFILL_MS)
     for name in ("one", "two"):
         run(places, turn(name, 450), worker=A)
     run(places, turn("three", 900), worker=B)

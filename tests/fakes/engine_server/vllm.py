@@ -87,6 +87,8 @@ class Faults:
     """The connection ends after so many tokens."""
     stalls_after: deque[int] = field(default_factory=deque)
     """Nothing more comes after so many tokens."""
+    holds: deque[asyncio.Event] = field(default_factory=deque)
+    """Nothing is computed before it is set."""
 
 
 @dataclass
@@ -126,6 +128,8 @@ class Options:
     health_s: float = 0.0
     """How long ``/health`` takes to answer."""
     kv_connector: bool = False
+    backoff_tokens: int = 0
+    """How many of a prompt's last tokens a prefill leg does not compute: 1 with state-space layers."""
     scale_out: bool = False
     """``--enable-scale-out``: ``/inference/v1/generate`` is there."""
     content_parts: bool = True
@@ -173,7 +177,8 @@ class VllmServer:
         self._http = HttpServer(self._handle)
         self._endpoints: list[tuple[str, str]] = []
         self._outbox: list[tuple[int, dict[str, Any]]] = []
-        self._transfers: dict[str, list[int]] = {}
+        self.died = False
+        """Its engine has ended by an assertion: nothing is served any more."""
 
     @property
     def url(self) -> str:
@@ -358,6 +363,10 @@ class VllmServer:
             return
         options = self.options
         prompt, count = body["prompt"], body["max_tokens"]
+        if self.died:
+            error = {"message": "EngineCore encountered an issue.", "type": "InternalServerError", "code": 500}
+            await reply.whole(500, {"error": error})
+            return
         if len(prompt) + count > options.max_model_len:
             message = f"This model's maximum context length is {options.max_model_len} tokens."
             await reply.whole(400, {"error": {"message": message, "type": "BadRequestError", "code": 400}})
@@ -372,6 +381,8 @@ class VllmServer:
         self.counts.update(prefix_cache_queries=len(prompt), prefix_cache_hits=cached, request_success=1)
         self.running += 1
         try:
+            if self.faults.holds:
+                await self.faults.holds.popleft().wait()
             if options.prefill_tokens_per_s:
                 async with self._prefilling:
                     await asyncio.sleep((len(prompt) - cached) / options.prefill_tokens_per_s)
@@ -391,12 +402,24 @@ class VllmServer:
         stall_after = self.faults.stalls_after.popleft() if self.faults.stalls_after else None
         params = body.get("kv_transfer_params") or {}
         left: dict[str, Any] | None = None
+        blocks = -(-prompt_tokens // options.block_size)
+        strange: list[int] = []
+        if params.get("do_remote_prefill"):
+            # What it lacks it fetches, the last block first; then it computes the last token again, and no other.
+            if blocks - cached // options.block_size > max(map(len, params["remote_block_ids"])):
+                self.died = True
+                raise Cut
+            strange = [1] * (prompt_tokens - 1 > max(cached, params["remote_num_tokens"]))
+        elif params.get("do_remote_decode") and options.backoff_tokens:
+            prompt_tokens -= options.backoff_tokens
+            del sequence.tokens[prompt_tokens:]
         if params.get("do_remote_decode") and options.kv_connector:
             left = {
                 "do_remote_prefill": True,
                 "do_remote_decode": False,
                 "remote_engine_id": f"engine-{self._http.port}",
-                "remote_block_ids": [1, 2],
+                "remote_block_ids": [list(range(1, 1 + blocks))],
+                "remote_num_tokens": prompt_tokens,
                 "remote_host": "127.0.0.1",
                 "remote_port": 5600,
             }
@@ -408,7 +431,7 @@ class VllmServer:
         for number in range(count):
             await asyncio.sleep(options.step_s)
             self.caches[rank].fill(sequence, len(sequence.tokens))
-            token = next_token(sequence.tokens)
+            token = next_token(sequence.tokens + strange)
             sequence.tokens.append(token)
             made.append(token)
             pending.append(token)

@@ -6,6 +6,7 @@ All of it is real but the servers: ours, which follow the published protocols. I
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -24,13 +25,16 @@ from poolgrid.router import bootstrap as router
 from poolgrid.router.settings import RouterSettings
 from poolgrid.workers import bootstrap as worker
 from poolgrid.workers.engines.registry import engine_definition
+from tests.fakes.engine_server.http import Reply
 from tests.fakes.engine_server.sglang import SglangServer
 from tests.fakes.engine_server.trtllm_serve import TrtllmServe
 from tests.fakes.engine_server.vllm import Options, VllmServer, answer_of
 from tests.workers.fakes import PATIENCE_S
 
 BLOCK = 16
-PROMPTS = [list(range(1000 + 100 * number, 1060 + 100 * number)) for number in range(6)]
+LENGTHS = (60, 63, 64, 65, 17, 60)
+"""About whole blocks: a decode server of vLLM has no place for the first token after one that is full."""
+PROMPTS = [list(range(1000 + 100 * number, 1000 + 100 * number + length)) for number, length in enumerate(LENGTHS)]
 OUTPUT_TOKENS = 7
 
 Servers = Callable[[zmq.asyncio.Context], tuple[VllmServer, VllmServer]]
@@ -57,18 +61,23 @@ class Pool:
     decode: VllmServer
     client: httpx.AsyncClient
 
-    async def ask(self, number: int) -> list[str]:
+    async def ask(self, number: int, tokens: int = OUTPUT_TOKENS) -> list[str]:
         """Ask for one answer, which must be the undisturbed one; return what was done, by whom."""
-        body = {"model": "tiny", "prompt": PROMPTS[number], "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
+        body = {"model": "tiny", "prompt": PROMPTS[number], "max_tokens": tokens, "ignore_eos": True}
         name = {"x-request-id": f"legs-{number}"}
         answer = await self.client.post(f"{self.url}/v1/completions", json=body, headers=name, timeout=PATIENCE_S)
         assert answer.status_code == 200, answer.text
-        undisturbed = Tokenizer.from_file(str(TINY_MODEL_PATH / "tokenizer.json")).decode(
-            answer_of(PROMPTS[number], OUTPUT_TOKENS)
-        )
-        assert answer.json()["choices"][0]["text"] == undisturbed
+        assert answer.json()["choices"][0]["text"] == undisturbed(number, tokens)
+        assert answer.json()["usage"]["completion_tokens"] == tokens
         decision = (await self.client.get(f"{self.url}/v1/decisions/legs-{number}")).json()
         return [f"{each['stage']} on {each['worker'].partition('/')[0]}" for each in decision["attempts"]]
+
+
+def undisturbed(number: int, tokens: int = OUTPUT_TOKENS) -> str:
+    """Return the text of an answer that one server gives alone."""
+    tokenizer = Tokenizer.from_file(str(TINY_MODEL_PATH / "tokenizer.json"))
+    text: str = tokenizer.decode(answer_of(PROMPTS[number], tokens))
+    return text
 
 
 @asynccontextmanager
@@ -152,6 +161,66 @@ async def test_a_prompt_is_computed_on_one_server_and_answered_on_another(engine
         assert await pool.ask(5) == ["whole on decode"]
 
 
+async def test_a_client_of_vllm_has_the_first_token_before_the_decode_server_has_the_prompt() -> None:
+    async with pool_of("vllm", of_vllm) as pool:
+        transferred = asyncio.Event()
+        pool.decode.faults.holds.append(transferred)
+        body = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
+        body.update(stream=True, logprobs=1)
+        came: list[dict[str, Any]] = []
+        asking = pool.client.stream("POST", f"{pool.url}/v1/completions", json=body, timeout=PATIENCE_S)
+        async with asking as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    came += json.loads(line.removeprefix("data: "))["choices"]
+                    if came and not transferred.is_set():
+                        transferred.set()
+        assert not pool.decode.faults.holds
+        texts = [token for each in came if each["logprobs"] for token in each["logprobs"]["tokens"]]
+        values = [value for each in came if each["logprobs"] for value in each["logprobs"]["token_logprobs"]]
+        assert (len(texts), values) == (OUTPUT_TOKENS, [-0.25] * OUTPUT_TOKENS)
+        assert "".join(each["text"] for each in came) == undisturbed(0)
+
+
+LEGS = ["prefill on prefill", "decode on decode"]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["within a block", "up to its last place", "a full block"])
+@pytest.mark.parametrize("fault", ["no room for the KV", "no transfer", "error at once", "cut", "cut later"])
+async def test_a_decode_server_of_vllm_that_fails_after_the_first_token_costs_no_token(fault: str, number: int) -> None:
+    async with pool_of("vllm", of_vllm) as pool:
+        faults = pool.decode.faults
+        if fault == "no room for the KV":
+            faults.statuses.append((500, {"error": {"message": "Internal server error", "code": 500}}))
+        elif fault == "no transfer":
+            faults.scripts.append(failed_transfer)
+        elif fault == "error at once":
+            faults.errors_after.append(1)
+        else:
+            faults.cuts_after.append(1 if fault == "cut" else 4)
+        assert await pool.ask(number) == LEGS * 2
+        first, then = (list(each["prompt"]) for each in pool.prefill.bodies)
+        # What is out is prompt to the legs that follow.
+        out = len(then) - len(first)
+        assert then == first + answer_of(first, out)
+        assert out >= (len(first) % BLOCK > 0)
+
+
+async def failed_transfer(reply: Reply) -> None:
+    """Answer as vLLM 0.32 does when NIXL could not fetch the KV."""
+    await reply.begin()
+    await reply.event({"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}})
+    await reply.event(b"[DONE]")
+    await reply.end()
+
+
+async def test_the_last_token_after_a_failed_decode_leg_needs_none() -> None:
+    async with pool_of("vllm", of_vllm) as pool:
+        pool.decode.faults.scripts.append(failed_transfer)
+        assert await pool.ask(0, 2) == [*LEGS, "prefill on prefill"]
+        assert "kv_transfer_params" not in pool.prefill.bodies[1]
+
+
 def by_prompt(server: VllmServer) -> list[dict[str, Any]]:
     """What a server was asked, in the order of the prompts."""
     return sorted(server.bodies, key=lambda body: (body.get("prompt") or body["input_ids"])[0])
@@ -164,7 +233,9 @@ def agrees(engine: str, first: dict[str, Any], then: dict[str, Any], prefill: Vl
         assert first["kv_transfer_params"]["do_remote_decode"]
         given = then["kv_transfer_params"]
         assert given["do_remote_prefill"]
-        assert (given["remote_engine_id"], given["remote_block_ids"]) == (f"engine-{prefill.url[-5:]}", [1, 2])
+        assert given["remote_engine_id"] == f"engine-{prefill.url[-5:]}"
+        out = answer_of(first["prompt"], 1) if len(first["prompt"]) % BLOCK else []
+        assert (then["prompt"], then["max_tokens"]) == (first["prompt"] + out, OUTPUT_TOKENS - len(out))
     elif engine == "sglang":
         assert first["bootstrap_room"] == then["bootstrap_room"]
         assert (first["bootstrap_host"], first["bootstrap_port"]) == (then["bootstrap_host"], then["bootstrap_port"])

@@ -19,9 +19,10 @@ from poolgrid.wire.requests import (
     RefusalKind,
     Routing,
     Sampling,
+    TokenLogprobs,
 )
 from poolgrid.wire.trace_context import TraceContext
-from poolgrid.workers.core.refusal import RefusedError, UnableError
+from poolgrid.workers.core.refusal import BrokenError, RefusedError, UnableError
 from poolgrid.workers.engines.server.core.calls import ServerAnswerPiece
 from poolgrid.workers.engines.server.core.openai_words import refusal_of, retry_after_ms
 from poolgrid.workers.engines.server.dialects.vllm import VllmDialect
@@ -247,3 +248,131 @@ def test_other_statuses_have_a_kind_and_only_messages_for_clients_reach_them(
 )
 def test_retry_after_is_seconds_or_a_date_and_bounded(value: str, pause_ms: int | None) -> None:
     assert retry_after_ms(value, now_s=1000.0) == pause_ms
+
+
+PLACED = VllmDialect("m", block_size=4)
+
+
+def left_of(
+    tokens: list[int], kept_tokens: int, blocks: list[list[int]], asking: Generate | None = None, **choice: Any
+) -> ServerAnswerPiece:
+    """What a prefill leg comes to whose server gave these tokens and kept so much."""
+    params = {"remote_num_tokens": kept_tokens, "remote_block_ids": blocks, "remote_host": "gpu1"}
+    whole = {"choices": [{"token_ids": tokens, "finish_reason": "length", **choice}], "kv_transfer_params": params}
+    call = PLACED.call(asking or request(stage=Stage.PREFILL))
+    piece = call.read(json.dumps(whole).encode())
+    assert piece is not None
+    return piece
+
+
+def after(left: ServerAnswerPiece, **sampling: Any) -> Generate:
+    """The decode leg of a prefill leg."""
+    return msgspec.structs.replace(request(stage=Stage.DECODE, **sampling), disaggregated_params=left.params)
+
+
+def test_a_prefill_leg_gives_its_token_out_and_the_decode_leg_continues_after_it() -> None:
+    left = left_of([8], 3, [[1]])
+    assert (left.tokens, left.finish) == ([8], FinishReason.PREFILLED)
+
+    call = PLACED.call(after(left, min_tokens=3))
+    body = json.loads(call.body)
+    assert (body["prompt"], body["max_tokens"], body["min_tokens"]) == ([5, 6, 7, 8], 8, 2)
+    assert body["kv_transfer_params"] == {"remote_num_tokens": 3, "remote_block_ids": [[1]], "remote_host": "gpu1"}
+    assert asked(after(left, max_tokens=2), PLACED)["max_tokens"] == 1
+    # The router takes the first token for the one that it has, as it does with every engine.
+    assert call.read(b'{"choices":[{"token_ids":[],"finish_reason":null}]}').tokens == []  # type: ignore[union-attr]
+    assert call.read(b'{"choices":[{"token_ids":[9],"finish_reason":null}]}').tokens == [8, 9]  # type: ignore[union-attr]
+    assert call.read(b'{"choices":[{"token_ids":[3],"finish_reason":"stop"}]}').tokens == [3]  # type: ignore[union-attr]
+
+
+def test_an_answer_that_ends_right_after_its_first_token_has_it() -> None:
+    piece = PLACED.call(after(left_of([8], 3, [[1]]))).read(b'{"choices":[{"token_ids":[],"finish_reason":"stop"}]}')
+    assert piece is not None
+    assert (piece.tokens, piece.finish) == ([8], FinishReason.STOP)
+
+
+def test_the_first_token_keeps_its_log_probabilities() -> None:
+    said = {"tokens": ["token_id:8"], "token_logprobs": [-0.5], "top_logprobs": [{"token_id:8": -0.5}]}
+    asking = request(stage=Stage.PREFILL, logprobs=1)
+    left = left_of([8], 3, [[1]], asking, logprobs=said)
+    call = PLACED.call(after(left, logprobs=1))
+    said = {"tokens": ["token_id:9"], "token_logprobs": [-0.25], "top_logprobs": [{"token_id:9": -0.25}]}
+    piece = call.read(json.dumps({"choices": [{"token_ids": [9], "logprobs": said}]}).encode())
+    assert piece is not None
+    first = TokenLogprobs(8, -0.5, ((8, -0.5),))
+    assert left.logprobs == (first,)
+    assert (piece.tokens, piece.logprobs) == ([8, 9], (first, TokenLogprobs(9, -0.25, ((9, -0.25),))))
+    # A server that keeps them to itself leaves the token out: what follows would not go with what is said of it.
+    assert left_of([8], 3, [[1]], asking).tokens == []
+
+
+@pytest.mark.parametrize(
+    ("left", "why"),
+    [
+        (left_of([8], 3, []), "no block"),
+        (left_of([8], 3, [[]]), "no block of the only group"),
+        (left_of([8], 4, [[1]]), "more tokens than the prompt has"),
+        (left_of([8], 2, [[1]]), "a state that stops short of the prompt's end"),
+        (left_of([8, 9], 3, [[1]]), "two tokens"),
+        (left_of([8], 3, "abc"), "no blocks"),  # type: ignore[arg-type]
+    ],
+)
+def test_kv_without_room_or_end_leaves_the_token_to_the_decode_leg(left: ServerAnswerPiece, why: str) -> None:
+    assert (left.tokens, left.finish) == ([], FinishReason.PREFILLED), why
+    assert asked(after(left), PLACED)["prompt"] == [5, 6, 7], why
+
+
+def test_a_prompt_of_whole_blocks_leaves_the_token_to_the_decode_leg() -> None:
+    for block_size, gives in ((3, False), (1, False), (4, True), (0, False)):
+        blocks = [list(range(-(-3 // (block_size or 16))))]
+        params = {"remote_num_tokens": 3, "remote_block_ids": blocks}
+        whole = {"choices": [{"token_ids": [8], "finish_reason": "length"}], "kv_transfer_params": params}
+        piece = (
+            VllmDialect("m", block_size=block_size).call(request(stage=Stage.PREFILL)).read(json.dumps(whole).encode())
+        )
+        assert piece is not None
+        assert piece.tokens == [8] * gives
+
+
+@pytest.mark.parametrize(("length", "groups", "gives"), [(16, 1, True), (16, 2, False), (17, 2, True)])
+def test_groups_of_layers_may_have_smaller_blocks_that_are_full(length: int, groups: int, gives: bool) -> None:
+    dialect = VllmDialect("m", block_size=32)
+    asking = msgspec.structs.replace(request(stage=Stage.PREFILL), token_ids=pack_tokens(range(length)))
+    params = {"remote_num_tokens": length, "remote_block_ids": [[1]] * groups}
+    whole = {"choices": [{"token_ids": [8], "finish_reason": "length"}], "kv_transfer_params": params}
+    piece = dialect.call(asking).read(json.dumps(whole).encode())
+    assert piece is not None
+    assert piece.tokens == [8] * gives
+
+
+@pytest.mark.parametrize(
+    ("sampling", "gives"),
+    [
+        ({"guided_regex": "a+"}, False),
+        ({"frequency_penalty": 0.5}, False),
+        ({"presence_penalty": -0.5}, False),
+        ({"prompt_logprobs": 0}, False),
+        ({"seed": 3}, False),
+        ({"seed": 3, "temperature": 0.5}, False),
+        ({"seed": 3, "temperature": 0.0}, True),
+        ({"frequency_penalty": 0.0, "presence_penalty": 0.0}, True),
+        ({"repetition_penalty": 1.5, "min_tokens": 4, "temperature": 1.0, "logit_bias": {7: 2.0}}, True),
+    ],
+)
+def test_what_would_notice_the_seam_has_its_first_token_from_the_decode_leg(
+    sampling: dict[str, Any], gives: bool
+) -> None:
+    assert left_of([8], 3, [[1]], request(stage=Stage.PREFILL, **sampling)).tokens == [8] * gives
+
+
+def test_a_prefill_leg_that_ends_the_answer_keeps_nothing() -> None:
+    piece = left_of([2], 3, [[1]], finish_reason="stop")
+    assert (piece.tokens, piece.finish, piece.params) == ([2], FinishReason.STOP, None)
+    # Of one token there is nothing to continue.
+    assert "kv_transfer_params" not in asked(request(stage=Stage.PREFILL, max_tokens=1))
+
+
+def test_a_first_token_that_is_none_is_the_prefill_legs_fault() -> None:
+    for said in (b'{"first_token":"8"}', b'{"first_token":[-1]}', b'{"first_token":[1.5]}', b'{"first_token":[]}'):
+        with pytest.raises(BrokenError, match="first token of the prefill leg"):
+            PLACED.call(msgspec.structs.replace(request(stage=Stage.DECODE), disaggregated_params=said))

@@ -189,10 +189,14 @@ async def test_without_events_a_worker_serves_and_says_what_to_set(
     assert said in caplog.text
 
 
-async def test_prompt_and_output_on_two_servers_of_their_own() -> None:
-    prompt = list(range(40, 60))
+@pytest.mark.parametrize(
+    ("length", "backoff_tokens", "gives"), [(19, 0, True), (20, 0, False), (21, 0, True), (22, 1, False)]
+)
+async def test_prompt_and_output_on_two_servers_of_their_own(length: int, backoff_tokens: int, gives: bool) -> None:
+    prompt = list(range(40, 40 + length))
+    answer = answer_of(prompt, 5)
     async with (
-        engine_server(Options(kv_connector=True)) as first,
+        engine_server(Options(kv_connector=True, backoff_tokens=backoff_tokens)) as first,
         worker_before(first, role="prefill") as prefill,
         engine_server() as second,
         worker_before(second, role="decode") as decode,
@@ -201,13 +205,16 @@ async def test_prompt_and_output_on_two_servers_of_their_own() -> None:
         await prefill.router.send(leg)
         await prefill.router.until_finished("r")
         left = prefill.router.last("r")
-        assert (left.finish_reason, left.token_ids) == (FinishReason.PREFILLED, b"")
+        # A prompt of whole blocks has no room for the token, and a state that stops short of its end no place.
+        assert (left.finish_reason, left.token_ids) == (FinishReason.PREFILLED, pack_tokens(answer[:gives]))
         assert first.bodies[0]["kv_transfer_params"]["do_remote_decode"]
         assert (first.bodies[0]["stream"], first.bodies[0]["max_tokens"]) == (False, 1)
         await decode.router.send(decode_leg(leg, left))
         await decode.router.until_finished("r")
-        assert decode.router.output("r") == pack_tokens(answer_of(prompt, 5))
-        assert second.bodies[0]["kv_transfer_params"]["remote_block_ids"] == [1, 2]
+        assert decode.router.output("r") == pack_tokens(answer)
+        assert second.bodies[0]["prompt"] == prompt + answer[:gives]
+        assert len(second.bodies[0]["kv_transfer_params"]["remote_block_ids"][0]) == -(-length // 4)
+        assert not second.died
         await prefill.router.send(Cancel("r"))
         await prefill.consolidator.until(
             lambda journal: any(

@@ -22,6 +22,7 @@ from itertools import count, islice
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.candidates import EXPECTED_MS, RoutingRequest
 from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.engine_times import block_ms
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES, LoadLedger
 from poolgrid.router.core.policy import HELD_MAX, HOLD_LIMIT_MS, PLANNED_MAX, Policy
@@ -201,7 +202,8 @@ class SimulatedPool:
             )
             self._tell(number, 0.0, [WorkerJoined(card)])
             if line is not None:
-                line.working_set.know(self._keys[number], limits.total_kv_blocks)
+                blocks = limits.total_kv_blocks
+                line.working_set.know(self._keys[number], blocks, round(blocks * block_ms(card)))
         self._deliver(float("inf"))
 
     def run(self, on_progress: Callable[[int], None] = lambda _: None) -> RunResult:

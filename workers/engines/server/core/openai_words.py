@@ -296,8 +296,30 @@ def left_for(request: Generate, title: str, form: type[T]) -> T:
         raise BrokenError(f"the KV of the prefill leg is not {title}'s: {error}") from None
 
 
-def leave(piece: ServerAnswerPiece, params: dict[str, Any] | None, title: str, field: str, needs: str) -> None:
-    """End a prefill leg with ``params``, which the server gave as ``field``; without any it ``needs`` an option."""
+def is_seamless(sampling: Sampling) -> bool:
+    """Return whether an answer that continues after its first token as after a prompt is the same as one that did not
+    stop: nothing looks back at the output but for its length."""
+    return not (
+        sampling.guide
+        or sampling.frequency_penalty
+        or sampling.presence_penalty
+        or sampling.prompt_logprobs is not None
+        or (sampling.seed is not None and sampling.temperature != 0)  # the random numbers would begin again
+    )
+
+
+def leave(
+    piece: ServerAnswerPiece,
+    params: dict[str, Any] | None,
+    title: str,
+    field: str,
+    needs: str,
+    gives_token: bool = False,
+) -> None:
+    """End a prefill leg with ``params``, which the server gave as ``field``; without any it ``needs`` an option.
+
+    ``gives_token``: its token goes out, else the decode leg samples it.
+    """
     if params is None:
         piece.failure = Failure(f"{title} kept no KV for a decode leg: its server needs {needs}", RefusalKind.CANNOT_DO)
         return
@@ -306,7 +328,8 @@ def leave(piece: ServerAnswerPiece, params: dict[str, Any] | None, title: str, f
         piece.failure = Failure(f"{field} have {len(left)} bytes, allowed are {OPAQUE_BYTES_MAX}", RefusalKind.BROKEN)
         return
     piece.finish, piece.params = FinishReason.PREFILLED, left
-    piece.tokens, piece.logprobs = [], None
+    if not gives_token:
+        piece.tokens, piece.logprobs = [], None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,10 @@ Rules:
 2. Fields that a request omits are omitted: the server's own defaults count, as for its direct clients.
 3. The reused tokens come with the usage, after the last token (``--enable-prompt-tokens-details``).
 4. A prefill leg is an ordinary request for one token whose KV stays (``kv_transfer_params``), answered whole. The
-   token is left out: the decode leg's server samples the first token itself.
+   token goes out at once, and the decode leg's server gets the prompt with it: it fetches the prompt's KV and computes
+   the token's own. The decode leg gives the token out again before its own, as every engine does. The token is left
+   out, and the decode leg's server samples it itself, in two cases: what was asked would notice the seam
+   (``is_seamless``), or the KV that stays is not the whole prompt's with room for one more token (``_has_room``).
 5. Log probabilities come by token id (``return_tokens_as_token_ids``). Those of prompts come in whole answers only.
 6. Token ids and images together are taken by ``/inference/v1/generate`` alone (``content_parts``), which newer
    versions have and which ``--enable-scale-out`` switches on. It fills in placeholders itself. There rule 2 does not
@@ -36,7 +39,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenLogprobs
-from poolgrid.workers.core.refusal import TokenId, UnableError, cached_of, count_of, digits_of, logprob_of
+from poolgrid.workers.core.refusal import (
+    BrokenError,
+    TokenId,
+    UnableError,
+    cached_of,
+    count_of,
+    digits_of,
+    logprob_of,
+)
 from poolgrid.workers.engines.server.core.calls import Call, Failure, ServerAnswerPiece
 from poolgrid.workers.engines.server.core.launching import Launch, ServerCommand, WantedServer
 from poolgrid.workers.engines.server.core.openai_words import (
@@ -46,6 +57,7 @@ from poolgrid.workers.engines.server.core.openai_words import (
     best_of,
     common_sampling,
     guide_of,
+    is_seamless,
     leave,
     left_for,
     prompt_of,
@@ -85,6 +97,12 @@ KEEP_KV = {
     "remote_port": None,
 }
 """What a prefill leg asks of the server's KV connector."""
+
+BLOCK_SIZE_UNIT = 16
+"""What vLLM's block sizes are multiples of where groups of layers have different ones."""
+
+FIRST = "first_token"
+"""Where a prefill leg puts a token that is out (``_First``), among what the server left for the decode leg."""
 
 
 class _TokenLogprob(msgspec.Struct, gc=False):
@@ -126,6 +144,21 @@ class _Chunk(msgspec.Struct, gc=False):
     kv_transfer_params: dict[str, Any] | None = None
 
 
+class _First(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The token that a prefill leg gave out."""
+
+    token_id: TokenId
+    logprobs: TokenLogprobs | None = None
+
+
+class _KeptBlocks(msgspec.Struct, gc=False):
+    """What NIXL's connector says of the KV that stays; other connectors and older versions say less."""
+
+    remote_num_tokens: int
+    remote_block_ids: list[list[int]]
+    """By group of layers; those with a sliding window name its blocks only."""
+
+
 _decode = msgspec.json.Decoder(_Chunk).decode
 _encode = msgspec.json.Encoder().encode
 
@@ -142,6 +175,8 @@ class VllmDialect:
     """Whether the server schedules by priority; one that does not refuses requests that have any."""
     takes_pictures: bool = False
     """Whether it takes images next to token ids."""
+    block_size: int = 0
+    """Tokens in a block; 0 = unknown."""
     title: str = TITLE
     tells_reuse_first: bool = False
 
@@ -170,17 +205,26 @@ class VllmDialect:
         if self.priorities and routing.priority:
             body["priority"] = -routing.priority  # lower is earlier there
         leaves_kv = request.stage is Stage.PREFILL and sampling.max_tokens > 1
+        reader = _Reader(sampling.logprobs, sampling.prompt_logprobs, leaves_kv)
         if leaves_kv:
+            if is_seamless(sampling):
+                reader.gives_first(len(body["prompt"]), self.block_size)
             whole = True
             body["max_tokens"] = 1
             body["min_tokens"] = min(1, sampling.min_tokens)
             body["kv_transfer_params"] = KEEP_KV
         elif request.stage is Stage.DECODE:
-            body["kv_transfer_params"] = left_for(request, TITLE, dict[str, Any])
+            body["kv_transfer_params"] = params = left_for(request, TITLE, dict[str, Any])
+            if FIRST in params:
+                first = _first_of(params.pop(FIRST))
+                reader.repeats(first)
+                body["prompt"].append(first.token_id)
+                body["max_tokens"] = max(1, sampling.max_tokens - 1)
+                if sampling.min_tokens:
+                    body["min_tokens"] = sampling.min_tokens - 1
         if whole:
             body["stream"] = False
             del body["stream_options"]
-        reader = _Reader(sampling.logprobs, sampling.prompt_logprobs, leaves_kv)
         return Call(COMPLETIONS, _encode(body), reader.read, not whole, self._headers(request))
 
     def _call_with_pictures(self, request: Generate) -> Call:
@@ -217,6 +261,30 @@ class VllmDialect:
         return (*headers, *trace_headers(request))
 
 
+def _first_of(said: Any) -> _First:
+    try:
+        return msgspec.convert(said, _First)
+    except msgspec.ValidationError as error:
+        raise BrokenError(f"the first token of the prefill leg is none: {error}") from None
+
+
+def _has_room(params: dict[str, Any], prompt_tokens: int, block_size: int) -> bool:
+    """Return whether the KV that stays is all of the prompt's, in blocks with room for one more token.
+
+    A decode server takes all tokens that it is given for transferred, and then computes the last one again. Without
+    that room it has a block more than there are to fetch, and its engine ends by an assertion (0.25 and 0.32). Models
+    with state-space layers keep the KV of fewer tokens, and the prefill leg's token is one of the prompt's there.
+    """
+    try:
+        kept = msgspec.convert(params, _KeptBlocks)
+    except msgspec.ValidationError:
+        return False
+    if len(kept.remote_block_ids) > 1 and prompt_tokens % BLOCK_SIZE_UNIT == 0:
+        return False  # the blocks of a group may be smaller than ``block_size``, and all full
+    room = block_size * max(map(len, kept.remote_block_ids), default=0)
+    return kept.remote_num_tokens == prompt_tokens < room
+
+
 def _header_text(text: str) -> str:
     return "".join(each if each.isprintable() and each.isascii() else "_" for each in text)
 
@@ -237,13 +305,23 @@ def _sampling(sampling: Sampling) -> dict[str, Any]:
 class _Reader:
     """Reads the answer to one request."""
 
-    __slots__ = ("_alternatives", "_has_output", "_leaves_kv", "_of_prompt")
+    __slots__ = ("_alternatives", "_block_size", "_first", "_has_output", "_leaves_kv", "_of_prompt", "_prompt_tokens")
 
     def __init__(self, alternatives: int | None, of_prompt: int | None, leaves_kv: bool) -> None:
         self._alternatives = alternatives
         self._of_prompt = of_prompt
         self._leaves_kv = leaves_kv
         self._has_output = False
+        self._first: _First | None = None
+        self._prompt_tokens = self._block_size = 0
+
+    def gives_first(self, prompt_tokens: int, block_size: int) -> None:
+        """Give the token of a prefill leg out where the decode leg can continue after it."""
+        self._prompt_tokens, self._block_size = prompt_tokens, block_size
+
+    def repeats(self, first: _First) -> None:
+        """Put the prefill leg's token before those of the decode leg's server."""
+        self._first = first
 
     def read(self, data: bytes) -> ServerAnswerPiece | None:
         """Return what a chunk, or a whole answer, says."""
@@ -267,9 +345,17 @@ class _Reader:
             piece.logprobs = _logprobs(tokens, choice.logprobs, self._alternatives)
         if self._of_prompt is not None and choice.prompt_logprobs:
             piece.prompt_logprobs = _prompt_logprobs(choice.prompt_logprobs, self._of_prompt)
+        if self._first is not None and (tokens or choice.finish_reason is not None):
+            self._repeat(piece, self._first)
         if choice.finish_reason is not None:
             self._end(piece, choice.finish_reason, chunk.kv_transfer_params)
         return piece
+
+    def _repeat(self, piece: ServerAnswerPiece, first: _First) -> None:
+        if first.logprobs is not None and (piece.logprobs is not None or not piece.tokens):
+            piece.logprobs = (first.logprobs, *(piece.logprobs or ()))
+        piece.tokens = [first.token_id, *piece.tokens]
+        self._first = None
 
     def _end(self, piece: ServerAnswerPiece, reason: str, params: dict[str, Any] | None) -> None:
         if reason not in ENDS:
@@ -278,7 +364,20 @@ class _Reader:
             return
         piece.finish = ENDS[reason]
         if self._leaves_kv and reason == "length":
-            leave(piece, params, TITLE, "kv_transfer_params", "--kv-transfer-config")
+            if params is not None:
+                params.pop(FIRST, None)
+                if self._can_give(piece, params):
+                    logprobs = None if piece.logprobs is None else piece.logprobs[0]
+                    params[FIRST] = _First(piece.tokens[0], logprobs)
+            gives_token = params is not None and FIRST in params
+            leave(piece, params, TITLE, "kv_transfer_params", "--kv-transfer-config", gives_token)
+
+    def _can_give(self, piece: ServerAnswerPiece, params: dict[str, Any]) -> bool:
+        return (
+            len(piece.tokens) == 1
+            and (self._alternatives is None or piece.logprobs is not None)
+            and _has_room(params, self._prompt_tokens, self._block_size)
+        )
 
 
 def _token_id(text: str) -> int:
@@ -487,7 +586,8 @@ def make_dialect(facts: ServerFacts, settings: EngineServerSettings) -> VllmDial
     """Return how requests are put to a server."""
     # Requests name the global number of their rank, which is not the local one where ranks are on several machines.
     ranks = [source.dp_rank for source in facts.sources] or list(range(facts.ranks))
-    return VllmDialect(facts.model, ranks, settings.engine_priorities, bool(settings.image_placeholder))
+    pictures = bool(settings.image_placeholder)
+    return VllmDialect(facts.model, ranks, settings.engine_priorities, pictures, facts.block_size or 0)
 
 
 KIND = ServerKind(
