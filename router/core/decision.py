@@ -118,8 +118,7 @@ class Decision(msgspec.Struct, eq=False, gc=False):
             columns += len(choice.given_terms)
         is_array = isinstance(self.candidates.prefill_tokens, np.ndarray)
         column_bytes = ARRAY_BYTES + 8 * rows if is_array else LIST_BYTES + LIST_VALUE_BYTES * rows
-        others = len(self.filtered) + len(self.untrusted)
-        return DECISION_BYTES + columns * column_bytes + OTHER_BYTES * others
+        return DECISION_BYTES + columns * column_bytes + OTHER_BYTES * (len(self.filtered) + len(self.untrusted))
 
     def margin(self) -> float | None:
         """Return by how much the runner-up would have cost more; ``None`` without a cost or a runner-up."""

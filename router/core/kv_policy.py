@@ -237,7 +237,7 @@ def _costs_of_few(
     crowding = _crowding_of_few(prompts, engines)
     following = _next_of_few(request, candidates, engines)
     again, least = [0.0] * len(prompts), min(uncached)
-    if least < max(uncached):
+    if max(uncached) > least:
         leaving_ms = LEAVE_WORTH * typical_ms if request.is_later else 0.0
         for row, (kind, prompt) in enumerate(zip(engines.kinds, prompts, strict=True)):
             if prompt.uncached_tokens > least:
