@@ -468,8 +468,8 @@ class ServerEngine:
                     break
                 log.warning(
                     "no fetch of the KV of prefill leg %s was reported within %.0f ms: releasing it",
-                    self._limits.kv_transfer_timeout_ms,
                     active.request_id,
+                    self._limits.kv_transfer_timeout_ms,
                 )
                 self._release(active, EXPIRED)
 
