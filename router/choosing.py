@@ -302,10 +302,7 @@ class Chooser:
     def _routing(self, request: InferenceRequest, output_tokens: int, block_size: int, leg: LegSpec) -> RoutingRequest:
         """Return what a policy may know of a request: what it was given and has generated so far is one prompt."""
         tokens, size = len(request.token_ids) // TOKEN_BYTES + output_tokens, block_size or 1
-        media, kinds, turn = (), (), request.turn
-        if request.multimodal is not None:
-            media = media_hashes(request)
-            kinds = () if leg.stage is Stage.DECODE else media_kinds(request)
+        has_media, turn = request.multimodal is not None, request.turn
         return RoutingRequest(
             request.request_id,
             request.model,
@@ -314,8 +311,8 @@ class Chooser:
             -(-tokens // size),
             request.priority,
             leg.stage,
-            media,
-            kinds,
+            media_hashes(request) if has_media else (),
+            media_kinds(request) if has_media and leg.stage is not Stage.DECODE else (),
             ttft_target_ms(request.hints) if request.hints else 0.0,
             "" if turn is None else turn.session,
             0 if turn is None else turn.tenant,

@@ -121,7 +121,7 @@ def block_ms(card: WorkerCard) -> float:
 
 
 class EngineKind(NamedTuple):
-    """What the card of a worker says of its engine."""
+    """What a worker's card has about its engine."""
 
     curve: StepCurve
     """Step times, at pace 1."""

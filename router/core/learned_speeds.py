@@ -268,8 +268,7 @@ class LearnedSpeeds(Observer):
         """
         prior = self.pool_pace(now_ms)
         believed = []
-        for worker in workers:
-            known = self._workers.get(worker)
+        for known in map(self._workers.get, workers):
             if known is None:
                 believed.append((prior, 0.0, 0.0, 0.0))
                 continue

@@ -150,8 +150,10 @@ class Lineage:
     def load(self, snapshot: SessionsSnapshot) -> None:
         for session in snapshot.sessions:
             for tail in session.tails:
-                where = {"tail": tail.tail, "anchor": tail.anchor, "residual": tail.residual}
-                self.begin(tail.request_id, SessionTurn(session.name, session.tenant, **where), tail.isl)
+                of = SessionTurn(
+                    session.name, session.tenant, tail=tail.tail, anchor=tail.anchor, residual=tail.residual
+                )
+                self.begin(tail.request_id, of, tail.isl)
                 self.end(tail.request_id, tail.total, tail.digest)
 
     def _forget(self, known: Known) -> None:

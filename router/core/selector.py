@@ -111,8 +111,8 @@ class Selector:
         A ``dry_run`` leaves no trace: a policy that counts is asked on a copy.
         """
         projection = self.projection
-        for observer in projection.observers:
-            observer.advance(wanted.now_ms)
+        if not projection.follows_blocks:
+            projection.predictions.expire(wanted.now_ms)
         legs: LegChoice | None = None
         if wanted.roles == EITHER_ROLES:
             wanted, legs = self.with_legs(wanted)
@@ -203,15 +203,13 @@ class Selector:
     ) -> Candidates:
         """Return the rows of a small group as plain numbers."""
         assert group.few is not None
-        columns: list[Any] = [*self.projection.ledger.of_few(group.few.pick), *overlap]
-        workers, behind, places = group.workers, None, None
+        columns: Sequence[Any] = (*self.projection.ledger.of_few(group.few.pick), *overlap)
+        workers, places, observer = group.workers, None, self.observer
         if rows is not group.all_rows:
             places = rows.tolist()
             workers = tuple(workers[row] for row in places)
             columns = [[column[row] for row in places] for column in columns]
-        if wanted.behind:
-            behind = [float(wanted.behind.get(worker, 0)) for worker in workers]
-        observer = self.observer
+        behind = [float(wanted.behind.get(worker, 0)) for worker in workers] if wanted.behind else None
         engines = None if observer is None else observer.describe_few(group.members, places, wanted.now_ms)
         prefill_tokens, active_blocks, requests, device, host, disk = columns
         return Candidates(workers, prefill_tokens, active_blocks, requests, device, host, disk, engines, behind)

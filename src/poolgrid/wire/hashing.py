@@ -36,7 +36,7 @@ _U64: Final = 2**64
 _LONG_TOKENS: Final = 256
 _LITTLE_ENDIAN: Final = sys.byteorder == "little"
 _NATIVE_U32: Final = _LITTLE_ENDIAN and array("I").itemsize == TOKEN_BYTES
-_Cut = Callable[[memoryview], Iterator[tuple[Any, ...]]]
+_Cut = Callable[[bytes | memoryview], Iterator[tuple[Any, ...]]]
 _pair: Final = struct.Struct("<QQ")
 _digest: Final = xxh3_64_intdigest
 _hashes: Final = [struct.Struct(f"<{count}Q") for count in range(513)]
@@ -121,13 +121,12 @@ def path_of(token_bytes: bytes, block_size: int, seed: int = BASE_SEED) -> array
     stride = block_size * TOKEN_BYTES
     digest, pack = _digest, _pair.pack
     each_block, _ = _cuts(stride)
-    chained = array("Q")
+    chained: list[int] = []
     parent: int | None = None
     for (block,) in each_block(token_bytes[: len(token_bytes) // stride * stride]):
-        block_hash = digest(block, seed)
-        parent = block_hash if parent is None else digest(pack(parent, block_hash), BASE_SEED)
+        parent = digest(block, seed) if parent is None else digest(pack(parent, digest(block, seed)), BASE_SEED)
         chained.append(parent)
-    return chained
+    return array("Q", chained)
 
 
 def child_hash(token_bytes: bytes, parent: int, seed: int = BASE_SEED) -> int:
