@@ -239,10 +239,12 @@ def _costs_of_few(
     again, least = [0.0] * len(prompts), min(uncached)
     if max(uncached) > least:
         leaving_ms = LEAVE_WORTH * typical_ms if request.is_later else 0.0
+        before = None
         for row, (kind, prompt) in enumerate(zip(engines.kinds, prompts, strict=True)):
             if prompt.uncached_tokens > least:
-                more = AGAIN_WORTH * max(0.0, prompt.own_ms - kind.curve.one_prompt_ms(least, kind.step_tokens))
-                again[row] = more + leaving_ms
+                if kind is not before:
+                    before, own = kind, kind.curve.one_prompt_ms(least, kind.step_tokens)
+                again[row] = AGAIN_WORTH * max(0.0, prompt.own_ms - own) + leaving_ms
     costs = []
     for prompt, crowd, extra, next_ms in zip(prompts, crowding, again, following, strict=True):
         expected = prompt.expected_ms
