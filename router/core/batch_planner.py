@@ -72,8 +72,9 @@ class BatchPlanner:
         choice, engines = decision.choice, decision.candidates.engines
         assert isinstance(engines, Engines | FewEngines), "it is what the policy's observer describes"
         assert choice.forecast is not None, "the policy gives one for each prompt"
-        room = _Room(decision.prefill_tokens, *engines.step_of(choice.row))
-        return not room.small([choice.forecast.uncached_tokens])
+        step_tokens, curve = engines.step_of(choice.row)
+        together = decision.prefill_tokens + choice.forecast.uncached_tokens
+        return together > step_tokens or not _is_small(choice.forecast.own_ms, curve)
 
     def openings(self, model: str, roles: tuple[Role, ...]) -> int:
         """Return how many workers of these roles may be given one more: they have requests and prompt tokens to compute
@@ -201,6 +202,11 @@ def divide(waiting: PlanningBatch, rows: Sequence[int], ahead_ms: FloatArray) ->
     return given
 
 
+def _is_small(own_ms: float, curve: StepCurve) -> bool:
+    """Return whether a prompt is small that takes so long, in one step."""
+    return own_ms <= SMALL_STEPS * curve.one_token_ms
+
+
 class _Room(msgspec.Struct, frozen=True, gc=False):
     """What a worker takes now."""
 
@@ -214,10 +220,10 @@ class _Room(msgspec.Struct, frozen=True, gc=False):
 
     def small(self, prompts: Sequence[float]) -> int:
         """Return how many are small and join what the worker has already."""
-        together, small_ms = self.queued_tokens, SMALL_STEPS * self.curve.one_token_ms
+        together = self.queued_tokens
         for count, tokens in enumerate(prompts):
             together += tokens
-            if together > self.step_tokens or self.curve.one_step_ms(tokens) > small_ms:
+            if together > self.step_tokens or not _is_small(self.curve.one_step_ms(tokens), self.curve):
                 return count
         return len(prompts)
 
