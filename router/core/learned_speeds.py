@@ -218,7 +218,8 @@ class LearnedSpeeds(Observer):
             return
         now_ms, awaited = self._latest_ms, known.awaited.pop(request_id)
         self._awaited -= 1
-        if now_ms - awaited.chosen_ms > awaited.unit_ms * self._ratio(known, now_ms) + GRACE_MS:
+        waited_ms = now_ms - awaited.chosen_ms
+        if waited_ms > GRACE_MS and waited_ms > awaited.unit_ms * self._ratio(known, now_ms) + GRACE_MS:
             self._learn(known, awaited, now_ms)
 
     def on_finished(self, worker: WorkerKey, request_id: str, blocks: int | None, now_ms: float) -> None:
