@@ -147,7 +147,7 @@ class LoadLedger:
         lease_ms: float = 0.0,
     ) -> None:
         """Predict what a request will cost the worker that was chosen for it."""
-        due_ms = now_ms + self.lease_ms(lease_ms)
+        due_ms = now_ms + (self.lease_ms(lease_ms) if lease_ms else self._reservation_ttl_ms)
         entry = LoadEntry(slot, prefill_tokens, active_blocks, False, due_ms)
         if self._put(worker, request_id, entry):
             self._lease(worker, request_id, entry)

@@ -278,7 +278,7 @@ async def open_endpoint_picker(
         service,
         state,
         reader,
-        service.chooser.path_now,
+        lambda request: service.chooser.path_now(request, service.chooser.block_size(request.model)),
         service.tracker.gateway_realised,
         RequestIds(f"g{secrets.token_hex(6)}"),
         FALLBACKS,
