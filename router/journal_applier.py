@@ -3,7 +3,7 @@
 Rules
     1. A snapshot is loaded next to the state in use and replaces it in one step; records that come meanwhile wait.
     2. What takes a moment is applied at once; more in slices, in their order, in turn with all else that is done in
-       bulk (``poolgrid.process.bulk_work``). Nothing is left out. What ends a slice is what its records hold: one of a
+       bulk (``poolgrid.process.tasks``). Nothing is left out. What ends a slice is what its records hold: one of a
        worker that reports its whole cache again holds a hundred times what one of an engine's step does.
     3. The router is *level* when all that arrived is applied. What is decided before is marked as behind.
     4. The state that a snapshot replaced is freed in slices too.
@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
-from poolgrid.process.bulk_work import BulkWork
 from poolgrid.process.clock import Clock
+from poolgrid.process.tasks import BulkWork
 from poolgrid.router.core.inputs import RecordsArrived, SnapshotArrived
 from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, SnapshotLoad
 from poolgrid.router.core.router_state import RouterState

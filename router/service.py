@@ -22,10 +22,9 @@ from typing import Final
 
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import Refused, ServedModel
-from poolgrid.process.bulk_work import BulkWork
 from poolgrid.process.clock import Clock
 from poolgrid.process.figures import counted
-from poolgrid.process.tasks import Restart, cancel_all, supervised
+from poolgrid.process.tasks import BulkWork, Restart, cancel_all, supervised
 from poolgrid.router.choosing import Chooser
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.fleet import chat_of, inabilities_of, media_of, tasks_of

@@ -27,8 +27,7 @@ from poolgrid.serving.legs import AvoidWorker, Dispatch, EndRequest, WorkerFull,
 from poolgrid.serving.prompt_paths import ReuseSketch
 from poolgrid.serving.request_tracker import Placer, RequestTracker
 from poolgrid.wire.hashing import TOKEN_BYTES
-from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
-from poolgrid.wire.request_ids import dispatch_of
+from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey, dispatch_of
 from poolgrid.wire.trace_context import TraceContext
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from poolgrid.wire.identifiers import Stage, WorkerKey
-from poolgrid.wire.request_ids import name_of
+from poolgrid.wire.identifiers import Stage, WorkerKey, name_of
 
 __all__ = [
     "EXPECTED_MS",

@@ -25,10 +25,18 @@ from poolgrid.wire.answers import (
     LegRow,
     LegsRow,
     MediaRow,
+    SecondCounts,
 )
-from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerId, WorkerKey
-from poolgrid.wire.request_ids import SEPARATOR, dispatch_of, kept_under, name_of
-from poolgrid.wire.second_counts import SecondCounts
+from poolgrid.wire.identifiers import (
+    SEPARATOR,
+    STAGE_WORD,
+    Stage,
+    WorkerId,
+    WorkerKey,
+    dispatch_of,
+    kept_under,
+    name_of,
+)
 
 DECISION_BYTES: Final = 1000
 """Measured: the record itself, its request, its place in the log."""
@@ -275,7 +283,7 @@ class DecisionLog:
     def of_request(self, request_id: str) -> list[Decision]:
         """Return a request's decisions, first attempt first; empty when none is kept.
 
-        It may be asked for by any name that people have of it (``poolgrid.wire.request_ids.kept_under``). By one that
+        It may be asked for by any name that people have of it (``poolgrid.wire.identifiers.kept_under``). By one that
         several clients chose, those of the latest are returned; of a request with several sequences those of each.
         """
         found = []

@@ -24,7 +24,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from poolgrid.wire.hashing import TOKEN_BYTES, stable_u64
-from poolgrid.wire.request_ids import name_of
+from poolgrid.wire.identifiers import name_of
 from poolgrid.wire.sessions import SessionsSnapshot, SessionTurn
 
 CAPACITY: Final = 32_768

@@ -57,7 +57,7 @@ LATE_STARTS_MAX: Final = 1024
 second. Of a dispatch that failed none ever comes; it is the oldest at last, and goes."""
 
 OTHERS: Final = "~others~"
-"""Beginning of such entries' ids; no request has one like it (``poolgrid.wire.request_ids``: a name is never empty)."""
+"""Beginning of such entries' ids; no request has one like it (``poolgrid.wire.identifiers``: a name is never empty)."""
 
 
 Pick = Callable[[Sequence[int]], tuple[int, ...]]

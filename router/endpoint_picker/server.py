@@ -16,7 +16,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry
 
-from poolgrid.frontend.access.cache_domains import CacheDomains
+from poolgrid.frontend.access.tenants import CacheDomains
 from poolgrid.frontend.app import Application
 from poolgrid.frontend.request_body import RequestIds
 from poolgrid.frontend.settings import FrontendSettings

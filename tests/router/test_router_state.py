@@ -35,13 +35,16 @@ from poolgrid.router.decision_journal.entries import (
     INPUTS_VERSION,
     OLDEST_INPUTS_VERSION,
     Checkpoint,
+    Decided,
+    InputReader,
+    InputWriter,
     PrefillEnded,
     RouterSettingsNoted,
     TurnJudged,
     decode,
     encoder,
+    kept,
 )
-from poolgrid.router.decision_journal.input_codec import Decided, InputReader, InputWriter, kept
 from poolgrid.router.decision_journal.opening import policy_of
 from poolgrid.router.decision_journal.reader import decision_directories, stored_entries
 from poolgrid.router.decision_journal.recorder import DecisionSegments
