@@ -54,6 +54,8 @@ LEASE_MIN_MS: Final = 2_000.0
 LEASE_MAX_MS: Final = 60_000.0
 RUNNING_SHARE: Final = 0.5
 """What is taken to be of turns that run: agents of a published trace pause less than half of their time."""
+HELD_MIN_MS: Final = 500.0
+"""However quickly prompts are computed: shorter pauses are networks and busy processes."""
 LEASE_QUANTILE: Final = 0.95
 LEASE_STEP: Final = 0.05
 """A pause above the lease lengthens it by about 5 %, one below shortens it by 0.25 %."""
@@ -195,7 +197,7 @@ class WorkingSet:
         """Return how long an idle session keeps its place now."""
         if not self._rooms:
             return self.lease_ms
-        return min(self.lease_ms, RUNNING_SHARE * self._refill_ms / len(self._rooms))
+        return min(self.lease_ms, max(HELD_MIN_MS, RUNNING_SHARE * self._refill_ms / len(self._rooms)))
 
     # -- turns -----------------------------------------------------------------------------------------------------
 
