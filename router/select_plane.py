@@ -27,7 +27,7 @@ from poolgrid.router.core.fleet import chat_of, inabilities_of, media_of
 from poolgrid.router.core.inputs import Booked, Released, Renewed, WorkerWanted
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
-from poolgrid.router.core.stage_plan import DECODE_ROLES, ENCODE_ROLES, PREFILL_ROLES, WHOLE_ROLES
+from poolgrid.router.core.stage_plan import DECODE_ROLES, ENCODE_ROLES, ONE_LEG_ROLES, PREFILL_ROLES, WHOLE_ROLES
 from poolgrid.router.placement import tell_decision
 from poolgrid.router.service import RouterService
 from poolgrid.transport.planes import name_plane
@@ -313,7 +313,7 @@ class SelectPlane:
         missing = self._pool.unreachable
         if self._selector.available(model, own, missing):
             return own
-        other = DECODE_ROLES if stage is Stage.WHOLE else WHOLE_ROLES
+        other = ONE_LEG_ROLES if stage is Stage.WHOLE else WHOLE_ROLES
         return other if self._selector.available(model, other, missing) else own
 
     def _block_size(self, model: str) -> int:

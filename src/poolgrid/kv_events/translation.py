@@ -111,6 +111,8 @@ class EngineTranslator:
 
     def translate(self, events: list[EngineEvent]) -> list[AnyEvent]:
         out: list[AnyEvent] = []
+        if len(events) > 1:
+            events = _joined(events)
         named = self._look_ahead(events) if len(self._groups) > 1 else _NOTHING_NAMED
         for event in events:
             kind = type(event)
@@ -351,6 +353,37 @@ class EngineTranslator:
                 self._seeds.pop(engine_hash, None)
         if gone:
             out.append(BlocksRemoved(pack_hashes(gone), tier, group.number))
+
+
+def _joined(events: list[EngineEvent]) -> list[EngineEvent]:
+    """Return events with those of a chain put together: SGLang has one for each block, and each costs all readers."""
+    out: list[EngineEvent] = []
+    begin = 0
+    for end in range(1, len(events) + 1):
+        if end < len(events) and _continues(events[end - 1], events[end]):
+            continue
+        first = events[begin]
+        if end - begin > 1:
+            chain = [each for each in events[begin:end] if isinstance(each, EngineStored)]
+            hashes = [engine_hash for each in chain for engine_hash in each.hashes]
+            first = replace(chain[0], hashes=hashes, token_bytes=b"".join(each.token_bytes for each in chain))
+        out.append(first)
+        begin = end
+    return out
+
+
+def _continues(before: EngineEvent, event: EngineEvent) -> bool:
+    """Tell whether an event stores what follows the whole blocks of the one before."""
+    if not isinstance(before, EngineStored) or not isinstance(event, EngineStored) or not before.hashes:
+        return False
+    return (
+        event.parent == before.hashes[-1]
+        and event.seed is None
+        and before.window_tokens is None
+        and event.window_tokens is None
+        and (event.tier, event.group, event.block_size) == (before.tier, before.group, before.block_size)
+        and len(before.token_bytes) == TOKEN_BYTES * before.block_size * len(before.hashes)
+    )
 
 
 def _stretches(lacking: Sequence[bool], blocks: int) -> Iterator[tuple[int, int]]:

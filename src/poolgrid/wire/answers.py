@@ -51,6 +51,8 @@ class EndpointRow(AnswerRow, frozen=True, kw_only=True):
     role: str
     workers: int
     ready: int
+    decodes_only: bool
+    """Whether its workers take no whole request, and none at all without a prefill worker."""
     instances: list[InstanceRow]
 
 

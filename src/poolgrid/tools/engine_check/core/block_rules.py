@@ -162,7 +162,9 @@ def _parents(stream: RankStream, paths: Sequence[ExpectedPath]) -> Iterator[Find
             places.setdefault(token, []).append(path.tokens[at : at + 2])
     for _, said in stream.said():
         for event in said.events:
-            if not isinstance(event, SaidStored) or event.parent is None or chain.knows(event.parent):
+            known = not isinstance(event, SaidStored) or event.parent is None or chain.knows(event.parent)
+            chain.follow(event)  # the next one of the same message may hang on it
+            if known or not isinstance(event, SaidStored):
                 continue
             if event.tokens and event.tokens[:2] in places.get(event.tokens[0], ()):
                 yield fault(
@@ -172,7 +174,6 @@ def _parents(stream: RankStream, paths: Sequence[ExpectedPath]) -> Iterator[Find
                     "it is missing, or comes later",
                 )
                 return
-        chain.take(said)
 
 
 def _keys(stream: RankStream, paths: Sequence[ExpectedPath]) -> Iterator[Finding]:

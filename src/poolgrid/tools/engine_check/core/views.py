@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from poolgrid.kv_events.pub import decode_pub
 from poolgrid.kv_events.translation import EngineTranslator
 from poolgrid.tools.engine_check.core.evidence import CheckProbe, ProbeExchange
-from poolgrid.tools.engine_check.core.said import RankStream, SaidCleared, SaidMessage, SaidRemoved, SaidStored
+from poolgrid.tools.engine_check.core.said import RankStream, SaidCleared, SaidEvent, SaidMessage, SaidRemoved, SaidStored
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
 from poolgrid.wire.hashing import BASE_SEED, block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
@@ -93,13 +93,16 @@ class ChainView:
 
     def take(self, message: SaidMessage) -> None:
         for event in message.events:
-            if isinstance(event, SaidStored):
-                self.store(event)
-            elif isinstance(event, SaidCleared):
-                self._blocks.clear()
-            elif isinstance(event, SaidRemoved):
-                for name in event.hashes:
-                    self._blocks.pop(name, None)
+            self.follow(event)
+
+    def follow(self, event: SaidEvent) -> None:
+        if isinstance(event, SaidStored):
+            self.store(event)
+        elif isinstance(event, SaidCleared):
+            self._blocks.clear()
+        elif isinstance(event, SaidRemoved):
+            for name in event.hashes:
+                self._blocks.pop(name, None)
 
     def knows(self, name: int) -> bool:
         return name in self._blocks
