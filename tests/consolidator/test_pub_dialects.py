@@ -13,7 +13,7 @@ from poolgrid.kv_events.pub import EngineCleared, EngineRemoved, EngineStored, d
 from poolgrid.kv_events.translation import EngineTranslator
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, GroupsReported, KvGroup
-from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
+from poolgrid.wire.hashing import block_hashes, hash_seed, pack_hashes, pack_tokens, sequence_hashes, unpack_hashes
 from poolgrid.wire.identifiers import Tier
 from tests.consolidator.pub_engine import BLOCK, block_removed, block_stored, frame_of
 from tests.examples import examples
@@ -55,13 +55,14 @@ def test_an_envelope_that_is_a_map_says_the_same_as_an_array(event: Any, rank: s
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_continuation_keeps_the_adapter_and_the_salt_of_its_parent(dialect: str) -> None:
     tokens = list(range(8))
-    out = translated(
-        [
-            block_stored(dialect, [b"\x01" * 32], None, tokens[:4], lora="a", salt="s"),
-            block_stored(dialect, [b"\x02" * 32], b"\x01" * 32, tokens[4:]),
-        ]
-    )
+    events = [
+        block_stored(dialect, [b"\x01" * 32], None, tokens[:4], lora="a", salt="s"),
+        block_stored(dialect, [b"\x02" * 32], b"\x01" * 32, tokens[4:]),
+    ]
+    translator = EngineTranslator(BLOCK, 1000)
+    out = [told for event in events for told in translated([event], translator)]
 
+    assert translated(events) == [BlocksStored(None, pack_hashes(names(tokens, "a", "s")))], "in one message: one chain"
     found = [sequence_hash for event in out for sequence_hash in unpack_hashes(event.sequence_hashes)]
     assert found == names(tokens, "a", "s")
     assert out[1].parent == found[0]
@@ -143,11 +144,10 @@ def test_a_text_among_the_keys_of_the_first_block_alone_is_the_salt() -> None:
     }
     rest = {**block_stored("trtllm", [13], 12, tokens[8:], lora="poet"), "extra_keys": [["poet"]]}
 
-    salted, both, continued = translated([first, adapted, rest])
+    salted, both = translated([first, adapted, rest])
 
     assert list(unpack_hashes(salted.sequence_hashes)) == names(tokens[:8], salt="tenant-a")
-    found = [*unpack_hashes(both.sequence_hashes), *unpack_hashes(continued.sequence_hashes)]
-    assert found == names(tokens, "poet", "tenant-a")
+    assert list(unpack_hashes(both.sequence_hashes)) == names(tokens, "poet", "tenant-a")
 
 
 def test_other_groups_of_a_hybrid_model_are_told_apart() -> None:

@@ -258,11 +258,17 @@ def _keys_of(rank: int, said: SaidMessage, event: SaidStored, path: ExpectedPath
 
 
 def _too_many(stream: RankStream, paths: Sequence[ExpectedPath]) -> Iterator[Finding]:
-    """Look for blocks with the last sampled token in them, which has no KV yet."""
+    """Look for blocks with the last sampled token in them, which has no KV yet.
+
+    Unless the engine reuses one: SGLang has begun its next step, with that token, when it sees that a request is over.
+    """
     chain = ChainView(())
     for _, said in stream.said():
         chain.take(said)
     stored = {block.token_name for block in chain.ever}
+    reused = {name for path in paths for name in path.token_names[: (path.exchange.cached_tokens or 0) // path.size]}
+    if any(path.beyond in reused for path in paths):
+        return
     for path in paths:
         if path.beyond in stored:
             yield warning(

@@ -142,6 +142,8 @@ class ExpectedPath:
     """Those of prompt and output that have KV."""
     beyond: int | None
     """Token name of the block that the last sampled token would complete; ``None`` = it completes none."""
+    size: int
+    """Tokens in a block."""
 
     @property
     def probe(self) -> CheckProbe:
@@ -175,6 +177,7 @@ def expected_paths(exchanges: Iterable[ProbeExchange], block_size: int) -> list[
                 path_names(tokens, block_size),
                 tokens,
                 path_names(whole, block_size)[-1] if completes else None,
+                block_size,
             )
         )
     return paths
