@@ -26,8 +26,8 @@ from poolgrid.global_router.pools import Pools, RouterAddress, Routers, select_e
 from poolgrid.global_router.router_link import Discover, PoolNetwork
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.global_router.settings import TIMINGS, GlobalRouterSettings
+from poolgrid.process.lifecycle import GroupPlace
 from poolgrid.process.plugins import is_installed
-from poolgrid.process.process_group import GroupPlace
 from poolgrid.process.tasks import Restart, cancel_all, supervised, unless
 from poolgrid.serving.links import LinksOnDemand, links_that_fit
 from poolgrid.serving.router_process import RouterProcess

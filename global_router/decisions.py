@@ -14,9 +14,15 @@ from poolgrid.global_router.core.choice.closed_loop import Spill
 from poolgrid.global_router.core.choice.grid import FallbackChoice, Selection
 from poolgrid.global_router.core.choice.request_hints import ExpectedOutput, RequestHints
 from poolgrid.global_router.core.document.axis import TARGETS
-from poolgrid.wire.answers import ExpectedOutputRow, PlacedExplanation, PlacedRow, PlacementRow, RefusalRow
-from poolgrid.wire.request_ids import kept_under, name_of
-from poolgrid.wire.second_counts import SecondCounts
+from poolgrid.wire.answers import (
+    ExpectedOutputRow,
+    PlacedExplanation,
+    PlacedRow,
+    PlacementRow,
+    RefusalRow,
+    SecondCounts,
+)
+from poolgrid.wire.identifiers import kept_under, name_of
 
 NOTES_MAX = 50
 """Of one request; one that waits is tried again and again, with the same result each time."""
@@ -171,7 +177,7 @@ class RequestDecisions:
     def get(self, request_id: str) -> RequestDecision | None:
         """Return a request's record, if it is kept.
 
-        It may be asked for by any name that people have of it (``poolgrid.wire.request_ids.kept_under``): by one that
+        It may be asked for by any name that people have of it (``poolgrid.wire.identifiers.kept_under``): by one that
         several clients chose it is the latest, of a request with several sequences the first.
         """
         found = kept_under(request_id, self._id_under)

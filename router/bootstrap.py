@@ -16,8 +16,8 @@ from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.process.clock import Clock
+from poolgrid.process.lifecycle import GroupPlace
 from poolgrid.process.plugins import EVENT_PLANES, is_installed, load_plugin, plugin
-from poolgrid.process.process_group import GroupPlace
 from poolgrid.process.tasks import detached, unless
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
@@ -43,7 +43,7 @@ from poolgrid.serving.router_process import RouterProcess
 from poolgrid.transport.planes import MakeContext
 from poolgrid.wire.addresses import CONSOLIDATOR, ROUTER, is_name
 from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.leadership import Leader
+from poolgrid.wire.ingest import Leader
 
 if TYPE_CHECKING:
     from poolgrid.consolidator.service import ConsolidatorService

@@ -60,8 +60,6 @@ CROWDED: Final = "its sessions fill its cache"
 NO_ADAPTER: Final = "it does not serve the adapter"
 """Filter reason of a worker for requests with an adapter that others of its model serve."""
 
-_NONE_BEHIND: Final[Mapping[WorkerKey, int]] = {}
-
 STRETCHES_PER_TURN: Final = 8
 """Stretches of a long prompt that are hashed before others have their turn: about 0.15 ms."""
 
@@ -105,9 +103,8 @@ class Chooser:
     def is_quick(self, request: InferenceRequest) -> bool:
         return len(request.token_ids) <= LONG_PROMPT_BYTES or request.multimodal is not None
 
-    async def path(self, request: InferenceRequest) -> array[int]:
+    async def path(self, request: InferenceRequest, block_size: int) -> array[int]:
         """Return the sequence hashes of a prompt that is not quick; others have their turn meanwhile."""
-        block_size = self.block_size(request.model)
         path = array("Q")
         if block_size:
             seed = hash_seed(request.lora_name, request.cache_salt)
@@ -116,9 +113,8 @@ class Chooser:
                     await asyncio.sleep(0)
         return path
 
-    def path_now(self, request: InferenceRequest) -> array[int]:
+    def path_now(self, request: InferenceRequest, block_size: int) -> array[int]:
         """Return the same in one go."""
-        block_size = self.block_size(request.model)
         return prompt_path(request, block_size, self.paths) if block_size else array("Q")
 
     def uncached_tokens(self, request: InferenceRequest, path: array[int]) -> int:
@@ -135,12 +131,11 @@ class Chooser:
         request = machine.request
         now_ms = self._clock.monotonic_ms()
         if not routed.path:
-            routed.path = self.path_now(request)
+            self._hash(routed)
         if routed.queued is not None and not machine.plan.dispatches and request.task is None:
             # While it waited its session may have continued without it.
-            request.turn = self.naming.turn_of(request, routed.path, self.block_size(request.model))
-        output_tokens = len(machine.delivery.output) // TOKEN_BYTES
-        leg, wanted = self._wanted(machine.plan, output_tokens, routed.path, now_ms, routed)
+            request.turn = self.naming.turn_of(request, routed.path, routed.block_size)
+        leg, wanted = self._next(routed, now_ms)
         found = self._state.select(wanted)
         if isinstance(found, Decision):
             return Placement(found, leg if found.legs is None else spec_of(found.legs), now_ms)
@@ -170,29 +165,26 @@ class Chooser:
         waits = machine.plan.dispatches > 0 or routed.queued is not None or bool(self.missing_role(request))
         return PlacementFailure(found, busy=waits and found.reasons.keys() <= found.draining)
 
-    def _wanted(
-        self,
-        plan: LegPlan,
-        output_tokens: int,
-        path: array[int],
-        now_ms: float,
-        routed: LocalRequest | None = None,
-    ) -> tuple[LegSpec, WorkerWanted]:
+    def _hash(self, routed: LocalRequest) -> None:
+        """Hash a prompt again, for which there was no worker when it came."""
+        request = routed.machine.request
+        routed.block_size = self.block_size(request.model)
+        routed.path = self.path_now(request, routed.block_size)
+
+    def _next(self, routed: LocalRequest, now_ms: float) -> tuple[LegSpec, WorkerWanted]:
         """Return a request's next leg, and the question to the selector for it."""
-        request = plan.request
-        block_size = self.block_size(request.model)
+        plan, queued = routed.machine.plan, routed.queued
         leg = self._next_leg(plan)
-        queued = None if routed is None else routed.queued
         return leg, WorkerWanted(
-            _routing(request, output_tokens, block_size, leg, self.naming.is_later(request.turn)),
-            path,
+            self._routing(plan.request, routed.machine.delivery.tokens, routed.block_size, leg),
+            routed.path,
             now_ms,
             self._clock.wall_ms(),
-            self._unavailable(request, self.full.at(now_ms), routed),
+            self._unavailable(plan.request, self.full.at(now_ms), routed),
             plan.dispatches,
             leg.roles,
             self._behind_records(),
-            _NONE_BEHIND if routed is None else routed.behind,
+            routed.behind,
             0.0 if queued is None else now_ms - queued.entered_ms,
         )
 
@@ -206,13 +198,13 @@ class Chooser:
         request, sessions = routed.machine.request, self._state.sessions
         if request.turn is None:
             return True
-        size = self.block_size(request.model)
-        if is_first and (not size or sessions.working_set.is_free(len(request.token_ids) // (TOKEN_BYTES * size) + 1)):
+        if not routed.block_size:
+            self._hash(routed)
+        size = TOKEN_BYTES * routed.block_size
+        if is_first and (not size or sessions.working_set.is_free(len(request.token_ids) // size + 1)):
             return True
         now_ms = self._clock.monotonic_ms()
-        if not routed.path:
-            routed.path = self.path_now(request)
-        leg, wanted = self._wanted(routed.machine.plan, 0, routed.path, now_ms, routed)
+        leg, wanted = self._next(routed, now_ms)
         routed.crowded = {}
         if leg.stage not in PROMPT_STAGES:
             return True
@@ -253,13 +245,10 @@ class Chooser:
 
     def holds(self, found: Placement | PlacementFailure) -> bool:
         """Tell whether a new request, while none waits, is better planned with others than sent where it would go."""
-        return (
-            self.plans
-            and isinstance(found, Placement)
-            and found.leg.stage in PROMPT_STAGES
-            and self.planner is not None
-            and self.planner.holds(found.decision)
-        )
+        planner = self.planner
+        if planner is None or not isinstance(found, Placement) or found.leg.stage not in PROMPT_STAGES:
+            return False
+        return planner.is_active and planner.holds(found.decision)
 
     def can_be_planned(self, routed: LocalRequest) -> bool:
         """Tell whether some worker could compute a request's prompt, which may wait for a better one."""
@@ -284,27 +273,55 @@ class Chooser:
 
     def _wanted_by_plan(self, routed: LocalRequest) -> WorkerWanted | None:
         """Return the question for a request whose next leg computes its prompt, ``None`` for another."""
-        machine = routed.machine
-        now_ms = self._clock.monotonic_ms()
-        leg, wanted = self._wanted(machine.plan, machine.delivery.tokens, routed.path, now_ms, routed)
+        leg, wanted = self._next(routed, self._clock.monotonic_ms())
         if leg.stage not in PROMPT_STAGES:
             return None
         return self._selector.with_legs(wanted)[0] if wanted.roles == EITHER_ROLES else wanted
 
     def preview(self, request: InferenceRequest) -> Decision | PlacementFailure:
         """Return what a request would get now; nothing is booked, sent, counted or recorded."""
-        now_ms = self._clock.monotonic_ms()
-        path = self.path_now(request)
-        request.turn = self.naming.turn_of(request, path, self.block_size(request.model))
-        _, wanted = self._wanted(LegPlan(request), 0, path, now_ms)
+        now_ms, block_size = self._clock.monotonic_ms(), self.block_size(request.model)
+        path = self.path_now(request, block_size)
+        request.turn = self.naming.turn_of(request, path, block_size)
+        leg, full = self._next_leg(LegPlan(request)), self.full.at(now_ms)
+        wanted = WorkerWanted(
+            self._routing(request, 0, block_size, leg),
+            path,
+            now_ms,
+            self._clock.wall_ms(),
+            self._unavailable(request, full, None),
+            roles=leg.roles,
+            behind_records=self._behind_records(),
+        )
         found = self._state.preview(wanted)
         if isinstance(found, Decision):
             return found
         if isinstance(found, PolicyFailed):
             return PlacementFailure(found)
-        full = self.full.at(now_ms)
         busy = found.busy or not full.keys().isdisjoint(found.reasons.keys())
         return PlacementFailure(found, bool(busy), bool(full))
+
+    def _routing(self, request: InferenceRequest, output_tokens: int, block_size: int, leg: LegSpec) -> RoutingRequest:
+        """Return what a policy may know of a request: what it was given and has generated so far is one prompt."""
+        tokens, size = len(request.token_ids) // TOKEN_BYTES + output_tokens, block_size or 1
+        has_media, turn = request.multimodal is not None, request.turn
+        return RoutingRequest(
+            request.request_id,
+            request.model,
+            tokens,
+            size,
+            -(-tokens // size),
+            request.priority,
+            leg.stage,
+            media_hashes(request) if has_media else (),
+            media_kinds(request) if has_media and leg.stage is not Stage.DECODE else (),
+            ttft_target_ms(request.hints) if request.hints else 0.0,
+            "" if turn is None else turn.session,
+            0 if turn is None else turn.tenant,
+            "adapter" if request.lora_name else "salt" if request.cache_salt else "",
+            "" if turn is None else turn.parent,
+            self.naming.is_later(turn),
+        )
 
     def _unavailable(
         self, request: InferenceRequest, full: Mapping[WorkerKey, str], routed: LocalRequest | None
@@ -357,32 +374,6 @@ class Chooser:
             if any(staff):
                 self._staff[model] = staff
         return staff
-
-
-def _routing(
-    request: InferenceRequest, output_tokens: int, block_size: int, leg: LegSpec, is_later: bool | None
-) -> RoutingRequest:
-    """Return what a policy may know of a request: what it was given and has generated so far is one prompt."""
-    tokens = len(request.token_ids) // 4 + output_tokens
-    size = max(1, block_size)
-    turn = request.turn
-    return RoutingRequest(
-        request.request_id,
-        request.model,
-        tokens,
-        size,
-        -(-tokens // size),
-        request.priority,
-        leg.stage,
-        () if request.multimodal is None else media_hashes(request),
-        () if request.multimodal is None or leg.stage is Stage.DECODE else media_kinds(request),
-        ttft_target_ms=ttft_target_ms(request.hints) if request.hints else 0.0,
-        session="" if turn is None else turn.session,
-        tenant=0 if turn is None else turn.tenant,
-        domain="adapter" if request.lora_name else "salt" if request.cache_salt else "",
-        parent="" if turn is None else turn.parent,
-        is_later=is_later,
-    )
 
 
 TTFT_HEADER = "x-ttft-target-ms"

@@ -379,7 +379,7 @@ def add_drain_endpoint(app: FastAPI, service: RouterService) -> None:
             Query(
                 ge=0,
                 le=DRAIN_TIMEOUT_MS_MAX,
-                description="How long running requests may take to finish; by default the worker's drain_timeout_ms.",
+                description="How long running requests may take to end; by default the worker's shutdown_timeout_ms.",
             ),
         ] = None,
     ) -> dict[str, Any]:

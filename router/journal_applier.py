@@ -3,7 +3,7 @@
 Rules
     1. A snapshot is loaded next to the state in use and replaces it in one step; records that come meanwhile wait.
     2. What takes a moment is applied at once; more in slices, in their order, in turn with all else that is done in
-       bulk (``poolgrid.process.bulk_work``). Nothing is left out. What ends a slice is what its records hold: one of a
+       bulk (``poolgrid.process.tasks``). Nothing is left out. What ends a slice is what its records hold: one of a
        worker that reports its whole cache again holds a hundred times what one of an engine's step does.
     3. The router is *level* when all that arrived is applied. What is decided before is marked as behind.
     4. The state that a snapshot replaced is freed in slices too.
@@ -16,11 +16,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
-from poolgrid.process.bulk_work import BulkWork
 from poolgrid.process.clock import Clock
+from poolgrid.process.tasks import BulkWork
 from poolgrid.router.core.inputs import RecordsArrived, SnapshotArrived
 from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, SnapshotLoad
 from poolgrid.router.core.router_state import RouterState
@@ -39,6 +39,8 @@ half a millisecond."""
 
 RECORD_BYTES: Final = 256
 """A record is as much work as this many bytes of hashes."""
+
+BLOCK_EVENTS: Final = (BlocksStored, BlocksRemoved)
 
 ARRIVED_RECORDS_MAX: Final = 100_000
 """Records that wait for a snapshot or for their slice; beyond it the router does nothing else until fewer wait."""
@@ -99,11 +101,8 @@ class JournalApplier:
         """Apply journal records; at once when that takes a moment, else a slice at a time."""
         if self._lost:
             return
-        if (
-            self._loading is None
-            and not self._arrived
-            and (len(records) == 1 or len(_leading(records)) == len(records))
-        ):
+        is_level = self._loading is None and not self._arrived
+        if is_level and (len(records) == 1 or _leading(records) == len(records)):
             self._apply(records)
             return
         self.level.clear()
@@ -146,9 +145,7 @@ class JournalApplier:
                 self._note_level()
                 self._on_applied()
         elif self._arrived:
-            records = _leading(self._arrived)
-            for _ in records:
-                self._arrived.popleft()
+            records = [self._arrived.popleft() for _ in range(_leading(self._arrived))]
             self._note_level()
             self._apply(records)  # takes the level back if that fails
         elif self._replaced is not None:
@@ -192,16 +189,14 @@ class JournalApplier:
             self._resync()
 
 
-def _leading(records: Iterable[JournalRecord]) -> list[JournalRecord]:
-    """Return the first records, as many as are applied in one go, and one at least."""
-    taken: list[JournalRecord] = []
+def _leading(records: Collection[JournalRecord]) -> int:
+    """Return how many of some records are applied in one go: one at least."""
     left = SLICE_BYTES
-    for record in records:
+    for count, record in enumerate(records):
         left -= RECORD_BYTES
         for event in record.events:
-            if type(event) is BlocksStored or type(event) is BlocksRemoved:
+            if isinstance(event, BLOCK_EVENTS):
                 left -= len(event.sequence_hashes)
-        if left < 0 and taken:
-            break
-        taken.append(record)
-    return taken
+        if left < 0 and count:
+            return count
+    return len(records)

@@ -37,12 +37,12 @@ class LocalRequest(RoutedRequest, eq=False):
 
     path: array[int]
     """Sequence hashes of the prompt's whole blocks."""
+    block_size: int = 0
+    """Tokens of a block of ``path``; 0 as long as no worker of the model was there."""
     tried: dict[WorkerKey, str] = msgspec.field(default_factory=dict)
     """Workers that failed this request, and how: they come last."""
     latest: Dispatch | None = None
     """Its last dispatch; ``None`` before the first."""
-    block_size: int = 0
-    """Tokens of a block of ``path``."""
     unable: dict[WorkerKey, str] = msgspec.field(default_factory=dict)
     """Workers that cannot do what it asks for, and why: they are not asked again."""
     queued: QueuedRequest[LocalRequest] | None = None
@@ -74,11 +74,6 @@ class Placement(msgspec.Struct):
         reason = self.decision.reason
         stage = self.leg.stage
         return reason if stage is Stage.WHOLE else f"{STAGE_WORD[stage]}-{reason}"
-
-    def overlap_tokens(self) -> int:
-        """Return the tokens of the request that the worker probably holds."""
-        request = self.decision.request
-        return min(request.isl, self.decision.overlap_blocks * request.block_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,9 @@ from typing import Final
 
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import Refused, ServedModel
-from poolgrid.process.bulk_work import BulkWork
 from poolgrid.process.clock import Clock
 from poolgrid.process.figures import counted
-from poolgrid.process.tasks import Restart, cancel_all, supervised
+from poolgrid.process.tasks import BulkWork, Restart, cancel_all, supervised
 from poolgrid.router.choosing import Chooser
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.fleet import chat_of, inabilities_of, media_of, tasks_of
@@ -173,11 +172,16 @@ class RouterService:
                 raise Refused(409, "duplicate_request", f"request {request.request_id!r} is already being served")
             timer = LegTimer(perf_counter())
             chooser = self.chooser
-            path = chooser.path_now(request) if chooser.is_quick(request) else await chooser.path(request)
+            block_size = chooser.block_size(request.model)
+            if chooser.is_quick(request):
+                path = chooser.path_now(request, block_size)
+            else:
+                path = await chooser.path(request, block_size)
             delivery = TokenDelivery(request.request_id, self.tracker.on_client_left, self._loop)
             if request.task is None:
-                request.turn = chooser.naming.turn_of(request, path, chooser.block_size(request.model))
-            routed = LocalRequest(RequestMachine(request, delivery, self._settings.migration_limit), timer, path)
+                request.turn = chooser.naming.turn_of(request, path, block_size)
+            machine = RequestMachine(request, delivery, self._settings.migration_limit)
+            routed = LocalRequest(machine, timer, path, block_size)
             cause = self._wait_cause(routed)
             if cause is None:
                 return delivery
@@ -251,31 +255,29 @@ class RouterService:
 
     def _send(self, routed: LocalRequest, chosen: Placement, began_ms: float) -> bool:
         machine, decision, leg = routed.machine, chosen.decision, chosen.leg
+        has_prompt = leg.stage in PROMPT_STAGES
         expected_prefill_tokens = (
-            int(decision.candidates.prefill_tokens[decision.choice.row])
-            if leg.stage in PROMPT_STAGES and machine.stale_loads < CROWDING_RETRIES
-            else None
+            decision.prefill_tokens if has_prompt and machine.stale_loads < CROWDING_RETRIES else None
         )
         trace = machine.request.trace
         if trace is not None:
             trace.close(queue_span(machine.request.request_id))
             tell_decision(trace.add("choose", began_ms), decision)
-        overlap_tokens = chosen.overlap_tokens()
-        if machine.request.session.keep_ms and leg.stage in PROMPT_STAGES:
+        if has_prompt and machine.request.session.keep_ms:
             self.chooser.naming.placed(machine.request, self.projection.fleet.workers[decision.worker].card)
         dispatch = self.tracker.send(
             routed,
             self.links.to_worker(decision.worker),
             decision.worker,
             leg.stage,
-            overlap_tokens,
+            decision.overlap_tokens,
             expected_prefill_tokens,
         )
         if dispatch is None:
             return False
         machine.delivery.decision_reason = chosen.reason()
-        if leg.stage in PROMPT_STAGES:
-            machine.delivery.promised_tokens = overlap_tokens
+        if has_prompt:
+            machine.delivery.promised_tokens = decision.overlap_tokens
         self.tracker.enter(routed, chosen, dispatch.id)
         return True
 

@@ -27,8 +27,7 @@ from poolgrid.serving.legs import AvoidWorker, Dispatch, EndRequest, WorkerFull,
 from poolgrid.serving.prompt_paths import ReuseSketch
 from poolgrid.serving.request_tracker import Placer, RequestTracker
 from poolgrid.wire.hashing import TOKEN_BYTES
-from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
-from poolgrid.wire.request_ids import dispatch_of
+from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey, dispatch_of
 from poolgrid.wire.trace_context import TraceContext
 
 if TYPE_CHECKING:
@@ -80,7 +79,6 @@ class RouterTracker(RequestTracker[LocalRequest]):
         self.requests[plan.request.request_id] = routed
         self.naming.dispatched(plan.request)
         routed.latest = plan.current
-        routed.block_size = decision.request.block_size
         metrics = self._metrics
         kind = (decision.policy, routed.machine.delivery.decision_reason, leg.stage, leg.reason)
         counters = self._counters.get(kind)
@@ -107,12 +105,11 @@ class RouterTracker(RequestTracker[LocalRequest]):
 
     def _count_prompt(self, decision: Decision, path: Sequence[int]) -> None:
         metrics, request = self._metrics, decision.request
-        found_tokens = decision.overlap_blocks * request.block_size
         # Others than this router may have shown a prompt to the pool: what is there was achieved.
         decision.seen_tokens = seen_tokens = self.sketch.note(path) * request.block_size
         metrics.prompt_tokens.value += request.isl
-        metrics.overlap_found_tokens.value += min(request.isl, found_tokens)
-        metrics.achievable_tokens.value += min(request.isl, max(seen_tokens, found_tokens))
+        metrics.overlap_found_tokens.value += decision.overlap_tokens
+        metrics.achievable_tokens.value += min(request.isl, max(seen_tokens, decision.overlap_tokens))
 
     def gateway_realised(self, dispatch_id: str, path: Sequence[int], cached_tokens: int, isl: int | None) -> None:
         """Note what an engine reported in an answer that went past this router."""
@@ -129,7 +126,7 @@ class RouterTracker(RequestTracker[LocalRequest]):
         request = decision.request
         if request.stage in PROMPT_STAGES and request.isl:
             metrics = self._metrics
-            error = cached_tokens - min(request.isl, decision.overlap_blocks * request.block_size)
+            error = cached_tokens - decision.overlap_tokens
             if error > 0:
                 metrics.reused_more.value += error
             else:

@@ -39,8 +39,7 @@ from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics, end
 from poolgrid.transport.security import Tls
 from poolgrid.wire.addresses import COMPONENTS
 from poolgrid.wire.card import AUTO, ChatSpec, WorkerCard
-from poolgrid.wire.ingest import LoadingWorker
-from poolgrid.wire.leadership import Leader
+from poolgrid.wire.ingest import Leader, LoadingWorker
 from poolgrid.wire.limits import CHAT_TEMPLATE_CHARS_MAX, IDENTIFIER_BYTES_MAX
 from poolgrid.workers.adapters.http_api import HttpApi
 from poolgrid.workers.adapters.sockets import RequestSocket
@@ -216,7 +215,7 @@ async def serve_worker(
             card,
             engine.engine,
             requests,
-            ServiceLimits(settings.peer_lease_ms, settings.drain_timeout_ms),
+            ServiceLimits(settings.peer_lease_ms, settings.shutdown_timeout_ms),
             awake,
             metrics,
             engine.kv,

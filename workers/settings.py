@@ -66,7 +66,7 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
     http_port: int = Field(0, ge=0, le=65535, description="Serve health and metrics at this port; 0 = any free port.")
     peer_lease_ms: ClassVar[int] = 10_000
     """Requests of a router that is silent for this time are cancelled: routers send a heartbeat every second."""
-    drain_timeout_ms: int = Field(
+    shutdown_timeout_ms: int = Field(
         30_000, ge=0, le=86_400_000, description="Let running requests finish for this time after SIGTERM."
     )
     load_interval_ms: ClassVar[float] = 100.0

@@ -14,7 +14,7 @@ worker() {
     fi
     keep "$POOLGRID" worker --engine="$ENGINE" --worker-id="$name" "${role_option[@]}" \
         --consolidator="tcp://$HEAD_ADDRESS:$INGEST_PORT" --host="$BIND" \
-        --advertise-host="${ADDRESS:-$SLURMD_NODENAME}" --drain-timeout-ms="$((DRAIN_S * 1000))" "$@"
+        --advertise-host="${ADDRESS:-$SLURMD_NODENAME}" --shutdown-timeout-ms="$((DRAIN_S * 1000))" "$@"
 }
 
 # rank ROLE NAME HOST OPTION...: one rank of a worker that spans nodes, in this task; the first, on HOST, is the worker.
@@ -24,7 +24,7 @@ rank() {
     exec bash "$SCRIPTS/rank.sh" "$POOLGRID" worker --engine="$ENGINE" --worker-id="$name" \
         --disaggregation-mode="${role/aggregated/prefill_and_decode}" \
         --consolidator="tcp://$HEAD_ADDRESS:$INGEST_PORT" --host="$BIND" --advertise-host="$host" \
-        --drain-timeout-ms="$((DRAIN_S * 1000))" "$@"
+        --shutdown-timeout-ms="$((DRAIN_S * 1000))" "$@"
 }
 
 "$@"

@@ -282,7 +282,7 @@ class AttackedPool:
                 str(self.shape.speedup),
                 "--total-kv-blocks",
                 str(BLOCKS_PER_WORKER),
-                "--drain-timeout-ms",
+                "--shutdown-timeout-ms",
                 "2000",
             ),
             *("--vocabulary-size", str(self.model.vocab_size)),

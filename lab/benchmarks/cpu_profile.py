@@ -80,7 +80,6 @@ LINES: tuple[tuple[str, str, str], ...] = (
     ("frontend/preparation.py", r".*", PREPARATION),
     ("frontend/schema.py", r".*", PREPARATION),
     ("frontend/chat_template.py", r".*", PREPARATION),
-    ("frontend/template_sandbox.py", r".*", PREPARATION),
     ("jinja2/", r".*", PREPARATION),
     ("frontend/", r".*", ENDPOINT),
     ("wire/hashing.py", r"(?!(un)?pack_tokens).*", HASHING),

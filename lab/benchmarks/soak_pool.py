@@ -117,7 +117,7 @@ class SoakPool:
                 ingest,
             ),
             *("--speedup", str(self._shape.speedup), "--kv-block-size", str(BLOCK_SIZE)),
-            *("--total-kv-blocks", str(BLOCKS_PER_WORKER), "--drain-timeout-ms", "2000", *self._vocabulary),
+            *("--total-kv-blocks", str(BLOCKS_PER_WORKER), "--shutdown-timeout-ms", "2000", *self._vocabulary),
         ]
 
     async def _reaches(self, workers: int) -> bool:

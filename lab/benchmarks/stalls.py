@@ -44,7 +44,7 @@ from lab.benchmarks.fleet import Fleet
 from lab.benchmarks.http_load import rss_mb
 from lab.benchmarks.http_model import ensure_model
 from lab.benchmarks.peers import MODEL, await_answer
-from poolgrid.consolidator.journal.snapshot_file import SUFFIX
+from poolgrid.consolidator.journal.framing import SUFFIX
 from poolgrid.consolidator.journal.stored_records import offset_of
 from poolgrid.wire import codec
 from poolgrid.wire.events import AnyEvent, BlocksStored, EventBatch, SnapshotBegan

@@ -141,9 +141,6 @@ class ApproximateIndex(Observer):
         self._renewed_ms.pop(worker, None)
         self.index.drop(worker)
 
-    def advance(self, now_ms: float) -> None:
-        self.expire(now_ms)
-
     def on_chosen(
         self, decision: Decision, card: WorkerCard, dispatch_id: str, path: Sequence[int], now_ms: float
     ) -> None:

@@ -33,7 +33,7 @@ import numpy as np
 
 from poolgrid.router.core.candidates import OWN_MS, Candidates, FloatArray, RoutingRequest
 from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.engine_times import Engines, FewEngines, one_uncached_tokens, uncached_tokens
+from poolgrid.router.core.engine_times import Engines, FewEngines, StepCurve, uncached_tokens
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.overlap import overlap_columns
 from poolgrid.router.core.policy import lowest
@@ -69,11 +69,12 @@ class BatchPlanner:
     def holds(self, decision: Decision) -> bool:
         """Return whether a new request, while none waits, is planned with those that come in the same turn instead of
         going where a decision sends it."""
-        row, candidates, engines = decision.choice.row, decision.candidates, decision.candidates.engines
+        choice, engines = decision.choice, decision.candidates.engines
         assert isinstance(engines, Engines | FewEngines), "it is what the policy's observer describes"
-        overlap = candidates.device_overlap[row], candidates.host_overlap[row], candidates.disk_overlap[row]
-        room = _Room(float(candidates.prefill_tokens[row]), *engines.step_of(row))
-        return not room.small([one_uncached_tokens(decision.request, *overlap)])
+        assert choice.forecast is not None, "the policy gives one for each prompt"
+        step_tokens, curve = engines.step_of(choice.row)
+        together = decision.prefill_tokens + choice.forecast.uncached_tokens
+        return together > step_tokens or not _is_small(choice.forecast.own_ms, curve)
 
     def openings(self, model: str, roles: tuple[Role, ...]) -> int:
         """Return how many workers of these roles may be given one more: they have requests and prompt tokens to compute
@@ -158,12 +159,12 @@ class BatchedRequest(msgspec.Struct, frozen=True, gc=False):
 def plan(
     waiting: PlanningBatch,
     queued_tokens: FloatArray,
-    step_of: Callable[[int], tuple[float, Callable[[float], float]]],
+    step_of: Callable[[int], tuple[float, StepCurve]],
 ) -> list[BatchedRequest]:
     """Return who goes now, in order.
 
     ``queued_tokens`` are the prompt tokens that each worker has to compute, ``step_of`` returns how many a step of one
-    may have, and how long it takes with so many.
+    may have, and how long it takes.
     """
     ahead_ms = np.zeros(len(queued_tokens))
     is_taken = np.zeros(len(queued_tokens), np.bool_)
@@ -201,12 +202,17 @@ def divide(waiting: PlanningBatch, rows: Sequence[int], ahead_ms: FloatArray) ->
     return given
 
 
+def _is_small(own_ms: float, curve: StepCurve) -> bool:
+    """Return whether a prompt is small that takes so long, in one step."""
+    return own_ms <= SMALL_STEPS * curve.one_token_ms
+
+
 class _Room(msgspec.Struct, frozen=True, gc=False):
     """What a worker takes now."""
 
     queued_tokens: float
     step_tokens: float
-    step_ms: Callable[[float], float]
+    curve: StepCurve
 
     def count(self, prompts: Sequence[float]) -> int:
         """Return how many of some prompts go now, whose tokens are given in order."""
@@ -214,22 +220,22 @@ class _Room(msgspec.Struct, frozen=True, gc=False):
 
     def small(self, prompts: Sequence[float]) -> int:
         """Return how many are small and join what the worker has already."""
-        together, small_ms = self.queued_tokens, SMALL_STEPS * self.step_ms(1.0)
+        together = self.queued_tokens
         for count, tokens in enumerate(prompts):
             together += tokens
-            if together > self.step_tokens or self.step_ms(tokens) > small_ms:
+            if together > self.step_tokens or not _is_small(self.curve.one_step_ms(tokens), self.curve):
                 return count
         return len(prompts)
 
     def _in_first_step(self, prompts: Sequence[float]) -> int:
         """Return how many go into the first step of a worker that is free: one at least, however long."""
-        together = prompts[0]
-        together_ms = self.step_ms(together)
+        together, step_ms = prompts[0], self.curve.one_step_ms
+        together_ms = step_ms(together)
         for count, tokens in enumerate(prompts[1:], start=1):
             if together + tokens > self.step_tokens:
                 return count
-            joined_ms = self.step_ms(together + tokens) - together_ms
-            saved_ms = self.step_ms(tokens) - joined_ms
+            joined_ms = step_ms(together + tokens) - together_ms
+            saved_ms = step_ms(tokens) - joined_ms
             if (len(prompts) - count) * saved_ms <= count * joined_ms:
                 return count
             together += tokens

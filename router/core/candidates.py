@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from poolgrid.wire.identifiers import Stage, WorkerKey
-from poolgrid.wire.request_ids import name_of
+from poolgrid.wire.identifiers import Stage, WorkerKey, name_of
 
 __all__ = [
     "EXPECTED_MS",
@@ -71,13 +70,17 @@ PACE: Final = "pace"
 _NO_TERMS: Final[Mapping[str, Column]] = {}
 
 
-class Forecast(NamedTuple):
-    """What a policy that learns expected of the worker that it chose."""
+class Forecast(msgspec.Struct, frozen=True, gc=False):
+    """What a policy that learns expects of a worker."""
 
     expected_ms: float
+    """Until the first token."""
     own_ms: float
-    """What the prompt alone takes there, at pace 1."""
+    """What the prompt alone takes there, at pace 1: the delay of the requests behind it."""
     pace: float
+    """The worker's speed factor: real times over those of its curve."""
+    uncached_tokens: float = 0.0
+    """What it would have to compute of the prompt, at least one token; 0 where that is not known."""
 
 
 class Choice(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -105,9 +108,7 @@ class Choice(msgspec.Struct, frozen=True, eq=False, gc=False):
         terms = self.terms
         if not terms.keys() >= {EXPECTED_MS, OWN_MS, PACE}:
             return None
-        return Forecast(
-            float(terms[EXPECTED_MS][self.row]), float(terms[OWN_MS][self.row]), float(terms[PACE][self.row])
-        )
+        return Forecast(*(float(terms[name][self.row]) for name in (EXPECTED_MS, OWN_MS, PACE)))
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

@@ -25,10 +25,18 @@ from poolgrid.wire.answers import (
     LegRow,
     LegsRow,
     MediaRow,
+    SecondCounts,
 )
-from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerId, WorkerKey
-from poolgrid.wire.request_ids import SEPARATOR, dispatch_of, kept_under, name_of
-from poolgrid.wire.second_counts import SecondCounts
+from poolgrid.wire.identifiers import (
+    SEPARATOR,
+    STAGE_WORD,
+    Stage,
+    WorkerId,
+    WorkerKey,
+    dispatch_of,
+    kept_under,
+    name_of,
+)
 
 DECISION_BYTES: Final = 1000
 """Measured: the record itself, its request, its place in the log."""
@@ -87,11 +95,15 @@ class Decision(msgspec.Struct, eq=False, gc=False):
     """The chosen worker."""
     overlap_blocks: int = 0
     """Blocks that it held according to the router, on any tier."""
+    overlap_tokens: int = 0
+    """Tokens of the prompt in these."""
 
     def __post_init__(self) -> None:
-        row, columns = self.choice.row, self.candidates
+        row, columns, request = self.choice.row, self.candidates, self.request
         self.worker = columns.workers[row]
-        self.overlap_blocks = int(columns.device_overlap[row] + columns.host_overlap[row] + columns.disk_overlap[row])
+        held = int(columns.device_overlap[row] + columns.host_overlap[row] + columns.disk_overlap[row])
+        if held:
+            self.overlap_blocks, self.overlap_tokens = held, min(request.isl, held * request.block_size)
 
     @property
     def reason(self) -> str:
@@ -114,8 +126,7 @@ class Decision(msgspec.Struct, eq=False, gc=False):
             columns += len(choice.given_terms)
         is_array = isinstance(self.candidates.prefill_tokens, np.ndarray)
         column_bytes = ARRAY_BYTES + 8 * rows if is_array else LIST_BYTES + LIST_VALUE_BYTES * rows
-        others = len(self.filtered) + len(self.untrusted)
-        return DECISION_BYTES + columns * column_bytes + OTHER_BYTES * others
+        return DECISION_BYTES + columns * column_bytes + OTHER_BYTES * (len(self.filtered) + len(self.untrusted))
 
     def margin(self) -> float | None:
         """Return by how much the runner-up would have cost more; ``None`` without a cost or a runner-up."""
@@ -245,8 +256,7 @@ class DecisionLog:
             if decision.attempt:
                 self.seconds.add(decision.time_ms, (0, 0, 0, 1))
             else:
-                found_tokens = min(request.isl, decision.overlap_blocks * request.block_size)
-                self.seconds.add(decision.time_ms, (1, request.isl, found_tokens, 0))
+                self.seconds.add(decision.time_ms, (1, request.isl, decision.overlap_tokens, 0))
         decisions = self._decisions
         request_id = request.request_id
         key = (request_id, decision.attempt)
@@ -273,7 +283,7 @@ class DecisionLog:
     def of_request(self, request_id: str) -> list[Decision]:
         """Return a request's decisions, first attempt first; empty when none is kept.
 
-        It may be asked for by any name that people have of it (``poolgrid.wire.request_ids.kept_under``). By one that
+        It may be asked for by any name that people have of it (``poolgrid.wire.identifiers.kept_under``). By one that
         several clients chose, those of the latest are returned; of a request with several sequences those of each.
         """
         found = []

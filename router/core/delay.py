@@ -18,64 +18,47 @@ the bit.
 from __future__ import annotations
 
 from math import ceil, floor
-from typing import Final, NamedTuple
+from typing import Final
 
-from poolgrid.router.core.engine_times import StepCurve
+from poolgrid.router.core.candidates import Forecast
+from poolgrid.router.core.engine_times import EngineKind
 
 DECODING_WORTH: Final = 0.01
 """What a millisecond is worth by which the streams of a worker stand still: each spreads it over about a hundred tokens
 that are still to come, so these are milliseconds of ITL. At a tenth, mean TTFT of the trace at ×7 is 6 % higher."""
 
 
-class WorkerDelay(NamedTuple):
-    """What delays a prompt on one worker."""
+class PromptCost(Forecast, frozen=True, gc=False):
+    """The parts of what a prompt costs on one worker, in milliseconds."""
 
-    curve: StepCurve
-    """Step times, at pace 1."""
-    step_tokens: float
-    """Prompt tokens of one step."""
-    total_blocks: float
-    pace: float
-    """Its speed factor: real times over those of its curve."""
-    done_ms: float
-    """Milliseconds at pace 1 by which its queue is shorter than by its tokens, since part of it is computed."""
-    queued_tokens: float
-    """Prompt tokens that it has accepted and not computed."""
-    active_blocks: float
-    requests: float
-    """Active requests, waiting ones included."""
-    waiting: float
-    """Those of them that wait for their first token."""
-    recent_load: float = 0.0
-    """Requests that it was sent per millisecond of late."""
-
-
-class PromptCost(NamedTuple):
-    """The parts of what a prompt costs, in milliseconds."""
-
-    expected_ms: float
-    """Until its first token."""
-    own_ms: float
-    """Delay of the requests behind it, at pace 1."""
-    joined_ms: float
+    joined_ms: float = 0.0
     """For prompts whose last step it makes longer."""
-    decoding_ms: float
+    decoding_ms: float = 0.0
     """For the streams of requests that generate there."""
-    queue_ms: float
-    """No part of the cost: what the prompts before it take, at pace 1."""
-
-    @property
-    def total_ms(self) -> float:
-        return self.expected_ms + (self.own_ms + self.joined_ms + self.decoding_ms)
+    before_ms: float = 0.0
+    """No part of the cost: what the worker has to compute before it."""
 
 
-def prompt_cost(worker: WorkerDelay, uncached_tokens: float, own: float) -> PromptCost:
-    """Return what it costs to compute so many tokens of a prompt, at least one, on a worker; ``own`` is how long that
-    takes at pace 1."""
-    curve, step_tokens, total_blocks, pace, done_ms, queued, active_blocks, requests, waiting, _ = worker
-    before = curve.one_prompt_ms(queued, step_tokens) if queued else 0.0
+def prompt_cost(
+    kind: EngineKind,
+    learned: tuple[float, float, float, float],
+    queued: float,
+    active_blocks: float,
+    requests: float,
+    uncached_tokens: float,
+    own: float,
+) -> PromptCost:
+    """Return what it costs to compute so many tokens of a prompt, at least one, on a worker.
+
+    ``learned`` is its pace, the milliseconds at pace 1 of its queue that are done, and the requests that wait for their
+    first token there. ``queued`` are prompt tokens that it has accepted and not computed, ``requests`` its active ones,
+    waiting ones included; ``own`` is how long the prompt takes at pace 1.
+    """
+    pace, done_ms, waiting, _ = learned
     if not requests:
-        return PromptCost(pace * own, own, 0.0, 0.0, before)
+        return PromptCost(pace * own, own, pace, uncached_tokens)
+    curve, step_tokens, total_blocks = kind
+    before = curve.one_prompt_ms(queued, step_tokens) if queued else 0.0
     ahead = queued + uncached_tokens
     together = curve.one_prompt_ms(ahead, step_tokens) if queued else own
     queue = max(own, together - done_ms)
@@ -96,9 +79,5 @@ def prompt_cost(worker: WorkerDelay, uncached_tokens: float, own: float) -> Prom
         fixed = ceil(uncached_tokens / step_tokens) * curve.least_ms
         if own > fixed:
             decoding = DECODING_WORTH * pace * generating * (own - fixed)
-    return PromptCost(pace * queue, own, joined, decoding, before)
-
-
-def decode_step_ms(worker: WorkerDelay, blocks: float) -> float:
-    """Return how long a decode step takes once a request of so many blocks is there."""
-    return worker.pace * worker.curve.one_decode_ms((worker.active_blocks + blocks) / worker.total_blocks)
+    before_ms = pace * max(0.0, before - done_ms)
+    return PromptCost(pace * queue, own, pace, uncached_tokens, joined, decoding, before_ms)

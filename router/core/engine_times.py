@@ -7,16 +7,17 @@ much dearer a long prompt is than a short one.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from poolgrid.router.core.candidates import FloatArray, IndexArray, RoutingRequest
+from poolgrid.router.core.candidates import Candidates, FloatArray, IndexArray, RoutingRequest
 from poolgrid.router.core.fleet import Worker
 from poolgrid.wire.card import StepTimes, WorkerCard
+from poolgrid.wire.identifiers import WorkerKey
 
 HOST_WORTH, DISK_WORTH = 0.75, 0.25
 """What a block on a lower tier spares of its computation: it must be brought back first."""
@@ -25,7 +26,9 @@ HOST_WORTH, DISK_WORTH = 0.75, 0.25
 class StepCurve:
     """Straight lines between points; beyond the last prompt point its slope holds, before the first its value."""
 
-    __slots__ = ("_decode", "_decode_ms", "_prefill", "_prefill_ms", "_shares", "_slope", "_tokens", "least_ms")
+    __slots__ = (
+        "_decode", "_decode_ms", "_prefill", "_prefill_ms", "_shares", "_slope", "_tokens", "least_ms", "one_token_ms",
+    )  # fmt: skip
 
     def __init__(self, prefill: tuple[tuple[float, float], ...], decode: tuple[tuple[float, float], ...]) -> None:
         """``prefill`` are prompt tokens of a step and milliseconds, ``decode`` used shares of KV and milliseconds.
@@ -42,7 +45,8 @@ class StepCurve:
             self._slope = max(0.0, (y1 - y0) / (x1 - x0))
         self._prefill, self._decode = _lines(prefill), _lines(decode)
         self.least_ms = float(prefill[0][1])
-        """What a step takes that computes one token."""
+        """What the smallest step takes that is known."""
+        self.one_token_ms = self.one_step_ms(1.0)
 
     def one_prompt_ms(self, tokens: float, step_tokens: float) -> float:
         if tokens < step_tokens:
@@ -116,6 +120,16 @@ def block_ms(card: WorkerCard) -> float:
     return _curve_of(card.step_times).one_step_ms(tokens) / tokens * card.block_size
 
 
+class EngineKind(NamedTuple):
+    """What a worker's card has about its engine."""
+
+    curve: StepCurve
+    """Step times, at pace 1."""
+    step_tokens: float
+    """Prompt tokens of one step."""
+    total_blocks: float
+
+
 @dataclass(frozen=True, slots=True)
 class EngineColumns:
     """Step times on the workers' cards."""
@@ -124,8 +138,9 @@ class EngineColumns:
     curve: IndexArray
     step_tokens: FloatArray
     total_blocks: FloatArray
-    rows: tuple[tuple[StepCurve, float, float], ...]
-    """The same by worker, in plain numbers."""
+    kinds: tuple[EngineKind, ...]
+    """The same by worker, in plain numbers; one object for all of a kind."""
+    keys: tuple[WorkerKey, ...]
 
     @classmethod
     def of(cls, workers: Sequence[Worker]) -> EngineColumns:
@@ -140,12 +155,16 @@ class EngineColumns:
         step_tokens = [float(max(1, each.max_num_tokens)) for each in limits]
         total_blocks = [float(max(1, each.total_kv_blocks)) for each in limits]
         curve_of = [list(curves.values())[place] for place in curve]
+        kinds: dict[EngineKind, EngineKind] = {}
+        for kind in map(EngineKind, curve_of, step_tokens, total_blocks):
+            kinds.setdefault(kind, kind)
         return cls(
             tuple(curves.values()),
             np.array(curve, np.intp),
             np.array(step_tokens, np.float64),
             np.array(total_blocks, np.float64),
-            tuple(zip(curve_of, step_tokens, total_blocks, strict=True)),
+            tuple(kinds[kind] for kind in map(EngineKind, curve_of, step_tokens, total_blocks)),
+            tuple(worker.key for worker in workers),
         )
 
 
@@ -170,8 +189,8 @@ class Engines:
     """Requests that come, of late."""
     typical_ms: float
     """What a prompt took of them at pace 1, on average."""
-    recent_load: FloatArray
-    """Requests that each was sent per millisecond of late."""
+    loads: FloatArray
+    """Requests that each was sent per millisecond of late, times its pace."""
 
     def prompt_ms(self, tokens: FloatArray) -> FloatArray:
         """Return how long each would take at pace 1 to compute so many prompt tokens: one number a worker, or a row
@@ -185,13 +204,12 @@ class Engines:
         return times
 
     def least_ms(self) -> FloatArray:
-        """Return what a step of each takes at pace 1 that computes one token."""
+        """Return what the smallest step of each takes at pace 1."""
         return np.array([curve.least_ms for curve in self.curves], np.float64)[self.curve]
 
-    def step_of(self, row: int) -> tuple[float, Callable[[float], float]]:
-        """Return how many prompt tokens a step of one of them may have, and how long it takes with so many at pace
-        1."""
-        return float(self.step_tokens[row]), self.curves[self.curve[row]].one_step_ms
+    def step_of(self, row: int) -> tuple[float, StepCurve]:
+        """Return how many prompt tokens a step of one of them may have, and how long it takes at pace 1."""
+        return float(self.step_tokens[row]), self.curves[self.curve[row]]
 
     def joined_ms(self, queued: FloatArray, tokens: FloatArray) -> FloatArray:
         """Return how much longer at pace 1 the last step of so many queued tokens takes when others join it.
@@ -217,21 +235,27 @@ class Engines:
 class FewEngines(NamedTuple):
     """The same of a few candidates, in plain numbers."""
 
-    fixed: Sequence[tuple[StepCurve, float, float]]
-    """Of each its curve, step tokens and total blocks."""
+    kinds: Sequence[EngineKind]
     learned: Sequence[tuple[float, float, float, float]]
-    """Of each its pace, milliseconds done, waiting requests and recent load."""
+    """Of each its pace, milliseconds done, waiting requests and load."""
     choices_per_ms: float
     typical_ms: float
 
-    def step_of(self, row: int) -> tuple[float, Callable[[float], float]]:
-        curve, step_tokens, _ = self.fixed[row]
-        return step_tokens, curve.one_step_ms
+    def step_of(self, row: int) -> tuple[float, StepCurve]:
+        kind = self.kinds[row]
+        return kind.step_tokens, kind.curve
 
 
-def one_uncached_tokens(request: RoutingRequest, device: float, host: float, disk: float) -> float:
-    """Return what ``uncached_tokens`` does, of one worker and to the bit."""
-    return max(1.0, request.isl - (device + HOST_WORTH * host + DISK_WORTH * disk) * request.block_size)
+def uncached_of_few(request: RoutingRequest, candidates: Candidates) -> list[float]:
+    """Return what ``uncached_tokens`` does, of a few workers and to the bit."""
+    isl, block_size = request.isl, request.block_size
+    device, host, disk = candidates.device_overlap, candidates.host_overlap, candidates.disk_overlap
+    if not (any(device) or any(host) or any(disk)):
+        return [max(1.0, float(isl))] * len(device)
+    return [
+        max(1.0, isl - (on_device + HOST_WORTH * on_host + DISK_WORTH * on_disk) * block_size)
+        for on_device, on_host, on_disk in zip(device, host, disk, strict=True)
+    ]
 
 
 def uncached_tokens(request: RoutingRequest, device: FloatArray, host: FloatArray, disk: FloatArray) -> FloatArray:

@@ -20,14 +20,8 @@ from poolgrid.router.core.candidates import (
     Forecast,
     RoutingRequest,
 )
-from poolgrid.router.core.delay import DECODING_WORTH, PromptCost, WorkerDelay, decode_step_ms, prompt_cost
-from poolgrid.router.core.engine_times import (
-    Engines,
-    FewEngines,
-    StepCurve,
-    one_uncached_tokens,
-    uncached_tokens,
-)
+from poolgrid.router.core.delay import DECODING_WORTH, PromptCost, prompt_cost
+from poolgrid.router.core.engine_times import EngineKind, Engines, FewEngines, uncached_of_few, uncached_tokens
 from poolgrid.router.core.learned_speeds import ARRIVALS_MEMORY_MS, LearnedSpeeds
 from poolgrid.router.core.policy import lowest
 from poolgrid.router.core.prefix_index import PrefixIndex
@@ -55,8 +49,9 @@ used; from ``UNEVEN`` on the whole of it counts. ``UNNAMED_WORTH`` is for turns 
 FEW_REQUESTS: Final = 1.0 / ARRIVALS_MEMORY_MS
 """What is no share yet: a single request of late."""
 
+UNCACHED_TOKENS: Final = "uncached_tokens"
 TERMS: Final = (
-    "uncached_tokens", EXPECTED_MS, OWN_MS, "joined_ms", "crowding_ms", PACE, "decoding_ms", "again_ms", "next_ms",
+    UNCACHED_TOKENS, EXPECTED_MS, OWN_MS, "joined_ms", "crowding_ms", PACE, "decoding_ms", "again_ms", "next_ms",
 )  # fmt: skip
 
 
@@ -119,7 +114,8 @@ class KvAware:
             costs = costs + behind
             terms["behind_ms"] = behind
         row, reason = lowest(costs, request)
-        return Choice(row, reason, costs, terms)
+        forecast = Forecast(*(float(terms[name][row]) for name in (EXPECTED_MS, OWN_MS, PACE, UNCACHED_TOKENS)))
+        return Choice(row, reason, costs, terms, forecast)
 
     def estimate(
         self, targets_ms: FloatArray, is_later: Sequence[bool | None], uncached: FloatArray, candidates: Candidates
@@ -158,7 +154,7 @@ class KvAware:
         next_worth = np.where(first, NEXT_WORTH, np.where(later, 0.0, UNNAMED_WORTH))
         leaving = np.where(later, LEAVE_WORTH * engines.typical_ms, 0.0)
         again = np.where(uncached > least, more + leaving, 0.0)
-        loads = engines.recent_load * paces
+        loads = engines.loads
         even, span = _even_load(sum(loads.tolist()), len(loads))
         above = np.minimum(1.0, np.maximum(0.0, loads - even) / span)
         is_free = ((loads <= even) & (candidates.prefill_tokens == 0.0)).any()
@@ -202,103 +198,108 @@ def _crowding(queues: FloatArray, own: FloatArray, typical: FloatArray, rate_per
 
 
 def _choice_of_few(request: RoutingRequest, candidates: Candidates, engines: FewEngines) -> Choice:
-    workers = _workers_of(candidates, engines)
     if request.stage is Stage.DECODE:
-        steps = [decode_step_ms(worker, request.blocks) for worker in workers]
+        paces = [pace for pace, *_ in engines.learned]
+        steps = [
+            pace * kind.curve.one_decode_ms((blocks + request.blocks) / kind.total_blocks)
+            for pace, kind, blocks in zip(paces, engines.kinds, candidates.active_blocks, strict=True)
+        ]
         row, reason = lowest(steps, request)
-        return Choice(row, reason, steps, {"step_ms": steps, PACE: [worker.pace for worker in workers]})
-    _, prompts, *_, costs = _costs_of_few(request, candidates, engines, workers)
+        return Choice(row, reason, steps, {"step_ms": steps, PACE: paces})
+    prompts, *_, costs = _costs_of_few(request, candidates, engines)
     row, reason = lowest(costs, request)
-    chosen = prompts[row]
-    forecast = Forecast(chosen.expected_ms, chosen.own_ms, workers[row].pace)
-    return Choice(row, reason, costs, partial(_terms_of_few, request, candidates, engines), forecast)
-
-
-def _workers_of(candidates: Candidates, engines: FewEngines) -> list[WorkerDelay]:
-    return [
-        WorkerDelay(*fixed, pace, done_ms, queued, blocks, requests, waiting, recent)
-        for fixed, (pace, done_ms, waiting, recent), queued, blocks, requests in zip(
-            engines.fixed,
-            engines.learned,
-            candidates.prefill_tokens,
-            candidates.active_blocks,
-            candidates.requests,
-            strict=True,
-        )
-    ]
+    return Choice(row, reason, costs, partial(_terms_of_few, request, candidates, engines), prompts[row])
 
 
 def _costs_of_few(
-    request: RoutingRequest, candidates: Candidates, engines: FewEngines, workers: Sequence[WorkerDelay]
-) -> tuple[list[float], list[PromptCost], list[float], list[float], list[float], list[float]]:
-    """Return the uncached tokens and what they cost alone, crowding, again, next and the whole cost, by worker."""
-    target_ms = request.ttft_target_ms
-    overlaps = zip(candidates.device_overlap, candidates.host_overlap, candidates.disk_overlap, strict=True)
-    uncached = [one_uncached_tokens(request, *overlap) for overlap in overlaps]
-    # Workers that hold as much of the prompt and are of a kind take as long for the rest.
-    known: dict[tuple[StepCurve, float, float], float] = {}
-    prompts = []
-    for worker, tokens in zip(workers, uncached, strict=True):
-        kind = worker.curve, worker.step_tokens, tokens
-        own = known.get(kind)
-        if own is None:
-            own = known[kind] = worker.curve.one_prompt_ms(tokens, worker.step_tokens)
-        prompts.append(prompt_cost(worker, tokens, own))
-    crowding = _crowding_of_few(workers, prompts, engines)
-    least, typical_ms = min(uncached), engines.typical_ms
-    loads = [worker.recent_load * worker.pace for worker in workers]
-    even, span = _even_load(sum(loads), len(workers))
-    leaving_ms = LEAVE_WORTH * typical_ms if request.is_later else 0.0
-    next_worth = 0.0 if request.is_later else UNNAMED_WORTH if request.is_later is None else NEXT_WORTH
-    is_free = any(load <= even and not worker.queued_tokens for load, worker in zip(loads, workers, strict=True))
-    again, following, costs = [], [], []
-    for worker, tokens, prompt, crowd, load in zip(workers, uncached, prompts, crowding, loads, strict=True):
-        expected, own, joined, decoding, _ = prompt
-        extra = 0.0
-        if tokens > least:
-            more = AGAIN_WORTH * max(0.0, own - worker.curve.one_prompt_ms(least, worker.step_tokens))
-            extra = more + leaving_ms
-        next_ms = next_worth * typical_ms * min(1.0, (load - even) / span) if is_free and load > even else 0.0
-        others = own + joined + crowd + decoding + extra + next_ms
+    request: RoutingRequest, candidates: Candidates, engines: FewEngines
+) -> tuple[list[PromptCost], list[float], list[float], list[float], list[float]]:
+    """Return what a prompt costs alone, crowding, again, next and the whole cost, by worker."""
+    target_ms, typical_ms = request.ttft_target_ms, engines.typical_ms
+    uncached = uncached_of_few(request, candidates)
+    prompts: list[PromptCost] = []
+    before: EngineKind | None = None
+    before_tokens, own = 0.0, 0.0
+    for kind, learned, queued, blocks, requests, tokens in zip(
+        engines.kinds,
+        engines.learned,
+        candidates.prefill_tokens,
+        candidates.active_blocks,
+        candidates.requests,
+        uncached,
+        strict=True,
+    ):
+        # Workers that hold as much of the prompt and are of a kind take as long for the rest.
+        if kind is not before or tokens != before_tokens:
+            before, before_tokens = kind, tokens
+            own = kind.curve.one_prompt_ms(tokens, kind.step_tokens)
+        prompts.append(prompt_cost(kind, learned, queued, blocks, requests, tokens, own))
+    crowding = _crowding_of_few(prompts, engines)
+    following = _next_of_few(request, candidates, engines)
+    again, least = [0.0] * len(prompts), min(uncached)
+    if max(uncached) > least:
+        leaving_ms = LEAVE_WORTH * typical_ms if request.is_later else 0.0
+        before = None
+        for row, (kind, prompt) in enumerate(zip(engines.kinds, prompts, strict=True)):
+            if prompt.uncached_tokens > least:
+                if kind is not before:
+                    before, own = kind, kind.curve.one_prompt_ms(least, kind.step_tokens)
+                again[row] = AGAIN_WORTH * max(0.0, prompt.own_ms - own) + leaving_ms
+    costs = []
+    for prompt, crowd, extra, next_ms in zip(prompts, crowding, again, following, strict=True):
+        expected = prompt.expected_ms
+        others = prompt.own_ms + prompt.joined_ms + crowd + prompt.decoding_ms + extra + next_ms
         if target_ms > 0.0:
             late = max(0.0, expected * TARGET_MARGIN - target_ms)
             costs.append(EARLY_WORTH * expected + others + LATE_WORTH * late)
         else:
             costs.append(expected + others)
-        again.append(extra)
-        following.append(next_ms)
     if (behind := candidates.behind) is not None:
         costs = [
-            cost + each * worker.pace * prompt.own_ms
-            for cost, each, worker, prompt in zip(costs, behind, workers, prompts, strict=True)
+            cost + each * prompt.pace * prompt.own_ms for cost, each, prompt in zip(costs, behind, prompts, strict=True)
         ]
-    return uncached, prompts, crowding, again, following, costs
+    return prompts, crowding, again, following, costs
 
 
-def _crowding_of_few(workers: Sequence[WorkerDelay], prompts: Sequence[PromptCost], engines: FewEngines) -> list[float]:
-    crowding = [0.0] * len(workers)
-    if len(workers) > 1:
+def _crowding_of_few(prompts: Sequence[PromptCost], engines: FewEngines) -> list[float]:
+    crowding = [0.0] * len(prompts)
+    if len(prompts) > 1:
         typical_ms = engines.typical_ms
-        soonest = [
-            worker.pace * max(0.0, prompt.queue_ms - worker.done_ms) + worker.pace * typical_ms
-            for worker, prompt in zip(workers, prompts, strict=True)
-        ]
-        least, second = sorted(soonest)[:2]
+        soonest = [prompt.before_ms + prompt.pace * typical_ms for prompt in prompts]
+        least, second, *_ = sorted(soonest)
         first = soonest.index(least)
-        worker, prompt = workers[first], prompts[first]
-        before = worker.pace * max(0.0, prompt.queue_ms - worker.done_ms)
-        after = min(before + worker.pace * prompt.own_ms, second - worker.pace * typical_ms)
+        prompt = prompts[first]
+        before = prompt.before_ms
+        after = min(before + prompt.pace * prompt.own_ms, second - prompt.pace * typical_ms)
         crowding[first] = engines.choices_per_ms * (after * after - before * before) / 2.0
     return crowding
 
 
+def _next_of_few(request: RoutingRequest, candidates: Candidates, engines: FewEngines) -> list[float]:
+    loads = [load for _, _, _, load in engines.learned]
+    if not request.is_later:
+        even, span = _even_load(sum(loads), len(loads))
+        if any(load <= even and not queued for load, queued in zip(loads, candidates.prefill_tokens, strict=True)):
+            worth_ms = (UNNAMED_WORTH if request.is_later is None else NEXT_WORTH) * engines.typical_ms
+            return [worth_ms * min(1.0, (load - even) / span) if load > even else 0.0 for load in loads]
+    return [0.0] * len(loads)
+
+
 def _terms_of_few(request: RoutingRequest, candidates: Candidates, engines: FewEngines) -> dict[str, Column]:
     """Return the terms of a choice, worked out again: they are rarely asked for."""
-    workers = _workers_of(candidates, engines)
-    uncached, prompts, crowding, again, following, _ = _costs_of_few(request, candidates, engines, workers)
-    expected, own, joined, decoding, _ = (list(each) for each in zip(*prompts, strict=True))
-    paces = [worker.pace for worker in workers]
-    columns: tuple[list[float], ...] = (uncached, expected, own, joined, crowding, paces, decoding, again, following)
+    prompts, crowding, again, following, _ = _costs_of_few(request, candidates, engines)
+    own, paces = [prompt.own_ms for prompt in prompts], [prompt.pace for prompt in prompts]
+    columns: tuple[list[float], ...] = (
+        [prompt.uncached_tokens for prompt in prompts],
+        [prompt.expected_ms for prompt in prompts],
+        own,
+        [prompt.joined_ms for prompt in prompts],
+        crowding,
+        paces,
+        [prompt.decoding_ms for prompt in prompts],
+        again,
+        following,
+    )
     terms: dict[str, Column] = dict(zip(TERMS, columns, strict=True))
     if candidates.behind is not None:
         terms["behind_ms"] = [

@@ -179,8 +179,8 @@ class LearnedSpeeds(Observer):
     ) -> None:
         forecast = decision.choice.forecast
         if forecast is not None:
-            expected_ms, own_ms, pace = forecast
-            self.expect(decision.worker, dispatch_id, expected_ms / pace, own_ms, pace, now_ms)
+            pace = forecast.pace
+            self.expect(decision.worker, dispatch_id, forecast.expected_ms / pace, forecast.own_ms, pace, now_ms)
 
     def expect(
         self, worker: WorkerKey, dispatch_id: str, unit_ms: float, own_ms: float, pace: float, now_ms: float
@@ -218,7 +218,8 @@ class LearnedSpeeds(Observer):
             return
         now_ms, awaited = self._latest_ms, known.awaited.pop(request_id)
         self._awaited -= 1
-        if now_ms - awaited.chosen_ms > awaited.unit_ms * self._ratio(known, now_ms) + GRACE_MS:
+        waited_ms = now_ms - awaited.chosen_ms
+        if waited_ms > GRACE_MS and waited_ms > awaited.unit_ms * self._ratio(known, now_ms) + GRACE_MS:
             self._learn(known, awaited, now_ms)
 
     def on_finished(self, worker: WorkerKey, request_id: str, blocks: int | None, now_ms: float) -> None:
@@ -262,27 +263,27 @@ class LearnedSpeeds(Observer):
 
     def believed(self, workers: Sequence[WorkerKey], now_ms: float) -> list[tuple[float, float, float, float]]:
         """Return each worker's pace, the milliseconds at pace 1 of its queue that are done, how many it awaits, and the
-        requests that it was sent per millisecond.
+        requests that it was sent per millisecond, times its pace.
 
         The engine has been at its oldest request since that was chosen, or since the last first token.
         """
         prior = self.pool_pace(now_ms)
         believed = []
-        for worker in workers:
-            known = self._workers.get(worker)
+        for known in map(self._workers.get, workers):
             if known is None:
                 believed.append((prior, 0.0, 0.0, 0.0))
                 continue
             pace = _told_apart(known.ratio(prior, now_ms), prior)
-            done_ms, awaited = 0.0, known.awaited
+            done_ms, waiting, awaited = 0.0, 0.0, known.awaited
             if awaited:
+                waiting = float(len(awaited))
                 oldest = next(iter(awaited.values()))
                 age_ms = now_ms - oldest.chosen_ms
                 if age_ms > CERTAIN * pace * (oldest.unit_ms + GRACE_MS):
                     pace = age_ms / (oldest.unit_ms + GRACE_MS)
                 since_ms = max(oldest.chosen_ms, known.served_ms)
                 done_ms = min(max(0.0, now_ms - since_ms) / pace, oldest.own_ms)
-            believed.append((pace, done_ms, float(len(awaited)), known.recent.load(now_ms)))
+            believed.append((pace, done_ms, waiting, known.recent.load(now_ms) * pace))
         return believed
 
     def _columns_of(self, workers: Sequence[Worker]) -> EngineColumns:
@@ -295,8 +296,8 @@ class LearnedSpeeds(Observer):
 
     def describe(self, workers: Sequence[Worker], rows: IndexArray, now_ms: float) -> Engines:
         columns = self._columns_of(workers)
-        believed = np.array(self.believed([workers[row].key for row in rows], now_ms), np.float64).reshape(-1, 4)
-        paces, done_ms, waiting, recent = believed.T
+        believed = np.array(self.believed([columns.keys[row] for row in rows], now_ms), np.float64).reshape(-1, 4)
+        paces, done_ms, waiting, loads = believed.T
         choices_per_ms, typical_ms = self.arrivals(now_ms)
         return Engines(
             columns.curves,
@@ -308,14 +309,15 @@ class LearnedSpeeds(Observer):
             waiting,
             choices_per_ms,
             typical_ms,
-            recent,
+            loads,
         )
 
     def describe_few(self, workers: Sequence[Worker], rows: Sequence[int] | None, now_ms: float) -> FewEngines:
-        fixed = self._columns_of(workers).rows
+        columns = self._columns_of(workers)
+        keys, kinds = columns.keys, columns.kinds
         if rows is not None:
-            workers, fixed = [workers[row] for row in rows], tuple(fixed[row] for row in rows)
-        return FewEngines(fixed, self.believed([worker.key for worker in workers], now_ms), *self.arrivals(now_ms))
+            keys, kinds = tuple(keys[row] for row in rows), tuple(kinds[row] for row in rows)
+        return FewEngines(kinds, self.believed(keys, now_ms), *self.arrivals(now_ms))
 
     # -- for a state that is resumed elsewhere ---------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from poolgrid.wire.hashing import TOKEN_BYTES, stable_u64
-from poolgrid.wire.request_ids import name_of
+from poolgrid.wire.identifiers import name_of
 from poolgrid.wire.sessions import SessionsSnapshot, SessionTurn
 
 CAPACITY: Final = 32_768
@@ -53,15 +53,11 @@ NOTHING: Final = Found()
 
 
 class Known(msgspec.Struct, eq=False, gc=False):
-    """The end of one turn, as ``Tail`` with its session."""
+    """The end of one turn."""
 
-    tenant: int
-    session: str
     request_id: str
-    tail: int
-    anchor: int
+    turn: SessionTurn
     isl: int
-    residual: int
     before: Known | None
     """The turn that it continued, while it is the latest."""
     total: int = 0
@@ -96,8 +92,9 @@ class Lineage:
         if answer:
             for _, behind in self._turns_in(path):
                 for known in reversed(behind):
-                    if known.tenant == tenant and answer_key(known.request_id) == answer:
-                        return Found(known.session) if known.is_latest else Found(parent=known.session)
+                    if known.turn.tenant == tenant and answer_key(known.request_id) == answer:
+                        session = known.turn.session
+                        return Found(session) if known.is_latest else Found(parent=session)
         for place, behind in self._turns_in(path):
             found = _match(behind, tenant, token_ids, (place + 1) * block_size)
             if found is not NOTHING:
@@ -118,15 +115,11 @@ class Lineage:
 
     def begin(self, request_id: str, turn: SessionTurn, isl: int) -> None:
         """Note a turn that was dispatched; one that is known already is not noted again."""
-        if turn.anchor and request_id not in self._by_request:
-            self._add(turn.tenant, turn.session, request_id, turn.tail, turn.anchor, isl, turn.residual)
-
-    def _add(
-        self, tenant: int, session: str, request_id: str, tail: int, anchor: int, isl: int, residual: int
-    ) -> Known:
-        key = (tenant, session)
+        anchor, tail, key = turn.anchor, turn.tail, (turn.tenant, turn.session)
+        if not anchor or request_id in self._by_request:
+            return
         before = self._latest.get(key)
-        known = Known(tenant, session, request_id, tail, anchor, isl, residual, before)
+        known = Known(request_id, turn, isl, before)
         if before is not None:
             before.is_latest, before.before = False, None
         self._latest[key] = self._by_request[request_id] = known
@@ -136,7 +129,6 @@ class Lineage:
         self._anchors[anchor] = self._anchors.get(anchor, 0) + 1
         if len(self._by_request) > self._capacity:
             self._forget(next(iter(self._by_request.values())))
-        return known
 
     def end(self, request_id: str, total: int, digest: int) -> None:
         known = self._by_request.get(request_id)
@@ -149,39 +141,41 @@ class Lineage:
         if known is None or known.total:
             return
         before = known.before
-        if before is not None and self._latest.get((known.tenant, known.session)) is known:
-            self._latest[known.tenant, known.session] = before
+        key = (known.turn.tenant, known.turn.session)
+        if before is not None and self._latest.get(key) is known:
+            self._latest[key] = before
             before.is_latest = before.request_id in self._by_request
         self._forget(known)
 
     def load(self, snapshot: SessionsSnapshot) -> None:
         for session in snapshot.sessions:
             for tail in session.tails:
-                known = self._by_request.get(tail.request_id)
-                if known is None:
-                    of, at = (session.tenant, session.name), (tail.tail, tail.anchor, tail.isl, tail.residual)
-                    known = self._add(*of, tail.request_id, *at)
-                if not known.total:
-                    known.total, known.digest = tail.total, tail.digest
+                of = SessionTurn(
+                    session.name, session.tenant, tail=tail.tail, anchor=tail.anchor, residual=tail.residual
+                )
+                self.begin(tail.request_id, of, tail.isl)
+                self.end(tail.request_id, tail.total, tail.digest)
 
     def _forget(self, known: Known) -> None:
+        turn = known.turn
         del self._by_request[known.request_id]
-        behind = tuple([other for other in self._by_tail[known.tail] if other is not known])
+        behind = tuple([other for other in self._by_tail[turn.tail] if other is not known])
         if behind:
-            self._by_tail[known.tail] = behind
+            self._by_tail[turn.tail] = behind
         else:
-            del self._by_tail[known.tail]
-        count = self._anchors[known.anchor] - 1
+            del self._by_tail[turn.tail]
+        count = self._anchors[turn.anchor] - 1
         if count:
-            self._anchors[known.anchor] = count
+            self._anchors[turn.anchor] = count
         else:
-            del self._anchors[known.anchor]
-        key = (known.tenant, known.session)
+            del self._anchors[turn.anchor]
+        key = (turn.tenant, turn.session)
         if self._latest.get(key) is known:
             del self._latest[key]
             # Its next turn would be taken for that of another session with the same prompt.
             for other in behind:
-                if other.tenant == known.tenant and (other.isl, other.residual) == (known.isl, known.residual):
+                same = other.turn
+                if (same.tenant, same.residual, other.isl) == (turn.tenant, turn.residual, known.isl):
                     other.is_latest = False
 
 
@@ -191,22 +185,24 @@ def _match(behind: Sequence[Known], tenant: int, token_ids: bytes, begin: int) -
     digests: dict[int, int] = {}
     longest = 0
     continued: Known | None = None
-    for known in [known for known in behind if known.isl < known.total < tokens]:
+    for known in behind:
         total = known.total
         if (
-            known.is_latest
+            total < tokens
             and total >= longest
-            and known.tenant == tenant
+            and total > known.isl
+            and known.is_latest
+            and known.turn.tenant == tenant
             and _repeats(token_ids, begin, total, known.digest, digests)
         ):
             # Of several that end there, it is unknown whose turn it is.
             continued, longest = known if total > longest else None, total
     if longest:
-        return NOTHING if continued is None else Found(continued.session)
+        return NOTHING if continued is None else Found(continued.turn.session)
     for known in reversed(behind):
-        isl = known.isl
-        if isl <= tokens and known.tenant == tenant and _repeats(token_ids, begin, isl, known.residual, digests):
-            return Found(parent=known.session)
+        isl, turn = known.isl, known.turn
+        if isl <= tokens and turn.tenant == tenant and _repeats(token_ids, begin, isl, turn.residual, digests):
+            return Found(parent=turn.session)
     return NOTHING
 
 
@@ -230,7 +226,8 @@ def digest_of(token_ids: bytes | bytearray | memoryview, begin: int, end: int) -
 
 def anchor_of(path: Sequence[int]) -> int:
     """Return the anchor of a prompt with at least one whole block."""
-    return path[anchor_places(len(path))[0]]
+    blocks = len(path)
+    return path[blocks // STRIDE * STRIDE - 1 if blocks >= STRIDE else SHORT_PLACES[-blocks.bit_length()]]
 
 
 def anchor_places(blocks: int) -> Sequence[int]:

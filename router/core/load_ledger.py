@@ -57,7 +57,7 @@ LATE_STARTS_MAX: Final = 1024
 second. Of a dispatch that failed none ever comes; it is the oldest at last, and goes."""
 
 OTHERS: Final = "~others~"
-"""Beginning of such entries' ids; no request has one like it (``poolgrid.wire.request_ids``: a name is never empty)."""
+"""Beginning of such entries' ids; no request has one like it (``poolgrid.wire.identifiers``: a name is never empty)."""
 
 
 Pick = Callable[[Sequence[int]], tuple[int, ...]]
@@ -147,7 +147,7 @@ class LoadLedger:
         lease_ms: float = 0.0,
     ) -> None:
         """Predict what a request will cost the worker that was chosen for it."""
-        due_ms = now_ms + self.lease_ms(lease_ms)
+        due_ms = now_ms + (self.lease_ms(lease_ms) if lease_ms else self._reservation_ttl_ms)
         entry = LoadEntry(slot, prefill_tokens, active_blocks, False, due_ms)
         if self._put(worker, request_id, entry):
             self._lease(worker, request_id, entry)

@@ -29,9 +29,6 @@ class Observer:
 
     # -- choices ---------------------------------------------------------------------------------------------------
 
-    def advance(self, now_ms: float) -> None:
-        """Let time pass; called before each choice."""
-
     def describe(self, workers: Sequence[Worker], rows: IndexArray, now_ms: float) -> object:
         """Return what its policy finds in ``Candidates.engines``, for the ``rows`` of some workers."""
 

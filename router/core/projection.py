@@ -48,8 +48,7 @@ from poolgrid.wire.events import (
 )
 from poolgrid.wire.feed import BlockChain, WorkerState, fold
 from poolgrid.wire.hashing import hash_array
-from poolgrid.wire.identifiers import Role, StreamState, WorkerId, WorkerKey
-from poolgrid.wire.request_ids import request_of
+from poolgrid.wire.identifiers import Role, StreamState, WorkerId, WorkerKey, request_of
 from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 
 HASH_BYTES: Final = 8

@@ -65,16 +65,19 @@ class RouterState:
     def offer(self, given: TurnOffered) -> Admission:
         """Return whether a turn of a session may go to a worker now, or would evict sessions that run.
 
-        What changes nothing is not noted: a turn that still waits, and one that continues without others.
+        What changes nothing is not noted: a turn that still waits, and one that continues without others, where no lease
+        was over.
         """
         sessions, request = self.sessions, given.request
         workers = self.selector.groups.of(request.model, given.roles).workers
         common = 0
         if not sessions.working_set.is_member((request.tenant, request.session)):
             common = self.selector.best_overlap_blocks(request.model, given.roles, given.path)
+        changes = sessions.working_set.changes
         found = sessions.offer(request, workers, given.path[:common], given.now_ms, given.waited_ms)
         matters = bool(found.crowded or found.displaced or given.waited_ms) if found.admitted else not given.waited_ms
-        if self.log is not None and matters:
+        # Leases that were over then may not be over by those of a later offer.
+        if self.log is not None and (matters or sessions.working_set.changes != changes):
             self.log.note(given, found)
         return found
 

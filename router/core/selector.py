@@ -111,8 +111,8 @@ class Selector:
         A ``dry_run`` leaves no trace: a policy that counts is asked on a copy.
         """
         projection = self.projection
-        for observer in projection.observers:
-            observer.advance(wanted.now_ms)
+        if not projection.follows_blocks:
+            projection.predictions.expire(wanted.now_ms)
         legs: LegChoice | None = None
         if wanted.roles == EITHER_ROLES:
             wanted, legs = self.with_legs(wanted)
@@ -203,15 +203,13 @@ class Selector:
     ) -> Candidates:
         """Return the rows of a small group as plain numbers."""
         assert group.few is not None
-        columns: list[Any] = [*self.projection.ledger.of_few(group.few.pick), *overlap]
-        workers, behind, places = group.workers, None, None
+        columns: Sequence[Any] = (*self.projection.ledger.of_few(group.few.pick), *overlap)
+        workers, places, observer = group.workers, None, self.observer
         if rows is not group.all_rows:
             places = rows.tolist()
             workers = tuple(workers[row] for row in places)
             columns = [[column[row] for row in places] for column in columns]
-        if wanted.behind:
-            behind = [float(wanted.behind.get(worker, 0)) for worker in workers]
-        observer = self.observer
+        behind = [float(wanted.behind.get(worker, 0)) for worker in workers] if wanted.behind else None
         engines = None if observer is None else observer.describe_few(group.members, places, wanted.now_ms)
         prefill_tokens, active_blocks, requests, device, host, disk = columns
         return Candidates(workers, prefill_tokens, active_blocks, requests, device, host, disk, engines, behind)
@@ -287,16 +285,16 @@ class Selector:
         """
         request, worker, projection = decision.request, decision.worker, self.projection
         dispatch_id = dispatch_id or request.request_id
-        uncached, blocks = max(0, request.isl - decision.overlap_blocks * request.block_size), request.blocks
-        if request.stage not in PROMPT_STAGES:
-            uncached = 0
-            if request.stage is Stage.ENCODE:
-                blocks = 0  # no KV block is taken there: a request is its only load
+        has_prompt = request.stage in PROMPT_STAGES
+        uncached = request.isl - decision.overlap_tokens if has_prompt else 0
+        # No KV block is taken by an encoder: a request is its only load.
+        blocks = 0 if request.stage is Stage.ENCODE else request.blocks
         slot = projection.index.slot(worker)
         projection.ledger.reserve(worker, slot, dispatch_id, uncached, blocks, now_ms, lease_ms)
-        if projection.follows_blocks and request.stage in PROMPT_STAGES:
+        if has_prompt and projection.follows_blocks:
             is_known = self.policy.needs_overlap and worker not in decision.untrusted
             held = decision.overlap_blocks if is_known else None
             projection.trust.chosen(worker, dispatch_id, path, request.block_size, now_ms, held)
+        card = projection.fleet.workers[worker].card
         for observer in projection.observers:
-            observer.on_chosen(decision, projection.fleet.workers[worker].card, dispatch_id, path, now_ms)
+            observer.on_chosen(decision, card, dispatch_id, path, now_ms)

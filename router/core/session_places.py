@@ -45,8 +45,8 @@ class SessionPlaces(Observer):
         self._turns: dict[tuple[WorkerKey, str], RunningTurn] = {}
         """By worker and dispatch."""
         self._now_ms = 0.0
-        self._block_times: dict[WorkerKey, tuple[WorkerCard, float]] = {}
-        """Of the card of each worker."""
+        self._refill_times: dict[WorkerKey, tuple[WorkerCard, float]] = {}
+        """By the card of each worker: how long it takes to compute a cache full, at pace 1."""
 
     def belongs(self, request: RoutingRequest) -> bool:
         """Return whether a turn never waits behind others: its session or the one that it forked from has a place."""
@@ -64,10 +64,10 @@ class SessionPlaces(Observer):
         prefix = held[-1] if held else 0
         return self.working_set.offer(turn_of(request), workers, len(held), prefix, now_ms, waited_ms)
 
-    def _block_ms(self, worker: WorkerKey, card: WorkerCard) -> float:
-        known = self._block_times.get(worker)
+    def _refill_ms(self, worker: WorkerKey, card: WorkerCard) -> float:
+        known = self._refill_times.get(worker)
         if known is None or known[0] is not card:
-            known = self._block_times[worker] = card, block_ms(card)
+            known = self._refill_times[worker] = card, card.limits.total_kv_blocks * block_ms(card)
         return known[1]
 
     # -- what happens ----------------------------------------------------------------------------------------------
@@ -79,13 +79,12 @@ class SessionPlaces(Observer):
         if not request.session or request.stage not in WITH_PLACE:
             return
         self._now_ms = now_ms
-        offered, overlap = turn_of(request), decision.overlap_blocks
+        offered, forecast, places = turn_of(request), decision.choice.forecast, self.working_set
         self._turns[worker, dispatch_id] = RunningTurn(offered.session)
-        blocks, forecast = card.limits.total_kv_blocks, decision.choice.forecast
-        pace = 1.0 if forecast is None else forecast.pace
-        self.working_set.know(worker, blocks, round(blocks * self._block_ms(worker, card) * pace))
-        overlap = min(overlap, len(path)) if overlap else 0
-        self.working_set.begin(offered, worker, path, overlap, now_ms, decision.queued_ms)
+        refill_ms = self._refill_ms(worker, card) * (1.0 if forecast is None else forecast.pace)
+        places.know(worker, card.limits.total_kv_blocks, round(refill_ms))
+        overlap = min(decision.overlap_blocks, len(path))
+        places.begin(offered, worker, path, overlap, now_ms, decision.queued_ms)
 
     def on_started(self, worker: WorkerKey, request_id: str, cached_tokens: int) -> None:
         turn = self._turns.get((worker, request_id))
@@ -119,7 +118,7 @@ class SessionPlaces(Observer):
 
     def on_left(self, worker: WorkerKey) -> None:
         self.working_set.leave(worker)
-        self._block_times.pop(worker, None)
+        self._refill_times.pop(worker, None)
         self._turns = {key: turn for key, turn in self._turns.items() if key[0] != worker}
 
     def on_snapshot(self, workers: Collection[WorkerKey], is_open: IsOpen) -> None:

@@ -112,9 +112,8 @@ class WorkerGroups:
             self._version = version
         group = self._groups.get((model, roles))
         if group is None:
-            group = self._make(projection.fleet.serving(model, roles))
-            self._groups[(model, roles)] = group
-        projection.ledger.ensure_slot(group.last_slot)
+            group = self._groups[(model, roles)] = self._make(projection.fleet.serving(model, roles))
+            projection.ledger.ensure_slot(group.last_slot)  # which never has fewer again
         return group
 
     def _make(self, serving: list[Worker]) -> WorkerGroup:

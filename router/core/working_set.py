@@ -282,7 +282,14 @@ class WorkingSet:
         if member is None:
             member = self._idle.pop(session, None) or self._away.pop(session, None)
             if member is None:
-                self._begin_first(turn, worker, path, overlap, now_ms)
+                room, is_slow = self._rooms.get(worker), self.slow_share > 0.5
+                member = Member(worker, room, turn.priority, turn.parent, is_slow, now_ms, now_ms)
+                self._running[session] = member
+                if overlap:
+                    self._found(member, path, overlap)
+                member.blocks, member.running, member.is_resident = max(0, turn.blocks - overlap), 1, True
+                self._count(member, 1)
+                self._bound()
                 return
             self._running[session] = member
             self._learn(member, now_ms - waited_ms - member.used_ms)
@@ -301,20 +308,6 @@ class WorkingSet:
         if not member.is_resident:
             member.is_resident = True
             self._count(member, 1)
-        self._bound()
-
-    def _begin_first(
-        self, turn: OfferedTurn, worker: WorkerKey, path: Sequence[int], overlap: int, now_ms: float
-    ) -> None:
-        """Note the first turn of a session that is not known."""
-        room, is_slow = self._rooms.get(worker), self.slow_share > 0.5
-        member = Member(worker, room, turn.priority, turn.parent, is_slow, now_ms, now_ms)
-        self._running[turn.session] = member
-        if overlap:
-            self._found(member, path, overlap)
-        member.blocks = max(0, turn.blocks - overlap)
-        member.running, member.is_resident = 1, True
-        self._count(member, 1)
         self._bound()
 
     def end(self, session: SessionKey, blocks: int | None, now_ms: float) -> None:

@@ -25,8 +25,7 @@ from poolgrid.router.decision_journal.entries import (
     decision_of,
     decode,
 )
-from poolgrid.wire.identifiers import WorkerId, WorkerKey
-from poolgrid.wire.request_ids import SEQUENCE, are_sequences, nearness
+from poolgrid.wire.identifiers import SEQUENCE, WorkerId, WorkerKey, are_sequences, nearness
 
 DIRECTORY = "decisions"
 """Where the decision journals lie within a data_dir: one directory per router, named by its id."""
@@ -106,7 +105,7 @@ def decisions_about(
 ) -> list[RecordedDecision]:
     """Return a request's decisions, first attempt first, with what the workers then really reused.
 
-    It may be asked for by any name that people have of it (``poolgrid.wire.request_ids``). By one that several clients
+    It may be asked for by any name that people have of it (``poolgrid.wire.identifiers``). By one that several clients
     chose, those of the latest are returned; of a request with several sequences those of each.
 
     ``on_progress`` gets the bytes of entries read, now and then.

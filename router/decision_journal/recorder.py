@@ -35,16 +35,20 @@ from poolgrid.router.decision_journal.checkpoints import Draft, draft_of
 from poolgrid.router.decision_journal.entries import (
     DECISIONS,
     INPUTS_VERSION,
+    Decided,
     FirstTokenCame,
     InputsLost,
+    InputWriter,
     JournalEntry,
+    Kept,
     OverlapRealised,
     RecordsApplied,
     RequestEnded,
     RouterSettingsNoted,
     encoder,
+    kept,
+    records_applied,
 )
-from poolgrid.router.decision_journal.input_codec import Decided, InputWriter, Kept, kept, records_applied
 from poolgrid.wire.hashing import stable_u64
 
 log = logging.getLogger(__name__)

@@ -33,22 +33,20 @@ from poolgrid.router.decision_journal.entries import (
     INPUTS_VERSION,
     OLDEST_INPUTS_VERSION,
     Checkpoint,
+    Decided,
     DecisionMade,
+    InputReader,
     InputsLost,
+    NoDecision,
     OverlapRealised,
+    PoolJournalTooShort,
     RouterSettingsNoted,
     SnapshotLoaded,
+    StreamDiffers,
     TurnJudged,
     decision_of,
-    made_of,
-)
-from poolgrid.router.decision_journal.input_codec import (
-    Decided,
-    InputReader,
-    NoDecision,
-    PoolJournalTooShort,
-    StreamDiffers,
     judged_of,
+    made_of,
     wanted_of,
 )
 from poolgrid.router.decision_journal.opening import settings_of

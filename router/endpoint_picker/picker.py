@@ -33,8 +33,7 @@ from poolgrid.router.core.stream_health import TOKENS_MIN
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.endpoint_picker.prompt_reading import PromptReader, PromptReading
 from poolgrid.router.service import RouterService
-from poolgrid.wire.identifiers import Role, WorkerKey
-from poolgrid.wire.request_ids import dispatch_id
+from poolgrid.wire.identifiers import Role, WorkerKey, dispatch_id
 
 NO_ENDPOINT = "its engine has no server that gateways reach (serving_endpoint)"
 NOT_A_CANDIDATE = "not among the endpoints that the gateway allows"

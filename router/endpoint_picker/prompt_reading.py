@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from poolgrid.frontend.access.cache_domains import CacheDomains
+from poolgrid.frontend.access.tenants import CacheDomains
 from poolgrid.frontend.errors import RequestError, unsupported
 from poolgrid.frontend.preparation import Preparation, parse_responses
 from poolgrid.frontend.prepared_request import PreparedRequest

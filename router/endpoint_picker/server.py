@@ -16,7 +16,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry
 
-from poolgrid.frontend.access.cache_domains import CacheDomains
+from poolgrid.frontend.access.tenants import CacheDomains
 from poolgrid.frontend.app import Application
 from poolgrid.frontend.request_body import RequestIds
 from poolgrid.frontend.settings import FrontendSettings
@@ -278,7 +278,7 @@ async def open_endpoint_picker(
         service,
         state,
         reader,
-        service.chooser.path_now,
+        lambda request: service.chooser.path_now(request, service.chooser.block_size(request.model)),
         service.tracker.gateway_realised,
         RequestIds(f"g{secrets.token_hex(6)}"),
         FALLBACKS,

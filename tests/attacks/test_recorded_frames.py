@@ -16,27 +16,23 @@ from lab.attacks.wiretap import GREETING_BYTES, LONG, MORE, Frames, Heard, Wiret
 MESSAGES = [[b"C", b"hello"], [b"B", bytes(70_000)], [b""], [b"last"]]
 
 
-def test_a_wiretap_keeps_what_went_each_way() -> None:
-    async def scenario() -> Wiretap:
-        context = zmq.asyncio.Context()
-        server, client = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
-        port = server.bind_to_random_port("tcp://127.0.0.1")
-        tap = Wiretap("127.0.0.1", port)
-        try:
-            client.connect(await tap.start("127.0.0.1"))
-            async with asyncio.timeout(120):
-                for message in MESSAGES:
-                    await client.send_multipart(message)
-                    identity, *frames = await server.recv_multipart()
-                    assert frames == message
-                    await server.send_multipart([identity, b"ok", *message])
-                    await client.recv_multipart()
-        finally:
-            tap.stop()
-            context.destroy(linger=0)
-        return tap
-
-    tap = asyncio.run(scenario())
+async def test_a_wiretap_keeps_what_went_each_way() -> None:
+    context = zmq.asyncio.Context()
+    server, client = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+    port = server.bind_to_random_port("tcp://127.0.0.1")
+    tap = Wiretap("127.0.0.1", port)
+    try:
+        client.connect(await tap.start("127.0.0.1"))
+        async with asyncio.timeout(120):
+            for message in MESSAGES:
+                await client.send_multipart(message)
+                identity, *frames = await server.recv_multipart()
+                assert frames == message
+                await server.send_multipart([identity, b"ok", *message])
+                await client.recv_multipart()
+    finally:
+        tap.stop()
+        context.destroy(linger=0)
 
     assert tap.sent.messages == MESSAGES
     assert tap.answered.messages == [[b"ok", *message] for message in MESSAGES]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import socket
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -15,9 +18,9 @@ import pytest
 from lab.benchmarks.growth import Slope
 from lab.benchmarks.services import LATE_ANSWERS_MAX, LateAnswer, Patience, PoolFailed, Reading, get, summed
 from lab.benchmarks.soak import Sample, growth_faults, load_faults
-from lab.benchmarks.soak_clients import Tally
+from lab.benchmarks.soak_clients import Connection, Tally
 from lab.benchmarks.soak_pool import leftovers
-from lab.benchmarks.soak_requests import ENDINGS, MALFORMED, Plan
+from lab.benchmarks.soak_requests import ENDINGS, MALFORMED, Leaving, Plan, Planned
 
 QUIET = Reading(rss_mb=100, descriptors=40, sockets=20, threads=9, processes=1, tasks=6, books={"requests": 0.0})
 
@@ -121,3 +124,81 @@ def test_nothing_is_left_of_streams_whose_clients_leave(tmp_path: Path) -> None:
     assert found["held"]
     assert found["statuses"]["200"] > 40
     assert set(found["left"]) >= {"amid request", "before answer", "amid answer"}
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n"
+
+
+def planned(leaving: Leaving, **fields: Any) -> Planned:
+    values = {"patience": 0.0, "leave_at": 3, "streams": True, "reset": False, "status": 200, "end": b"end", **fields}
+    return Planned(kind="test", data=b"POST / HTTP/1.1\r\n\r\n", leaving=leaving, **values)
+
+
+def exchange(plan: Planned, body: bytes = b"answer end") -> tuple[str, bool, Tally]:
+    """Return how an exchange ended whose answer comes in two parts, and whether its connection may be used again."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(HEAD + body[:4])
+            if plan.leaving not in ("never", "close"):
+                await reader.read()  # up to the client's end
+            await writer.drain()
+            writer.write(body[4:])
+            if len(body) == 10 and plan.leaving == "never":
+                await reader.read()
+        writer.close()
+
+    async def go() -> tuple[str, bool, Tally]:
+        tally = Tally()
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        _, connection = await asyncio.get_running_loop().create_connection(lambda: Connection(tally), "127.0.0.1", port)
+        how = await asyncio.wait_for(connection.exchange(plan), 120)
+        is_open = connection.is_open
+        connection.close()
+        server.close()
+        return how, is_open, tally
+
+    return asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("leaving", "how", "is_open"),
+    [
+        ("never", "answered", True),
+        ("close", "answered", False),
+        ("half-close", "answered", False),
+        ("amid answer", "left", False),
+        ("before answer", "left", False),
+        ("amid request", "left", False),
+    ],
+)
+def test_clients_end_as_planned(leaving: Leaving, how: str, is_open: bool) -> None:
+    fields = {"leave_at": 0} if leaving in ("amid answer", "half-close") else {}
+    if leaving == "before answer":
+        # Nobody answers a request that is not complete.
+        found = exchange(
+            Planned("test", b"POST", 200, b"", leaving, reset=True, patience=0.0, leave_at=0, streams=True)
+        )
+    else:
+        found = exchange(planned(leaving, **fields))
+    assert found[:2] == (how, is_open)
+    assert found[2].faults == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "body", "said"),
+    [
+        (planned("never", end=b"other"), b"answer end", "ends without b'other'"),
+        (planned("never", status=400), b"answer end", "status 200, not 400"),
+        (planned("never"), b'data: {"error"', "an error amid the answer"),
+    ],
+)
+def test_wrong_answers_are_faults(plan: Planned, body: bytes, said: str) -> None:
+    _, _, tally = exchange(plan, body)
+    assert said in " ".join(tally.faults)
+
+
+def test_an_answer_that_is_cut_is_lost() -> None:
+    assert exchange(planned("never"), b"answer")[0] == "lost"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import socket
 from collections.abc import Mapping
@@ -11,9 +12,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from poolgrid.cli.fleet import nats_names
 from poolgrid.cli.main import app
 from poolgrid.cli.router_client import other_url_of, url_of
 from poolgrid.discovery.directory import DirectoryRegistrations
+from poolgrid.global_router.core.document.grid_document import GridDocument
+from poolgrid.global_router.core.document.reader import load_document
 from poolgrid.process.clock import SystemClock
 from poolgrid.wire.registration import encode_registration
 from tests.discovery.registrations import registration
@@ -113,3 +117,25 @@ def test_without_names_a_name_is_refused_with_what_to_set(command: tuple[str, ..
 )
 def test_a_name_that_leads_nowhere_is_refused(name: str, said: str, names: Mapping[str, str]) -> None:
     assert said in refusal(names, "config", "rollback", "--url", name)
+
+
+def document(*names: str) -> GridDocument:
+    pools = [{"name": name, "url": f"http://h:{port}"} for port, name in enumerate(names, 1)]
+    axes = {"ttft_min_ms": 0, "ttft_max_ms": 9, "ttft_resolution": 1, "itl_min_ms": 0, "itl_max_ms": 9}
+    grid = {"pools": pools, **axes, "itl_resolution": len(names), "mapping": [list(names)]}
+    return load_document(json.dumps({"version": 1, "mode": "aggregated", "aggregated": grid}).encode()).document
+
+
+def test_a_pool_has_its_own_name_on_nats_where_that_is_one_there() -> None:
+    names = nats_names(document("fast", "slow_b-2", "eu.west/a"))
+
+    assert names == {"fast": "fast", "slow_b-2": "slow_b-2", "eu.west/a": "eu-west-a"}
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [(("a.b", "a/b"), "pool 'a/b' would be 'a-b' on NATS, as 'a.b'"), (("x" * 65,), "at most 64 characters")],
+)
+def test_names_that_cannot_be_on_nats_are_refused(names: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        nats_names(document(*names))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import signal
 import socket
+import subprocess
+import sys
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import pytest
 import zmq
 
 from poolgrid.cli.part import Part, PartFailed, part_environment, stop_parts
+from poolgrid.cli.service_process import start_status
 from poolgrid.process.restart_pace import DEATHS_LOUD, JITTER, PAUSE_MAX_S, PAUSE_MIN_S, STEADY_S, RestartPace
 from poolgrid.transport.bound_socket import ReservedPorts, bind
 
@@ -140,3 +144,43 @@ async def test_a_part_that_died_more_often_than_its_bound_is_given_up_and_its_wo
     finally:
         await stop_parts([part])
     assert "consolidator" in log_file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError("--policy foo: unknown"), 2),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "/no"), 2),
+        (PermissionError(errno.EACCES, "Permission denied", "/data"), 2),
+        (PartFailed("router ended with status 2 before it was ready", 2), 2),
+        (PartFailed("router was not ready within 60 s"), 1),
+        (OSError(errno.EADDRINUSE, "Address already in use"), 1),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), 1),
+        (RuntimeError("the engine broke"), 1),
+    ],
+)
+def test_only_what_a_restart_cannot_help_is_status_2(error: Exception, status: int) -> None:
+    assert start_status(error) == status
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("router", "--policy", "foo"), "--policy foo: unknown, allowed are kv,"),
+        (("router", "--model-path", "/absent"), "--model-path /absent: not a directory"),
+        (("router", "--api-keys", "/absent"), "--api-keys /absent: no such file"),
+        (("router", "--feed-endpoint", "tcp://127.0.0.1:1"), "--feed-endpoint and --query-endpoint go together"),
+        (("global-router",), "--config: must be given"),
+        (("up", "--policy", "foo"), "router ended with status 2 before it was ready"),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, tuple) else "",
+)
+def test_a_wrong_configuration_ends_the_process_with_status_2_and_its_reason_last(
+    tmp_path: Path, arguments: tuple[str, ...], line: str
+) -> None:
+    command = [sys.executable, "-m", "poolgrid", *arguments, "--port", "0"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+
+    assert ended.returncode == 2
+    assert line in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr

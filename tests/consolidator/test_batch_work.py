@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from poolgrid.consolidator.bootstrap import create
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorSettings
-from poolgrid.process.bulk_work import SLICE_MS
+from poolgrid.process.tasks import SLICE_MS
 from poolgrid.wire import codec
 from poolgrid.wire.events import AnyEvent, JournalRecord, PrefillCompleted, RequestFinished, RequestStarted
 from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Hello

@@ -6,8 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.consolidator.core.feed_reader import Deliver, FeedEffect, FeedReader, FeedState, Snapshot
-from poolgrid.wire.feed import Records, Replay, SnapshotPart, TakeSnapshot, TooOld
-from poolgrid.wire.feed_frames import MESSAGE_BYTES_MAX, FeedFrame, decode_feed, encode_alive, encode_records
+from poolgrid.wire.feed import (
+    MESSAGE_BYTES_MAX,
+    FeedFrame,
+    Records,
+    Replay,
+    SnapshotPart,
+    TakeSnapshot,
+    TooOld,
+    decode_feed,
+    encode_alive,
+    encode_records,
+)
 from poolgrid.wire.limits import FEED_RECORDS_PER_MESSAGE_MAX
 from poolgrid.wire.sessions import NO_SESSIONS
 from tests.consolidator.journal_builder import encoded

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import tracemalloc
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ from poolgrid.consolidator.journal.stored_records import stored_records
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
 from tests.consolidator.journal_builder import FakeDisk, encoded, facts_of, fold, record, write
+from tests.consolidator.journal_kinds import InDirectory, InFakeStream, JournalKind
+from tests.consolidator.journal_laws import JournalLaws
 
 BLOCKS_MAX = 1_000_000
 
@@ -394,3 +397,35 @@ def test_the_memory_journal_keeps_the_newest_within_its_bound() -> None:
     assert journal.sizes()[1] <= 1000
     with pytest.raises(ValueError, match="the oldest kept"):
         journal.read(0, 1, 1)
+
+
+class TestJournalLaws(JournalLaws):
+    """On what is kept in memory."""
+
+    @pytest.fixture(params=[InDirectory, InFakeStream], ids=["directory", "stream"])
+    def kind(self, request: pytest.FixtureRequest) -> JournalKind:
+        make: Callable[[], JournalKind] = request.param
+        return make()
+
+
+RECORDS = 100_000
+
+
+class BlindDisk(FakeDisk):
+    """Takes everything and keeps nothing, so that only the journal's own memory is seen."""
+
+    def append(self, name: str, data: bytes) -> None:
+        pass
+
+
+def test_a_record_on_disk_costs_few_bytes_of_memory() -> None:
+    journal = FileJournal(BlindDisk())
+    journal.append([b"first"], 0)
+    tracemalloc.start()
+    try:
+        for _ in range(RECORDS // 100):
+            journal.append([b"payload"] * 100, 0)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept / RECORDS < 12

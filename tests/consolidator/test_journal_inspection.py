@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, get_args
+
 import msgspec
 import pytest
 
@@ -11,6 +13,7 @@ from poolgrid.consolidator.journal.framing import ENTRY_HEADER, FILE_HEADER, Jou
 from poolgrid.consolidator.journal.inspection import (
     NotKept,
     check_journal,
+    event_row,
     next_offset,
     offset_at,
     reaches_back_to,
@@ -20,7 +23,9 @@ from poolgrid.consolidator.journal.inspection import (
 from poolgrid.consolidator.journal.stored_records import stored_records, understand_all
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.events import AnyEvent, Event
 from tests.consolidator.journal_builder import FakeDisk, encoded, fold, record, write
+from tests.wire.test_wire_frames import GOLDEN
 
 BLOCKS_MAX = 1_000_000
 
@@ -156,3 +161,29 @@ def test_what_is_neither_known_nor_from_the_future_is_damage() -> None:
         journal.append([rubbish], 0)
         with pytest.raises(JournalCorrupt, match="record 5"):
             list(stored_records(disk))
+
+
+def events_in(value: Any) -> list[Any]:
+    if isinstance(value, Event):
+        return [value]
+    if isinstance(value, msgspec.Struct):
+        return [event for name in value.__struct_fields__ for event in events_in(getattr(value, name))]
+    if isinstance(value, list | tuple):
+        return [event for item in value for event in events_in(item)]
+    return []
+
+
+EVENTS = {type(event): event for event in events_in(list(GOLDEN.values()))}
+
+
+def test_there_is_an_example_of_every_kind() -> None:
+    assert set(EVENTS) == set(get_args(AnyEvent))
+
+
+@pytest.mark.parametrize("kind", get_args(AnyEvent), ids=lambda kind: kind.__name__)
+def test_a_line_of_an_event_has_all_its_fields_and_states_by_name(kind: type) -> None:
+    row = event_row(EVENTS[kind])
+
+    assert set(row) == {"type", *EVENTS[kind].__struct_fields__}
+    assert not isinstance(row.get("state"), int)
+    assert not isinstance(row.get("tier"), int)

@@ -15,8 +15,8 @@ from poolgrid.consolidator import journal_writer
 from poolgrid.consolidator.core.consolidator import ConsolidatorTurn, Now
 from poolgrid.consolidator.journal.memory import MemoryJournal
 from poolgrid.consolidator.journal_writer import JournalWriter
-from poolgrid.process.bulk_work import BulkWork
 from poolgrid.process.clock import SystemClock
+from poolgrid.process.tasks import BulkWork
 from poolgrid.wire.ingest import Unknown
 
 

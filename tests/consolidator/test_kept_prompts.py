@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.consolidator.core.kept_prompts import DUE_SPARE, KeptPrompts
-from poolgrid.consolidator.core.session_table import SessionTable
+from poolgrid.consolidator.core.session_table import DUE_SPARE, KeptPrompts, SessionTable
 from poolgrid.wire.events import CacheCleared, RequestFinished, RequestStarted, TurnBegan
 from poolgrid.wire.sessions import SessionTurn
 from tests.consolidator.test_session_table import record

@@ -28,7 +28,7 @@ from poolgrid.consolidator.core import block_ownership
 from poolgrid.consolidator.core.feed_reader import FeedEffect, FeedState
 from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.consolidator.feed_follower import FeedFollower
-from poolgrid.consolidator.journal import snapshot_file
+from poolgrid.consolidator.journal import framing
 from poolgrid.consolidator.journal.inspection import check_journal
 from poolgrid.consolidator.journal.memory import MemoryJournal
 from poolgrid.consolidator.journal.posix_disk import PosixDisk
@@ -47,8 +47,7 @@ from poolgrid.wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from poolgrid.wire.feed import BlockChain, WorkerState
-from poolgrid.wire.feed_frames import FEED_TOPIC, FeedFrame, decode_feed
+from poolgrid.wire.feed import FEED_TOPIC, BlockChain, FeedFrame, WorkerState, decode_feed
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import StreamState, Tier
 from poolgrid.wire.ingest import Hello, JoinRefused, Unknown, Welcome
@@ -252,7 +251,7 @@ def test_a_snapshot_is_that_of_its_offset_although_records_are_stored_while_it_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each part of it is one block long, and workers are heard between any two."""
-    monkeypatch.setattr(snapshot_file, "ENTRY_BYTES", 1)
+    monkeypatch.setattr(framing, "ENTRY_BYTES", 1)
     monkeypatch.setattr(block_ownership, "DUMP_STEP_BLOCKS", 1)
 
     async def scenario(context: zmq.asyncio.Context) -> None:
@@ -286,8 +285,8 @@ def test_a_snapshot_is_that_of_its_offset_although_records_are_stored_while_it_i
     disk = PosixDisk(tmp_path)
     check_journal(disk, 1000)
     for name in disk.names():
-        if name.endswith(snapshot_file.SUFFIX):
-            loaded = snapshot_file.load(name, disk.read(name, 0, disk.size(name)), 1_000_000)
+        if name.endswith(framing.SUFFIX):
+            loaded = framing.load(name, disk.read(name, 0, disk.size(name)), 1_000_000)
             folded = PoolState()
             for record in (each.record for each in stored_records(disk)):
                 if record.offset < loaded.offset:

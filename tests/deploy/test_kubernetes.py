@@ -199,7 +199,7 @@ def test_a_pod_is_given_the_time_that_its_end_takes(pod: Resource) -> None:
         given = app.commands[name].make_context(name, arguments).params
         assert (program, name) == ("poolgrid", "drain")
         assert given["worker_url"].endswith(f"://127.0.0.1:{option(container, 'http-port')}")
-        drain_s = int(option(container, "drain-timeout-ms")) / 1000
+        drain_s = int(option(container, "shutdown-timeout-ms")) / 1000
         assert given["timeout_s"] == drain_s
         assert grace_s >= given["wait_s"] + HAND_OVER_S, "the hook, and a second look at SIGTERM"
     elif container["name"] != "consolidator":

@@ -113,7 +113,7 @@ def test_a_unit_starts_a_command_with_its_own_settings_and_waits_longer_than_the
     assert directives["Type"] == ["notify"]
     assert directives["Restart"] == ["on-failure"]
     assert directives["StartLimitIntervalSec"] == ["0"], "it is started again as often as it takes"
-    takes_ms = given.get("POOLGRID_DRAIN_TIMEOUT_MS") or given.get("POOLGRID_SHUTDOWN_TIMEOUT_MS") or "5000"
+    takes_ms = given.get("POOLGRID_SHUTDOWN_TIMEOUT_MS") or given.get("POOLGRID_SHUTDOWN_TIMEOUT_MS") or "5000"
     assert int(directives["TimeoutStopSec"][0]) >= int(takes_ms) / 1000 + MARGIN_S
 
 

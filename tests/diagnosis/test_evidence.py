@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import astuple
@@ -13,6 +16,7 @@ from poolgrid.router.core.examiner import Examiner
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.tools.engine_check.core.finding import Kind
+from tests.observability_proof.verdicts import FAULTS, NOT_CAUSED, OF_TEXT
 from tests.router.fleet_builder import Pool, decided
 
 TOKENS = st.integers(0, 10_000)
@@ -53,3 +57,29 @@ def test_usage_behind_a_gateway_shows_another_tokenizer() -> None:
 
 def test_findings_of_the_engine_check_exist() -> None:
     assert OF_FINDING.keys() <= {kind.value for kind in Kind}
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+FAULT_NAMES = {cause.value for cause in Cause if cause.is_fault}
+
+
+def test_every_fault_has_a_section_of_the_runbook_with_a_check_and_a_fix() -> None:
+    parts = re.split(r"^### (.+)$", (DOCS / "runbooks/reuse-parted.md").read_text(encoding="utf-8"), flags=re.M)
+    sections = dict(zip(parts[1::2], parts[2::2], strict=True))
+
+    assert sections.keys() == FAULT_NAMES
+    assert not [name for name, text in sections.items() if "- Check: " not in text or "- Fix: " not in text]
+
+
+def test_the_page_lists_every_verdict_with_its_meaning() -> None:
+    page = (DOCS / "doctor.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| \[?([a-z-]+)\]?[^|]* \| (.+) \|$", page, flags=re.M))
+
+    assert rows == {cause.value: cause.meaning for cause in Cause}
+
+
+def test_every_verdict_is_caused_in_the_proof_or_has_a_reason_why_not() -> None:
+    caused = {fault.cause for fault in FAULTS} | {cause for cause, _, _ in OF_TEXT} | {Cause.COLD, Cause.FOREIGN}
+
+    assert caused | NOT_CAUSED.keys() == set(Cause)
+    assert not caused & NOT_CAUSED.keys()

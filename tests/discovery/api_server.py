@@ -66,6 +66,11 @@ class ApiServer:
         """Return a reader of it."""
         return KubernetesRegistrations(self.url, self.account, (), clock or SystemClock(), 0.0)
 
+    async def start_proxy(self) -> None:
+        """Serve as ``kubectl proxy`` does: without TLS, to processes without an account."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
     async def start(self, authority: trustme.CA = AUTHORITY, port: int = 0) -> None:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         authority.issue_cert("127.0.0.1").configure_cert(context)
@@ -107,7 +112,7 @@ class ApiServer:
 
     def _answer(self, target: str, authorization: str) -> tuple[int, dict[str, str], dict[str, Any]]:
         path, asked = urlsplit(target).path, dict(parse_qsl(urlsplit(target).query))
-        if authorization != f"Bearer {self.token}":
+        if self.url.startswith("https:") and authorization != f"Bearer {self.token}":
             return 401, {}, status(401, "Unauthorized", "Unauthorized")
         if self.refusals:
             code, headers = self.refusals.pop(0)
@@ -169,13 +174,13 @@ def status(code: int, reason: str, message: str) -> dict[str, Any]:
 
 
 @contextmanager
-def in_a_thread(server: ApiServer) -> Iterator[ApiServer]:
+def proxy_in_a_thread(server: ApiServer) -> Iterator[ApiServer]:
     """Have it serve beside a test that waits for processes."""
     loop = asyncio.new_event_loop()
     thread = Thread(target=loop.run_forever)
     thread.start()
     try:
-        asyncio.run_coroutine_threadsafe(server.start(), loop).result(60)
+        asyncio.run_coroutine_threadsafe(server.start_proxy(), loop).result(60)
         yield server
         asyncio.run_coroutine_threadsafe(server.stop(), loop).result(60)
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
+from lab.benchmarks.fleet import free_port
 from poolgrid.cli.main import app
 from poolgrid.wire.hashing import pack_tokens
 from tests.e2e.disturbed_load import assert_unharmed, kill_at_work, load_while
@@ -193,13 +193,6 @@ def two_pools(urls: dict[str, str], cells: list[str]) -> str:
             "accept": ["unreachable-pool", "slower-pool-for-faster-target"],
         }
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_a_pool_may_be_missing_at_the_start_and_documents_may_change_while_it_runs(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.discovery.api_server import ApiServer, in_a_thread
+from tests.discovery.api_server import ApiServer, proxy_in_a_thread
 from tests.discovery.slices import endpoint, endpoint_slice
 from tests.e2e.disturbed_load import assert_unharmed, load_while
 from tests.e2e.fleet import all_available, assert_serves, pools
@@ -129,11 +129,10 @@ def test_a_global_router_finds_a_pools_routers_by_what_kubernetes_says(pool: Nam
         pod = endpoint(number, address=places["http"].hostname or "")
         ports = [{"name": name, "port": at.port, "protocol": "TCP"} for name, at in places.items()]
         server.slices.append(endpoint_slice(f"blue-router-names-{number:05}", [pod], ports=ports))
-    account = ("--kubernetes-account-dir", str(server.account))
     document = tmp_path / "east.json"
     document.write_text(json.dumps(one_pool("east", url=f"dyn://{POOL}.router.select")))
-    with in_a_thread(server):
-        api = ("--names", "kubernetes", "--kubernetes-api", server.url, *account)
+    with proxy_in_a_thread(server):
+        api = ("--names", "kubernetes", "--kubernetes-api", server.url, "--kubernetes-namespace", server.namespace)
         with Process("global-router", "--config", str(document), "--port", "0", *api) as front:
             front.wait_ready()
             eventually("the pool is available", lambda: all_available(front.url))

@@ -104,7 +104,7 @@ def slow_worker(ingest: str) -> Iterator[None]:
             "2",
         ),
         *("--vocabulary-size", "4096"),
-        *("--max-num-tokens", "64", "--drain-timeout-ms", "100"),
+        *("--max-num-tokens", "64", "--shutdown-timeout-ms", "100"),
     ) as worker:
         worker.wait_ready()
         yield

@@ -67,7 +67,7 @@ def studio(recorded: Path) -> Iterator[Studio]:
         router = stack.enter_context(
             Process("router", "--port", "0", "--http-workers", "2", "--data-dir", str(recorded), *PATIENT_ROUTER)
         ).wait_ready()
-        ingest = ("--consolidator", router.word("ingest"), "--drain-timeout-ms", "500")
+        ingest = ("--consolidator", router.word("ingest"), "--shutdown-timeout-ms", "500")
         workers = {
             name: stack.enter_context(Process("worker", "--worker-id", name, *ingest, "--speedup", SPEEDUP, *words))
             for name, words in kinds.items()

@@ -18,7 +18,7 @@ import pytest
 from poolgrid.cli.commands.top import Frame, fetch, usage_bar
 from poolgrid.process.figures import milliseconds
 from poolgrid.wire.answers import PlacedExplanation, RequestExplanation
-from poolgrid.wire.request_ids import name_of
+from poolgrid.wire.identifiers import name_of
 from tests.e2e.fleet import POOL_CONFIGS, is_idle, running_fleet, small_copy
 from tests.e2e.processes import eventually, is_settled, running_pool
 

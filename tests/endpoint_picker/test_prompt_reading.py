@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from poolgrid.frontend.access.cache_domains import CacheDomains
+from poolgrid.frontend.access.tenants import CacheDomains
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.preparation import Preparation
 from poolgrid.frontend.prompt_model import PromptModel

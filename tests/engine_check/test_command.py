@@ -31,13 +31,13 @@ def check(url: str, capsys: pytest.CaptureFixture[str], **options: Any) -> tuple
 def test_a_good_server_passes_and_its_record_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "record.json"
     with engine_server(Habits()) as server:
-        status, text, _ = check(server.url, capsys, as_json=True, record=record)
+        status, text, _ = check(server.url, capsys, as_json=True, out=record)
     found = json.loads(text)
 
     assert (status, found["ok"], found["findings"]) == (0, True, [])
     assert found["server"].pop("events_option").startswith("--kv-events-config")
     assert found["server"] == {
-        "kind": "vllm", "model": "m", "version": "9.9", "block_size": 8, "ranks": 1, "publishes": True,
+        "kind": "vllm", "model": "m", "version": "0.32.0", "block_size": 8, "ranks": 1, "publishes": True,
     }  # fmt: skip
     assert found["blocks_expected"] == found["blocks_in_index"] == 19
     assert found["probes_compared"] == found["probes_as_predicted"] == len(found["probes"]) == 8
@@ -92,7 +92,8 @@ def test_without_a_replay_and_cached_tokens_it_passes_with_warnings(capsys: pyte
 
 def test_endpoints_that_are_given_win_over_those_that_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     with engine_server(Habits(swapped=True)) as server:
-        given = {"kv_events_endpoint": (server.endpoint,), "kv_events_replay_endpoint": (server.replay_endpoint,)}
+        [publisher] = server.publishers
+        given = {"kv_events_endpoint": (publisher.endpoint,), "kv_events_replay_endpoint": (publisher.replay_endpoint,)}
         status, _, _ = check(server.url, capsys, **given)
 
     assert status == 0
@@ -104,9 +105,9 @@ def test_what_cannot_be_checked_ends_with_status_2_and_says_why(
     assert check("http://127.0.0.1:9", capsys)[0] == 2
     assert run_engine_check(EngineCheckSettings(recorded=tmp_path / "none.json")) == 2
     assert "none.json" in squeezed(capsys.readouterr().err)
-    status, _, errors = check("http://127.0.0.1:9", capsys, record=tmp_path / "no" / "where.json")
+    status, _, errors = check("http://127.0.0.1:9", capsys, out=tmp_path / "no" / "where.json")
     assert status == 2
-    assert "--record" in squeezed(errors)
+    assert "--out" in squeezed(errors)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_measured_step_times_are_a_table_that_simulated_engines_take(
         256,
         1024,
     ]  # 4,096 tokens are more than the model takes
-    assert "vllm 9.9, model m, 32,768 tokens of KV" in found["source"]
+    assert "vllm 0.32.0, model m, 32,768 tokens of KV" in found["source"]
     assert TableTiming.from_file(table).decode_ms(0.5) > 0
 
 

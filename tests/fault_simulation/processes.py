@@ -51,8 +51,7 @@ from poolgrid.serving.links import LinksOnDemand, link_opener
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.feed import BlockChain, WorkerState
-from poolgrid.wire.ingest import LoadingWorker
-from poolgrid.wire.leadership import Leader
+from poolgrid.wire.ingest import Leader, LoadingWorker
 from poolgrid.wire.requests import Generate
 from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 from poolgrid.workers.adapters.sockets import RequestSocket

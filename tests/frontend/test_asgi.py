@@ -63,19 +63,16 @@ class Exchange:
         await self._app({**scope, "extensions": extensions}, self.receive, self.send)
 
 
-def test_headers_are_sent_once_the_worker_is_known_before_any_token() -> None:
-    async def go() -> dict[bytes, bytes]:
-        hold = asyncio.Event()
-        exchange = Exchange(application(FakeBackend(lambda request: [hold, *speak("hello")])), stream=True)
-        task = asyncio.ensure_future(exchange.run())
-        # A server sends them with what comes first of the body (ASGI), though it is empty.
-        await exchange.writing.wait()
-        assert [message.get("body") for message in exchange.sent] == [None, b""]
-        hold.set()
-        await task
-        return dict(exchange.sent[0]["headers"])
-
-    assert asyncio.run(go())[b"x-poolgrid-worker"] == b"worker-0"
+async def test_headers_are_sent_once_the_worker_is_known_before_any_token() -> None:
+    hold = asyncio.Event()
+    exchange = Exchange(application(FakeBackend(lambda request: [hold, *speak("hello")])), stream=True)
+    task = asyncio.ensure_future(exchange.run())
+    # A server sends them with what comes first of the body (ASGI), though it is empty.
+    await exchange.writing.wait()
+    assert [message.get("body") for message in exchange.sent] == [None, b""]
+    hold.set()
+    await task
+    assert dict(exchange.sent[0]["headers"])[b"x-poolgrid-worker"] == b"worker-0"
 
 
 async def test_a_slow_reader_holds_up_its_own_stream_only() -> None:
@@ -146,13 +143,10 @@ async def test_tokens_after_a_stop_string_in_the_same_arrival_are_not_counted(n:
     assert TINY.decode(token_ids[: 4 * counted]).endswith("two")
 
 
-def test_one_request_goes_between_the_many_choices_of_another() -> None:
-    async def go() -> list[int]:
-        backend = FakeBackend(lambda request: speak("hello"))
-        app = application(backend)
-        await asyncio.gather(Exchange(app, prompt="many", n=64, best_of=64).run(), Exchange(app, prompt="one").run())
-        lone = TINY.encode("one")
-        return [place for place, request in enumerate(backend.requests) if request.token_ids == lone]
-
-    (place,) = asyncio.run(go())
+async def test_one_request_goes_between_the_many_choices_of_another() -> None:
+    backend = FakeBackend(lambda request: speak("hello"))
+    app = application(backend)
+    await asyncio.gather(Exchange(app, prompt="many", n=64, best_of=64).run(), Exchange(app, prompt="one").run())
+    lone = TINY.encode("one")
+    (place,) = [place for place, request in enumerate(backend.requests) if request.token_ids == lone]
     assert 0 < place < 32

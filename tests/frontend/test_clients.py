@@ -41,22 +41,19 @@ def request_bytes(path: str, **fields: Any) -> bytes:
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("after", [0, 2])
-def test_a_client_that_leaves_frees_its_workers_at_once(stream: bool, after: int, n: int) -> None:
+async def test_a_client_that_leaves_frees_its_workers_at_once(stream: bool, after: int, n: int) -> None:
     registry = CollectorRegistry()
     backend = FakeBackend(lambda request: [*speak("Hello, world!")[:after], asyncio.Event()])
 
-    async def go() -> None:
-        all_wait = asyncio.Event()
-        backend.on_waiting = lambda: all_wait.set() if backend.waiting == n else None
-        async with served(application(backend, registry=registry)) as port:
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(request_bytes("/v1/completions", prompt="hi", stream=stream, n=n))
-            await asyncio.wait_for(all_wait.wait(), 120)
-            writer.transport.abort()
-            for item in backend.streams:
-                await asyncio.wait_for(item.cancelled.wait(), 120)
-
-    asyncio.run(go())
+    all_wait = asyncio.Event()
+    backend.on_waiting = lambda: all_wait.set() if backend.waiting == n else None
+    async with served(application(backend, registry=registry)) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request_bytes("/v1/completions", prompt="hi", stream=stream, n=n))
+        await asyncio.wait_for(all_wait.wait(), 120)
+        writer.transport.abort()
+        for item in backend.streams:
+            await asyncio.wait_for(item.cancelled.wait(), 120)
 
     assert [item.cancels for item in backend.streams] == [1] * n
     assert registry.get_sample_value("poolgrid_frontend_client_disconnects_total") == 1

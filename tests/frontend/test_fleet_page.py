@@ -239,28 +239,25 @@ async def test_the_files_of_the_page_are_served_with_what_keeps_it_harmless() ->
             assert (await client.get(f"/ui/{wrong}")).status_code == 404
 
 
-def test_what_the_page_shows_needs_an_operators_key_and_its_files_do_not(tmp_path: Path) -> None:
+async def test_what_the_page_shows_needs_an_operators_key_and_its_files_do_not(tmp_path: Path) -> None:
     keys = {name: Key(key_file.hash_key(f"pg-{name}")) for name in ("acme", "ops")}
     tenants = {"acme": Tenant(keys=(keys["acme"],)), "ops": Tenant(keys=(keys["ops"],), operator=True)}
     path = tmp_path / "keys.json"
     key_file.write(path, KeyDocument(1, "5" * 64, tenants))
 
-    async def run() -> None:
-        async with served(Source(), api_keys=path) as (client, _):
-            for name in ("/ui", *(f"/ui/{name}" for name in assets())):
-                assert (await client.get(name)).status_code == 200
-            shown = ("/v1/fleet/stream", "/v1/fleet/requests/known", "/v1/fleet/playback?from_ms=0&to_ms=0")
-            for name in shown:
-                assert path_class(name.partition("?")[0], metrics_need_key=False) is PathClass.OPERATOR
-                assert (await client.get(name)).status_code == 401
-                tenant = await client.get(name, headers={"authorization": "Bearer pg-acme"})
-                assert (tenant.status_code, tenant.json()["error"]["code"]) == (403, "operator_only")
-            for name in shown[1:]:
-                assert (await client.get(name, headers={"authorization": "Bearer pg-ops"})).status_code == 200
-            head = await client.head(shown[0], headers={"authorization": "Bearer pg-ops"})
-            assert head.status_code == 200
-
-    asyncio.run(run())
+    async with served(Source(), api_keys=path) as (client, _):
+        for name in ("/ui", *(f"/ui/{name}" for name in assets())):
+            assert (await client.get(name)).status_code == 200
+        shown = ("/v1/fleet/stream", "/v1/fleet/requests/known", "/v1/fleet/playback?from_ms=0&to_ms=0")
+        for name in shown:
+            assert path_class(name.partition("?")[0], metrics_need_key=False) is PathClass.OPERATOR
+            assert (await client.get(name)).status_code == 401
+            tenant = await client.get(name, headers={"authorization": "Bearer pg-acme"})
+            assert (tenant.status_code, tenant.json()["error"]["code"]) == (403, "operator_only")
+        for name in shown[1:]:
+            assert (await client.get(name, headers={"authorization": "Bearer pg-ops"})).status_code == 200
+        head = await client.head(shown[0], headers={"authorization": "Bearer pg-ops"})
+        assert head.status_code == 200
 
 
 # -- the files themselves ----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import ServedModel, StreamDelta
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
-from poolgrid.wire.request_ids import name_of
+from poolgrid.wire.identifiers import name_of
 from poolgrid.wire.requests import KvRetention, RetainedTokens, TokenLogprobs
 from tests.examples import examples
 from tests.frontend.fake_backend import TINY, FakeBackend, Script, Step, speak, with_logprobs
@@ -570,21 +570,18 @@ def test_no_room_and_an_unknown_model_keep_their_meaning_on_every_api(
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_a_stream_that_waits_in_the_queue_has_no_status_before_it_has_a_worker() -> None:
+async def test_a_stream_that_waits_in_the_queue_has_no_status_before_it_has_a_worker() -> None:
     room, full = asyncio.Event(), [StreamDelta(b"", "error", error="no room", retry_after_s=2.0)]
     backend = FakeBackend(lambda request: [room, full])
 
-    async def scenario() -> httpx.Response:
-        async with in_process(application(backend, keep_alive_interval_s=0.05)) as client:
-            fields = {"model": "tiny", "prompt": "hi", "stream": True}
-            answer = asyncio.ensure_future(client.post(COMPLETIONS, json=fields))
-            await backend.submitted.wait()
-            backend.streams[0].waits_for_room = True
-            await asyncio.sleep(0.4)  # longer than a head waits, and than several comments
-            room.set()
-            return await answer
-
-    assert asyncio.run(scenario()).status_code == 429
+    async with in_process(application(backend, keep_alive_interval_s=0.05)) as client:
+        fields = {"model": "tiny", "prompt": "hi", "stream": True}
+        answer = asyncio.ensure_future(client.post(COMPLETIONS, json=fields))
+        await backend.submitted.wait()
+        backend.streams[0].waits_for_room = True
+        await asyncio.sleep(0.4)  # longer than a head waits, and than several comments
+        room.set()
+        assert (await answer).status_code == 429
 
 
 def test_no_room_amid_a_stream_is_an_event() -> None:
@@ -645,29 +642,26 @@ def test_the_clients_request_id_is_honoured_when_it_is_sane() -> None:
     assert [name_of(request.request_id) for request in backend.requests] == ["trace-1.a:b_c-d", "id-1"]
 
 
-def test_the_same_request_id_twice_at_once_is_two_requests() -> None:
-    async def go() -> list[str]:
-        hold = asyncio.Event()
-        backend = FakeBackend(lambda request: [hold, *speak("hello")])
-        async with in_process(application(backend)) as client:
+async def test_the_same_request_id_twice_at_once_is_two_requests() -> None:
+    hold = asyncio.Event()
+    backend = FakeBackend(lambda request: [hold, *speak("hello")])
+    async with in_process(application(backend)) as client:
 
-            async def one() -> httpx.Response:
-                return await client.post(
-                    COMPLETIONS, json={"model": "tiny", "prompt": "hi"}, headers={"x-request-id": "same"}
-                )
+        async def one() -> httpx.Response:
+            return await client.post(
+                COMPLETIONS, json={"model": "tiny", "prompt": "hi"}, headers={"x-request-id": "same"}
+            )
 
-            first = asyncio.ensure_future(one())
-            await backend.submitted.wait()
-            backend.submitted.clear()
-            second = asyncio.ensure_future(one())
-            await backend.submitted.wait()
-            hold.set()
-            for response in (await first, await second):
-                assert response.headers["x-request-id"] == "same"
-            await one()
-        return [request.request_id for request in backend.requests]
-
-    ids = asyncio.run(go())
+        first = asyncio.ensure_future(one())
+        await backend.submitted.wait()
+        backend.submitted.clear()
+        second = asyncio.ensure_future(one())
+        await backend.submitted.wait()
+        hold.set()
+        for response in (await first, await second):
+            assert response.headers["x-request-id"] == "same"
+        await one()
+    ids = [request.request_id for request in backend.requests]
     assert [name_of(each) for each in ids] == ["same"] * 3
     assert len(set(ids)) == 3
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sqlite3
 from collections.abc import Iterator
@@ -324,28 +323,25 @@ async def test_a_file_that_cannot_be_used_is_said_and_one_that_fails_later_loses
     responses.close()
 
 
-def test_items_of_a_request_are_kept_with_ids() -> None:
+async def test_items_of_a_request_are_kept_with_ids() -> None:
     backend = FakeBackend(lambda _: speak("Fine."))
 
-    async def go() -> list[dict[str, Any]]:
-        async with in_process(application(backend)) as http:
-            items: list[dict[str, Any]] = [
-                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-                {"type": "function_call_output", "call_id": "c", "output": "x"},
-                {"role": "assistant", "content": "So."},
-            ]
-            body = {"model": "tiny", "input": items}
-            kept_id = (await http.post("/v1/responses", json=body)).json()["id"]
-            page = (await http.get(f"/v1/responses/{kept_id}/input_items", params={"order": "asc", "limit": 2})).json()
-            assert page["has_more"]
-            assert page["last_id"] == page["data"][1]["id"]
-            rest = {"order": "asc", "after": page["last_id"]}
-            last = (await http.get(f"/v1/responses/{kept_id}/input_items", params=rest)).json()
-            wrong = await http.get(f"/v1/responses/{kept_id}/input_items", params={"after": "nothing"})
-            assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "after")
-            return [*page["data"], *last["data"]]
-
-    items = asyncio.run(go())
+    async with in_process(application(backend)) as http:
+        items: list[dict[str, Any]] = [
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "x"},
+            {"role": "assistant", "content": "So."},
+        ]
+        body = {"model": "tiny", "input": items}
+        kept_id = (await http.post("/v1/responses", json=body)).json()["id"]
+        page = (await http.get(f"/v1/responses/{kept_id}/input_items", params={"order": "asc", "limit": 2})).json()
+        assert page["has_more"]
+        assert page["last_id"] == page["data"][1]["id"]
+        rest = {"order": "asc", "after": page["last_id"]}
+        last = (await http.get(f"/v1/responses/{kept_id}/input_items", params=rest)).json()
+        wrong = await http.get(f"/v1/responses/{kept_id}/input_items", params={"after": "nothing"})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "after")
+        items = [*page["data"], *last["data"]]
     assert [item["type"] for item in items] == ["function_call", "function_call_output", "message"]
     assert len({item["id"] for item in items}) == 3
     assert items[2]["content"] == [{"type": "output_text", "text": "So.", "annotations": []}]

@@ -22,8 +22,7 @@ from schemathesis.specs.openapi.checks import (
 )
 from starlette.types import Receive, Scope, Send
 
-from poolgrid.frontend.openapi import BODIES
-from poolgrid.frontend.openapi_answers import ANSWERS
+from poolgrid.frontend.openapi import ANSWERS, BODIES
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import ServedModel, StreamDelta
 from poolgrid.wire.answers import EndpointRow

@@ -8,14 +8,19 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 import poolgrid
 from poolgrid.cli.options import environment_name
 from poolgrid.frontend.metrics import FrontendMetrics
+from poolgrid.frontend.request_body import RequestIds, base_name
 from poolgrid.frontend.schema import ChatBody, CompletionBody, Nvext, refusals_of
 from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.router.core.load_ledger import OTHERS
 from poolgrid.wire.answers import EndpointRow, InstanceRow
+from poolgrid.wire.identifiers import dispatch_id, dispatch_of, name_of
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import application, in_process
 
@@ -141,18 +146,15 @@ def test_no_page_of_the_server_loads_anything_from_elsewhere() -> None:
     assert "https://" not in text
 
 
-def test_a_request_is_measured_once_and_its_tokens_are_counted() -> None:
+async def test_a_request_is_measured_once_and_its_tokens_are_counted() -> None:
     registry = CollectorRegistry()
     backend = FakeBackend(lambda request: speak("Hello, world!", cached_tokens=2))
 
-    async def go() -> str:
-        async with in_process(application(backend, registry=registry)) as client:
-            body = {"model": "tiny", "prompt": "hi there", "n": 2, "stream": True}
-            assert (await client.post("/v1/completions", json=body)).status_code == 200
-            assert (await client.post("/v1/completions", json={**body, "n": 0})).status_code == 400
-            return (await client.get("/metrics")).text
-
-    text = asyncio.run(go())
+    async with in_process(application(backend, registry=registry)) as client:
+        body = {"model": "tiny", "prompt": "hi there", "n": 2, "stream": True}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        assert (await client.post("/v1/completions", json={**body, "n": 0})).status_code == 400
+        text = (await client.get("/metrics")).text
     isl, osl = len(TINY.encode("hi there")) // 4, len(TINY.encode("Hello, world!")) // 4
     expected = {
         'requests_total{endpoint="completions",status="200",streaming="true"}': 1,
@@ -176,15 +178,12 @@ def test_a_request_is_measured_once_and_its_tokens_are_counted() -> None:
         assert f"poolgrid_frontend_{name} {float(value)}\n" in text
 
 
-def test_the_metrics_page_speaks_both_text_forms() -> None:
-    async def go() -> list[str]:
-        async with in_process(application(FakeBackend())) as client:
-            accepts = ("text/plain", "application/openmetrics-text; version=1.0.0")
-            return [
-                (await client.get("/metrics", headers={"accept": accept})).headers["content-type"] for accept in accepts
-            ]
-
-    plain, openmetrics = asyncio.run(go())
+async def test_the_metrics_page_speaks_both_text_forms() -> None:
+    async with in_process(application(FakeBackend())) as client:
+        accepts = ("text/plain", "application/openmetrics-text; version=1.0.0")
+        plain, openmetrics = [
+            (await client.get("/metrics", headers={"accept": accept})).headers["content-type"] for accept in accepts
+        ]
     assert plain.startswith("text/plain")
     assert openmetrics.startswith("application/openmetrics-text")
 
@@ -213,3 +212,41 @@ def test_every_field_is_documented() -> None:
     refused = {*refusals_of(ChatBody), *refusals_of(CompletionBody), *(f"nvext.{name}" for name in refusals_of(Nvext))}
     for name in {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__, *refused}:
         assert f"`{name}`" in DOCUMENT, name
+
+
+def test_a_request_is_shown_by_the_name_that_its_client_chose_and_goes_by_an_id_of_its_own() -> None:
+    ids = RequestIds("p-")
+    assert ids.wanted(None) == "p-1"
+    assert ids.wanted(b"mine") == "mine"
+    assert ids.wanted(b"x" * 129) == "p-2"
+    assert ids.wanted(b"new\r\nline") == "p-3"
+    assert ids.wanted(b"mine~1") == "p-4", "the mark divides what is the client's from what is not"
+    assert ids.of_sequences(ids.wanted(None), 2) == ["p-5-0", "p-5-1"], "what the front end made is unique already"
+    assert type(ids.of_sequences(ids.wanted(None), 1)[0]) is str, "codecs take nothing else"
+    one, two = ids.of_sequences("mine", 1), ids.of_sequences("mine", 2)
+    assert one == ["mine~p-7"]
+    assert two == ["mine-0~p-8", "mine-1~p-8"]
+    assert [base_name(one), base_name(two), base_name(ids.of_sequences("mine-0", 1))] == ["mine", "mine", "mine-0"]
+    for prefix in ("", "7", "a~"):
+        with pytest.raises(ValueError, match="must begin with a letter"):
+            RequestIds(prefix)
+
+
+CLIENT_NAMES = st.lists(st.text("ab~-.019r", max_size=6).map(str.encode), min_size=2, max_size=12)
+
+
+@given(CLIENT_NAMES)
+def test_no_name_makes_a_request_or_one_of_its_dispatches_another_ones(headers: list[bytes]) -> None:
+    """Two front ends, and clients that try each other's ids: `a~1` is the second dispatch of nobody else's `a`."""
+    fronts = [RequestIds("ra"), RequestIds("rb")]
+    headers = [*headers, *(f"{header.decode()}~1".encode() for header in headers)]
+    named: list[str] = []
+    for ids in fronts:
+        for header in headers:
+            for request_id in ids.of_sequences(ids.wanted(header), 2):
+                legs = [dispatch_id(request_id, number) for number in range(3)]
+                assert [dispatch_of(leg) for leg in legs] == [(request_id, number) for number in range(3)]
+                assert {name_of(leg) for leg in legs} == {name_of(request_id)}
+                named += legs
+    assert len(named) == len(set(named))
+    assert not [each for each in named if each.startswith(OTHERS)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -64,7 +63,9 @@ def test_the_client_gets_reasoning_text_and_calls_as_items(client: openai.OpenAI
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_tokens_of_long_reasoning_are_counted_in_a_thread(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_tokens_of_long_reasoning_are_counted_in_a_thread(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     where: list[tuple[int, str]] = []
     encode = PromptEncoder.encode
 
@@ -75,11 +76,10 @@ def test_the_tokens_of_long_reasoning_are_counted_in_a_thread(stream: bool, monk
     monkeypatch.setattr(PromptEncoder, "encode", watched)
     backend = FakeBackend(lambda request: speak("<think>" + "Look it up. " * 4000 + "</think>Done."))
 
-    async def go() -> httpx.Response:
-        async with in_process(application(backend, reasoning_parser="qwen3")) as http:
-            return await http.post("/v1/responses", json={"model": "tiny", "input": "hi", "stream": stream})
-
-    assert asyncio.run(go()).status_code == 200
+    async with in_process(application(backend, reasoning_parser="qwen3")) as http:
+        assert (
+            await http.post("/v1/responses", json={"model": "tiny", "input": "hi", "stream": stream})
+        ).status_code == 200
 
     [thread] = [each for each, text in where if text.strip() == ("Look it up. " * 4000).strip()]
     assert thread != threading.get_ident()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-import httpx
 import pytest
 
 from poolgrid.global_router.core.document.axis import AXIS, TARGETS
@@ -61,13 +59,10 @@ def test_a_router_that_refuses_a_hint_names_the_field_to_the_client() -> None:
 
 
 @pytest.mark.parametrize("number", ["NaN", "1e999", "Infinity"])
-def test_numbers_that_json_does_not_have_are_a_400(number: str) -> None:
-    async def go() -> httpx.Response:
-        async with in_process(application(FakeBackend())) as client:
-            body = '{"model": "tiny", "prompt": "x", "nvext": {"router": {"ttft_target": ' + number + "}}}"
-            return await client.post(COMPLETIONS, content=body)
-
-    assert asyncio.run(go()).status_code == 400
+async def test_numbers_that_json_does_not_have_are_a_400(number: str) -> None:
+    async with in_process(application(FakeBackend())) as client:
+        body = '{"model": "tiny", "prompt": "x", "nvext": {"router": {"ttft_target": ' + number + "}}}"
+        assert (await client.post(COMPLETIONS, content=body)).status_code == 400
 
 
 def test_the_pool_is_in_the_answers_header_where_there_are_pools() -> None:

@@ -105,13 +105,10 @@ def test_the_official_client_gets_vectors_in_the_order_of_its_texts(
     ("given", "inputs"),
     [("a", ("a",)), (["a"], ("a",)), ([5, 6], ((5, 6),)), ([[5], [6, 7]], ((5,), (6, 7))), (["a", [5]], ("a", (5,)))],
 )
-def test_texts_and_token_ids_are_taken(given: Any, inputs: Any, backend: FakeBackend) -> None:
-    async def go() -> None:
-        async with asked(backend) as client:
-            answer = await client.post("/v1/embeddings", json={"input": given, "encoding_format": "float"})
-            assert answer.json()["data"][0]["embedding"] == [0.25, -1.0]
-
-    asyncio.run(go())
+async def test_texts_and_token_ids_are_taken(given: Any, inputs: Any, backend: FakeBackend) -> None:
+    async with asked(backend) as client:
+        answer = await client.post("/v1/embeddings", json={"input": given, "encoding_format": "float"})
+        assert answer.json()["data"][0]["embedding"] == [0.25, -1.0]
     task = backend.requests[0].task
     assert isinstance(task, EmbeddingTask)
     assert task.inputs == inputs
@@ -158,14 +155,11 @@ def test_texts_and_token_ids_are_taken(given: Any, inputs: Any, backend: FakeBac
         ),
     ],
 )
-def test_what_is_wrong_is_refused_by_name(
+async def test_what_is_wrong_is_refused_by_name(
     path: str, body: dict[str, Any], status: int, param: str, why: str, backend: FakeBackend
 ) -> None:
-    async def go() -> httpx.Response:
-        async with asked(backend) as client:
-            return await client.post(f"/v1/{path}", json=body)
-
-    answer = asyncio.run(go())
+    async with asked(backend) as client:
+        answer = await client.post(f"/v1/{path}", json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (status, param), error
     assert why in error["message"]
@@ -187,17 +181,14 @@ def test_the_official_client_gets_images_by_url_or_as_base64(client: openai.Open
     assert backend.requests[0].task == VisualTask("a cat", count=2, width=256, height=256)
 
 
-def test_what_clients_say_reaches_the_engine_by_either_name(backend: FakeBackend) -> None:
+async def test_what_clients_say_reaches_the_engine_by_either_name(backend: FakeBackend) -> None:
     flat = {"negative_prompt": "dog", "num_inference_steps": 9, "guidance_scale": 2.5, "seed": 3}
     more = {"input_reference": base64.b64encode(PNG).decode(), "extra_params": {"a": 1}, "output_format": "webp"}
 
-    async def go() -> None:
-        async with asked(backend) as client:
-            for body in ({**flat, **more}, {"nvext": flat, **more}):
-                answer = await client.post("/v1/images/generations", json={"prompt": "x", **body})
-                assert answer.status_code == 200, answer.text
-
-    asyncio.run(go())
+    async with asked(backend) as client:
+        for body in ({**flat, **more}, {"nvext": flat, **more}):
+            answer = await client.post("/v1/images/generations", json={"prompt": "x", **body})
+            assert answer.status_code == 200, answer.text
     wanted = VisualTask(
         "x",
         negative_prompt="dog",
@@ -211,18 +202,15 @@ def test_what_clients_say_reaches_the_engine_by_either_name(backend: FakeBackend
     assert [request.task for request in backend.requests] == [wanted, wanted]
 
 
-def test_a_client_that_leaves_cancels_its_task(backend: FakeBackend) -> None:
+async def test_a_client_that_leaves_cancels_its_task(backend: FakeBackend) -> None:
     never = asyncio.Event()
     backend.script = lambda request: [never]
 
-    async def go() -> None:
-        async with asked(backend) as client:
-            asking = asyncio.create_task(client.post("/v1/images/generations", json={"prompt": "x"}))
-            await backend.submitted.wait()
-            asking.cancel()
-            await asyncio.wait([asking])
-
-    asyncio.run(go())
+    async with asked(backend) as client:
+        asking = asyncio.create_task(client.post("/v1/images/generations", json={"prompt": "x"}))
+        await backend.submitted.wait()
+        asking.cancel()
+        await asyncio.wait([asking])
     assert backend.streams[0].cancels == 1
 
 
@@ -235,16 +223,13 @@ def test_a_client_that_leaves_cancels_its_task(backend: FakeBackend) -> None:
         (StreamDelta(b"", "error", error="it broke"), 500, "generation_failed"),
     ],
 )
-def test_a_task_that_fails_is_answered_as_a_completion_is(
+async def test_a_task_that_fails_is_answered_as_a_completion_is(
     last: StreamDelta, status: int, code: str, backend: FakeBackend
 ) -> None:
     backend.script = lambda request: [[last]]
 
-    async def go() -> httpx.Response:
-        async with asked(backend) as client:
-            return await client.post("/v1/images/generations", json={"prompt": "x"})
-
-    answer = asyncio.run(go())
+    async with asked(backend) as client:
+        answer = await client.post("/v1/images/generations", json={"prompt": "x"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
 
@@ -273,24 +258,21 @@ def test_the_official_client_sends_a_reference_as_a_file(client: openai.OpenAI, 
 
 
 @pytest.mark.parametrize("where", ["url", "b64_json"])
-def test_with_a_response_format_a_video_is_answered_in_dynamos_form(where: str, backend: FakeBackend) -> None:
-    async def go() -> None:
-        body = {"prompt": "x", "response_format": where, "seconds": 2, "nvext": {"fps": 12, "num_frames": 9}}
-        async with asked(backend) as client:
-            answer = (await client.post("/v1/videos", json=body)).json()
-            assert (answer["object"], answer["status"], answer["progress"]) == ("video", "completed", 100)
-            [row] = answer["data"]
-            assert row["output_format"] == "mp4"
-            if where == "url":
-                assert (await client.get(row["url"])).content == b"a film"
-            else:
-                assert base64.b64decode(row["b64_json"]) == b"a film"
-
-    asyncio.run(go())
+async def test_with_a_response_format_a_video_is_answered_in_dynamos_form(where: str, backend: FakeBackend) -> None:
+    body = {"prompt": "x", "response_format": where, "seconds": 2, "nvext": {"fps": 12, "num_frames": 9}}
+    async with asked(backend) as client:
+        answer = (await client.post("/v1/videos", json=body)).json()
+        assert (answer["object"], answer["status"], answer["progress"]) == ("video", "completed", 100)
+        [row] = answer["data"]
+        assert row["output_format"] == "mp4"
+        if where == "url":
+            assert (await client.get(row["url"])).content == b"a film"
+        else:
+            assert base64.b64decode(row["b64_json"]) == b"a film"
     assert backend.requests[0].task == VisualTask("x", video=True, seconds=2.0, frame_rate=12.0, frames=9)
 
 
-def test_a_job_shows_its_progress_and_its_content_only_when_it_is_completed(backend: FakeBackend) -> None:
+async def test_a_job_shows_its_progress_and_its_content_only_when_it_is_completed(backend: FakeBackend) -> None:
     goes_on = asyncio.Event()
     result = TaskResult((b"a film",), "video/mp4")
     backend.script = lambda request: [
@@ -299,41 +281,35 @@ def test_a_job_shows_its_progress_and_its_content_only_when_it_is_completed(back
         [StreamDelta(b"", finish_reason="stop", result=result)],
     ]
 
-    async def go() -> None:
-        async with asked(backend) as client:
-            video_id = (await client.post("/v1/videos", json={"prompt": "x"})).json()["id"]
-            while (described := (await client.get(f"/v1/videos/{video_id}")).json())["progress"] != 40:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            assert described["status"] == "in_progress"
-            early = await client.get(f"/v1/videos/{video_id}/content")
-            assert (early.status_code, early.json()["error"]["code"]) == (400, "video_not_ready")
-            goes_on.set()
-            assert (await ended(client, video_id))["status"] == "completed"
-
-    asyncio.run(go())
+    async with asked(backend) as client:
+        video_id = (await client.post("/v1/videos", json={"prompt": "x"})).json()["id"]
+        while (described := (await client.get(f"/v1/videos/{video_id}")).json())["progress"] != 40:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert described["status"] == "in_progress"
+        early = await client.get(f"/v1/videos/{video_id}/content")
+        assert (early.status_code, early.json()["error"]["code"]) == (400, "video_not_ready")
+        goes_on.set()
+        assert (await ended(client, video_id))["status"] == "completed"
 
 
-def test_a_job_that_is_deleted_is_cancelled_by_any_process(
+async def test_a_job_that_is_deleted_is_cancelled_by_any_process(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(videos, "TOUCH_S", 0.02)
     backend.script = lambda request: [asyncio.Event()]
 
-    async def go() -> None:
-        app = application(backend)
-        async with in_process(app) as client:
-            own = (await client.post("/v1/videos", json={"prompt": "x"})).json()["id"]
-            other = (await client.post("/v1/videos", json={"prompt": "y"})).json()["id"]
-            assert (await client.delete(f"/v1/videos/{own}")).status_code == 200
-            await asyncio.wait_for(backend.streams[0].cancelled.wait(), 120)
-            files = app.state.results  # as another process deletes it
-            assert files.forget(Owner("", 1), other)
-            await asyncio.wait_for(backend.streams[1].cancelled.wait(), 120)
-
-    asyncio.run(go())
+    app = application(backend)
+    async with in_process(app) as client:
+        own = (await client.post("/v1/videos", json={"prompt": "x"})).json()["id"]
+        other = (await client.post("/v1/videos", json={"prompt": "y"})).json()["id"]
+        assert (await client.delete(f"/v1/videos/{own}")).status_code == 200
+        await asyncio.wait_for(backend.streams[0].cancelled.wait(), 120)
+        files = app.state.results  # as another process deletes it
+        assert files.forget(Owner("", 1), other)
+        await asyncio.wait_for(backend.streams[1].cancelled.wait(), 120)
 
 
-def test_a_job_that_is_deleted_while_it_tells_its_progress_is_cancelled_too(
+async def test_a_job_that_is_deleted_while_it_tells_its_progress_is_cancelled_too(
     backend: FakeBackend, tmp_path: Path
 ) -> None:
     """To describe it once more would make it wanted again, and a worker would make a film without a client."""
@@ -341,16 +317,13 @@ def test_a_job_that_is_deleted_while_it_tells_its_progress_is_cancelled_too(
     percent = [StreamDelta(b"", progress=each) for each in range(1, 90)]
     backend.script = lambda request: [percent[:1], deleted, *([each] for each in percent[1:]), asyncio.Event()]
 
-    async def go() -> None:
-        app = application(backend)
-        async with in_process(app) as client:
-            video_id = (await client.post("/v1/videos", json={"prompt": "x"})).json()["id"]
-            assert app.state.results.forget(Owner("", 1), video_id)
-            deleted.set()
-            await asyncio.wait_for(backend.streams[0].cancelled.wait(), 120)
-            assert (await client.get("/v1/videos")).json()["data"] == []
-
-    asyncio.run(go())
+    app = application(backend)
+    async with in_process(app) as client:
+        video_id = (await client.post("/v1/videos", json={"prompt": "x"})).json()["id"]
+        assert app.state.results.forget(Owner("", 1), video_id)
+        deleted.set()
+        await asyncio.wait_for(backend.streams[0].cancelled.wait(), 120)
+        assert (await client.get("/v1/videos")).json()["data"] == []
 
 
 def test_a_result_that_is_forgotten_is_not_kept_again(tmp_path: Path) -> None:
@@ -365,49 +338,40 @@ def test_a_result_that_is_forgotten_is_not_kept_again(tmp_path: Path) -> None:
     assert (files.describe(owner, name), files.content(owner, name)) == (None, None)
 
 
-def test_a_job_that_fails_says_why_and_one_that_is_refused_is_none(backend: FakeBackend) -> None:
+async def test_a_job_that_fails_says_why_and_one_that_is_refused_is_none(backend: FakeBackend) -> None:
     backend.script = lambda request: [[StreamDelta(b"", "error", error="it broke")]]
 
-    async def go() -> None:
-        async with asked(backend) as client:
-            video_id = (await client.post("/v1/videos", json={"prompt": "x"})).json()["id"]
-            failed = await ended(client, video_id)
-            assert (failed["status"], failed["error"]["code"]) == ("failed", "generation_failed")
-            backend.refusal = Refused(429, "busy", "full", 3.0)
-            refused = await client.post("/v1/videos", json={"prompt": "x"})
-            assert (refused.status_code, refused.headers["retry-after"]) == (429, "3")
-            assert len((await client.get("/v1/videos")).json()["data"]) == 1
-
-    asyncio.run(go())
+    async with asked(backend) as client:
+        video_id = (await client.post("/v1/videos", json={"prompt": "x"})).json()["id"]
+        failed = await ended(client, video_id)
+        assert (failed["status"], failed["error"]["code"]) == ("failed", "generation_failed")
+        backend.refusal = Refused(429, "busy", "full", 3.0)
+        refused = await client.post("/v1/videos", json={"prompt": "x"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "3")
+        assert len((await client.get("/v1/videos")).json()["data"]) == 1
 
 
-def test_a_job_whose_router_ended_has_failed(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_job_whose_router_ended_has_failed(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(videos, "LOST_S", -1.0)
     backend.script = lambda request: [asyncio.Event()]
 
-    async def go() -> dict[str, Any]:
-        async with asked(backend) as client:
-            video_id = (await client.post("/v1/videos", json={"prompt": "x"})).json()["id"]
-            return await ended(client, video_id)
-
-    assert asyncio.run(go())["error"]["code"] == "router_lost"
+    async with asked(backend) as client:
+        video_id = (await client.post("/v1/videos", json={"prompt": "x"})).json()["id"]
+        assert (await ended(client, video_id))["error"]["code"] == "router_lost"
 
 
-def test_a_page_of_another_site_cannot_send_a_form(backend: FakeBackend) -> None:
-    async def go() -> int:
-        async with asked(backend) as client:
-            headers = {"origin": "https://evil.example", "sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
-            answer = await client.post("/v1/videos", files={"prompt": (None, "x")}, headers=headers)
-            return answer.status_code
-
-    assert asyncio.run(go()) == 415
+async def test_a_page_of_another_site_cannot_send_a_form(backend: FakeBackend) -> None:
+    async with asked(backend) as client:
+        headers = {"origin": "https://evil.example", "sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
+        answer = await client.post("/v1/videos", files={"prompt": (None, "x")}, headers=headers)
+        assert answer.status_code == 415
     assert not backend.requests
 
 
 # -- tenants and files -------------------------------------------------------------------------------------------------
 
 
-def test_results_are_their_tenants_and_jobs_count_towards_its_limit(backend: FakeBackend, tmp_path: Path) -> None:
+async def test_results_are_their_tenants_and_jobs_count_towards_its_limit(backend: FakeBackend, tmp_path: Path) -> None:
     backend.script = lambda request: [asyncio.Event()] if request.task.video else work(request)  # type: ignore[union-attr]
     tenants = {
         name: Tenant(keys=(Key(key_file.hash_key(f"key-{name}")),), concurrent_requests=2) for name in ("alice", "bob")
@@ -416,21 +380,18 @@ def test_results_are_their_tenants_and_jobs_count_towards_its_limit(backend: Fak
     key_file.write(keys, KeyDocument(1, "5" * 64, tenants))
     alice, bob = ({"authorization": f"Bearer key-{name}"} for name in ("alice", "bob"))
 
-    async def go() -> None:
-        async with asked(backend, api_keys=keys) as client:
-            linked = (await client.post("/v1/images/generations", json={"prompt": "x"}, headers=alice)).json()
-            url = linked["data"][0]["url"]
-            statuses = [(await client.get(url, headers=each)).status_code for each in (alice, bob, {})]
-            assert statuses == [200, 404, 401]
-            codes = []
-            for _ in range(3):
-                answer = await client.post("/v1/videos", json={"prompt": "x"}, headers=alice)
-                codes.append(answer.status_code)
-            assert codes == [200, 200, 429]
-            assert (await client.post("/v1/videos", json={"prompt": "x"}, headers=bob)).status_code == 200
-            assert len((await client.get("/v1/videos", headers=bob)).json()["data"]) == 1
-
-    asyncio.run(go())
+    async with asked(backend, api_keys=keys) as client:
+        linked = (await client.post("/v1/images/generations", json={"prompt": "x"}, headers=alice)).json()
+        url = linked["data"][0]["url"]
+        statuses = [(await client.get(url, headers=each)).status_code for each in (alice, bob, {})]
+        assert statuses == [200, 404, 401]
+        codes = []
+        for _ in range(3):
+            answer = await client.post("/v1/videos", json={"prompt": "x"}, headers=alice)
+            codes.append(answer.status_code)
+        assert codes == [200, 200, 429]
+        assert (await client.post("/v1/videos", json={"prompt": "x"}, headers=bob)).status_code == 200
+        assert len((await client.get("/v1/videos", headers=bob)).json()["data"]) == 1
 
 
 def test_the_oldest_results_go_when_there_is_no_more_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,20 +1,31 @@
+"""Tests."""
+
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from types import FrameType
+from typing import Any
 
 import httpx
 import pytest
 
 from poolgrid.frontend.chat_template import ChatTemplate
 from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.frontend.preparation import Preparation
+from poolgrid.frontend.prepared_request import PreparedRequest
 from poolgrid.frontend.prompt_encoder import BatchEncoder
 from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.frontend.prompts import SAMPLE_CHARS_PER_TOKEN
+from poolgrid.frontend.prompts import SAMPLE_CHARS_PER_TOKEN, look_up, tokenize
+from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tokenization import TokenizationPool
+from poolgrid.inference.inference_request import EVERYBODY, InferenceRequest
 from poolgrid.inference.ports import ServedModel
 from poolgrid.wire.hashing import pack_tokens
 from tests.frontend.fake_backend import TINY, FakeBackend
@@ -60,7 +71,7 @@ async def test_what_does_not_fit_the_queue_is_refused_and_what_was_given_up_leav
     pool.close()
 
 
-def test_a_request_is_answered_while_a_long_prompt_is_being_tokenized() -> None:
+async def test_a_request_is_answered_while_a_long_prompt_is_being_tokenized() -> None:
     begun, gate = threading.Event(), threading.Event()
 
     class Slow:
@@ -77,20 +88,17 @@ def test_a_request_is_answered_while_a_long_prompt_is_being_tokenized() -> None:
 
     slow = PromptModel("tiny", Slow(), 4096, 262_144, byte_table=TINY.byte_table)  # type: ignore[arg-type]
 
-    async def go() -> tuple[int, bool, int]:
-        async with in_process(application(FakeBackend(), models={"tiny": slow})) as client:
+    async with in_process(application(FakeBackend(), models={"tiny": slow})) as client:
 
-            async def complete(prompt: str) -> httpx.Response:
-                return await client.post("/v1/completions", json={"model": "tiny", "prompt": prompt})
+        async def complete(prompt: str) -> httpx.Response:
+            return await client.post("/v1/completions", json={"model": "tiny", "prompt": prompt})
 
-            long = asyncio.ensure_future(complete("word " * 2000))
-            await asyncio.to_thread(begun.wait, 5)
-            short = await complete("hi")
-            was_done = long.done()
-            gate.set()
-            return short.status_code, was_done, (await long).status_code
-
-    assert asyncio.run(go()) == (200, False, 200)
+        long = asyncio.ensure_future(complete("word " * 2000))
+        await asyncio.to_thread(begun.wait, 5)
+        short = await complete("hi")
+        was_done = long.done()
+        gate.set()
+        assert (short.status_code, was_done, (await long).status_code) == (200, False, 200)
 
 
 class Watched:
@@ -125,19 +133,16 @@ def messages(*contents: str) -> list[dict[str, str]]:
     return [{"role": roles[number % 2], "content": content} for number, content in enumerate(contents)]
 
 
-def test_a_later_turn_of_a_long_conversation_is_tokenized_where_it_arrives(seen: Watched) -> None:
+async def test_a_later_turn_of_a_long_conversation_is_tokenized_where_it_arrives(seen: Watched) -> None:
     """Its body is as long as the first turn's, for which a thread was needed; its new text is not."""
     long, answer, short = "many words " * 8_000, "fine " * 80, "and then? " * 40
 
-    async def go() -> list[bytes]:
-        backend = FakeBackend()
-        async with in_process(application(backend)) as client:
-            for said in ([long], [long, answer, short], [long, answer, short, answer, long[5:]]):
-                body = {"model": "tiny", "messages": messages(*said)}
-                assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
-        return [request.token_ids for request in backend.requests]
-
-    prompts = asyncio.run(go())
+    backend = FakeBackend()
+    async with in_process(application(backend)) as client:
+        for said in ([long], [long, answer, short], [long, answer, short, answer, long[5:]]):
+            body = {"model": "tiny", "messages": messages(*said)}
+            assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    prompts = [request.token_ids for request in backend.requests]
     assert TINY.template is not None
     for prompt, said in zip(prompts, ([long], [long, answer, short]), strict=False):
         text = TINY.template.render(messages(*said))
@@ -149,32 +154,30 @@ def test_a_later_turn_of_a_long_conversation_is_tokenized_where_it_arrives(seen:
     assert later[1] < len(answer) + len(short) + 200
 
 
-def test_a_rendering_that_takes_long_is_begun_anew_in_a_thread(monkeypatch: pytest.MonkeyPatch, seen: Watched) -> None:
+async def test_a_rendering_that_takes_long_is_begun_anew_in_a_thread(
+    monkeypatch: pytest.MonkeyPatch, seen: Watched
+) -> None:
     monkeypatch.setattr("poolgrid.frontend.inference_endpoint.LOOK_UP_RENDERING_MS", 0.0)
     slow = "{% for turn in range(1000) %}{% endfor %}{{ messages[0]['content'] }}"
     model = replace(TINY, template=ChatTemplate(slow))
 
-    async def go() -> int:
-        async with in_process(application(FakeBackend(), models={"tiny": model})) as client:
-            body = {"model": "tiny", "messages": messages("hi " * 400)}
-            return (await client.post("/v1/chat/completions", json=body)).status_code
-
-    assert asyncio.run(go()) == 200
+    async with in_process(application(FakeBackend(), models={"tiny": model})) as client:
+        body = {"model": "tiny", "messages": messages("hi " * 400)}
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
     assert [here for here, _ in seen.prompts()] == [False]
 
 
-def test_a_rendering_that_takes_too_long_even_there_is_refused(monkeypatch: pytest.MonkeyPatch, seen: Watched) -> None:
+async def test_a_rendering_that_takes_too_long_even_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch, seen: Watched
+) -> None:
     monkeypatch.setattr("poolgrid.frontend.prompts.TIME_LIMIT_MS", 20.0)
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     endless = "{% if messages[0]['content'] == 'hi' %}" + loops + "{% endif %}"
     model = replace(TINY, template=ChatTemplate(endless))
 
-    async def go() -> httpx.Response:
-        app = application(FakeBackend(), models={"tiny": model})
-        async with in_process(app) as client:
-            return await client.post("/v1/chat/completions", json={"model": "tiny", "messages": messages("hi")})
-
-    answer = asyncio.run(go())
+    app = application(FakeBackend(), models={"tiny": model})
+    async with in_process(app) as client:
+        answer = await client.post("/v1/chat/completions", json={"model": "tiny", "messages": messages("hi")})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "chat_template_error")
     assert seen.prompts() == []
 
@@ -199,14 +202,11 @@ def test_work_that_is_due_is_done_however_much_waits() -> None:
     assert asyncio.run(go()) == [1, 3]
 
 
-def test_an_array_that_is_too_long_for_the_model_is_refused_before_its_tokens_are_looked_at() -> None:
-    async def go() -> httpx.Response:
-        backend = FakeBackend(served=[ServedModel("tiny", 0, 100)])
-        async with in_process(application(backend)) as client:
-            # Its last token is none of the model's, and nobody comes so far.
-            return await client.post("/v1/completions", json={"model": "tiny", "prompt": [5] * 100 + [9999]})
-
-    response = asyncio.run(go())
+async def test_an_array_that_is_too_long_for_the_model_is_refused_before_its_tokens_are_looked_at() -> None:
+    backend = FakeBackend(served=[ServedModel("tiny", 0, 100)])
+    async with in_process(application(backend)) as client:
+        # Its last token is none of the model's, and nobody comes so far.
+        response = await client.post("/v1/completions", json={"model": "tiny", "prompt": [5] * 100 + [9999]})
     assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
@@ -217,14 +217,67 @@ def test_an_array_that_is_too_long_for_the_model_is_refused_before_its_tokens_ar
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "some words of a text " * 10_000}]}),
     ],
 )
-def test_a_text_of_hundreds_of_contexts_is_refused_by_its_beginning(path: str, body: dict[str, object]) -> None:
-    async def go() -> httpx.Response:
-        backend = FakeBackend(served=[ServedModel("tiny", 0, 100)])
-        async with in_process(application(backend)) as client:
-            return await client.post(path, json={"model": "tiny", **body})
-
-    error = asyncio.run(go()).json()["error"]
+async def test_a_text_of_hundreds_of_contexts_is_refused_by_its_beginning(path: str, body: dict[str, object]) -> None:
+    backend = FakeBackend(served=[ServedModel("tiny", 0, 100)])
+    async with in_process(application(backend)) as client:
+        error = (await client.post(path, json={"model": "tiny", **body})).json()["error"]
     found = re.search(r"has more than (\d+) tokens", error["message"])
     assert error["code"] == "context_length_exceeded"
     assert found is not None
     assert 200 < int(found[1]) <= SAMPLE_CHARS_PER_TOKEN * 100, "all of it has 50,000"
+
+
+SANDBOX = "poolgrid.frontend.chat_template"
+MODEL = PromptModel.load(TINY_MODEL_PATH, "tiny")
+
+
+class Backend:
+    def models(self) -> list[ServedModel]:
+        return [ServedModel("tiny", 0, 4096)]
+
+    async def submit(self, request: InferenceRequest) -> Any:
+        raise AssertionError("nothing is sent")
+
+
+def job_of(messages: list[dict[str, Any]]) -> PreparedRequest:
+    body = json.dumps({"model": "tiny", "messages": messages}).encode()
+    job = Preparation(Backend(), {"tiny": MODEL}, FrontendSettings()).chat(body)
+    job.domain = EVERYBODY
+    return job
+
+
+def conversation(messages: int) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[at % 2], "content": f"{at} {'words ' * 100}"} for at in range(messages)]
+
+
+def calls_of_look_up(messages: list[dict[str, Any]]) -> list[str]:
+    """Return the front end's functions, but what the template calls, for the prompt of a conversation that goes on."""
+    tokenize(job_of(messages[:-2]))
+    job = job_of(messages)
+    called: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if event == "call" and name.startswith("poolgrid.frontend") and name != SANDBOX:
+            called.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        left = look_up(job, 60_000.0)
+    finally:
+        sys.setprofile(None)
+    assert left is not None
+    assert left < 2000, "only what is new is left for the tokenizer"
+    return called
+
+
+def test_a_later_turn_takes_as_many_calls_however_many_messages_came_before() -> None:
+    assert calls_of_look_up(conversation(12)) == calls_of_look_up(conversation(52))
+
+
+def test_a_message_of_words_alone_is_shown_to_its_template_as_one_with_an_empty_list_of_calls_is() -> None:
+    plain = conversation(4)
+    further = [{**message, "tool_calls": []} for message in plain]
+
+    [one], [other] = tokenize(job_of(plain)), tokenize(job_of(further))
+    assert (one.token_ids, one.text, one.end) == (other.token_ids, other.text, other.end)

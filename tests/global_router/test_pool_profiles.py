@@ -6,11 +6,13 @@ import json
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from poolgrid.global_router.core.builder.grid_builder import build_grid
 from poolgrid.global_router.core.builder.pool_profiles import LatencyTable, load_profiles
 from poolgrid.global_router.core.document.grid_document import GridDocumentError
 from poolgrid.global_router.core.document.reader import load_document
+from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.workers.core.timing import PolynomialTiming
 from tests.global_router.documents import ROOT, changed
 
@@ -175,3 +177,26 @@ def test_the_example_says_truly_where_its_numbers_come_from() -> None:
                 for load, ms in zip(pool.ttft.load, row, strict=True):
                     busy = load / pool.simulate.workers * service_ms / 1000
                     assert ms == pytest.approx(service_ms * (1 + busy / (2 * (1 - busy))), abs=0.06)
+
+
+def pools_of(registry: CollectorRegistry, name: str) -> dict[str, float]:
+    return {
+        sample.labels["pool"]: sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == name and sample.labels.get("state", "open") == "open"
+    }
+
+
+def test_a_breakers_first_step_is_an_increase_and_pools_that_left_have_no_series() -> None:
+    registry = CollectorRegistry()
+    metrics = GlobalRouterMetrics(registry)
+    metrics.use_pools({"a", "b"})
+    metrics.dispatches.labels("a", "decode", "grid").inc()
+    assert pools_of(registry, "poolgrid_global_router_breaker_steps_total") == {"a": 0, "b": 0}
+
+    metrics.breaker_steps.labels("b", "open").inc()
+    metrics.use_pools({"b", "c"})
+
+    assert pools_of(registry, "poolgrid_global_router_breaker_steps_total") == {"b": 1, "c": 0}
+    assert pools_of(registry, "poolgrid_global_router_dispatches_total") == {}

@@ -14,7 +14,7 @@ from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router import bootstrap
 from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.process.process_group import GroupPlace
+from poolgrid.process.lifecycle import GroupPlace
 from poolgrid.serving.router_process import RouterProcess
 from tests.global_router.documents import disagg
 from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, load_once, taken_port

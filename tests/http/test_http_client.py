@@ -125,7 +125,7 @@ async def test_an_answer_that_does_not_come_to_its_body_is_given_up_after_some_b
     assert fed <= 2 * HEADERS_BYTES_MAX + len(piece)
 
 
-def test_whole_answers_of_any_size_and_in_any_pieces_are_read() -> None:
+async def test_whole_answers_of_any_size_and_in_any_pieces_are_read() -> None:
     body = bytes(range(256)) * 2000
     chunked = b"".join(b"%x\r\n%b\r\n" % (len(body[at : at + 7]), body[at : at + 7]) for at in range(0, len(body), 7))
     answers = (
@@ -133,19 +133,16 @@ def test_whole_answers_of_any_size_and_in_any_pieces_are_read() -> None:
         HEAD + b"transfer-encoding: chunked\r\nx: y\r\n\r\n" + chunked + b"0\r\nafter: all\r\n\r\n",
     )
 
-    async def scenario() -> None:
-        for answer in answers:
-            for size in (1200, len(answer)):
-                connection, taken = Connection(SystemClock()), _Taken()
-                connection.connection_made(Recorded())
-                asking = asyncio.ensure_future(connection.send((b"head", b""), taken))
-                await asyncio.sleep(0)
-                for at in range(0, len(answer), size):
-                    connection.data_received(answer[at : at + size])
-                await asking
-                assert taken.body == body
-
-    asyncio.run(scenario())
+    for answer in answers:
+        for size in (1200, len(answer)):
+            connection, taken = Connection(SystemClock()), _Taken()
+            connection.connection_made(Recorded())
+            asking = asyncio.ensure_future(connection.send((b"head", b""), taken))
+            await asyncio.sleep(0)
+            for at in range(0, len(answer), size):
+                connection.data_received(answer[at : at + size])
+            await asking
+            assert taken.body == body
 
 
 async def test_the_failure_of_an_answer_does_not_keep_what_arrived() -> None:

@@ -13,7 +13,7 @@ from poolgrid.nats.connection import NatsConnection
 from poolgrid.nats.leader import read_leader
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.nats_settings import EventPlaneSettings
-from poolgrid.wire.leadership import Leader
+from poolgrid.wire.ingest import Leader
 from tests.e2e.processes import WAIT_TIMEOUT_S, Process, eventually
 
 

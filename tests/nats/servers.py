@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from lab.benchmarks.fleet import free_port
 from poolgrid.process.leash import leashed
 
 BINARY = next(
@@ -158,10 +158,3 @@ def cluster(count: int = 3, sync_always: bool = False) -> Iterator[list[NatsServ
         finally:
             for server in servers:
                 server.kill()
-
-
-def free_port() -> int:
-    """Return a port that was free just now: servers of a cluster must know each other's before they start."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -20,7 +20,7 @@ from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.tasks import wait_from_thread
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
-from poolgrid.wire.leadership import Leader
+from poolgrid.wire.ingest import Leader
 from tests.consolidator.fake_stream import StillClock
 from tests.consolidator.journal_builder import encoded, facts_of, fold
 from tests.consolidator.journal_kinds import BLOCKS_MAX, InStream

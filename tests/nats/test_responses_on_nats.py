@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -102,7 +101,7 @@ async def test_what_no_router_kept_is_no_response_and_costs_no_other(
         assert await store.response(ACME, "resp_a") == response("resp_a").response
 
 
-def test_two_front_ends_of_a_pool_are_one_to_a_tenant(server: NatsServer, tmp_path: Path) -> None:
+async def test_two_front_ends_of_a_pool_are_one_to_a_tenant(server: NatsServer, tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
     allowed = {
         name: Tenant(keys=(Key(key_file.hash_key(f"pg-{name}")),), concurrent_requests=5, requests_per_minute=6000)
@@ -112,37 +111,34 @@ def test_two_front_ends_of_a_pool_are_one_to_a_tenant(server: NatsServer, tmp_pa
     nats = DiscoverySettings(names="nats", nats_url=(server.url,))
     acme, other = ({"authorization": f"Bearer pg-{name}"} for name in allowed)
 
-    async def scenario() -> None:
-        async with AsyncExitStack() as opened:
-            clients, states = [], []
-            for number in range(2):
-                sharing = Sharing("front.ends", f"host {number}", 5, 1)
-                registry = CollectorRegistry()
-                state = open_shared_state(opened, nats, FrontendSettings(), sharing, SystemClock(), registry)
-                made = application(FakeBackend(), registry=registry, shared=state, api_keys=keys)
-                clients.append(await opened.enter_async_context(in_process(made)))
-                states.append(state)
-            for state in states:
-                await state.limits.first_shares()
-                await until(lambda state=state: state.responses is not None and state.responses.is_ready)  # type: ignore[misc]
+    async with AsyncExitStack() as opened:
+        clients, states = [], []
+        for number in range(2):
+            sharing = Sharing("front.ends", f"host {number}", 5, 1)
+            registry = CollectorRegistry()
+            state = open_shared_state(opened, nats, FrontendSettings(), sharing, SystemClock(), registry)
+            made = application(FakeBackend(), registry=registry, shared=state, api_keys=keys)
+            clients.append(await opened.enter_async_context(in_process(made)))
+            states.append(state)
+        for state in states:
+            await state.limits.first_shares()
+            await until(lambda state=state: state.responses is not None and state.responses.is_ready)  # type: ignore[misc]
 
-            async def ask(at: int, headers: dict[str, str], **more: object) -> httpx.Response:
-                body = {"model": "tiny", "input": "hello", **more}
-                return await clients[at].post("/v1/responses", json=body, headers=headers)
+        async def ask(at: int, headers: dict[str, str], **more: object) -> httpx.Response:
+            body = {"model": "tiny", "input": "hello", **more}
+            return await clients[at].post("/v1/responses", json=body, headers=headers)
 
-            first = (await ask(0, acme)).raise_for_status()
-            name = first.json()["id"]
-            assert 0 < int(first.headers["x-ratelimit-limit-requests"]) <= 6000
-            second = (await ask(1, acme, previous_response_id=name)).raise_for_status().json()
-            assert second["previous_response_id"] == name
-            assert (await ask(1, other, previous_response_id=name)).status_code == 400
-            where = f"/v1/responses/{name}"
-            assert (await clients[1].get(where, headers=acme)).json() == first.json()
-            assert (await clients[1].get(where, headers=other)).status_code == 404
-            assert (await clients[1].delete(where, headers=acme)).status_code == 200
-            assert (await clients[0].get(where, headers=acme)).status_code == 404
-
-    asyncio.run(scenario())
+        first = (await ask(0, acme)).raise_for_status()
+        name = first.json()["id"]
+        assert 0 < int(first.headers["x-ratelimit-limit-requests"]) <= 6000
+        second = (await ask(1, acme, previous_response_id=name)).raise_for_status().json()
+        assert second["previous_response_id"] == name
+        assert (await ask(1, other, previous_response_id=name)).status_code == 400
+        where = f"/v1/responses/{name}"
+        assert (await clients[1].get(where, headers=acme)).json() == first.json()
+        assert (await clients[1].get(where, headers=other)).status_code == 404
+        assert (await clients[1].delete(where, headers=acme)).status_code == 200
+        assert (await clients[0].get(where, headers=acme)).status_code == 404
 
 
 async def test_nobody_finds_what_another_tenant_or_another_pool_has_kept(server: NatsServer) -> None:

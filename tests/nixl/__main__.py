@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = ROOT / "build" / "nixl"
 PACKAGES = Path(sysconfig.get_path("purelib", vars={"base": str(ENVIRONMENT), "platbase": str(ENVIRONMENT)}))
 REQUIREMENTS = ("nixl>=1.0", "nixl-cu12>=1.0")
-TESTS = ("tests/workers/test_tensor_transfer.py", "tests/e2e/test_multimodal.py", "tests/e2e/test_trtllm_embeddings.py")
+TESTS = ("tests/workers/test_tensor_transfer.py", "tests/e2e/test_multimodal.py", "tests/e2e/test_trtllm.py")
 
 LOOPBACK = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
 """UCX would also use every other network that it finds."""

@@ -7,7 +7,6 @@ import math
 import re
 import select
 import shutil
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import httpx
 import yaml
 
+from lab.benchmarks.fleet import free_port
 from tests.endpoint_picker.gateway import envoy_binary
 
 ROOT = Path(__file__).parents[2]
@@ -61,13 +61,6 @@ def at_pace(rules: str) -> str:
         return f"for: {max(FOR_MIN_S, math.ceil(int(found[1]) * _SECONDS[found[2]] / PACE))}s"
 
     return re.sub(r"\bfor: (\d+)([smhd])\b", wait, re.sub(r"\[(\d+)([smhd])\]", window, rules))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Stack:

@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from poolgrid.process.bulk_work import SLICE_MS, BulkWork
-from poolgrid.process.tasks import owned
+from poolgrid.process.tasks import SLICE_MS, BulkWork, owned
 
 
 class Watch:

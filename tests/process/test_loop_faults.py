@@ -116,3 +116,24 @@ def test_a_task_that_nobody_awaits_does_not_end_the_process() -> None:
 def test_the_modules_of_one_connection_exist() -> None:
     for module in OF_ONE_CONNECTION:
         __import__(module)
+
+
+def test_tasks_are_counted_until_they_end() -> None:
+    async def go() -> list[float | None]:
+        registry = CollectorRegistry()
+        LoopMetrics(registry)
+        counts = []
+
+        async def count() -> None:
+            counts.append(await asyncio.to_thread(registry.get_sample_value, "poolgrid_event_loop_tasks"))
+
+        await count()
+        hold = asyncio.Event()
+        tasks = [asyncio.ensure_future(hold.wait()) for _ in range(3)]
+        await count()
+        hold.set()
+        await asyncio.gather(*tasks)
+        await count()
+        return counts
+
+    assert asyncio.run(go()) == [1, 4, 1]

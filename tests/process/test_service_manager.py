@@ -26,23 +26,20 @@ def heard(listening: socket.socket, timeout_s: float = 30.0) -> str:
     return listening.recv(4096).decode()
 
 
-def test_a_loop_that_turns_says_so_again_and_again(systemd: socket.socket) -> None:
+async def test_a_loop_that_turns_says_so_again_and_again(systemd: socket.socket) -> None:
     environment = {"NOTIFY_SOCKET": systemd.getsockname(), "WATCHDOG_USEC": "30000", "OTHER": "stays"}
     manager = ServiceManager.taken_from(environment)
     assert manager is not None
     assert environment == {"OTHER": "stays"}, "what this process starts does not speak in its name"
     systemd.setblocking(False)
 
-    async def listen() -> list[bytes]:
-        manager.begin_signs_of_life()
-        said = [await asyncio.get_running_loop().sock_recv(systemd, 64) for _ in range(3)]
-        manager.close()
-        while select.select([systemd], [], [], 0)[0]:  # on a busy machine the fourth comes before the end
-            assert systemd.recv(64) == b"WATCHDOG=1"
-        await asyncio.sleep(0.1)  # several intervals: what should not come is not there to be waited for
-        return said
-
-    assert asyncio.run(listen()) == 3 * [b"WATCHDOG=1"]
+    manager.begin_signs_of_life()
+    said = [await asyncio.get_running_loop().sock_recv(systemd, 64) for _ in range(3)]
+    manager.close()
+    while select.select([systemd], [], [], 0)[0]:  # on a busy machine the fourth comes before the end
+        assert systemd.recv(64) == b"WATCHDOG=1"
+    await asyncio.sleep(0.1)  # several intervals: what should not come is not there to be waited for
+    assert said == 3 * [b"WATCHDOG=1"]
     assert not select.select([systemd], [], [], 0)[0]
 
 

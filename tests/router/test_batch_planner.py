@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
@@ -13,18 +12,18 @@ from hypothesis import strategies as st
 
 from poolgrid.router.core.batch_planner import BatchedRequest, PlanningBatch, divide, plan
 from poolgrid.router.core.candidates import RoutingRequest
+from poolgrid.router.core.engine_times import StepCurve
 
 STEP_TOKENS = 8192
 
 
-def step_ms(worker: int, tokens: float) -> float:
-    """A step of 16 ms, and one more for each hundred tokens."""
-    return 16.0 + tokens / 100
+STEPS = StepCurve(((0.0, 16.0), (100.0, 17.0)), ((0.0, 5.0),))
+"""A step of 16 ms, and one more for each hundred tokens."""
 
 
 def own_ms(tokens: float) -> float:
     full, rest = divmod(tokens, STEP_TOKENS)
-    return full * step_ms(0, STEP_TOKENS) + (step_ms(0, rest) if rest else 0.0)
+    return full * STEPS.one_step_ms(STEP_TOKENS) + STEPS.one_step_ms(rest)
 
 
 def waiting(
@@ -41,11 +40,8 @@ def waiting(
     return PlanningBatch(costs, own, matrix, requests, priorities or [0] * len(tokens))
 
 
-def placed(
-    waits: PlanningBatch, queued: Sequence[float], step: Callable[[int, float], float] = step_ms
-) -> list[tuple[int, int]]:
-    queued_tokens = np.array(queued, np.float64)
-    found = plan(waits, queued_tokens, lambda worker: (float(STEP_TOKENS), partial(step, worker)))
+def placed(waits: PlanningBatch, queued: Sequence[float]) -> list[tuple[int, int]]:
+    found = plan(waits, np.array(queued, np.float64), lambda _: (float(STEP_TOKENS), STEPS))
     return [(each.request, each.worker) for each in found]
 
 
@@ -101,7 +97,7 @@ def test_whoever_can_go_nowhere_keeps_nobody_else() -> None:
 def test_what_is_planned_behind_is_said_for_each_worker() -> None:
     waits = waiting([[30_000], [20_000], [9000]])
 
-    [goes] = plan(waits, np.zeros(1), lambda worker: (float(STEP_TOKENS), partial(step_ms, worker)))
+    [goes] = plan(waits, np.zeros(1), lambda _: (float(STEP_TOKENS), STEPS))
 
     assert goes == BatchedRequest(2, 0, {0: 2})
 
@@ -156,7 +152,7 @@ def test_nobody_goes_twice_and_a_busy_worker_gets_small_prompts_only(
         mine = [tokens[request][worker] for request, at in goes if at == worker]
         if before:
             assert before + sum(mine) <= STEP_TOKENS or not mine
-            assert all(step_ms(worker, each) <= 2 * step_ms(worker, 1) for each in mine)
+            assert all(STEPS.one_step_ms(each) <= 2 * STEPS.one_token_ms for each in mine)
         else:
             assert sum(mine) <= STEP_TOKENS or len(mine) == 1
     if 0 in queued and len(set(priorities)) == 1 and len(queued) == queued.count(0):

@@ -21,9 +21,7 @@ LIMITS = WorkerLimits(8, 8192, 100, 4096)
 def worker(
     name: str, role: Role, model: str = "m", endpoint: str = "", draining: bool = False, decodes_only: bool = False
 ) -> Worker:
-    card = WorkerCard(
-        model, role, 32, LIMITS, "tcp://127.0.0.1:1", endpoint_name=endpoint, decodes_only=decodes_only
-    )
+    card = WorkerCard(model, role, 32, LIMITS, "tcp://127.0.0.1:1", endpoint_name=endpoint, decodes_only=decodes_only)
     return Worker(WorkerKey(WorkerId(name), 0), 1, card, draining)
 
 

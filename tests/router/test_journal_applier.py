@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from poolgrid.consolidator.core.feed_reader import FeedReader, FeedState
 from poolgrid.consolidator.ports import PoolListener
-from poolgrid.process import bulk_work
+from poolgrid.process import tasks
 from poolgrid.process.clock import SystemClock
 from poolgrid.router import journal_applier
 from poolgrid.router.core.candidates import RoutingRequest
@@ -30,8 +30,7 @@ from poolgrid.router.settings import RouterSettings
 from poolgrid.serving.links import link_opener
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord, WorkerJoined
-from poolgrid.wire.feed import BlockChain, Records, SnapshotPart, WorkerState
-from poolgrid.wire.feed_frames import FeedFrame
+from poolgrid.wire.feed import BlockChain, FeedFrame, Records, SnapshotPart, WorkerState
 from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.ingest import LoadingWorker
@@ -46,7 +45,7 @@ RECORDS_PER_SLICE = SLICE_BYTES // (RECORD_BYTES + 8 * BLOCKS_PER_CHAIN)
 @pytest.fixture(autouse=True)
 def _one_slice_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine where one takes as long as a turn may."""
-    monkeypatch.setattr(bulk_work, "SLICE_MS", 0.0)
+    monkeypatch.setattr(tasks, "SLICE_MS", 0.0)
 
 
 def a_worker(name: str) -> WorkerState:

@@ -7,10 +7,13 @@ order.
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,6 +37,8 @@ from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes
 from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
 from tests.consolidator.pub_engine import frame_of
 from tests.examples import examples
+from tests.real_vllm.hybrid import FrameReader
+from tests.real_vllm.servers import BLOCK_SIZE
 from tests.router.fleet_builder import make_card
 
 BLOCK = 4
@@ -335,3 +340,28 @@ def test_a_dropped_worker_leaves_nothing_in_its_groups_once_it_is_swept() -> Non
     newcomer = WorkerKey(WorkerId("newcomer"))
     index.report_groups(newcomer, report)
     assert index.find([1]) == []
+
+
+RECORDINGS = Path(__file__).parents[1] / "data" / "kv_groups"
+
+
+@pytest.mark.parametrize(
+    ("kind", "group"), [("window", KvGroup(-(-(96 - 1) // BLOCK_SIZE))), ("state", KvGroup(1))], ids=["window", "state"]
+)
+def test_what_is_promised_is_what_the_engine_reused(kind: str, group: KvGroup) -> None:
+    recorded = zlib.decompress((RECORDINGS / f"{kind}.msgpack.zlib").read_bytes())
+    frames, asked = msgspec.msgpack.decode(recorded, type=tuple[list[bytes], list[tuple[list[int], int, int]]])
+    reader = FrameReader()
+    too_many = reused = 0
+    for prompt, cached_tokens, published in asked:
+        for payload in frames[len(reader.frames) : published]:
+            reader.take(payload)
+        promised, by_full_attention_alone = reader.promised(prompt)
+        assert promised == cached_tokens
+        too_many += max(0, by_full_attention_alone - cached_tokens)
+        reused += cached_tokens
+
+    assert reader.groups == [msgspec.to_builtins(GroupsReported((group,)))]
+    assert any(b"BlockRemoved" in each for each in frames)
+    assert too_many > 0, "full attention alone promises what cannot be resumed"
+    assert reused > 10 * BLOCK_SIZE

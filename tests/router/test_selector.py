@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from poolgrid.router.choosing import ttft_target_ms
 from poolgrid.router.core import overlap, worker_groups
-from poolgrid.router.core.candidates import RoutingRequest
+from poolgrid.router.core.candidates import Candidates, RoutingRequest
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.kv_policy import KvAware
-from poolgrid.router.core.policy import Policy
+from poolgrid.router.core.policy import LOAD_BOUND, MediaAffinity, Policy
 from poolgrid.router.core.selector import NoWorker
 from poolgrid.router.policies.baselines import LeastLoaded, Lmetric, Random, RoundRobin
 from poolgrid.router.policies.weighted_cost import FieldCost
 from poolgrid.router.policy_loading import make_policy
+from poolgrid.wire.card import MediaSpec
 from poolgrid.wire.events import (
     CacheCleared,
     RequestFinished,
@@ -28,7 +32,7 @@ from poolgrid.wire.events import (
     WorkerDraining,
     WorkerLeft,
 )
-from poolgrid.wire.identifiers import Tier, WorkerKey
+from poolgrid.wire.identifiers import Stage, Tier, WorkerId, WorkerKey
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, make_card, stored
 
 
@@ -345,3 +349,81 @@ def test_many_holders_of_a_path_are_filled_in_at_once_as_one_by_one(seed: int, m
         assert [depths[worker] for worker in candidates.workers] == list(candidates.device_overlap)
         assert not any(candidates.host_overlap)
         assert not any(candidates.disk_overlap)
+
+
+HEADER = "x-ttft-target-ms"
+
+
+@pytest.mark.parametrize(
+    ("hints", "target_ms"),
+    [
+        ({}, 0.0),
+        ({"headers": {HEADER: "250.5"}}, 250.5),
+        ({"nvext": {"router": {"ttft_target": 300}}}, 300.0),
+        ({"nvext": {"router": {"ttft_target": 300}}, "headers": {HEADER: "250"}}, 300.0),
+        ({"nvext": {"router": {"ttft_target": None}}, "headers": {HEADER: "250"}}, 250.0),
+        ({"nvext": {"router": None}, "headers": {"x-itl-target-ms": "5"}}, 0.0),
+        ({"headers": {HEADER: "soon"}}, 0.0),
+        ({"headers": {HEADER: "nan"}}, 0.0),
+        ({"headers": {HEADER: "-3"}}, 0.0),
+        ({"headers": {HEADER: "9" * 1000}}, 0.0),
+        ({"nvext": {"router": {"ttft_target": True}}}, 0.0),
+        ({"nvext": {"router": {"ttft_target": 10**400}}}, 0.0),
+        ({"nvext": {"router": [1]}}, 0.0),
+    ],
+)
+def test_a_target_is_read_from_body_or_header_and_what_is_none_asks_for_nothing(
+    hints: dict[str, Any], target_ms: float
+) -> None:
+    assert ttft_target_ms(hints) == target_ms
+
+
+MEDIA = range(400)
+
+
+def _request(media: int, request_id: str = "r") -> RoutingRequest:
+    return RoutingRequest(request_id, "m", 64, 16, 4, stage=Stage.ENCODE, media=(media,), media_kinds=("image",))
+
+
+def _candidates(loads: dict[str, int]) -> Candidates:
+    zero = np.zeros(len(loads))
+    workers = tuple(WorkerKey(WorkerId(name)) for name in loads)
+    return Candidates(workers, zero, zero, np.array(list(loads.values()), np.float64), zero, zero, zero)
+
+
+def _chosen(media: int, loads: dict[str, int], request_id: str = "r") -> str:
+    candidates = _candidates(loads)
+    return str(candidates.workers[MediaAffinity().choose(_request(media, request_id), candidates).row])
+
+
+def test_a_medium_goes_to_the_same_worker_whoever_asks_and_media_spread_over_all() -> None:
+    idle = dict.fromkeys("abcd", 0)
+    homes = [_chosen(media, idle) for media in MEDIA]
+
+    assert homes == [_chosen(media, idle, f"other {media}") for media in MEDIA]
+    assert min(homes.count(name) for name in idle) > len(MEDIA) / 4 * 0.6
+
+
+def test_one_popular_medium_is_spread_when_its_worker_is_above_its_share() -> None:
+    loads = dict.fromkeys("abcd", 0)
+    for _ in range(100):
+        loads[_chosen(7, loads)] += 1
+
+    assert max(loads.values()) <= LOAD_BOUND * 25 + 2
+    assert _chosen(7, dict.fromkeys("abcd", 0)) == max(loads, key=lambda name: loads[name])
+
+
+def test_among_equal_workers_equal_media_meet_though_their_requests_differ() -> None:
+    pool = Pool()
+    selector = pool.selector(KvAware())
+    pool.join(*"abcd", card=make_card(media=MediaSpec(("image",))))
+
+    homes: list[str] = []
+    for media in range(20):
+        chosen = set()
+        for number in range(5):
+            request = RoutingRequest(f"r{number}", "m", 64, 16, 4, media=(media,), media_kinds=("image",))
+            chosen.add(str(decided(selector.select(WorkerWanted(request, [], 0.0, 0))).worker))
+        homes.extend(chosen)
+    assert len(homes) == 20
+    assert set(homes) == set("abcd")

@@ -12,7 +12,7 @@ import pytest
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.process.process_group import GroupPlace
+from poolgrid.process.lifecycle import GroupPlace
 from poolgrid.router import bootstrap
 from poolgrid.router.settings import RouterSettings
 from poolgrid.serving.router_process import RouterProcess

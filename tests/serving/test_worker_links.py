@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
 
+import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
 from poolgrid.process.clock import SystemClock
 from poolgrid.serving.legs import LegEvent
-from poolgrid.serving.links import LinksOnDemand, WorkerLink, link_opener
+from poolgrid.serving.links import FILES_PER_LINK, LINKS_MAX, LinksOnDemand, WorkerLink, link_opener, links_that_fit
 from poolgrid.transport.planes import PlaneContext, PlaneMetrics
 from poolgrid.transport.zmq_socket import CallbackSocket
 from poolgrid.wire import codec
@@ -237,3 +239,27 @@ def test_beyond_the_limit_no_further_worker_is_connected() -> None:
         assert len(made.links) == 1
 
     run(scenario)
+
+
+Limits = tuple[int, int]
+
+
+@pytest.mark.parametrize(
+    ("limits", "after", "fit"),
+    [
+        ((1024, 4096), 4096, 512),
+        ((1024, 2**20), 2 * FILES_PER_LINK * LINKS_MAX, LINKS_MAX),
+        ((2**20, 2**20), 2**20, LINKS_MAX),
+        ((1024, resource.RLIM_INFINITY), 2 * FILES_PER_LINK * LINKS_MAX, LINKS_MAX),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), resource.RLIM_INFINITY, LINKS_MAX),
+        ((4, 4), 4, 1),
+    ],
+)
+def test_links_have_half_of_the_open_files_and_the_limit_is_raised_for_them(
+    monkeypatch: pytest.MonkeyPatch, limits: Limits, after: int, fit: int
+) -> None:
+    now = [limits]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: now[0])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, given: now.__setitem__(0, given))
+    assert links_that_fit() == fit
+    assert now[0] == (after, limits[1])

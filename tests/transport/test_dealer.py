@@ -16,7 +16,7 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
-from poolgrid.process.bulk_work import MESSAGES_PER_TURN
+from poolgrid.process.tasks import MESSAGES_PER_TURN
 from poolgrid.transport import dealer as dealers
 from poolgrid.transport import zmq_socket, zmtp
 from poolgrid.transport.dealer import Address, Dealer, StreamDealer, ZmqDealer, connect_dealer, plain_address

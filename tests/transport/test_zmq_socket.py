@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import zmq
 
-from poolgrid.process.bulk_work import TURN_S, BulkWork
 from poolgrid.process.clock import SystemClock
+from poolgrid.process.tasks import TURN_S, BulkWork
 from poolgrid.transport.zmq_socket import (
     BATCH_BYTES_MAX,
     BATCH_MESSAGES_MAX,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,17 +15,27 @@ from hypothesis import strategies as st
 from poolgrid.kv_events import root_seeds
 from poolgrid.kv_events.cache_events import StoredBlock
 from poolgrid.kv_events.root_seeds import RootSeeds, root_key, salt_ids
+from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import LoadReported
 from poolgrid.wire.hashing import BASE_SEED, hash_seed, pack_tokens, unpack_tokens
+from poolgrid.wire.requests import FinishReason, RefusalKind
 from poolgrid.workers.core.refusal import UNLIKELY
-from poolgrid.workers.engines.lifecycle.health import ProgressMonitor
+from poolgrid.workers.engines.lifecycle.health import EngineBrokenError, ProgressMonitor
 from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
 from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts, adapter_number, adapters, model_facts
 from poolgrid.workers.engines.trtllm.core.outputs import OutputCursor, prompt_logprobs
-from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, KvCacheStatistics, load_of
+from poolgrid.workers.engines.trtllm.core.statistics import (
+    EngineStatistics,
+    KvCacheStatistics,
+    load_of,
+    parse_statistics,
+)
 from poolgrid.workers.engines.trtllm.model_files import read_model_facts
+from poolgrid.workers.engines.trtllm.requests import EngineRequests
 from tests.fakes.tensorrt_llm._fake.block_key import block_key_hash, salt_id
 from tests.fakes.tensorrt_llm.executor.result import CompletionOutput, Logprob
+from tests.trtllm.engines import RunningEngine, expected, make_request, running_engine
+from tests.trtllm.facts import facts
 
 # -- outputs -----------------------------------------------------------------------------------------------------------
 
@@ -242,3 +255,104 @@ def test_files_that_cannot_be_read_say_nothing(tmp_path: Path) -> None:
     assert read_model_facts(str(tmp_path)) == ModelFacts((), 5)
     assert read_model_facts(str(tmp_path / "none")) == ModelFacts()
     assert read_model_facts("no-such/model") == ModelFacts()
+
+
+EXAMPLE: dict[str, Any] = facts()["iteration_stats_example"]
+
+
+def example(**changes: Any) -> dict[str, Any]:
+    return {**copy.deepcopy(EXAMPLE), **changes}
+
+
+def test_the_documented_example_is_read() -> None:
+    read = parse_statistics(EXAMPLE)
+
+    assert (read.iteration, read.active_requests, read.queued_requests, read.rank) == (154, 1, 0, 0)
+    assert read.iteration_latency_ms == pytest.approx(7.00688)
+    assert read.kv_cache is not None
+    assert (read.kv_cache.max_num_blocks, read.kv_cache.used_num_blocks) == (101256, 3)
+    assert read.kv_cache.cache_hit_rate == pytest.approx(0.00128)
+    assert load_of(read, cached_blocks=40) == LoadReported(1, 0, 0, 3, 40, 101256, 154)
+
+
+def test_later_versions_name_the_rank_and_the_tokens_that_wait() -> None:
+    batch = {**EXAMPLE["inflightBatchingStats"], "numPausedRequests": 1, "numCtxTokens": 7, "numQueuedCtxTokens": 100}
+    read = parse_statistics(
+        example(attentionDpRank=3, numActiveRequests=4, numQueuedRequests=2, inflightBatchingStats=batch)
+    )
+
+    load = load_of(read, 0)
+
+    assert read.rank == 3
+    assert (load.running_requests, load.waiting_requests, load.prefill_tokens) == (3, 3, 107)
+    assert load_of(read, 0, prefill_tokens=9).prefill_tokens == 9
+
+
+@pytest.mark.parametrize(("key", "value"), [("iter", "x"), ("kvCacheStats", [1]), ("iterLatencyMS", {})])
+def test_a_wrong_type_is_a_decode_error_that_names_the_key(key: str, value: object) -> None:
+    with pytest.raises(DecodeError, match=key):
+        parse_statistics(example(**{key: value}))
+
+
+async def three(told: RunningEngine) -> None:
+    """Run three requests, of which the second is the odd one."""
+    for number in (1, 2, 3):
+        told.engine.submit(make_request(f"r{number}", range(number, number + 10), 6))
+    await told.until(lambda: all(told.finished(f"r{number}") for number in (1, 2, 3)))
+    for number in (1, 3):
+        assert told.output(f"r{number}") == expected(make_request(f"r{number}", range(number, number + 10), 6))
+
+
+async def test_an_output_is_cut_at_max_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = OutputCursor.take
+    longer: list[OutputCursor] = []
+
+    def over(self: OutputCursor, output: Any) -> Any:
+        if not longer:
+            longer.append(self)
+        if longer[0] is self and output.token_ids:
+            output = SimpleNamespace(token_ids=[*output.token_ids, *range(50)], logprobs=None)
+        return take(self, output)
+
+    monkeypatch.setattr(OutputCursor, "take", over)
+
+    async with running_engine() as told:
+        longer.clear()
+        last = await told.finish(make_request("r", range(10), 6))
+        assert last.finish_reason is FinishReason.LENGTH
+        assert len(told.output("r")) == 4 * 6
+        assert told.sample("overlong_answers_total") == 1.0
+        await three(told)
+
+
+@pytest.mark.parametrize("place", ["_collect", "_book"])
+async def test_a_fault_over_one_output_is_its_own(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = getattr(EngineRequests, place)
+
+    def faulty(self: EngineRequests, active: Any, *rest: Any) -> Any:
+        if active.request_id == "r2":
+            raise RuntimeError("injected")
+        return method(self, active, *rest)
+
+    monkeypatch.setattr(EngineRequests, place, faulty)
+
+    async with running_engine() as told:
+        await three(told)
+        last = told.last("r2")
+        assert last is not None
+        assert (last.finish_reason, last.refusal) == (FinishReason.ERROR, RefusalKind.BROKEN)
+        assert told.sample("request_faults_total") == 1.0
+
+
+async def test_a_report_that_is_lost_breaks_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_engine() as told:
+
+        def broken(*_: Any) -> Any:
+            raise RuntimeError("injected")
+
+        monkeypatch.setattr(told.engine._report, "_load", broken)
+        told.engine.submit(make_request("r", range(10), 6))
+        assert told.running is not None
+        with pytest.raises(EngineBrokenError, match="injected"):
+            async with asyncio.timeout(120):
+                await told.running

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -179,20 +178,17 @@ async def test_a_version_that_takes_no_names_is_told_of_on_the_card_and_nothing_
         assert told(engine) == set(before)
 
 
-def test_the_card_has_the_rule_only_where_events_will_name_media(model: Path) -> None:
-    async def scenario() -> dict[str, MediaSpec]:
-        cards = {}
-        for version, more in (("1.2.1", {}), ("1.3", {}), ("1.3", {"tokens_per_image": 12})):
-            settings = TrtllmWorkerSettings.model_validate({**seeing(model), "kv_block_size": BLOCK, **more})
-            with tensorrt_llm_of(version):
-                async with running_engine(override_engine_args="", **seeing(model)) as engine:
-                    library = engine.engine._calls.library
-                    named = engine.engine.names_media and library.names_media
-                    loaded = LoadedEngine(engine.engine, library.version, read_model_facts(str(model)), named)
-                    cards[f"{version}{more}"] = make_card(settings, resolve_files(settings), loaded, 1, 2).media
-        return cards
-
-    old, new, fixed = asyncio.run(scenario()).values()
+async def test_the_card_has_the_rule_only_where_events_will_name_media(model: Path) -> None:
+    cards = {}
+    for version, more in (("1.2.1", {}), ("1.3", {}), ("1.3", {"tokens_per_image": 12})):
+        settings = TrtllmWorkerSettings.model_validate({**seeing(model), "kv_block_size": BLOCK, **more})
+        with tensorrt_llm_of(version):
+            async with running_engine(override_engine_args="", **seeing(model)) as engine:
+                library = engine.engine._calls.library
+                named = engine.engine.names_media and library.names_media
+                loaded = LoadedEngine(engine.engine, library.version, read_model_facts(str(model)), named)
+                cards[f"{version}{more}"] = make_card(settings, resolve_files(settings), loaded, 1, 2).media
+    old, new, fixed = cards.values()
     kinds = ("image",)
     assert old == MediaSpec(kinds, placeholder_token_id=IMAGE_TOKEN_ID, adds_special_tokens=True)
     assert new == msgspec.structs.replace(old, resized_grid=GRID)

@@ -11,7 +11,6 @@ from poolgrid.wire import (
     events,
     feed,
     ingest,
-    leadership,
     multimodal,
     requests,
     selection,
@@ -19,29 +18,30 @@ from poolgrid.wire import (
     tasks,
     trace_context,
 )
-from poolgrid.wire import ingest as loading
-from poolgrid.wire import multimodal as tensors
 
 MODULES = (
     card,
     events,
     feed,
     ingest,
-    leadership,
-    loading,
     multimodal,
     requests,
     selection,
     sessions,
     tasks,
-    tensors,
     trace_context,
 )
+
+NO_MESSAGES = (events.Event, feed.FeedFrame)
 
 
 def messages() -> Iterator[type[msgspec.Struct]]:
     """Yield the types that the modules of messages define or name, some of them several times."""
     for module in MODULES:
         for value in vars(module).values():
-            if isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not events.Event:
+            if (
+                isinstance(value, type)
+                and issubclass(value, msgspec.Struct)
+                and value not in (events.Event, feed.FeedFrame)
+            ):
                 yield value

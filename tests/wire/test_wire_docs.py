@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from poolgrid.wire import feed_frames, hashing, identifiers, limits
+from poolgrid.wire import feed, hashing, identifiers, limits
 from tests.cases import for_each
 from tests.wire.messages import messages
 
@@ -61,8 +61,8 @@ def _frames(name: str) -> tuple[list[str], bool]:
 
 OFFSET, LIFE = 0x0102030405060708, b"one life"
 FRAME_NAMES = {
-    feed_frames.FEED_TOPIC: "topic",
-    feed_frames.ALIVE_TOPIC: "topic",
+    feed.FEED_TOPIC: "topic",
+    feed.ALIVE_TOPIC: "topic",
     OFFSET.to_bytes(8, "big"): "offset",
     LIFE: "life",
     b"first": "record",
@@ -74,16 +74,16 @@ FRAME_NAMES = {
 @pytest.mark.parametrize(
     ("name", "frames"),
     [
-        ("records", next(feed_frames.encode_records(OFFSET, [b"first", b"second"], LIFE))),
-        ("keepalive", feed_frames.encode_alive(OFFSET, LIFE)),
-        ("answer", feed_frames.encode_answer(b"an answer", LIFE)),
+        ("records", next(feed.encode_records(OFFSET, [b"first", b"second"], LIFE))),
+        ("keepalive", feed.encode_alive(OFFSET, LIFE)),
+        ("answer", feed.encode_answer(b"an answer", LIFE)),
     ],
 )
 def test_the_frames_of_the_feed_are_sent_in_the_order_of_the_page_and_of_the_docstring(
     name: str, frames: list[bytes]
 ) -> None:
     printed, repeats = _frames(name)
-    (line,) = [line for line in (feed_frames.__doc__ or "").splitlines() if line.startswith(f"    {name}  ")]
+    (line,) = [line for line in (feed.__doc__ or "").splitlines() if line.startswith(f"    {name}  ")]
 
     sent = [FRAME_NAMES[frame] for frame in frames]
 

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.wire import codec, feed_frames, ingest, leadership, limits
+from poolgrid.wire import codec, feed, ingest, limits
 from poolgrid.wire import ingest as loading
 from poolgrid.wire.card import ChatSpec, MediaSpec, ResizedGrid, StepTimes, TiledGrid, WorkerCard, WorkerLimits
 from poolgrid.wire.codec import Codec
@@ -428,7 +428,7 @@ GOLDEN: dict[tuple[str, str], Any] = {
             loading.LoadingWorker("w2", "tiny", "aggregated", "load", 0, 0),
         ]
     ),
-    ("leader", "a consolidator that is active"): leadership.Leader(
+    ("leader", "a consolidator that is active"): ingest.Leader(
         "c0ffee0123456789", "tcp://10.0.0.7:5557", "tcp://10.0.0.7:5558", "tcp://10.0.0.7:5559"
     ),
     ("tensor_list", "a tensor of one image, by both ways"): TensorList(
@@ -514,8 +514,8 @@ class TestGoldenFrames:
         assert CODECS[key[0]].decode(memoryview(FRAMES[key])) == GOLDEN[key]
 
     def test_feed_frames_carry_the_offset_big_endian_so_that_bytes_sort_like_numbers(self) -> None:
-        assert feed_frames.encode_alive(258, b"")[1] == bytes.fromhex("0000000000000102")
-        assert feed_frames.FEED_TOPIC == b"poolgrid"
+        assert feed.encode_alive(258, b"")[1] == bytes.fromhex("0000000000000102")
+        assert feed.FEED_TOPIC == b"poolgrid"
         assert (ingest.BATCH_FRAME, ingest.CONTROL_FRAME) == (b"B", b"C")
 
     def test_a_worker_key_reads_as_id_and_rank(self) -> None:
@@ -844,3 +844,41 @@ def test_a_decode_error_names_what_was_decoded_and_keeps_it_as_fields() -> None:
     assert caught.value.what == "a request to the feed"
     assert str(caught.value) == f"cannot decode a request to the feed: {caught.value.detail}"
     assert caught.value.__cause__ is None
+
+
+SYSTEM = RetainedTokens(0, 10, 80, 5000)
+DOCUMENT = RetainedTokens(12, None, 5)
+
+
+def test_a_block_has_what_the_range_says_in_which_it_begins() -> None:
+    retention = KvRetention((SYSTEM, DOCUMENT), 20, 9)
+
+    blocks = [(80, 5000), (80, 5000), (80, 5000), (5, None), (5, None), (20, 9), (20, 9)]
+    for start in range(8):
+        for end in range(start, 8):
+            assert retention.of_blocks(4, start, end, prompt_tokens=18) == blocks[start:end]
+    nothing = (None, None)
+    assert KvRetention((SYSTEM,)).of_blocks(8, 0, 3, prompt_tokens=24) == [(80, 5000), (80, 5000), nothing]
+
+
+@pytest.mark.parametrize(
+    ("ranges", "words"),
+    [
+        ((RetainedTokens(4, 4),), "ranges[0] ends at 4, allowed is more than where it starts (4)"),
+        ((SYSTEM, RetainedTokens(9)), "ranges[1] starts at 9, and the one before it reaches to 10"),
+        ((DOCUMENT, RetainedTokens(99)), "ranges[1] starts at 99, and the one before it reaches to the end"),
+    ],
+)
+def test_ranges_that_overlap_or_are_empty_are_no_message(ranges: tuple[RetainedTokens, ...], words: str) -> None:
+    retention = KvRetention(ranges)
+    assert retention.fault.startswith(words)
+    frame = msgspec.msgpack.encode(Generate("r", b"", Sampling(1), retention=retention))
+
+    with pytest.raises(DecodeError, match=r"Generate\.retention"):
+        codec.to_worker.decode(frame)
+
+
+def test_priorities_can_be_capped() -> None:
+    assert KvRetention((SYSTEM, DOCUMENT), 90).capped(35) == KvRetention(
+        (RetainedTokens(0, 10, 35, 5000), DOCUMENT), 35
+    )

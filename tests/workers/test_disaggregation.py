@@ -12,10 +12,11 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from poolgrid.process.clock import SystemClock
-from poolgrid.wire.events import RequestFinished, RequestStarted, WorkerDraining
+from poolgrid.wire.events import PrefillCompleted, RequestFinished, RequestStarted, WorkerDraining
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Cancel, FetchKv, Generate, KvOffered, Ping, RefusalKind
 from poolgrid.workers import transfers as kv_fetcher
+from poolgrid.workers.core.booked_prefill import CROWDING_TOLERANCE_TOKENS, BookedPrefill
 from poolgrid.workers.core.kv_fetches import KvWanted
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.engines.simulated.core.kv_transfer import read_ticket
@@ -238,7 +239,7 @@ async def test_a_draining_prefill_worker_waits_for_what_it_keeps() -> None:
 
 
 async def test_a_drain_that_times_out_hands_over_what_is_still_being_fetched() -> None:
-    async with running_worker(worker_id="d", role="decode", drain_timeout_ms=50) as target:
+    async with running_worker(worker_id="d", role="decode", shutdown_timeout_ms=50) as target:
         async with running_worker(worker_id="p", role="prefill") as source:
             leg = await prefill(source, make_request("r", range(20), max_tokens=9))
         await target.router.send(leg)
@@ -327,3 +328,33 @@ async def test_connections_to_prefill_workers_are_bounded_and_close_when_idle(mo
     finally:
         fetcher.close(orderly=False)
         context.term()
+
+
+def test_a_request_counts_from_its_acceptance_until_its_prompt_is_computed() -> None:
+    books = BookedPrefill()
+    books.accept("a", 5000)
+    books.accept("b", 100)
+    assert books.total == 5100
+    books.observe([RequestStarted("a", 6000, 2000, 10)])
+    assert books.total == 4100, "the engine knows how much is really cached"
+    books.observe([PrefillCompleted("a"), RequestFinished("a", "stop")])
+    assert books.total == 100
+    books.observe([RequestFinished("b", "cancelled")])
+    assert books.total == 0
+
+
+def test_what_was_never_accepted_or_has_nothing_to_compute_counts_nothing() -> None:
+    books = BookedPrefill()
+    books.accept("cached", 0)
+    books.observe([RequestStarted("stranger", 6000, 0, 10)])
+    books.remove("stranger")
+    assert books.total == 0
+
+
+def test_a_router_that_is_far_from_the_truth_is_told_it_and_one_that_states_no_belief_is_not() -> None:
+    books = BookedPrefill()
+    books.accept("a", CROWDING_TOLERANCE_TOKENS + 1)
+    assert books.crowding(0) == CROWDING_TOLERANCE_TOKENS + 1
+    assert books.crowding(1) is None
+    assert books.crowding(None) is None
+    assert books.crowding(10**9) is None

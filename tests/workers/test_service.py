@@ -308,7 +308,7 @@ async def test_a_draining_worker_finishes_what_it_has_refuses_the_rest_and_says_
 
 
 async def test_what_does_not_finish_in_the_drain_timeout_is_handed_over() -> None:
-    async with running_worker(speedup=1.0, drain_timeout_ms=50) as worker:
+    async with running_worker(speedup=1.0, shutdown_timeout_ms=50) as worker:
         request = make_request("long", range(20), max_tokens=900)
         await worker.router.send(request)
         await worker.router.until_started("long")

@@ -10,10 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.router.core.projection import Projection
 from poolgrid.wire import codec
-from poolgrid.wire.events import PrefillCompleted, RequestFinished, RequestProgressed, RequestStarted
+from poolgrid.wire.events import (
+    AnyEvent,
+    JournalRecord,
+    PrefillCompleted,
+    RequestFinished,
+    RequestProgressed,
+    RequestStarted,
+    WorkerJoined,
+)
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
-from poolgrid.wire.identifiers import Tier
+from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
 from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
 from poolgrid.wire.requests import (
     Generate,
@@ -28,7 +39,7 @@ from poolgrid.wire.requests import (
 from poolgrid.wire.sessions import SessionTurn
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits, StepOutcome
-from poolgrid.workers.engines.simulated.core.kv_groups import CacheRecorder
+from poolgrid.workers.engines.simulated.core.kv_groups import CacheRecorder, parse_groups
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource
 from poolgrid.workers.engines.simulated.core.next_token import (
     AnswerLengths,
@@ -37,6 +48,7 @@ from poolgrid.workers.engines.simulated.core.next_token import (
     expected_reply,
 )
 from tests.examples import examples
+from tests.router.fleet_builder import make_card
 from tests.workers.builders import (
     VOCABULARY,
     fold,
@@ -467,3 +479,50 @@ def test_an_output_that_moved_here_stays_as_long_as_output() -> None:
     engine.submit(make_request("again", range(16), 1), 0.0)
     facts = [fact for each in run_to_end(engine) for fact in each.facts if isinstance(fact, RequestStarted)]
     assert facts[0].cached_tokens == 8, "the two blocks of the prompt, not those of its output"
+
+
+BLOCK = 4
+WORKER = WorkerKey(WorkerId("hybrid"))
+PROMPTS = [[family] * 12 + [branch * 100 + at for at in range(60)] for family in (1, 2) for branch in (3, 4, 5)]
+
+
+@given(
+    st.sampled_from(["window:9", "state:16", "window:6 state:12", "window:5 window:20 state:1"]),
+    st.lists(st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(1, 72), st.integers(1, 9)), max_size=20),
+)
+@settings(max_examples=examples(80), deadline=None)
+def test_a_simulated_hybrid_engine_reuses_what_its_events_promise(
+    groups: str, requests: list[tuple[int, int, int]]
+) -> None:
+    recorder = CacheRecorder()
+    limits = SimulatedLimits(BLOCK, 40, max_batch_size=4, max_num_tokens=24, kv_groups=parse_groups(groups))
+    engine = SimulatedEngine(limits, recorder=recorder)
+    projection = Projection(PrefixIndex(), LoadLedger())
+    offset = 0
+
+    def apply(events: list[AnyEvent]) -> None:
+        nonlocal offset
+        projection.apply(JournalRecord(offset, *WORKER, 1, offset, 0, 0, events), 0.0)
+        offset += 1
+
+    apply([WorkerJoined(make_card())])
+    apply([*recorder.take()])
+    now_ms = 0.0
+    for number, (which, isl, osl) in enumerate(requests):
+        prompt = PROMPTS[which][:isl]
+        path = sequence_hashes(block_hashes(pack_tokens(prompt), BLOCK))
+        deepest = (len(prompt) - 1) // BLOCK
+        found = projection.index.find(path, deepest)
+        promised = BLOCK * (min(found[0][0], deepest) if found else 0)
+        engine.submit(make_request(f"r{number}", prompt, osl), now_ms)
+        while (outcome := engine.step(now_ms)) is not None:
+            now_ms = outcome.ended_ms
+            reused = [fact.cached_tokens for fact in outcome.facts if isinstance(fact, RequestStarted)]
+            assert reused in ([], [promised])
+            apply([*outcome.facts, *recorder.take()])
+
+
+@pytest.mark.parametrize("text", ["window", "window:0", "conv:8", "state:-1", "window:x state:8"])
+def test_groups_that_make_no_sense_are_refused_with_what_is_allowed(text: str) -> None:
+    with pytest.raises(ValueError, match="allowed are window:TOKENS and state:TOKENS"):
+        parse_groups(text)

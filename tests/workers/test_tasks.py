@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import io
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -114,53 +115,47 @@ async def watched(maker: TaskMaker, stage: Stage = Stage.IMAGE) -> AsyncIterator
         await engine.close()
 
 
-def test_tasks_are_begun_in_order_as_many_as_have_places_and_their_load_is_told() -> None:
-    async def go() -> None:
-        painter = Painter(concurrency=2)
-        async with watched(painter) as seen:
-            for name in "abc":
-                seen.engine.submit(generate(name, VisualTask(name)))
-            await seen.until(lambda: len(painter.begun) == 2)
-            load = seen.engine.load()
-            assert (load.running_requests, load.waiting_requests) == (2, 1)
+async def test_tasks_are_begun_in_order_as_many_as_have_places_and_their_load_is_told() -> None:
+    painter = Painter(concurrency=2)
+    async with watched(painter) as seen:
+        for name in "abc":
+            seen.engine.submit(generate(name, VisualTask(name)))
+        await seen.until(lambda: len(painter.begun) == 2)
+        load = seen.engine.load()
+        assert (load.running_requests, load.waiting_requests) == (2, 1)
 
-            painter.ends["b"].set_result(TaskResult((b"picture",), "image/png"))
-            assert (await seen.last("b")).result == TaskResult((b"picture",), "image/png")
-            await seen.until(lambda: painter.begun == ["a", "b", "c"])
-        assert [event.request_id for event in seen.events if isinstance(event, RequestStarted)] == ["a", "b", "c"]
-        assert [delta.progress for delta in seen.deltas if delta.request_id == "b"][:1] == [2]
-
-    asyncio.run(go())
+        painter.ends["b"].set_result(TaskResult((b"picture",), "image/png"))
+        assert (await seen.last("b")).result == TaskResult((b"picture",), "image/png")
+        await seen.until(lambda: painter.begun == ["a", "b", "c"])
+    assert [event.request_id for event in seen.events if isinstance(event, RequestStarted)] == ["a", "b", "c"]
+    assert [delta.progress for delta in seen.deltas if delta.request_id == "b"][:1] == [2]
 
 
 @pytest.mark.parametrize("interruptible", [True, False])
-def test_a_cancelled_task_ends_at_once_and_keeps_its_place_only_where_it_cannot_be_interrupted(
+async def test_a_cancelled_task_ends_at_once_and_keeps_its_place_only_where_it_cannot_be_interrupted(
     interruptible: bool,
 ) -> None:
-    async def go() -> None:
-        painter = Painter()
-        painter.is_interruptible = interruptible
-        async with watched(painter) as seen:
-            for name in "ab":
-                seen.engine.submit(generate(name, VisualTask(name)))
-            await seen.until(lambda: painter.begun)
+    painter = Painter()
+    painter.is_interruptible = interruptible
+    async with watched(painter) as seen:
+        for name in "ab":
+            seen.engine.submit(generate(name, VisualTask(name)))
+        await seen.until(lambda: painter.begun)
 
-            seen.engine.cancel("a")
+        seen.engine.cancel("a")
 
-            assert (await seen.last("a")).finish_reason is FinishReason.CANCELLED
-            if interruptible:
-                await seen.until(lambda: painter.begun == ["a", "b"])
-                assert painter.interrupted == ["a"]
-            else:
-                await asyncio.sleep(0.02)
-                assert painter.begun == ["a"], "its place is taken"
-                painter.ends["a"].set_result(TaskResult((b"nobody's",)))
-                await seen.until(lambda: painter.begun == ["a", "b"])
-            painter.ends["b"].set_result(TaskResult((b"b",)))
-            await seen.last("b")
-            assert [delta.request_id for delta in seen.deltas if delta.finish_reason] == ["a", "b"]
-
-    asyncio.run(go())
+        assert (await seen.last("a")).finish_reason is FinishReason.CANCELLED
+        if interruptible:
+            await seen.until(lambda: painter.begun == ["a", "b"])
+            assert painter.interrupted == ["a"]
+        else:
+            await asyncio.sleep(0.02)
+            assert painter.begun == ["a"], "its place is taken"
+            painter.ends["a"].set_result(TaskResult((b"nobody's",)))
+            await seen.until(lambda: painter.begun == ["a", "b"])
+        painter.ends["b"].set_result(TaskResult((b"b",)))
+        await seen.last("b")
+        assert [delta.request_id for delta in seen.deltas if delta.finish_reason] == ["a", "b"]
 
 
 def test_what_fails_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,20 +194,17 @@ def test_what_fails_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_a_request_of_another_kind_and_one_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_of_another_kind_and_one_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_of_tasks, "WAITING_MAX", 1)
 
-    async def go() -> None:
-        async with watched(Painter()) as seen:
-            with pytest.raises(UnableError, match="tasks of the kind image"):
-                seen.engine.submit(generate("film", FILM))
-            with pytest.raises(UnableError):
-                seen.engine.submit(Generate("text", b"\1\0\0\0", Sampling(1)))
-            seen.engine.submit(generate("a"))
-            with pytest.raises(BusyError, match="1 tasks are waiting"):
-                seen.engine.submit(generate("b"))
-
-    asyncio.run(go())
+    async with watched(Painter()) as seen:
+        with pytest.raises(UnableError, match="tasks of the kind image"):
+            seen.engine.submit(generate("film", FILM))
+        with pytest.raises(UnableError):
+            seen.engine.submit(Generate("text", b"\1\0\0\0", Sampling(1)))
+        seen.engine.submit(generate("a"))
+        with pytest.raises(BusyError, match="1 tasks are waiting"):
+            seen.engine.submit(generate("b"))
 
 
 # -- the simulated engine ----------------------------------------------------------------------------------------------
@@ -279,21 +271,18 @@ def test_what_the_simulated_engine_cannot_make_is_refused_by_name(task: VisualTa
         ("video_diffusion", FILM, Role.VIDEO),
     ],
 )
-def test_a_worker_of_tasks_serves_them_and_nothing_else(modality: str, task: Task, role: Role) -> None:
-    async def go() -> None:
-        async with running_worker(modality=modality, speedup=1e4) as worker:
-            assert worker.journal.cards[0].role is role
-            await worker.router.send(generate("r", task))
-            await worker.router.send(Generate("t", b"\1\0\0\0", Sampling(1)))
-            await worker.router.until_finished("r", "t")
-            result = worker.router.last("r").result
-            assert result is not None
-            assert result.items
-            assert worker.router.last("t").refusal is RefusalKind.BROKEN
-            state = (await worker.get("/health")).json()
-            assert (state["status"], state["role"]) == ("ready", role.name.lower())
-
-    asyncio.run(go())
+async def test_a_worker_of_tasks_serves_them_and_nothing_else(modality: str, task: Task, role: Role) -> None:
+    async with running_worker(modality=modality, speedup=1e4) as worker:
+        assert worker.journal.cards[0].role is role
+        await worker.router.send(generate("r", task))
+        await worker.router.send(Generate("t", b"\1\0\0\0", Sampling(1)))
+        await worker.router.until_finished("r", "t")
+        result = worker.router.last("r").result
+        assert result is not None
+        assert result.items
+        assert worker.router.last("t").refusal is RefusalKind.BROKEN
+        state = (await worker.get("/health")).json()
+        assert (state["status"], state["role"]) == ("ready", role.name.lower())
 
 
 # -- engine servers ----------------------------------------------------------------------------------------------------
@@ -311,35 +300,29 @@ async def asking() -> AsyncIterator[tuple[TaskServer, ServerEmbeddings]]:
         await server.http.stop()
 
 
-def test_embeddings_of_a_server_come_in_the_order_of_the_texts() -> None:
-    async def go() -> None:
-        async with asking() as (server, maker):
-            result = await maker.make(EmbeddingTask(("a", "b"), dimensions=8), lambda percent: None)
-            assert result.items == (pictures.vector("a", 8), pictures.vector("b", 8))
-            assert result.prompt_tokens == 6
-            assert server.bodies[0] == {
-                "model": "maker",
-                "input": ["a", "b"],
-                "encoding_format": "base64",
-                "dimensions": 8,
-            }
-
-    asyncio.run(go())
+async def test_embeddings_of_a_server_come_in_the_order_of_the_texts() -> None:
+    async with asking() as (server, maker):
+        result = await maker.make(EmbeddingTask(("a", "b"), dimensions=8), lambda percent: None)
+        assert result.items == (pictures.vector("a", 8), pictures.vector("b", 8))
+        assert result.prompt_tokens == 6
+        assert server.bodies[0] == {
+            "model": "maker",
+            "input": ["a", "b"],
+            "encoding_format": "base64",
+            "dimensions": 8,
+        }
 
 
 @pytest.mark.parametrize(
     ("status", "kind"),
     [(400, RefusalKind.CANNOT_DO), (404, RefusalKind.CANNOT_DO), (429, RefusalKind.BUSY), (500, RefusalKind.BROKEN)],
 )
-def test_what_a_server_refuses_is_told_apart(status: int, kind: RefusalKind) -> None:
-    async def go() -> None:
-        async with asking() as (server, maker):
-            server.refusals.append((status, {"error": {"message": "no"}}))
-            with pytest.raises(Exception) as refused:  # noqa: PT011 - the kind says it
-                await maker.make(EmbeddingTask(("a",)), lambda percent: None)
-            assert getattr(refused.value, "kind", None) is kind
-
-    asyncio.run(go())
+async def test_what_a_server_refuses_is_told_apart(status: int, kind: RefusalKind) -> None:
+    async with asking() as (server, maker):
+        server.refusals.append((status, {"error": {"message": "no"}}))
+        with pytest.raises(Exception) as refused:  # noqa: PT011 - the kind says it
+            await maker.make(EmbeddingTask(("a",)), lambda percent: None)
+        assert getattr(refused.value, "kind", None) is kind
 
 
 # -- TensorRT-LLM ------------------------------------------------------------------------------------------------------
@@ -357,27 +340,21 @@ async def visual(tmp_path: Path, model: str) -> AsyncIterator[tuple[Any, TrtllmV
             thread.end()
 
 
-def test_visual_gen_makes_images_with_what_the_client_asked_for_and_its_own_defaults(tmp_path: Path) -> None:
-    async def go() -> None:
-        async with visual(tmp_path, "flux") as (_, maker):
-            plain = await maker.make(VisualTask("a cat"), lambda percent: None)
-            several = await maker.make(VisualTask("a cat", count=2, width=20, height=10), lambda percent: None)
-        sizes = [Image.open(io.BytesIO(item)).size for item in (*plain.items, *several.items)]
-        assert sizes == [(48, 32), (20, 10), (20, 10)]
-        assert plain.media_type == "image/png"
-
-    asyncio.run(go())
-    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+async def test_visual_gen_makes_images_with_what_the_client_asked_for_and_its_own_defaults(tmp_path: Path) -> None:
+    async with visual(tmp_path, "flux") as (_, maker):
+        plain = await maker.make(VisualTask("a cat"), lambda percent: None)
+        several = await maker.make(VisualTask("a cat", count=2, width=20, height=10), lambda percent: None)
+    sizes = [Image.open(io.BytesIO(item)).size for item in (*plain.items, *several.items)]
+    assert sizes == [(48, 32), (20, 10), (20, 10)]
+    assert plain.media_type == "image/png"
+    assert os.listdir(tmp_path) == [], "nothing is left behind"
 
 
-def test_visual_gen_makes_a_video_of_as_many_seconds(tmp_path: Path) -> None:
-    async def go() -> None:
-        async with visual(tmp_path, "wan-video") as (_, maker):
-            result = await maker.make(VisualTask("a cat", video=True, seconds=0.25), lambda percent: None)
-        assert result.media_type == "video/mp4"
-        assert result.items[0].count(b"\x89PNG") == 4, "a quarter of a second at the model's 16 frames per second"
-
-    asyncio.run(go())
+async def test_visual_gen_makes_a_video_of_as_many_seconds(tmp_path: Path) -> None:
+    async with visual(tmp_path, "wan-video") as (_, maker):
+        result = await maker.make(VisualTask("a cat", video=True, seconds=0.25), lambda percent: None)
+    assert result.media_type == "video/mp4"
+    assert result.items[0].count(b"\x89PNG") == 4, "a quarter of a second at the model's 16 frames per second"
 
 
 @pytest.mark.parametrize(

@@ -150,15 +150,11 @@ class ReportedBlocks:
     def apply(self, events: Iterable[AnyEvent]) -> None:
         for event in events:
             if type(event) is BlocksStored:
-                held = (
-                    self._of_groups.setdefault((event.group, event.tier), {}) if event.group else self._held[event.tier]
-                )
+                held = self._of_group(event)
                 hashes = unpack_hashes(event.sequence_hashes)
                 held.update(zip(hashes, (event.parent, *hashes[:-1]), strict=True))
             elif type(event) is BlocksRemoved:
-                held = (
-                    self._of_groups.setdefault((event.group, event.tier), {}) if event.group else self._held[event.tier]
-                )
+                held = self._of_group(event)
                 for sequence_hash in unpack_hashes(event.sequence_hashes):
                     held.pop(sequence_hash, None)
             elif type(event) is CacheCleared:
@@ -167,8 +163,8 @@ class ReportedBlocks:
             elif type(event) is GroupsReported:
                 self._groups = event
 
-    def _of_group(self, event: CacheEvent) -> dict[int, int | None]:
-        return self._of_groups.setdefault((event.group, event.tier), {})
+    def _of_group(self, event: BlocksStored | BlocksRemoved) -> dict[int, int | None]:
+        return self._of_groups.setdefault((event.group, event.tier), {}) if event.group else self._held[event.tier]
 
     def restate(self) -> list[RestatedEvent]:
         """Return all of it: the groups, then parents before children, tier by tier."""

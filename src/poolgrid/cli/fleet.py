@@ -189,7 +189,7 @@ class LocalFleet:
             *("--max-batch-size", str(simulate.max_batch_size), "--max-num-tokens", str(simulate.max_num_tokens)),
             *("--max-seq-len", str(simulate.max_sequence_length)),
             *output_arguments(self._settings, self._model),
-            *("--drain-timeout-ms", "2000"),
+            *("--shutdown-timeout-ms", "2000"),
             *self._settings.options_of("worker", stage),
             *self._common,
         ]

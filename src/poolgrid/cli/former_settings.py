@@ -73,6 +73,10 @@ FORMER_SETTINGS: dict[str, str] = {
     "--queue-prompt-tokens": "use --max-queue-prompt-tokens.",
     "--http-connections": "use --max-connections.",
     "--http-connections-per-address": "use --max-connections-per-address.",
+    "--drain-timeout-ms": "use --shutdown-timeout-ms.",
+    "--kubernetes-account-dir": "outside of a pod, use --kubernetes-api with the address of kubectl proxy.",
+    "--loras": "use --lora, once for each adapter.",
+    "engine-check --record": "use --out FILE.",
     "--retention": "a request sets how long its blocks stay (nvext.kv_cache_retention_config); nothing is learned.",
 }
 """Option as it was typed, such as ``--feed-interval-ms``, to one sentence: what to use.

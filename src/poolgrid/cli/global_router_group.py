@@ -20,7 +20,7 @@ from poolgrid.cli.options import arguments_of
 from poolgrid.cli.part import stop_parts
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.process.process_group import GroupPlace
+from poolgrid.process.lifecycle import GroupPlace
 
 
 async def serve_global_group(

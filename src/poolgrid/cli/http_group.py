@@ -3,7 +3,7 @@
 Rules
     1. The kernel spreads connections over the processes (SO_REUSEPORT). The port is fixed by a socket of this process
        that is bound for as long as the group lives, and never listened on.
-    2. Each process knows its place in the group (``poolgrid.process.process_group``), and answers for itself alone at
+    2. Each process knows its place in the group (``poolgrid.process.lifecycle``), and answers for itself alone at
        an admin port of its own, which it keeps when it is started again.
     3. A process that dies is started again with the same arguments, at growing intervals; the others keep serving.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 from poolgrid.cli.part import STOP_TIMEOUT_S, Part, part_environment
 from poolgrid.http.http_settings import ServerSettings
-from poolgrid.process.process_group import GROUP_VARIABLE, GroupPlace
+from poolgrid.process.lifecycle import GROUP_VARIABLE, GroupPlace
 from poolgrid.process.tasks import unless
 from poolgrid.transport.bound_socket import bind
 

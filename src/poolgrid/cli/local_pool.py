@@ -592,7 +592,7 @@ def simulated_arguments(
         *("--consolidator", INGEST, "--timing", settings.timing, "--speedup", str(settings.speedup)),
         *("--kv-block-size", str(settings.kv_block_size)),
         *output_arguments(settings, model),
-        *("--drain-timeout-ms", "2000", *settings.log_choice.arguments),
+        *("--shutdown-timeout-ms", "2000", *settings.log_choice.arguments),
         # The last option on the command line wins.
         *([] if group.engine_args is None else simulated_limits(group.engine_args)),
         *group.options,

@@ -20,7 +20,7 @@ from poolgrid.cli.options import arguments_of
 from poolgrid.cli.part import Part, part_environment, stop_parts
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.process.process_group import GroupPlace
+from poolgrid.process.lifecycle import GroupPlace
 from poolgrid.router.settings import RouterSettings
 
 

@@ -18,7 +18,7 @@ from poolgrid.transport.zmq_socket import BatchSocket, Subscription, look_again_
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import JournalRecord
-from poolgrid.wire.feed_frames import FEED_TOPIC, decode_answer, decode_feed
+from poolgrid.wire.feed import FEED_TOPIC, decode_answer, decode_feed
 from poolgrid.wire.ingest import LOADING_TOPIC, LoadingWorker
 from poolgrid.wire.limits import FRAME_BYTES_MAX
 

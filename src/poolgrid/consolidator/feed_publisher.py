@@ -14,7 +14,7 @@ from poolgrid.consolidator.settings import Tuning
 from poolgrid.transport.subscriptions import TOPICS_PER_CONNECTION_MAX, Subscriptions
 from poolgrid.transport.zmq_socket import message_sender
 from poolgrid.wire import codec
-from poolgrid.wire.feed_frames import FEED_TOPIC, encode_alive, encode_records
+from poolgrid.wire.feed import FEED_TOPIC, encode_alive, encode_records
 from poolgrid.wire.ingest import LOADING_TOPIC, TELL_EVERY_S, LoadingWorker, LoadingWorkers
 from poolgrid.wire.limits import FEED_RECORDS_PER_MESSAGE_MAX
 

@@ -11,9 +11,9 @@ import zmq
 from poolgrid.consolidator.core.consolidator import Consolidator, ConsolidatorTurn
 from poolgrid.consolidator.feed_publisher import FeedPublisher
 from poolgrid.consolidator.service_context import ServiceContext
-from poolgrid.process.bulk_work import SLICE_MS, BulkWork
 from poolgrid.process.clock import Clock
 from poolgrid.process.log_lines import shown_peer
+from poolgrid.process.tasks import SLICE_MS, BulkWork
 from poolgrid.transport.zmq_socket import BatchSocket, message_sender
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError

@@ -20,7 +20,7 @@ from poolgrid.consolidator.ports import Journal
 from poolgrid.consolidator.service_context import ServiceContext, to_its_end
 from poolgrid.consolidator.settings import ConsolidatorSettings, Tuning
 from poolgrid.consolidator.state_dumps import StateDumps
-from poolgrid.process.bulk_work import BulkWork
+from poolgrid.process.tasks import BulkWork
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ Rules
     1. Turns are stored in the order in which they were put, and reported (``on_stored``) in that order. A turn without
        records waits behind those before it: what it answers may name what they hold.
     2. One write is in progress at a time; the next takes everything that waits, up to ``WRITE_BYTES_MAX``. What one has
-       stored is published in slices, in turn with all other bulk work (``poolgrid.process.bulk_work``).
+       stored is published in slices, in turn with all other bulk work (``poolgrid.process.tasks``).
     3. A write that fails is tried again every ``append_retry_ms``, without limit; nothing behind it is stored before
        it.
     4. A journal that another process has taken over (``JournalFenced``) takes nothing any more: what waits is never
@@ -28,9 +28,8 @@ from typing import Any, Literal
 from poolgrid.consolidator.core.consolidator import ConsolidatorTurn
 from poolgrid.consolidator.journal.framing import JournalFenced
 from poolgrid.consolidator.ports import Journal
-from poolgrid.process.bulk_work import SLICE_MS, BulkWork
 from poolgrid.process.clock import Clock
-from poolgrid.process.tasks import Restart, supervised
+from poolgrid.process.tasks import SLICE_MS, BulkWork, Restart, supervised
 
 log = logging.getLogger(__name__)
 

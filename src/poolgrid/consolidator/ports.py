@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
-from poolgrid.consolidator.journal import snapshot_file
+from poolgrid.consolidator.journal import framing
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.feed import BlockChain, WorkerState
 from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
@@ -79,7 +79,7 @@ class Journal(ABC):
 
     def snapshot_parts(self, frozen: FrozenPool) -> Iterator[bytes]:
         """Yield the content of a snapshot, to be kept; each part is a millisecond or two of work, and no wait."""
-        return snapshot_file.parts(frozen, 0)
+        return framing.parts(frozen, 0)
 
     @abstractmethod
     def keep_snapshot(self, offset: int, parts: Iterable[bytes]) -> None:

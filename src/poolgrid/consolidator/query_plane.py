@@ -12,13 +12,12 @@ from poolgrid.consolidator.journal.framing import JournalCorrupt
 from poolgrid.consolidator.journal_keeper import JournalKeeper
 from poolgrid.consolidator.service_context import ServiceContext
 from poolgrid.consolidator.state_dumps import StateDumps, cut_snapshot
-from poolgrid.process.bulk_work import BulkWork
 from poolgrid.process.log_lines import shown_peer
+from poolgrid.process.tasks import BulkWork
 from poolgrid.transport.zmq_socket import BatchSocket
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError, WireError
-from poolgrid.wire.feed import Records, Replay, SnapshotPart, TooOld
-from poolgrid.wire.feed_frames import encode_answer
+from poolgrid.wire.feed import Records, Replay, SnapshotPart, TooOld, encode_answer
 from poolgrid.wire.limits import REPLAY_RECORDS_MAX
 from poolgrid.wire.sessions import NO_SESSIONS
 

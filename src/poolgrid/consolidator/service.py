@@ -11,7 +11,7 @@ much waits for the disk nothing is received any more. What piles up then is boun
 workers' outboxes, which end in a full resync; leases stand still (``AwakeClock.hold``).
 
 What takes long without a disk is done on the loop, in slices, one in each of its turns whatever it is for
-(``poolgrid.process.bulk_work``): a thread that computes keeps a loop from running for longer than a slice does.
+(``poolgrid.process.tasks``): a thread that computes keeps a loop from running for longer than a slice does.
 
 The state is the fold of the journal. A turn that fails midway may have changed the state without a record of it, so it
 is the last: nothing more is taken in, what came before it is stored, and the process ends. The next start derives the
@@ -44,9 +44,8 @@ from poolgrid.consolidator.service_context import ServiceContext
 from poolgrid.consolidator.settings import ConsolidatorSettings, Tuning
 from poolgrid.consolidator.sources_file import FurtherPub, PubSource, load_sources
 from poolgrid.consolidator.state_dumps import StateDumps
-from poolgrid.process.bulk_work import BulkWork
 from poolgrid.process.clock import AwakeClock, Clock
-from poolgrid.process.tasks import end_process
+from poolgrid.process.tasks import BulkWork, end_process
 from poolgrid.transport.planes import name_plane
 from poolgrid.transport.zmq_socket import bind
 from poolgrid.wire import codec

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
 from poolgrid.consolidator.service_context import ServiceContext
-from poolgrid.process.bulk_work import BulkWork
+from poolgrid.process.tasks import BulkWork
 from poolgrid.wire.feed import BlockChain
 from poolgrid.wire.limits import SNAPSHOT_CHAINS_PER_PART_MAX
 

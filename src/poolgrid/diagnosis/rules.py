@@ -224,7 +224,7 @@ class Cause(Enum):
         "unexplained",
         True,
         "promised and reported reuse disagree, and no rule explains it",
-        "run poolgrid engine-check --record against the engine and report the file",
+        "run poolgrid engine-check --out against the engine and report the file",
     )
 
 

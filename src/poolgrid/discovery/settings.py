@@ -70,17 +70,11 @@ class DiscoverySettings(NatsSettings):
         max_length=64,
         description="With names kubernetes, look in this Kubernetes namespace. Repeat for more. Unset = the pod's.",
     )
-    kubernetes_account_dir: Path = Field(
-        Path("/var/run/secrets/kubernetes.io/serviceaccount"),
-        description=(
-            "With names kubernetes, read token, ca.crt and namespace of the service account from this directory."
-        ),
-    )
 
     @model_validator(mode="after")
     def _check_kubernetes(self) -> Self:
         on_kubernetes = self.names == "kubernetes"
-        for name in ("kubernetes_api", "kubernetes_namespace", "kubernetes_account_dir"):
+        for name in ("kubernetes_api", "kubernetes_namespace"):
             # Not whether it was given: a router hands all of its settings on to the processes that it starts.
             is_set = getattr(self, name) != DiscoverySettings.model_fields[name].default
             if is_set and not on_kubernetes:

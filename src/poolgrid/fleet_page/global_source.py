@@ -25,7 +25,7 @@ from poolgrid.global_router.decisions import RequestDecision
 from poolgrid.global_router.pools import PoolConnection
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.process.clock import Clock
-from poolgrid.process.process_group import GroupPlace
+from poolgrid.process.lifecycle import GroupPlace
 from poolgrid.wire.answers import QueueRow
 from poolgrid.wire.selection import PoolStatus
 

@@ -21,7 +21,7 @@ from poolgrid.fleet_page.router_watch import FleetWatch, ServedSeconds, open_ser
 from poolgrid.frontend.app import Application
 from poolgrid.frontend.metrics import SERVED_COLUMNS
 from poolgrid.process.clock import Clock
-from poolgrid.process.process_group import GroupPlace
+from poolgrid.process.lifecycle import GroupPlace
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.router_state import RouterState
@@ -29,8 +29,7 @@ from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
 from poolgrid.wire.answers import QueueRow, RequestExplanation
 from poolgrid.wire.hashing import pack_hashes
-from poolgrid.wire.identifiers import STAGE_WORD, StreamState
-from poolgrid.wire.request_ids import dispatch_id
+from poolgrid.wire.identifiers import STAGE_WORD, StreamState, dispatch_id
 
 REQUESTS_SHOWN = 240
 """Of the last decisions, how many are watched for changes: what came of one that is older is seen when it is opened."""

@@ -22,6 +22,7 @@ from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import Booked, Input, RecordsArrived, Released
 from poolgrid.router.core.router_state import InputLog, RouterState
 from poolgrid.router.core.working_set import Admission
+from poolgrid.wire.answers import Counts, SecondCounts
 from poolgrid.wire.events import (
     BlocksRemoved,
     BlocksStored,
@@ -30,9 +31,7 @@ from poolgrid.wire.events import (
     RequestFinished,
     RequestStarted,
 )
-from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
-from poolgrid.wire.request_ids import dispatch_of
-from poolgrid.wire.second_counts import Counts, SecondCounts
+from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey, dispatch_of
 
 log = logging.getLogger(__name__)
 

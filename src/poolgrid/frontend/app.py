@@ -26,13 +26,11 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from poolgrid import __version__
-from poolgrid.frontend.access.cache_domains import CacheDomains
 from poolgrid.frontend.access.gate import PAGE_FOLDER, AccessGate, GateKeys, caller_of, is_path_of_tenants
 from poolgrid.frontend.access.key_file import KeyDocument
 from poolgrid.frontend.access.meter import LIMIT_HEADERS, limit_headers
-from poolgrid.frontend.access.tenants import Caller, Tenants, WatchedKeyFile
-from poolgrid.frontend.dialects import dialect_of
-from poolgrid.frontend.errors import RequestError, invalid, quoted, refused, without_others
+from poolgrid.frontend.access.tenants import CacheDomains, Caller, Tenants, WatchedKeyFile
+from poolgrid.frontend.errors import RequestError, dialect_of, invalid, quoted, refused, without_others
 from poolgrid.frontend.guide_check import GuideCheck
 from poolgrid.frontend.inference_endpoint import InferenceEndpoint, Prepare, account_of, counted_tokens, line_of
 from poolgrid.frontend.media.loader import MediaLoader, MediaMetrics
@@ -59,7 +57,7 @@ from poolgrid.frontend.traffic import Traffic
 from poolgrid.http.browser_requests import SAFE_METHODS, foreign_origin
 from poolgrid.inference.ports import InferenceBackend, Refused, ServedModel
 from poolgrid.process.clock import Clock, SystemClock
-from poolgrid.process.process_group import GroupPlace
+from poolgrid.process.lifecycle import GroupPlace
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.wire.addresses import SCHEME
 from poolgrid.wire.answers import EndpointRow

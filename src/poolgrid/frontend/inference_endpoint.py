@@ -24,12 +24,10 @@ from typing import Any, Final, Self
 
 from starlette.types import Receive, Scope, Send
 
-from poolgrid.frontend.access.cache_domains import CacheDomains
 from poolgrid.frontend.access.gate import CALLER
 from poolgrid.frontend.access.meter import limit_headers
-from poolgrid.frontend.access.tenants import Caller
-from poolgrid.frontend.dialects import OPENAI, ApiDialect
-from poolgrid.frontend.errors import RequestError, refused, without_others
+from poolgrid.frontend.access.tenants import CacheDomains, Caller
+from poolgrid.frontend.errors import OPENAI, ApiDialect, RequestError, refused, without_others
 from poolgrid.frontend.guide_check import GuideCheck
 from poolgrid.frontend.media.loader import MediaLease, MediaLoader
 from poolgrid.frontend.metrics import FrontendMetrics, ModelSeries

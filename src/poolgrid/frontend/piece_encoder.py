@@ -18,7 +18,7 @@ from poolgrid.frontend.parsers.pieces import AnswerPiece, PieceKind, taken_apart
 from poolgrid.frontend.prepared_request import AnswerStart
 from poolgrid.frontend.responses import AnswerEncoder
 from poolgrid.frontend.sequence_output import PlacedLogprobs, SequenceOutput
-from poolgrid.wire.request_ids import name_of
+from poolgrid.wire.identifiers import name_of
 
 Event = TypeVar("Event")
 

@@ -8,7 +8,6 @@ from typing import Final
 
 import msgspec
 
-from poolgrid.frontend.cache_fields import keep_ms_of, keep_ms_of_messages
 from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
 from poolgrid.frontend.guides import Guide, guide_of
 from poolgrid.frontend.media.conversation import find_media
@@ -35,7 +34,7 @@ from poolgrid.frontend.schema import (
     settle_aliases,
 )
 from poolgrid.frontend.sequences import check_retention
-from poolgrid.frontend.session_fields import RESULT_ROLES, answered_by, response_key
+from poolgrid.frontend.session_fields import RESULT_ROLES, answered_by, keep_ms_of, keep_ms_of_messages, response_key
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tools import NO_TOOLS, beside_calls, plain_choice, read_tools, tool_use
 from poolgrid.inference.ports import InferenceBackend, ServedModel

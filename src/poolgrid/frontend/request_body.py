@@ -16,7 +16,7 @@ may hold plenty of them, so what looks like too many is counted again, strings l
 
 Names for requests: the client's own ``x-request-id`` where it is usable, and an id that no other request has.
 
-The name is what answers and their headers show. The id (``poolgrid.wire.request_ids``) is what everything behind the
+The name is what answers and their headers show. The id (``poolgrid.wire.identifiers``) is what everything behind the
 front end goes by: two requests that clients call the same, at once or through two routers, are two requests there.
 """
 
@@ -40,7 +40,7 @@ from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.http.browser_requests import Headers, is_from_page
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import breathe, owned
-from poolgrid.wire.request_ids import SEPARATOR, internal_id, name_of
+from poolgrid.wire.identifiers import SEPARATOR, internal_id, name_of
 
 SHORT_BYTES = 64 * 1024
 """Bodies up to here are parsed as they are: at worst in 4 ms."""

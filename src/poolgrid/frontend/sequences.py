@@ -23,8 +23,8 @@ from poolgrid.frontend.schema import (
 from poolgrid.inference.inference_request import NO_HINTS, InferenceRequest
 from poolgrid.wire.card import unmet
 from poolgrid.wire.hashing import TOKEN_BYTES, stable_u64
+from poolgrid.wire.identifiers import name_of
 from poolgrid.wire.limits import LOGITS_ARGUMENT_BYTES_MAX
-from poolgrid.wire.request_ids import name_of
 from poolgrid.wire.requests import KvRetention, LogitsProcessorCall, RetainedTokens, Sampling
 
 PARAM = "nvext.kv_cache_retention_config"

@@ -16,9 +16,8 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from msgspec import Struct
 
-from poolgrid.frontend.access.cache_domains import CacheDomains
 from poolgrid.frontend.access.gate import caller_of
-from poolgrid.frontend.access.tenants import Caller
+from poolgrid.frontend.access.tenants import CacheDomains, Caller
 from poolgrid.frontend.errors import invalid
 from poolgrid.frontend.media.loader import MediaLoader
 from poolgrid.frontend.preparation import Preparation

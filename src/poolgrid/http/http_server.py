@@ -38,7 +38,7 @@ from poolgrid.http.browser_requests import AllowedHosts
 from poolgrid.http.connection import HttpConnection
 from poolgrid.http.connections import HttpConnections, connections_that_fit, source_of
 from poolgrid.http.http_settings import HttpLimits, ServerSettings
-from poolgrid.process.process_group import GroupPlace
+from poolgrid.process.lifecycle import GroupPlace
 from poolgrid.process.tasks import Restart, cancel_all, detached, supervised
 from poolgrid.transport.bound_socket import bind
 from poolgrid.transport.security import Tls, is_loopback

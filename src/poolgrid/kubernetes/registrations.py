@@ -34,6 +34,9 @@ from poolgrid.wire.registration import Registration
 
 log = logging.getLogger(__name__)
 
+ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Token, ca.crt and namespace of a pod's service account: Kubernetes mounts them here in every pod."""
+
 LOOK_S = 2.0
 """Between two looks, at most: a hundred processes then ask the API server 50 to 70 times a second.
 
@@ -284,5 +287,4 @@ def _selector(scope: Scope) -> str:
 def open_store(settings: DiscoverySettings, clock: Clock) -> KubernetesRegistrations:
     """Return the registrations that a cluster has (entry point of ``poolgrid.discovery``)."""
     api = settings.kubernetes_api or api_server()
-    account, namespaces = settings.kubernetes_account_dir, settings.kubernetes_namespace
-    return KubernetesRegistrations(api, account, namespaces, clock, os.urandom(1)[0] / 255)
+    return KubernetesRegistrations(api, ACCOUNT_DIR, settings.kubernetes_namespace, clock, os.urandom(1)[0] / 255)

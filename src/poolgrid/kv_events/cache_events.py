@@ -9,7 +9,6 @@ from __future__ import annotations
 import msgspec
 
 DEVICE_LEVEL = 0
-HOST_LEVEL = 1
 DEFAULT_PRIORITY = 35
 """Retention priority of a block without one, on a scale of 0 to 100."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from poolgrid.consolidator.core.pool_state import PoolState
-from poolgrid.consolidator.journal import snapshot_file
+from poolgrid.consolidator.journal import framing
 from poolgrid.consolidator.journal.framing import SEGMENT_MAGIC, JournalCorrupt, file_header, frame
 from poolgrid.consolidator.journal.stored_records import SUFFIX, Understood, understand
 from poolgrid.nats.message import (
@@ -173,9 +173,7 @@ class StreamHistory:
 
     def snapshot(self, anchor: Anchor, blocks_per_worker_max: int) -> PoolState:
         """Return the state that a snapshot holds; raises ``JournalCorrupt``."""
-        return snapshot_file.load(
-            snapshot_file.name_of(anchor.offset), self._stream.get_snapshot(anchor), blocks_per_worker_max
-        )
+        return framing.load(framing.name_of(anchor.offset), self._stream.get_snapshot(anchor), blocks_per_worker_max)
 
     def recover(self, blocks_per_worker_max: int, facts: StreamFacts) -> PoolState:
         """Return the state after the last record: the newest sound snapshot, and the records after it."""
@@ -258,7 +256,7 @@ class StreamDirectory:
         self._facts = stream.facts()
         self._windows = {f"{each.first_offset:020d}{SUFFIX}": each for each in self._cut(self._facts)}
         self._snapshots: dict[str, Anchor] = {
-            snapshot_file.name_of(anchor.offset): anchor for anchor in self._history.usable_snapshots(self._facts)
+            framing.name_of(anchor.offset): anchor for anchor in self._history.usable_snapshots(self._facts)
         }
 
     @property

@@ -19,7 +19,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 
 import msgspec
 
-from poolgrid.consolidator.journal import snapshot_file
+from poolgrid.consolidator.journal import framing
 from poolgrid.consolidator.journal.framing import JournalCorrupt
 from poolgrid.nats.bucket import WRONG_LAST_SEQUENCE
 from poolgrid.nats.connection import NatsConnection, NatsMessage, NatsUnavailable
@@ -316,7 +316,7 @@ class JetStreamJournal:
         """Return the snapshots that are kept, oldest first."""
         found = []
         for name, information in (await self._object_list()).items():
-            offset = name.removesuffix(snapshot_file.SUFFIX)
+            offset = name.removesuffix(framing.SUFFIX)
             sequence, message_id = (
                 _one((information.headers or {}).get(key)) for key in (SEQUENCE_HEADER, MESSAGE_HEADER)
             )
@@ -330,7 +330,7 @@ class JetStreamJournal:
         from nats.js.object_store import ObjectStore
 
         store = ObjectStore(self._objects, self._objects_stream, self._connection.jetstream)
-        name = snapshot_file.name_of(anchor.offset)
+        name = framing.name_of(anchor.offset)
         headers = {SEQUENCE_HEADER: [str(anchor.sequence)], MESSAGE_HEADER: [anchor.message_id]}
         options = api.ObjectMetaOptions(max_chunk_size=128 * 1024)
         await self._asked(
@@ -340,7 +340,7 @@ class JetStreamJournal:
 
     async def get_snapshot(self, anchor: Anchor) -> bytes:
         """Return the content of a snapshot; raises ``JournalCorrupt`` when it is not what was put there."""
-        name = snapshot_file.name_of(anchor.offset)
+        name = framing.name_of(anchor.offset)
         information = (await self._object_list()).get(name)
         if information is None:
             raise StreamUnavailable(f"reading snapshot {name}: it is not there any more")
@@ -372,7 +372,7 @@ class JetStreamJournal:
 
     async def remove_snapshot(self, anchor: Anchor) -> None:
         """Remove a snapshot: the entry first, so that it is never found without its pieces."""
-        name = snapshot_file.name_of(anchor.offset)
+        name = framing.name_of(anchor.offset)
         information = (await self._object_list()).get(name)
         if information is None:
             return

@@ -30,7 +30,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from poolgrid.consolidator.core.pool_state import PoolState
-from poolgrid.consolidator.journal import snapshot_file
+from poolgrid.consolidator.journal import framing
 from poolgrid.consolidator.journal.framing import JournalCorrupt, JournalFenced
 from poolgrid.consolidator.ports import Journal
 from poolgrid.nats.history import StreamHistory, corrupt
@@ -119,7 +119,7 @@ class KeptSnapshots:
             if anchor not in usable:
                 self._stream.remove_snapshot(anchor)
                 self._history.report.append(
-                    f"{snapshot_file.name_of(anchor.offset)} is of a history that the stream lost; it was removed"
+                    f"{framing.name_of(anchor.offset)} is of a history that the stream lost; it was removed"
                 )
         self._kept = usable
         self._whole = set()
@@ -171,11 +171,11 @@ class KeptSnapshots:
         """Return whether a snapshot that is durable by its age is there and whole; one that is not is none any more."""
         if anchor in self._whole:
             return True
-        name = snapshot_file.name_of(anchor.offset)
+        name = framing.name_of(anchor.offset)
         lost = "" if anchor in self._stream.snapshots() else "it is not there any more"
         if not lost:
             try:
-                snapshot_file.check(name, self._stream.get_snapshot(anchor))
+                framing.check(name, self._stream.get_snapshot(anchor))
             except JournalCorrupt as error:
                 lost = str(error)
         if lost:

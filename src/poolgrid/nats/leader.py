@@ -24,7 +24,7 @@ from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import Restart, cancel_all, supervised
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.leadership import Leader
+from poolgrid.wire.ingest import Leader
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from poolgrid.process.clock import Clock, SystemClock
 from poolgrid.process.nats_settings import EventPlaneSettings, NatsSettings
 from poolgrid.process.tasks import cancel_all, owned, unless, wait_from_thread
 from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics
-from poolgrid.wire.leadership import Leader
+from poolgrid.wire.ingest import Leader
 
 T = TypeVar("T")
 

@@ -17,6 +17,11 @@ Rules
 
 What every process exports about itself: its version, its clock, what its event loop has on its hands, CPU and
 memory.
+
+The place of a process among those that share an HTTP port (``--http-workers``).
+
+The parent makes a private directory and passes each child its place (``GROUP_VARIABLE``). A child that is started again
+gets the same place. The children share the port, and the responses that are kept on disk; all else each has for itself.
 """
 
 from __future__ import annotations
@@ -24,11 +29,14 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import os
 import platform
 import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -189,3 +197,28 @@ class LoopMetrics:
         ProcessCollector(registry=registry)
         # Scrapes run in other threads, which ``all_tasks`` allows for.
         tasks.set_function(lambda: float(len(asyncio.all_tasks(loop))))
+
+
+GROUP_VARIABLE = "POOLGRID_PROCESS_GROUP"
+"""Set by the parent: ``DIRECTORY:INDEX:SIZE``."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlace:
+    """Which process of a group this is."""
+
+    directory: Path
+    index: int
+    size: int
+
+    @classmethod
+    def from_environment(cls) -> GroupPlace | None:
+        """Return the place that the parent gave this process; ``None`` when it is alone."""
+        value = os.environ.get(GROUP_VARIABLE)
+        if not value:
+            return None
+        directory, index, size = value.rsplit(":", 2)
+        return cls(Path(directory), int(index), int(size))
+
+    def to_environment(self) -> str:
+        return f"{self.directory}:{self.index}:{self.size}"

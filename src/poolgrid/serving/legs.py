@@ -15,9 +15,8 @@ import msgspec
 from poolgrid.inference.inference_request import InferenceRequest
 from poolgrid.inference.ports import StreamDelta
 from poolgrid.wire import codec
-from poolgrid.wire.identifiers import Stage, WorkerKey
+from poolgrid.wire.identifiers import Stage, WorkerKey, dispatch_id
 from poolgrid.wire.multimodal import MediaKind, MultimodalInput
-from poolgrid.wire.request_ids import dispatch_id
 from poolgrid.wire.requests import Generate, Routing, Sampling, TokenDelta
 from poolgrid.wire.trace_context import TraceContext
 

@@ -25,9 +25,8 @@ from poolgrid.frontend.traffic import open_report
 from poolgrid.http.http_server import RouterServers, open_server
 from poolgrid.inference.ports import InferenceBackend
 from poolgrid.process.clock import AwakeClock, SystemClock
-from poolgrid.process.lifecycle import LoopMetrics
+from poolgrid.process.lifecycle import GroupPlace, LoopMetrics
 from poolgrid.process.plugins import EVENT_PLANES, load_plugin
-from poolgrid.process.process_group import GroupPlace
 from poolgrid.process.tasks import unless
 from poolgrid.process.tracing.tracing import Tracing, open_tracing
 from poolgrid.serving.admission_queue import AdmissionQueue

@@ -17,7 +17,7 @@ from typing import Any
 
 import zmq
 
-from poolgrid.process.bulk_work import MESSAGES_PER_TURN, TURN_S, WITHOUT_A_CLOCK, BulkWork
+from poolgrid.process.tasks import MESSAGES_PER_TURN, TURN_S, WITHOUT_A_CLOCK, BulkWork
 from poolgrid.wire.limits import FRAME_BYTES_MAX
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Final, cast
 
-from poolgrid.process.bulk_work import MESSAGES_PER_TURN, TURN_S, WITHOUT_A_CLOCK
+from poolgrid.process.tasks import MESSAGES_PER_TURN, TURN_S, WITHOUT_A_CLOCK
 from poolgrid.transport.zmq_socket import probe_when_silent
 from poolgrid.wire.limits import FRAME_BYTES_MAX
 

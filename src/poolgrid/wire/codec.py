@@ -19,8 +19,7 @@ import msgspec
 from poolgrid.wire.errors import DecodeError, LimitError
 from poolgrid.wire.events import AnyEvent, EventBatch, JournalRecord
 from poolgrid.wire.feed import FromFeed, SnapshotPart, ToFeed
-from poolgrid.wire.ingest import FromConsolidator, LoadingWorker, LoadingWorkers, ToConsolidator
-from poolgrid.wire.leadership import Leader
+from poolgrid.wire.ingest import FromConsolidator, Leader, LoadingWorker, LoadingWorkers, ToConsolidator
 from poolgrid.wire.limits import FRAME_BYTES_MAX
 from poolgrid.wire.multimodal import FromTensorSource, MultimodalInput, TensorList, ToTensorSource
 from poolgrid.wire.requests import FromWorker, Generate, KvOffered, TokenBatch, ToWorker

@@ -1,6 +1,6 @@
 """How routers follow a consolidator: a live PUB feed, and a ROUTER socket that answers replay and snapshot requests.
 
-``poolgrid.wire.feed`` lays their frames out. A router subscribes first, then asks for the snapshot, drops feed
+A router subscribes first, then asks for the snapshot, drops feed
 records below the snapshot's offset and applies the rest; a hole between two offsets is filled by ``Replay``. Answers
 come in parts, each one frame; the last part is marked.
 
@@ -40,13 +40,15 @@ imply is not written twice. Every reader uses ``fold``, so all of them see the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import (
     AnyEvent,
     GroupsReported,
@@ -57,6 +59,7 @@ from poolgrid.wire.events import (
 )
 from poolgrid.wire.identifiers import U32, U64, GroupNumber, Identifier, PackedHashes, StreamState, Text, Tier
 from poolgrid.wire.limits import (
+    FEED_RECORDS_PER_MESSAGE_MAX,
     REPLAY_RECORDS_MAX,
     SNAPSHOT_CHAINS_PER_PART_MAX,
     SOURCES_PER_WORKER_MAX,
@@ -210,3 +213,60 @@ def own_stream(streams: Iterable[SourceStream]) -> SourceStream:
 
 
 _UNHEARD = SourceStream(WORKER_SOURCE, StreamState.SYNCING)
+
+
+FEED_TOPIC = b"poolgrid"
+ALIVE_TOPIC = FEED_TOPIC + b".alive"
+
+MESSAGE_BYTES_MAX = 1024 * 1024
+"""Bytes of records that a sender puts into one message; a larger record goes alone."""
+
+_OFFSET = struct.Struct(">Q")
+
+
+class FeedFrame(msgspec.Struct, frozen=True):
+    """One message of the feed: records that follow each other, or none in a keepalive, with the next ``offset``."""
+
+    offset: int
+    payloads: Sequence[bytes]
+    life: bytes
+
+
+def decode_feed(frames: Sequence[bytes]) -> FeedFrame:
+    """Return the message that frames of the feed make, or raise ``DecodeError``."""
+    if 4 <= len(frames) <= 3 + FEED_RECORDS_PER_MESSAGE_MAX and frames[0] == FEED_TOPIC and len(frames[1]) == 8:
+        return FeedFrame(_OFFSET.unpack(frames[1])[0], frames[3:], frames[2])
+    if len(frames) == 3 and frames[0] == ALIVE_TOPIC and len(frames[1]) == 8:
+        return FeedFrame(_OFFSET.unpack(frames[1])[0], (), frames[2])
+    raise DecodeError("a feed message", f"{len(frames)} frames beginning with {bytes(frames[0][:16])!r}")
+
+
+def encode_records(offset: int, payloads: Sequence[bytes], life: bytes) -> Iterator[list[bytes]]:
+    """Yield the messages that publish records which follow each other; ``offset`` is that of the first."""
+    begin = 0
+    while begin < len(payloads):
+        end, size = begin + 1, len(payloads[begin])
+        while end < len(payloads) and end - begin < FEED_RECORDS_PER_MESSAGE_MAX:
+            size += len(payloads[end])
+            if size > MESSAGE_BYTES_MAX:
+                break
+            end += 1
+        yield [FEED_TOPIC, _OFFSET.pack(offset + begin), life, *payloads[begin:end]]
+        begin = end
+
+
+def encode_alive(next_offset: int, life: bytes) -> list[bytes]:
+    """Return the frames of a keepalive."""
+    return [ALIVE_TOPIC, _OFFSET.pack(next_offset), life]
+
+
+def encode_answer(answer: bytes, life: bytes) -> list[bytes]:
+    """Return the frames of an encoded answer."""
+    return [answer, life]
+
+
+def decode_answer(frames: Sequence[bytes]) -> tuple[bytes, bytes]:
+    """Return the encoded answer and the life that frames of the query plane make, or raise ``DecodeError``."""
+    if len(frames) != 2:
+        raise DecodeError("an answer of the feed", f"{len(frames)} frames, expected are 2")
+    return frames[0], frames[1]

@@ -36,7 +36,7 @@ _U64: Final = 2**64
 _LONG_TOKENS: Final = 256
 _LITTLE_ENDIAN: Final = sys.byteorder == "little"
 _NATIVE_U32: Final = _LITTLE_ENDIAN and array("I").itemsize == TOKEN_BYTES
-_Cut = Callable[[memoryview], Iterator[tuple[Any, ...]]]
+_Cut = Callable[[bytes | memoryview], Iterator[tuple[Any, ...]]]
 _pair: Final = struct.Struct("<QQ")
 _digest: Final = xxh3_64_intdigest
 _hashes: Final = [struct.Struct(f"<{count}Q") for count in range(513)]

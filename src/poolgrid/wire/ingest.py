@@ -7,7 +7,7 @@
 3. The worker keeps what is not acknowledged. ``Resend`` asks for it again from a sequence number; when the worker's
    bounded outbox no longer reaches back that far it sends a snapshot of itself (``SnapshotBegan`` ...) instead.
 4. ``Heartbeat`` keeps the worker's lease when it has no events; ``Goodbye`` ends it.
-5. Before ``Hello``, while it loads, a worker may report it behind another tag frame (``poolgrid.wire.ingest``).
+5. Before ``Hello``, while it loads, a worker may report it behind another tag frame.
 
 Reports of a worker that still loads: it is no member of its pool yet, and nothing of it is in the journal.
 
@@ -16,6 +16,11 @@ Reports of a worker that still loads: it is no member of its pool yet, and nothi
 2. The consolidator keeps the last message of each for ``LOADING_TTL_S``, and publishes all of them with the feed, under
    ``LOADING_TOPIC``, whenever one arrives. Readers keep the last list as long.
 3. What is lost is sent again. Nothing is decided by it: a worker that loads cannot be chosen.
+
+Which consolidator writes a pool's journal, where several may: the entry by which one claims it.
+
+The entry lies in the key-value bucket of the pool and goes when its writer does not renew it in time. Workers push to
+the ``ingest`` of the active consolidator, and routers follow its ``feed`` and ask its ``query``.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ import msgspec
 from msgspec import Meta
 
 from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.feed_frames import FEED_TOPIC
+from poolgrid.wire.feed import FEED_TOPIC
 from poolgrid.wire.identifiers import U32, U64, Identifier, Text
 
 BATCH_FRAME = b"B"
@@ -149,3 +154,15 @@ class LoadingWorkers(msgspec.Struct, array_like=True, frozen=True):
     """All that load now."""
 
     workers: Annotated[list[LoadingWorker], Meta(max_length=LOADING_WORKERS_MAX)]
+
+
+class Leader(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """The consolidator that is active."""
+
+    consolidator_id: Identifier
+    ingest: str = ""
+    """Where workers push; empty while it reads the journal."""
+    feed: str = ""
+    """Where routers subscribe."""
+    query: str = ""
+    """Where routers ask for snapshots and records."""

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from poolgrid.kv_events.follower import EventBatch, PubFollower
-from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored
+from poolgrid.kv_events.follower import PubFollower
+from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, EventBatch
 from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.workers.core.cache_facts import ReportedBlocks

@@ -92,7 +92,7 @@ async def test_a_server_that_was_started_for_a_leg_takes_nothing_else_and_its_wo
             await front.router.until_finished("whole")
             assert front.router.last("whole").refusal is RefusalKind.BROKEN
             assert not server.bodies, "the server would refuse it"
-        with pytest.raises(ValueError, match="role is 'aggregated', and SGLang at .* was started for 'decode'"):
+        with pytest.raises(ValueError, match=r"role is 'aggregated', and SGLang at .* was started for 'decode'"):
             async with worker_before(server, "sglang"):
                 pass
 

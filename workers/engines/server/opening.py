@@ -214,8 +214,8 @@ def completed(facts: ServerFacts, settings: EngineServerSettings, kind: ServerKi
         )
     if facts.role and facts.role != settings.role:
         raise ValueError(
-            f"role is {settings.role!r}, and {kind.title} at {settings.server_url} was started for {facts.role!r}: give "
-            f"role {facts.role}, or start it for the other"
+            f"role is {settings.role!r}, and {kind.title} at {settings.server_url} was started for {facts.role!r}: "
+            f"give role {facts.role}, or start it for the other"
         )
     if facts.block_size is None:
         raise ValueError(f"{kind.title} at {settings.server_url} does not report its block size: give kv_block_size")

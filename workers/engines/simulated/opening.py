@@ -280,7 +280,7 @@ def make_card(
         ),
         request_endpoint=f"tcp://{host}:{request_port}",
         http_endpoint=f"{settings.http_scheme}://{host}:{http_port}",
-        loras=settings.loras,
+        loras=settings.lora,
         engine=ENGINE_NAME,
         eos_token_ids=(eos_token_id,),
         vocabulary_size=settings.token_ids,

@@ -164,7 +164,9 @@ class SimulatedWorkerSettings(TensorSettings):
     )
     load_bytes: ClassVar[int] = 16_000_000_000
     """Bytes of the weights, for what the worker reports while it loads: an 8B model's in 16 bit."""
-    loras: tuple[Name, ...] = Field((), max_length=LORAS_PER_WORKER_MAX, description="Serve these LoRA adapters.")
+    lora: tuple[Name, ...] = Field(
+        (), max_length=LORAS_PER_WORKER_MAX, description="Serve this LoRA adapter. Repeat for more."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -67,7 +67,7 @@ spec:
         - --advertise-host=$(POD_IP)
         - --request-port=9001
         - --http-port=9000
-        - --drain-timeout-ms={{ mul (int .drainSeconds) 1000 }}
+        - --shutdown-timeout-ms={{ mul (int .drainSeconds) 1000 }}
         - {{ printf "--log-level=%s" $root.Values.log.level | quote }}
         - --log-format={{ $root.Values.log.format }}
         {{- include "poolgrid.security.arguments" $root | nindent 8 }}

@@ -221,7 +221,7 @@ SECONDS = click.FloatRange(0, 86_400)
     "--timeout-s",
     type=SECONDS,
     help="Running requests may take so many seconds to finish; then other workers continue them. By default each "
-    "worker's --drain-timeout-ms.",
+    "worker's --shutdown-timeout-ms.",
 )
 @click.option(
     "--wait-s",

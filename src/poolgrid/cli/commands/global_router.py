@@ -10,7 +10,7 @@ from poolgrid.cli.options import with_settings
 from poolgrid.cli.service_process import run_service, say_ready
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.process.process_group import GroupPlace
+from poolgrid.process.lifecycle import GroupPlace
 
 BASICS = (
     "config",

@@ -10,7 +10,7 @@ from poolgrid.cli.router_group import serve_group
 from poolgrid.cli.service_process import run_service, say_ready
 from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.process.process_group import GroupPlace
+from poolgrid.process.lifecycle import GroupPlace
 from poolgrid.router.settings import RouterSettings
 
 BASICS = (

@@ -32,8 +32,17 @@ from typing import Final
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import JournalRecord
-from poolgrid.wire.feed import BlockChain, FromFeed, Replay, SnapshotPart, TakeSnapshot, ToFeed, TooOld, WorkerState
-from poolgrid.wire.feed_frames import FeedFrame
+from poolgrid.wire.feed import (
+    BlockChain,
+    FeedFrame,
+    FromFeed,
+    Replay,
+    SnapshotPart,
+    TakeSnapshot,
+    ToFeed,
+    TooOld,
+    WorkerState,
+)
 from poolgrid.wire.ingest import LOADING_TTL_S, LOADING_WORKERS_MAX, LoadingWorker
 from poolgrid.wire.limits import REPLAY_RECORDS_MAX
 from poolgrid.wire.sessions import SessionsSnapshot

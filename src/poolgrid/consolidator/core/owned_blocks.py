@@ -143,10 +143,6 @@ class OwnedBlocks(MutableMapping[int, "int | None"]):
 
     # -- in bulk -------------------------------------------------------------------------------------------------------
 
-    def is_disjoint(self, hashes: Iterable[int]) -> bool:
-        shards, shift = self._page_of.shards, self._page_of.shift
-        return not any(each in shards[each >> shift] for each in hashes)
-
     def add(self, parent: int | None, hashes: Sequence[int]) -> bool:
         """Take in a chain of blocks; refuse it (``False``) when one of them is held already, or is named twice."""
         page_of = self._page_of

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
-from poolgrid.consolidator.journal import snapshot_file
+from poolgrid.consolidator.journal import framing
 from poolgrid.consolidator.journal.framing import (
     FILE_HEADER,
     SEGMENT_MAGIC,
@@ -96,8 +96,8 @@ class FileJournal(Journal):
         for name in self._disk.names():
             if name.endswith(SUFFIX):
                 self._segments.append(_Segment(name, offset_of(name), 0, self._disk.size(name)))
-            elif name.endswith(snapshot_file.SUFFIX):
-                self._snapshots.append(offset_of(name, snapshot_file.SUFFIX))
+            elif name.endswith(framing.SUFFIX):
+                self._snapshots.append(offset_of(name, framing.SUFFIX))
         for position, segment in enumerate(self._segments):
             last = position == len(self._segments) - 1
             if last and segment.size < FILE_HEADER.size:
@@ -150,9 +150,9 @@ class FileJournal(Journal):
     def _newest_state(self, blocks_per_worker_max: int) -> PoolState:
         damaged: JournalCorrupt | None = None
         for offset in reversed(self._snapshots):
-            name = snapshot_file.name_of(offset)
+            name = framing.name_of(offset)
             try:
-                pool = snapshot_file.load(name, self._disk.read(name, 0, self._disk.size(name)), blocks_per_worker_max)
+                pool = framing.load(name, self._disk.read(name, 0, self._disk.size(name)), blocks_per_worker_max)
             except JournalCorrupt as error:
                 damaged = error
                 self._report.append(f"{error}; going back to the snapshot before it")
@@ -177,7 +177,7 @@ class FileJournal(Journal):
     def _go_on_from(self, offset: int) -> None:
         """Drop segments that end before a snapshot: their last records were not durable when the power failed."""
         self._report.append(
-            f"{snapshot_file.name_of(offset)} reaches beyond the last record kept, {self._next - 1}; "
+            f"{framing.name_of(offset)} reaches beyond the last record kept, {self._next - 1}; "
             f"the journal continues at record {offset}"
         )
         for segment in self._segments:
@@ -338,19 +338,19 @@ class FileJournal(Journal):
     # Snapshots and retention
 
     def snapshot_parts(self, frozen: FrozenPool) -> Iterator[bytes]:
-        return snapshot_file.parts(frozen, self._segments[-1].created_ms if self._segments else 0)
+        return framing.parts(frozen, self._segments[-1].created_ms if self._segments else 0)
 
     def keep_snapshot(self, offset: int, parts: Iterable[bytes]) -> None:
         """Keep a snapshot and remove those before the newest two; may be called from another thread."""
         # Never ahead of the records: what it was made of must be at least as durable.
         self.sync()
-        self._disk.write_atomically(snapshot_file.name_of(offset), parts)
+        self._disk.write_atomically(framing.name_of(offset), parts)
         with self._lock:
             if offset not in self._snapshots:
                 bisect.insort(self._snapshots, offset)
             old, self._snapshots = self._snapshots[:-SNAPSHOTS_KEPT], self._snapshots[-SNAPSHOTS_KEPT:]
         for offset in old:
-            self._remove(snapshot_file.name_of(offset))
+            self._remove(framing.name_of(offset))
 
     def keep_newest_snapshot(self) -> None:
         """Remove the snapshots before the newest, so that ``retain`` may drop what only they needed.
@@ -360,7 +360,7 @@ class FileJournal(Journal):
         with self._lock:
             old, self._snapshots = self._snapshots[:-1], self._snapshots[-1:]
         for offset in old:
-            self._disk.remove(snapshot_file.name_of(offset))
+            self._disk.remove(framing.name_of(offset))
 
     @property
     def crowded(self) -> bool:

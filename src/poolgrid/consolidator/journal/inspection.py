@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from poolgrid.consolidator.core.pool_state import PoolState
-from poolgrid.consolidator.journal import snapshot_file
+from poolgrid.consolidator.journal import framing
 from poolgrid.consolidator.journal.framing import FILE_HEADER, JournalCorrupt, scan
 from poolgrid.consolidator.journal.stored_records import (
     RECORDS,
@@ -55,13 +55,13 @@ def next_offset(disk: ReadableDisk) -> int:
 
 def snapshot_offsets(disk: ReadableDisk) -> list[int]:
     """Return the offsets of the snapshots, oldest first."""
-    return sorted(offset_of(name, snapshot_file.SUFFIX) for name in disk.names() if name.endswith(snapshot_file.SUFFIX))
+    return sorted(offset_of(name, framing.SUFFIX) for name in disk.names() if name.endswith(framing.SUFFIX))
 
 
 def load_snapshot(disk: ReadableDisk, offset: int, blocks_per_worker_max: int) -> PoolState:
     """Return the state that a snapshot holds, or raise ``JournalCorrupt``."""
-    name = snapshot_file.name_of(offset)
-    return snapshot_file.load(name, disk.read(name, 0, disk.size(name)), blocks_per_worker_max)
+    name = framing.name_of(offset)
+    return framing.load(name, disk.read(name, 0, disk.size(name)), blocks_per_worker_max)
 
 
 def reaches_back_to(disk: ReadableDisk) -> int:
@@ -197,7 +197,7 @@ def survey(disk: ReadableDisk, kind: SegmentKind = RECORDS) -> Survey:
         detail = "" if damage is None else f"{damage.fault.value} at byte {damage.position}: {damage.detail}"
         found.segments.append(SegmentFacts(name, first, first + len(positions), len(data), created_ms, detail))
     for offset in snapshot_offsets(disk):
-        name = snapshot_file.name_of(offset)
+        name = framing.name_of(offset)
         header = disk.read(name, 0, FILE_HEADER.size)
         created_ms = FILE_HEADER.unpack(header)[4] if len(header) == FILE_HEADER.size else 0
         found.snapshots.append(SnapshotFacts(name, offset, disk.size(name), created_ms))
@@ -219,7 +219,7 @@ def check_journal(
     for offset in snapshot_offsets(disk):
         snapshots[offset] = load_snapshot(disk, offset, blocks_per_worker_max)
         found.snapshots += 1
-        found.bytes += disk.size(snapshot_file.name_of(offset))
+        found.bytes += disk.size(framing.name_of(offset))
     reachable = [offset for offset in snapshots if offset >= oldest]
     if oldest > 0 and not reachable:
         raise JournalCorrupt(
@@ -257,7 +257,7 @@ def _compare(pool: PoolState, snapshots: dict[int, PoolState], found: Verified) 
     found.compared_snapshots += 1
     if snapshot.facts() != pool.facts():
         raise JournalCorrupt(
-            snapshot_file.name_of(pool.offset),
+            framing.name_of(pool.offset),
             0,
             pool.offset,
             "its checksums hold, and it is not what the records before it fold to",

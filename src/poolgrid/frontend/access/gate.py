@@ -14,8 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from poolgrid.frontend.access.meter import limit_headers
 from poolgrid.frontend.access.tenants import Caller, WatchedKeyFile
-from poolgrid.frontend.dialects import dialect_of
-from poolgrid.frontend.errors import refused
+from poolgrid.frontend.errors import dialect_of, refused
 from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.frontend.request_body import RequestIds
 from poolgrid.inference.ports import Refused

@@ -10,16 +10,15 @@ from typing import Any, Final
 
 import msgspec
 
-from poolgrid.frontend.cache_fields import HOUR_MS
-from poolgrid.frontend.dialects import ANTHROPIC
-from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.errors import ANTHROPIC, RequestError
 from poolgrid.frontend.messages_api.conversation import parsed_input
 from poolgrid.frontend.messages_api.schema import MessagesBody
 from poolgrid.frontend.parsers.pieces import PieceKind
 from poolgrid.frontend.piece_encoder import AnswerPart, PieceEncoder
 from poolgrid.frontend.prepared_request import AnswerStart
 from poolgrid.frontend.responses import escape_line_ends
-from poolgrid.wire.request_ids import name_of
+from poolgrid.frontend.session_fields import HOUR_MS
+from poolgrid.wire.identifiers import name_of
 
 _encode: Final = msgspec.json.Encoder().encode
 

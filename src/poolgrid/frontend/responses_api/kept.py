@@ -41,7 +41,7 @@ from poolgrid.frontend.responses_api.conversation import ITEMS_MAX, ResponsesBod
 from poolgrid.frontend.responses_api.encoder import ResponsesEncoder
 from poolgrid.inference.ports import Refused
 from poolgrid.process.clock import Clock
-from poolgrid.wire.request_ids import SECRET_BYTES, name_of
+from poolgrid.wire.identifiers import SECRET_BYTES, name_of
 
 log = logging.getLogger(__name__)
 

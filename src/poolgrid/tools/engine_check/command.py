@@ -62,7 +62,7 @@ def engine_check(settings: EngineCheckSettings) -> None:
 def run_engine_check(settings: EngineCheckSettings) -> int:
     """Check, or measure, or judge a recorded check; return the exit status."""
     errors = Console(stderr=True, highlight=False)
-    for option, path in (("--record", settings.record), ("--measure-timing", settings.measure_timing)):
+    for option, path in (("--out", settings.out), ("--measure-timing", settings.measure_timing)):
         if fault := cannot_write(path):
             errors.print(f"checking an engine: {option}: {fault}; nothing was sent", markup=False)
             return 2
@@ -111,8 +111,8 @@ async def _ask(settings: EngineCheckSettings, errors: Console) -> int:
             if server is not None:
                 server.close()
             context.term()
-    if settings.record is not None:
-        _keep(settings.record, evidence.to_json())
+    if settings.out is not None:
+        _keep(settings.out, evidence.to_json())
     return _show(settings, evidence)
 
 

@@ -57,9 +57,9 @@ class EngineServer:
             raise ServerError(f"asking {self._url}: {error}; is --url right?") from error
         if facts.role not in ("", "aggregated"):
             raise ServerError(
-                f"{kinds[facts.kind].title} at {self._url} was started for {facts.role}: it takes no request without its "
-                "partner, so no probe can be sent. Check the same server without that role; of this one, /health of its "
-                "worker reports the events"
+                f"{kinds[facts.kind].title} at {self._url} was started for {facts.role}: it takes no request without "
+                "its partner, so no probe can be sent. Check the same server without that role; of this one, /health "
+                "of its worker reports the events"
             )
         return facts
 

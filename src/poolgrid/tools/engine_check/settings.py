@@ -45,9 +45,7 @@ class EngineCheckSettings(Settings):
         description="Expect this many tokens in a KV block. Unset = as the server or its events report.",
     )
     lora: Name = Field("", description="Also send probes to this LoRA adapter of the server.")
-    record: Path | None = Field(
-        None, description="Record all traffic in this file, for --recorded and for bug reports."
-    )
+    out: Path | None = Field(None, description="Record all traffic in this file, for --recorded and for bug reports.")
     recorded: InputFile | None = Field(None, description="Judge this recording instead of a server.")
     as_json: bool = Field(False, description="Print the findings as JSON instead of a table.")
     measure_timing: Path | None = Field(

@@ -22,7 +22,7 @@ from typing import Any
 from poolgrid.structured_output.structural_tags import lark_grammar, newer_form
 from poolgrid.wire.card import GUIDED_DECODING, Inability, is_greedy, unmet
 from poolgrid.wire.hashing import stable_u64
-from poolgrid.wire.request_ids import name_of
+from poolgrid.wire.identifiers import name_of
 from poolgrid.wire.requests import Generate, Sampling
 from poolgrid.workers.core.refusal import UnableError, UnsupportedError
 

@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from poolgrid.kv_events.pub import decode_pub
 from poolgrid.kv_events.translation import EngineTranslator
 from poolgrid.tools.engine_check.core.evidence import CheckProbe, ProbeExchange
-from poolgrid.tools.engine_check.core.said import RankStream, SaidCleared, SaidEvent, SaidMessage, SaidRemoved, SaidStored
+from poolgrid.tools.engine_check.core.said import (
+    RankStream,
+    SaidCleared,
+    SaidEvent,
+    SaidMessage,
+    SaidRemoved,
+    SaidStored,
+)
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
 from poolgrid.wire.hashing import BASE_SEED, block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
