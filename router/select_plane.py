@@ -228,7 +228,11 @@ class SelectPlane:
                     continue
                 draining = sum(worker.draining for worker in serving)
                 ready, busy, room = self._selector.room(name, (role,), self._pool.unreachable)
-                roles.append(RoleStatus(role, ready, draining, len(serving) - draining - ready, busy, room))
+                unreachable, decodes_only = (
+                    len(serving) - draining - ready,
+                    all(each.card.decodes_only for each in serving),
+                )
+                roles.append(RoleStatus(role, ready, draining, unreachable, busy, room, decodes_only))
                 requests += busy
                 capacity += room
             card = workers[0].card
