@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import msgspec
@@ -66,6 +67,42 @@ def test_a_continuation_keeps_the_adapter_and_the_salt_of_its_parent(dialect: st
     found = [sequence_hash for event in out for sequence_hash in unpack_hashes(event.sequence_hashes)]
     assert found == names(tokens, "a", "s")
     assert out[1].parent == found[0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_a_message_says_block_by_block_is_what_as_many_messages_say(seed: int) -> None:
+    """Chains are put together, and nothing else changes: copies, tiers, other adapters, what has no parent."""
+    source = random.Random(seed)
+    together, apart = EngineTranslator(BLOCK, 1000), EngineTranslator(BLOCK, 1000)
+    held: dict[str, set[tuple[int, Tier]]] = {"together": set(), "apart": set()}
+    messages = {"together": 0, "apart": 0}
+    chains = [[10 * chain + 1 + at for at in range(8)] for chain in range(3)]
+    for _ in range(6):
+        events: list[Any] = []
+        for _ in range(source.randrange(1, 6)):
+            chain, at = source.randrange(3), source.choice([0, 0, 0, source.randrange(8)])
+            hashes = chains[chain][at : at + source.randrange(1, 6)]
+            medium, lora = source.choice(["GPU", "GPU", "CPU"]), "ab"[chain % 2]
+            if source.random() < 0.3:
+                events.append(block_removed("vllm", hashes, medium))
+                continue
+            for each in hashes:
+                tokens, place = [each] * BLOCK, each % 10 - 1
+                parent = each - 1 if place else None
+                events.append(block_stored("vllm", [each], parent, tokens, medium, None if place else lora))
+        batches = [decode_pub(frame_of(each)).events for each in (events, *([one] for one in events))]
+        for name, told_of in (
+            ("together", together.translate(batches[0])),
+            ("apart", [out for one in batches[1:] for out in apart.translate(one)]),
+        ):
+            for out in told_of:
+                assert isinstance(out, BlocksStored | BlocksRemoved)
+                messages[name] += 1
+                blocks = {(block, out.tier) for block in unpack_hashes(out.sequence_hashes)}
+                held[name] = held[name] | blocks if isinstance(out, BlocksStored) else held[name] - blocks
+        assert held["together"] == held["apart"]
+        assert together.ignored_blocks == apart.ignored_blocks
+    assert 0 < messages["together"] < messages["apart"]
 
 
 @pytest.mark.parametrize(

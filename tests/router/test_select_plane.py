@@ -308,12 +308,15 @@ def test_a_decode_worker_that_decodes_only_is_selected_for_nothing_else() -> Non
         assert isinstance(refused, SelectRefused)
         assert refused.code == "no_worker"
         status = await asker.ask(AskStatus(3))
+        assert isinstance(status, PoolStatus)
         assert status.models[0].roles[0].decodes_only
         asker.pool.join("d2", card=make_card(role=Role.DECODE))
         whole = await asker.select("r3", stage=Stage.WHOLE)
         assert isinstance(whole, Selected)
         assert whole.worker.worker_id == "d2"
-        assert not (await asker.ask(AskStatus(4))).models[0].roles[0].decodes_only
+        status = await asker.ask(AskStatus(4))
+        assert isinstance(status, PoolStatus)
+        assert not status.models[0].roles[0].decodes_only
 
     run(scenario)
 
