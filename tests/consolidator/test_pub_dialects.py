@@ -63,7 +63,9 @@ def test_a_continuation_keeps_the_adapter_and_the_salt_of_its_parent(dialect: st
     translator = EngineTranslator(BLOCK, 1000)
     out = [told for event in events for told in translated([event], translator)]
 
-    assert translated(events) == [BlocksStored(None, pack_hashes(names(tokens, "a", "s")))], "in one message: one chain"
+    translated([block_removed(dialect, [b"\x01" * 32])], translator)
+    chain = BlocksStored(None, pack_hashes(names(tokens, "a", "s")))
+    assert translated(events, translator) == [chain], "in one message: one chain"
     found = [sequence_hash for event in out for sequence_hash in unpack_hashes(event.sequence_hashes)]
     assert found == names(tokens, "a", "s")
     assert out[1].parent == found[0]
