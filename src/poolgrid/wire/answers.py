@@ -55,7 +55,7 @@ class EndpointRow(AnswerRow, frozen=True, kw_only=True):
     role: str
     workers: int
     ready: int
-    decodes_only: bool
+    decodes_only: bool = False
     """Whether its workers take no whole request, and none at all without a prefill worker."""
     instances: list[InstanceRow]
 
