@@ -85,7 +85,7 @@ class PoolPlacer:
             await self.place(flight, "aggregated", Stage.WHOLE, "first")
             return
         local = flight.record.isl <= self._settings.local_prefill_max_tokens
-        if local and flight.machine.request.multimodal is None:
+        if local and flight.machine.request.multimodal is None and await self._is_served_whole(flight):
             flight.record.note("a short prompt is prefilled where it is decoded")
             await self.place(flight, "decode", Stage.WHOLE, "first")
             return
@@ -95,11 +95,18 @@ class PoolPlacer:
             raise self._none_left(flight, choice, [])
         await self.prefill(flight, "first")
 
+    async def _is_served_whole(self, flight: Flight) -> bool:
+        """Tell whether any decode pool takes whole requests, once it has room."""
+        choice = self._choice(flight, await self.destination(flight, "decode"), Stage.WHOLE)
+        return choice.pool is not None or choice.may_have_room_later
+
     async def prefill(self, flight: Flight, cause: str, after_loss: tuple[str, bool] | None = None) -> None:
         """Begin with a prefill leg; without any prefill pool the decode pool does the whole."""
         try:
             await self.place(flight, "prefill", Stage.PREFILL, cause, after_loss)
         except Refused as refusal:
+            if not await self._is_served_whole(flight):
+                raise
             flight.record.note(f"prefilled where it is decoded: {refusal}")
             await self.place(flight, "decode", Stage.WHOLE, cause)
 

@@ -442,8 +442,8 @@ def state_for(status: PoolStatus | None, model: str, stage: Stage) -> PoolStandi
 
     A pool without a fresh status is down. One without a worker for a request but with loading workers is loading, which
     is no better for the request: it is shown to people, and it ends by itself. Workers that do a stage: those of its
-    role; an aggregated worker does any but encode, a decode worker also the whole. A pool whose ready workers are
-    all full is saturated; one that has only draining workers is draining.
+    role; an aggregated worker does any but encode, a decode worker also the whole, unless it decodes only. A pool whose
+    ready workers are all full is saturated; one that has only draining workers is draining.
     """
     if status is None or not status.ready:
         return PoolStanding.DOWN
@@ -451,7 +451,8 @@ def state_for(status: PoolStatus | None, model: str, stage: Stage) -> PoolStandi
     without_worker = PoolStanding.LOADING if status.loading_workers else PoolStanding.DOWN
     if served is None:
         return without_worker
-    roles = [role for role in served.roles if role.role in ROLES[stage]]
+    is_whole = stage is Stage.WHOLE
+    roles = [role for role in served.roles if role.role in ROLES[stage] and not (is_whole and role.decodes_only)]
     usable = [role for role in roles if role.ready]
     if not usable:
         return PoolStanding.DRAINING if any(role.draining for role in roles) else without_worker

@@ -25,6 +25,7 @@ from poolgrid.router.core.stage_plan import (
     EITHER_ROLES,
     ENCODE_LEG,
     ENCODE_ROLES,
+    ONE_LEG_ROLES,
     PREFILL_ROLES,
     SECOND_LEG,
     TASK_LEGS,
@@ -159,9 +160,10 @@ class Chooser:
         if found.busy or not coming.isdisjoint(found.reasons.keys() - routed.tried.keys() - routed.unable.keys()):
             # Full or out of reach, only for the moment.
             return PlacementFailure(found, busy=True, full=bool(full))
-        # The last worker left. A restart may take longer than its lease, so what the pool has taken waits for the next.
-        was_taken = machine.plan.dispatches > 0 or routed.queued is not None
-        return PlacementFailure(found, busy=was_taken and found.reasons.keys() <= found.draining)
+        # The last worker left. A restart may take longer than its lease, so what the pool has taken waits for the next;
+        # and so do new requests where only one side of two is left.
+        waits = machine.plan.dispatches > 0 or routed.queued is not None or bool(self.missing_role(request))
+        return PlacementFailure(found, busy=waits and found.reasons.keys() <= found.draining)
 
     def _hash(self, routed: LocalRequest) -> None:
         """Hash a prompt again, for which there was no worker when it came."""
@@ -348,10 +350,14 @@ class Chooser:
         request = plan.request
         if request.task is not None:
             return TASK_LEGS[stage_of(request.task)]
-        whole, prefill, decode, encode = self._staff_of(request.model)
-        if encode and plan.wants_encode:
+        staff = self._staff_of(request.model)
+        if staff.encode and plan.wants_encode:
             return ENCODE_LEG
-        return first_leg(whole, prefill, decode, self._always_two or request.multimodal is not None)
+        return first_leg(staff, self._always_two or request.multimodal is not None)
+
+    def missing_role(self, request: InferenceRequest) -> str:
+        """Return the role of which a request needs a worker and there is none; empty = no other role waits for it."""
+        return "" if request.task is not None else self._staff_of(request.model).missing
 
     def _staff_of(self, model: str) -> RoleAvailability:
         """Return which roles of a model have anyone who takes requests."""
@@ -362,7 +368,7 @@ class Chooser:
         staff = self._staff.get(model)
         if staff is None:
             down = self._links.unreachable
-            by_role = (WHOLE_ROLES, PREFILL_ROLES, DECODE_ROLES, ENCODE_ROLES)
+            by_role = (WHOLE_ROLES, PREFILL_ROLES, DECODE_ROLES, ENCODE_ROLES, ONE_LEG_ROLES)
             staff = RoleAvailability(*(self._selector.available(model, roles, down) for roles in by_role))
             # Clients can name any number of models that no worker serves.
             if any(staff):

@@ -410,10 +410,10 @@ def endpoint_name(worker: Worker) -> str:
 
 def endpoint_rows(workers: Iterable[Worker], unreachable: Mapping[WorkerKey, str]) -> list[EndpointRow]:
     """Return every endpoint of a pool, by model and role."""
-    found: dict[tuple[str, Role, str], list[InstanceRow]] = {}
+    found: dict[tuple[str, Role, str, bool], list[InstanceRow]] = {}
     for worker in workers:
         state = "draining" if worker.draining else "unreachable" if worker.key in unreachable else "ready"
-        key = (worker.card.model, worker.card.role, endpoint_name(worker))
+        key = (worker.card.model, worker.card.role, endpoint_name(worker), worker.card.decodes_only)
         found.setdefault(key, []).append(
             InstanceRow(worker_id=worker.key.worker_id, dp_rank=worker.key.dp_rank, state=state)
         )
@@ -424,9 +424,10 @@ def endpoint_rows(workers: Iterable[Worker], unreachable: Mapping[WorkerKey, str
             role=role.name.lower(),
             workers=len(instances),
             ready=sum(each.state == "ready" for each in instances),
+            decodes_only=decodes_only,
             instances=instances[:INSTANCES_SHOWN_MAX],
         )
-        for (model, role, name), instances in sorted(found.items())
+        for (model, role, name, decodes_only), instances in sorted(found.items())
     ]
 
 
@@ -463,8 +464,12 @@ class Completeness:
         for model, role in missing.items():
             if model not in self._complete:
                 return f"model {model!r} has no {role} worker yet"
-        if any(row.ready and row.role in GENERATING for row in rows):
+        generating = [row for row in rows if row.ready and row.role in GENERATING]
+        if any(row.model not in missing or not row.decodes_only for row in generating):
             return None
+        if generating:
+            model = generating[0].model
+            return f"model {model!r} has no prefill worker any more, and its decode workers take no whole request"
         return "no worker takes requests" if not rows else "no aggregated or decode worker takes requests"
 
     def troubles(self, rows: Sequence[EndpointRow]) -> list[str]:

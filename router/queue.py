@@ -90,7 +90,6 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         self._place = place
         self._give_up = give_up
         self._defer_max_ms = settings.hold_limit_ms
-        self._no_room = f"no worker had room within {settings.queue_timeout_ms:.0f} ms"
         self._pumping = False
         self._pump_scheduled = False
         self._closed = False
@@ -138,7 +137,7 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
                 self.pump_soon()
             await within(self._timeout_ms, self._clock, placed)
         except TimeoutError:
-            raise self.busy(self._no_room) from None
+            raise self._overdue(routed) from None
         finally:
             # Once it is placed it is no longer waited for here: its worker may be lost, and the request in the queue
             # again as a resumed one, before this task has its turn.
@@ -236,7 +235,7 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         for queued in self._queue.resumed():
             if queued.entered_ms < now_ms - self._timeout_ms:
                 self.leave(queued.item)
-                refusal = self.busy(self._no_room)
+                refusal = self._overdue(queued.item)
                 self._give_up(queued.item, str(refusal), refusal.retry_after_s)
 
     def _try(self, routed: LocalRequest) -> bool:
@@ -366,6 +365,20 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         if failure.is_policy_failure:
             return Refused(500, "policy_failed", str(failure))
         return Refused(503, "no_worker", str(failure))
+
+    def _overdue(self, routed: LocalRequest) -> Refused:
+        """Return the refusal of a request that has waited for too long."""
+        request = routed.machine.request
+        role = self._chooser.missing_role(request)
+        if not role:
+            return self.busy(f"no worker had room within {self._timeout_ms:.0f} ms")
+        return Refused(
+            503,
+            "no_worker",
+            f"model {request.model!r} has no {role} worker, and no other can serve a whole request: none came within "
+            f"{self._timeout_ms:.0f} ms",
+            self.retry_after_s(),
+        )
 
     def retry_after_s(self) -> float:
         full_s = self._chooser.full.retry_after_s(self._clock.monotonic_ms())

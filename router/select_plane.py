@@ -27,7 +27,7 @@ from poolgrid.router.core.fleet import chat_of, inabilities_of, media_of
 from poolgrid.router.core.inputs import Booked, Released, Renewed, WorkerWanted
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
-from poolgrid.router.core.stage_plan import DECODE_ROLES, ENCODE_ROLES, PREFILL_ROLES, WHOLE_ROLES
+from poolgrid.router.core.stage_plan import DECODE_ROLES, ENCODE_ROLES, ONE_LEG_ROLES, PREFILL_ROLES, WHOLE_ROLES
 from poolgrid.router.placement import tell_decision
 from poolgrid.router.service import RouterService
 from poolgrid.transport.planes import name_plane
@@ -228,7 +228,11 @@ class SelectPlane:
                     continue
                 draining = sum(worker.draining for worker in serving)
                 ready, busy, room = self._selector.room(name, (role,), self._pool.unreachable)
-                roles.append(RoleStatus(role, ready, draining, len(serving) - draining - ready, busy, room))
+                unreachable, decodes_only = (
+                    len(serving) - draining - ready,
+                    all(each.card.decodes_only for each in serving),
+                )
+                roles.append(RoleStatus(role, ready, draining, unreachable, busy, room, decodes_only))
                 requests += busy
                 capacity += room
             card = workers[0].card
@@ -313,7 +317,7 @@ class SelectPlane:
         missing = self._pool.unreachable
         if self._selector.available(model, own, missing):
             return own
-        other = DECODE_ROLES if stage is Stage.WHOLE else WHOLE_ROLES
+        other = ONE_LEG_ROLES if stage is Stage.WHOLE else WHOLE_ROLES
         return other if self._selector.available(model, other, missing) else own
 
     def _block_size(self, model: str) -> int:

@@ -439,7 +439,7 @@ class WorkerService:
         self._empty.clear()
 
     def _check(self, peer_id: bytes, request: Generate) -> None:
-        _check_stage(self._worker_id, self.card.role, request.stage)
+        _check_stage(self._worker_id, self.card, request.stage)
         if self._drain.is_on:
             raise DrainingError(f"worker {self._worker_id} is draining and takes no new requests")
         if self._engine.unhealthy_reason:
@@ -605,11 +605,10 @@ def _check_crowding(worker_id: str, books: BookedPrefill, expected: int) -> None
         )
 
 
-def _check_stage(worker_id: str, role: Role, stage: Stage) -> None:
-    if stage not in STAGES[role]:
-        raise BrokenError(
-            f"worker {worker_id} has the role {role.name.lower()}, it does not take the stage {STAGE_WORD[stage]}"
-        )
+def _check_stage(worker_id: str, card: WorkerCard, stage: Stage) -> None:
+    if stage not in STAGES[card.role] or (card.decodes_only and stage is not Stage.DECODE):
+        role = card.role.name.lower()
+        raise BrokenError(f"worker {worker_id} has the role {role}, it does not take the stage {STAGE_WORD[stage]}")
 
 
 def _check_routing(worker_id: str, card: WorkerCard, routing: Routing) -> None:

@@ -40,7 +40,13 @@ PROOFS = {
         "yes",
         "tests/workers/server/test_vllm_worker.py",
     ),
-    "sglang": Proof("SGLang server", "0.5", "no", "yes", "tests/workers/server/test_sglang_worker.py"),
+    "sglang": Proof(
+        "SGLang server",
+        "0.5",
+        "0.5.16 on H200, pages of 1 and 16 tokens, with eviction; recorded events",
+        "yes",
+        "tests/workers/server/test_sglang_worker.py",
+    ),
     "trtllm-serve": Proof(
         "trtllm-serve", "TensorRT-LLM 1.2", "no", "yes", "tests/workers/server/test_trtllm_serve_worker.py"
     ),
@@ -56,13 +62,13 @@ PROOFS = {
 
 FEATURES: Sequence[tuple[str, str, str, str, str]] = (
     # feature, vLLM, SGLang, trtllm-serve, TensorRT-LLM in the worker
-    ("KV events", "real", "stand-in", "stand-in, over HTTP", "stand-in"),
+    ("KV events", "real", "real", "stand-in, over HTTP", "stand-in"),
     ("event replay after a loss", "real", "stand-in", "no", "stand-in: resync by the worker"),
-    ("cached tokens reported", "real", "stand-in", "stand-in", "stand-in"),
+    ("cached tokens reported", "real", "real", "stand-in", "stand-in"),
     ("migration of a running stream", "real", "stand-in", "stand-in", "stand-in"),
-    ("disaggregated prefill and decode", "real (NIXL: CPU, H200)", "stand-in", "stand-in", "stand-in"),
+    ("disaggregated prefill and decode", "real (NIXL: CPU, H200)", "real (NIXL: H200)", "stand-in", "stand-in"),
     ("structured output", "real", "stand-in", "stand-in, no structural tags", "stand-in"),
-    ("log probabilities", "real", "stand-in", "stand-in, in part", "stand-in"),
+    ("log probabilities", "real", "real", "stand-in, in part", "stand-in"),
     ("LoRA adapters", "stand-in", "refused with events", "refused", "stand-in"),
     ("cache salt (tenants)", "real", "refused with events", "refused", "stand-in"),
     ("images", "real (0.32)", "stand-in", "refused", "stand-in"),

@@ -77,8 +77,16 @@ class Fleet:
         return self._by_model
 
     def serving(self, model: str, roles: tuple[Role, ...] = (Role.AGGREGATED,)) -> list[Worker]:
-        """Return the workers of one model and of any of ``roles``, in order of their keys, draining ones included."""
-        return [worker for worker in self.models().get(model, ()) if worker.card.role in roles]
+        """Return the workers of one model and of any of ``roles``, in order of their keys, draining ones included.
+
+        Several roles are asked for who can compute a prompt: those that decode only are not among them.
+        """
+        computes = len(roles) > 1
+        return [
+            worker
+            for worker in self.models().get(model, ())
+            if worker.card.role in roles and not (computes and worker.card.decodes_only)
+        ]
 
 
 def media_of(workers: Iterable[Worker]) -> MediaSpec:

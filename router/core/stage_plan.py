@@ -6,7 +6,8 @@ The rule, in this order:
    instead of the images. Without encode workers, or once that has failed, the worker that computes the prompt encodes
    too.
 1. Without prefill or without decode workers there is one leg, on a worker that can do it: an aggregated one, else a
-   decode worker (it can compute a prompt too; a prefill worker cannot continue alone).
+   decode worker whose engine can compute a prompt too (a prefill worker cannot continue alone). Where none can, the
+   request waits for the side that is missing.
 2. A prompt with media goes to a prefill worker: what an image costs is not among its tokens. So does every prompt where
    that is asked for (``legs`` of the settings), to compare.
 3. Otherwise the lower cost in milliseconds decides, each way on the worker that is best for it:
@@ -38,7 +39,7 @@ PREFILL_ROLES = (Role.PREFILL,)
 DECODE_ROLES = (Role.DECODE,)
 ENCODE_ROLES = (Role.ENCODE,)
 ONE_LEG_ROLES = (Role.AGGREGATED, Role.DECODE)
-"""Who can serve a whole request."""
+"""Who can serve a whole request, unless it decodes only."""
 EITHER_ROLES = (Role.AGGREGATED, Role.PREFILL, Role.DECODE)
 """Of a question to the selector that leaves the number of legs to it."""
 
@@ -67,10 +68,19 @@ class LegSpec:
 class RoleAvailability(NamedTuple):
     """Whether any worker of a role takes requests, and can be reached."""
 
-    whole: bool
-    prefill: bool
-    decode: bool
-    encode: bool
+    aggregated: bool = False
+    prefill: bool = False
+    decode: bool = False
+    encode: bool = False
+    whole: bool = False
+    """Of any role: whether one can do a whole request."""
+
+    @property
+    def missing(self) -> str:
+        """Return the role without which no request can be served although others are there; empty = none."""
+        if self.whole or self.prefill == self.decode:
+            return ""
+        return "decode" if self.prefill else "prefill"
 
 
 class Outlook(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -142,17 +152,16 @@ def spec_of(choice: LegChoice) -> LegSpec:
     return _SPECS[choice.reason]
 
 
-def first_leg(has_aggregated: bool, has_prefill: bool, has_decode: bool, always_two: bool) -> LegSpec:
+def first_leg(has: RoleAvailability, always_two: bool) -> LegSpec:
     """Return the first leg as far as roles decide it; ``EITHER`` where milliseconds do."""
-    if has_prefill and has_decode:
+    if has.prefill and has.decode:
         return _PREFILL if always_two else EITHER
-    if not has_aggregated and has_decode:
-        return _NO_PREFILL_WORKER
-    return _AGGREGATED
+    if has.aggregated or not has.decode:
+        return _AGGREGATED
+    return _SPECS["no_prefill_worker"] if has.whole else _PREFILL
 
 
 _PREFILL: Final = LegSpec(Stage.PREFILL, PREFILL_ROLES, "disaggregated")
-_NO_PREFILL_WORKER: Final = LegSpec(Stage.WHOLE, DECODE_ROLES, "no_prefill_worker")
 _AGGREGATED: Final = LegSpec(Stage.WHOLE, WHOLE_ROLES, "aggregated")
 _SPECS: Final = {
     spec.reason: spec

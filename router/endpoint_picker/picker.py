@@ -28,7 +28,7 @@ from poolgrid.router.core.fleet import Fleet
 from poolgrid.router.core.inputs import Booked, PromptComputed, Released, Renewed, WorkerWanted
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
-from poolgrid.router.core.stage_plan import DECODE_ROLES, WHOLE_ROLES
+from poolgrid.router.core.stage_plan import ONE_LEG_ROLES, WHOLE_ROLES
 from poolgrid.router.core.stream_health import TOKENS_MIN
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.endpoint_picker.prompt_reading import PromptReader, PromptReading
@@ -241,7 +241,7 @@ class Picker:
 
     def _roles(self, model: str, excluded: Mapping[WorkerKey, str]) -> tuple[Role, ...]:
         """Return who does a whole request: aggregated workers, and decode workers where there are none."""
-        return WHOLE_ROLES if self._state.selector.available(model, WHOLE_ROLES, excluded) else DECODE_ROLES
+        return WHOLE_ROLES if self._state.selector.available(model, WHOLE_ROLES, excluded) else ONE_LEG_ROLES
 
     def _any_model(self) -> str:
         """Return the model for a request that names none of the fleet's: the first by name that a gateway reaches."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from poolgrid.kv_events.pub import EngineCleared, EngineRemoved, EngineStored, d
 from poolgrid.kv_events.translation import EngineTranslator
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, GroupsReported, KvGroup
-from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
+from poolgrid.wire.hashing import block_hashes, hash_seed, pack_hashes, pack_tokens, sequence_hashes, unpack_hashes
 from poolgrid.wire.identifiers import Tier
 from tests.consolidator.pub_engine import BLOCK, block_removed, block_stored, frame_of
 from tests.examples import examples
@@ -55,16 +56,55 @@ def test_an_envelope_that_is_a_map_says_the_same_as_an_array(event: Any, rank: s
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_continuation_keeps_the_adapter_and_the_salt_of_its_parent(dialect: str) -> None:
     tokens = list(range(8))
-    out = translated(
-        [
-            block_stored(dialect, [b"\x01" * 32], None, tokens[:4], lora="a", salt="s"),
-            block_stored(dialect, [b"\x02" * 32], b"\x01" * 32, tokens[4:]),
-        ]
-    )
+    events = [
+        block_stored(dialect, [b"\x01" * 32], None, tokens[:4], lora="a", salt="s"),
+        block_stored(dialect, [b"\x02" * 32], b"\x01" * 32, tokens[4:]),
+    ]
+    translator = EngineTranslator(BLOCK, 1000)
+    out = [told for event in events for told in translated([event], translator)]
 
+    translated([block_removed(dialect, [b"\x01" * 32])], translator)
+    chain = BlocksStored(None, pack_hashes(names(tokens, "a", "s")))
+    assert translated(events, translator) == [chain], "in one message: one chain"
     found = [sequence_hash for event in out for sequence_hash in unpack_hashes(event.sequence_hashes)]
     assert found == names(tokens, "a", "s")
     assert out[1].parent == found[0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_a_message_says_block_by_block_is_what_as_many_messages_say(seed: int) -> None:
+    """Chains are put together, and nothing else changes: copies, tiers, other adapters, what has no parent."""
+    source = random.Random(seed)
+    together, apart = EngineTranslator(BLOCK, 1000), EngineTranslator(BLOCK, 1000)
+    held: dict[str, set[tuple[int, Tier]]] = {"together": set(), "apart": set()}
+    messages = {"together": 0, "apart": 0}
+    chains = [[10 * chain + 1 + at for at in range(8)] for chain in range(3)]
+    for _ in range(6):
+        events: list[Any] = []
+        for _ in range(source.randrange(1, 6)):
+            chain, at = source.randrange(3), source.choice([0, 0, 0, source.randrange(8)])
+            hashes = chains[chain][at : at + source.randrange(1, 6)]
+            medium, lora = source.choice(["GPU", "GPU", "CPU"]), "ab"[chain % 2]
+            if source.random() < 0.3:
+                events.append(block_removed("vllm", hashes, medium))
+                continue
+            for each in hashes:
+                tokens, place = [each] * BLOCK, each % 10 - 1
+                parent = each - 1 if place else None
+                events.append(block_stored("vllm", [each], parent, tokens, medium, None if place else lora))
+        batches = [decode_pub(frame_of(each)).events for each in (events, *([one] for one in events))]
+        for name, told_of in (
+            ("together", together.translate(batches[0])),
+            ("apart", [out for one in batches[1:] for out in apart.translate(one)]),
+        ):
+            for out in told_of:
+                assert isinstance(out, BlocksStored | BlocksRemoved)
+                messages[name] += 1
+                blocks = {(block, out.tier) for block in unpack_hashes(out.sequence_hashes)}
+                held[name] = held[name] | blocks if isinstance(out, BlocksStored) else held[name] - blocks
+        assert held["together"] == held["apart"]
+        assert together.ignored_blocks == apart.ignored_blocks
+    assert 0 < messages["together"] < messages["apart"]
 
 
 @pytest.mark.parametrize(
@@ -143,11 +183,10 @@ def test_a_text_among_the_keys_of_the_first_block_alone_is_the_salt() -> None:
     }
     rest = {**block_stored("trtllm", [13], 12, tokens[8:], lora="poet"), "extra_keys": [["poet"]]}
 
-    salted, both, continued = translated([first, adapted, rest])
+    salted, both = translated([first, adapted, rest])
 
     assert list(unpack_hashes(salted.sequence_hashes)) == names(tokens[:8], salt="tenant-a")
-    found = [*unpack_hashes(both.sequence_hashes), *unpack_hashes(continued.sequence_hashes)]
-    assert found == names(tokens, "poet", "tenant-a")
+    assert list(unpack_hashes(both.sequence_hashes)) == names(tokens, "poet", "tenant-a")
 
 
 def test_other_groups_of_a_hybrid_model_are_told_apart() -> None:

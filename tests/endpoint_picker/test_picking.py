@@ -35,9 +35,15 @@ PATH = [11, 12, 13]
 BODY = b'{"model": "m"}'
 
 
-def card_at(*endpoints: str, ranks: int = 1, max_batch_size: int = 8, role: Role = Role.AGGREGATED) -> WorkerCard:
+def card_at(
+    *endpoints: str,
+    ranks: int = 1,
+    max_batch_size: int = 8,
+    role: Role = Role.AGGREGATED,
+    decodes_only: bool = False,
+) -> WorkerCard:
     card = make_card(max_batch_size=max_batch_size, role=role)
-    return msgspec.structs.replace(card, serving_endpoints=endpoints, dp_size=ranks)
+    return msgspec.structs.replace(card, serving_endpoints=endpoints, dp_size=ranks, decodes_only=decodes_only)
 
 
 class View:
@@ -266,6 +272,14 @@ def test_a_request_without_an_endpoint_is_answered_503() -> None:
     assert shed(asked(gateway)[1])[:2] == (503, "no_worker")
     gateway.view.ready = False
     assert shed(asked(gateway)[1])[:2] == (503, "not_ready")
+
+
+def test_without_aggregated_engines_those_that_decode_are_named_unless_they_only_decode() -> None:
+    gateway = Gateway()
+    gateway.joined(only=card_at("10.0.0.1:8000", role=Role.DECODE, decodes_only=True))
+    assert shed(asked(gateway)[1])[:2] == (503, "no_worker")
+    gateway.joined(any=card_at("10.0.0.2:8000", role=Role.DECODE))
+    assert endpoints(asked(gateway, "r2")[1]) == ["10.0.0.2:8000"]
 
 
 def test_a_request_that_finds_every_engine_full_is_shed_with_429_and_when_to_come_back() -> None:

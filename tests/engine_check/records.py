@@ -13,7 +13,7 @@ import msgspec
 from poolgrid.tools.engine_check.core.evidence import Evidence, Heard, ProbeExchange
 
 DIRECTORY = Path(__file__).parents[1] / "data" / "engine_records"
-NAMES = sorted(path.name.removesuffix(".json.gz") for path in DIRECTORY.glob("*.json.gz"))
+NAMES = sorted(path.name.removesuffix(".json.gz") for path in DIRECTORY.glob("vllm-*.json.gz"))
 
 Batch = list[Any]
 """A decoded payload: [timestamp, events, dp_rank]."""

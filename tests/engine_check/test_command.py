@@ -14,6 +14,9 @@ from poolgrid.tools.engine_check.settings import EngineCheckSettings
 from poolgrid.workers.core.timing import TableTiming
 from tests.engine_check.engine_server import Habits, engine_server
 from tests.engine_check.test_transfer_rules import METRICS
+from tests.fakes.engine_server.sglang import SglangServer
+from tests.fakes.engine_server.threaded import servers_in_thread
+from tests.fakes.engine_server.vllm import Options, VllmServer
 
 
 def squeezed(text: str) -> str:
@@ -69,6 +72,18 @@ def test_a_server_that_is_set_up_wrong_is_told_what_to_set(
     assert status == 1
     assert squeezed(f"fault: {kind} (") in squeezed(text)
     assert squeezed("To set: ") in squeezed(text)
+
+
+def test_a_server_of_one_leg_is_not_probed_and_the_reason_is_its_partner(capsys: pytest.CaptureFixture[str]) -> None:
+    def server_of_a_leg(context: Any, options: Options) -> VllmServer:
+        return SglangServer(context, options, "prefill")
+
+    with servers_in_thread(Options(block_size=16), make=server_of_a_leg) as running:
+        status, _, errors = check(running.servers[0].url, capsys)
+
+    assert status == 2
+    assert squeezed("was started for prefill: it takes no request without its partner") in squeezed(errors)
+    assert not running.servers[0].bodies
 
 
 def test_slow_transfers_of_kv_are_a_warning_with_their_speed(capsys: pytest.CaptureFixture[str]) -> None:

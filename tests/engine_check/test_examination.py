@@ -60,6 +60,26 @@ def test_a_real_engine_has_no_fault_and_the_index_holds_all_that_its_tokens_impl
     assert found.forms == "batches are arrays, events maps"
 
 
+@pytest.mark.parametrize(("page", "blocks", "lacking"), [(16, 19, 5), (1, 28, 7)])
+def test_of_sglang_only_the_salt_is_missing(page: int, blocks: int, lacking: int) -> None:
+    """Its events are of one block each, and those of a salted prompt are named like those of a plain one."""
+    found = examine(record(f"sglang-0.5.16-page-{page}"))
+
+    assert kinds(found) == [Kind.SALT_MISSING], "its KV of a last token is real: the next turn reuses it"
+    assert found.blocks.expected == blocks
+    assert [path.probe.name for path, _ in found.blocks.missing] == ["salted"] * lacking
+    differing = [each.path.probe.name for each in found.reuse.comparisons if each.predicted != each.reported]
+    assert differing == ["salted again"]
+    assert found.forms == "batches are arrays, events arrays"
+
+
+def test_an_event_whose_parent_comes_later_in_the_same_message_is_a_fault() -> None:
+    def turned(batch: Batch) -> Batch:
+        return [batch[0], batch[1][::-1], *batch[2:]]
+
+    assert Kind.PARENT_UNKNOWN in faults(with_batches(record("sglang-0.5.16-page-16"), turned))
+
+
 @of_every_record
 def test_a_record_is_read_as_it_was_written(name: str) -> None:
     assert Evidence.from_json(record(name).to_json()) == record(name)

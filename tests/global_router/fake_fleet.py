@@ -64,8 +64,10 @@ def status(*roles: RoleStatus, model: str = MODEL) -> PoolStatus:
     return PoolStatus(0, True, (ModelStatus(model, BLOCK_SIZE, HASH_SPEC, 4096, roles),), retry_after_s=3.0)
 
 
-def workers_of(role: Role, ready: int = 2, requests: int = 0, draining: int = 0) -> RoleStatus:
-    return RoleStatus(role, ready, draining, 0, requests, 8 * ready)
+def workers_of(
+    role: Role, ready: int = 2, requests: int = 0, draining: int = 0, decodes_only: bool = False
+) -> RoleStatus:
+    return RoleStatus(role, ready, draining, 0, requests, 8 * ready, decodes_only)
 
 
 class FakePool(PoolConnection):

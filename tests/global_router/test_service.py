@@ -400,6 +400,17 @@ class TestDisaggregated:
         assert (await answer(fleet, isl=32, hints=targets(900, 25)))[2] == "d-cheap"
         assert (await answer(fleet, request_id="r2", isl=33, hints=targets(900, 25)))[2] == "p-cheap,d-cheap"
 
+    async def test_decode_workers_that_take_no_whole_request_get_legs_alone(self) -> None:
+        fleet = self.fleet(local_prefill_max_tokens=32)
+        for name in ("d-fast", "d-cheap"):
+            fleet.pool(name).status = status(workers_of(Role.DECODE, decodes_only=True))
+
+        assert (await answer(fleet, isl=32, hints=targets(900, 25)))[2] == "p-cheap,d-cheap"
+        fleet.pool("p-fast").status = fleet.pool("p-cheap").status = None
+        with pytest.raises(Refused, match="p-cheap is down") as refused:
+            await fleet.service.submit(request("r2"))
+        assert refused.value.status == 503
+
     async def test_a_decode_worker_that_dies_costs_a_second_prefill_and_no_token(self) -> None:
         fleet = self.fleet()
         fleet.scripts["d-cheap-1"] = break_at(3)

@@ -33,10 +33,19 @@ def make_card(
     takes_retention: bool = False,
     media: MediaSpec = MediaSpec(),  # noqa: B008
     chat: ChatSpec = ChatSpec(),  # noqa: B008
+    decodes_only: bool = False,
 ) -> WorkerCard:
     limits = WorkerLimits(max_batch_size, 8192, total_kv_blocks, max_sequence_length)
     return WorkerCard(
-        model, role, BLOCK_SIZE, limits, "tcp://127.0.0.1:1", media=media, chat=chat, takes_retention=takes_retention
+        model,
+        role,
+        BLOCK_SIZE,
+        limits,
+        "tcp://127.0.0.1:1",
+        media=media,
+        chat=chat,
+        takes_retention=takes_retention,
+        decodes_only=decodes_only,
     )
 
 

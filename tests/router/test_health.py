@@ -18,8 +18,10 @@ from tests.router.test_service import routed
 LIMITS = WorkerLimits(8, 8192, 100, 4096)
 
 
-def worker(name: str, role: Role, model: str = "m", endpoint: str = "", draining: bool = False) -> Worker:
-    card = WorkerCard(model, role, 32, LIMITS, "tcp://127.0.0.1:1", endpoint_name=endpoint)
+def worker(
+    name: str, role: Role, model: str = "m", endpoint: str = "", draining: bool = False, decodes_only: bool = False
+) -> Worker:
+    card = WorkerCard(model, role, 32, LIMITS, "tcp://127.0.0.1:1", endpoint_name=endpoint, decodes_only=decodes_only)
     return Worker(WorkerKey(WorkerId(name), 0), 1, card, draining)
 
 
@@ -27,6 +29,7 @@ def rows(*workers: Worker, unreachable: Sequence[str] = ()) -> list[EndpointRow]
     return endpoint_rows(workers, {WorkerKey(WorkerId(name), 0): "silent" for name in unreachable})
 
 
+DECODES_ONLY = worker("only", Role.DECODE, decodes_only=True)
 PREFILL, DECODE, ENCODE = worker("p", Role.PREFILL), worker("d", Role.DECODE), worker("e", Role.ENCODE)
 
 
@@ -93,6 +96,9 @@ def test_a_pool_that_was_complete_stays_ready_and_says_what_it_lacks() -> None:
         ([PREFILL, DECODE], [PREFILL], "no aggregated or decode worker takes requests"),
         ([PREFILL, DECODE], [PREFILL, worker("d", Role.DECODE, draining=True)], "no aggregated or decode worker"),
         ([PREFILL, DECODE], [DECODE], None),
+        ([PREFILL, DECODES_ONLY], [DECODES_ONLY], "model 'm' has no prefill worker any more, and its decode workers"),
+        ([PREFILL, DECODES_ONLY, DECODE], [DECODES_ONLY, DECODE], None),
+        ([PREFILL, DECODES_ONLY, worker("w", Role.AGGREGATED)], [DECODES_ONLY, worker("w", Role.AGGREGATED)], None),
         ([PREFILL, DECODE, worker("w", Role.AGGREGATED, model="other")], [worker("w", Role.AGGREGATED)], None),
     ],
 )

@@ -300,6 +300,27 @@ def test_stages_go_to_workers_of_their_role_and_an_aggregated_one_does_any_but_e
     run(scenario)
 
 
+def test_a_decode_worker_that_decodes_only_is_selected_for_nothing_else() -> None:
+    async def scenario(asker: Asker) -> None:
+        asker.pool.join("d", card=make_card(role=Role.DECODE, decodes_only=True))
+        assert isinstance(await asker.select("r1", stage=Stage.DECODE), Selected)
+        refused = await asker.select("r2", stage=Stage.WHOLE)
+        assert isinstance(refused, SelectRefused)
+        assert refused.code == "no_worker"
+        status = await asker.ask(AskStatus(3))
+        assert isinstance(status, PoolStatus)
+        assert status.models[0].roles[0].decodes_only
+        asker.pool.join("d2", card=make_card(role=Role.DECODE))
+        whole = await asker.select("r3", stage=Stage.WHOLE)
+        assert isinstance(whole, Selected)
+        assert whole.worker.worker_id == "d2"
+        status = await asker.ask(AskStatus(4))
+        assert isinstance(status, PoolStatus)
+        assert not status.models[0].roles[0].decodes_only
+
+    run(scenario)
+
+
 def test_the_status_counts_workers_by_role_and_how_full_they_are() -> None:
     async def scenario(asker: Asker) -> None:
         asker.pool.join("w1", "w2", "w3")

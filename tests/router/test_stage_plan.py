@@ -7,13 +7,16 @@ import pytest
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.kv_policy import KvAware
+from poolgrid.router.core.selector import NoWorker
 from poolgrid.router.core.stage_plan import (
     DECODE_ROLES,
     EITHER_ROLES,
+    ONE_LEG_ROLES,
     PREFILL_ROLES,
     WHOLE_ROLES,
     Outlook,
     PromptWorker,
+    RoleAvailability,
     choose_legs,
     first_leg,
     one_leg,
@@ -31,8 +34,8 @@ from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, make_card, sto
         (False, True, True, False, Stage.PREFILL, EITHER_ROLES, ""),
         (True, True, True, False, Stage.PREFILL, EITHER_ROLES, ""),
         (False, True, True, True, Stage.PREFILL, PREFILL_ROLES, "disaggregated"),
-        (False, False, True, True, Stage.WHOLE, DECODE_ROLES, "no_prefill_worker"),
-        (False, False, True, False, Stage.WHOLE, DECODE_ROLES, "no_prefill_worker"),
+        (False, False, True, True, Stage.WHOLE, ONE_LEG_ROLES, "no_prefill_worker"),
+        (False, False, True, False, Stage.WHOLE, ONE_LEG_ROLES, "no_prefill_worker"),
         (True, False, True, False, Stage.WHOLE, WHOLE_ROLES, "aggregated"),
         (False, True, False, False, Stage.WHOLE, WHOLE_ROLES, "aggregated"),
         (False, False, False, False, Stage.WHOLE, WHOLE_ROLES, "aggregated"),
@@ -41,9 +44,26 @@ from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, make_card, sto
 def test_the_roles_of_the_first_leg(
     aggregated: bool, prefill: bool, decode: bool, always_two: bool, stage: Stage, roles: tuple[Role, ...], reason: str
 ) -> None:
-    leg = first_leg(aggregated, prefill, decode, always_two)
+    leg = first_leg(RoleAvailability(aggregated, prefill, decode, whole=aggregated or decode), always_two)
 
     assert (leg.stage, leg.roles, leg.reason) == (stage, roles, reason)
+
+
+@pytest.mark.parametrize(
+    ("there", "roles", "missing"),
+    [
+        (RoleAvailability(decode=True), PREFILL_ROLES, "prefill"),
+        (RoleAvailability(prefill=True, decode=True), EITHER_ROLES, ""),
+        (RoleAvailability(prefill=True), WHOLE_ROLES, "decode"),
+        (RoleAvailability(aggregated=True, decode=True, whole=True), WHOLE_ROLES, ""),
+        (RoleAvailability(), WHOLE_ROLES, ""),
+    ],
+)
+def test_where_decode_workers_take_no_whole_request_it_waits_for_the_other_side(
+    there: RoleAvailability, roles: tuple[Role, ...], missing: str
+) -> None:
+    assert first_leg(there, always_two=False).roles == roles
+    assert there.missing == missing
 
 
 @pytest.mark.parametrize(
@@ -84,10 +104,10 @@ def test_each_way_is_judged_by_its_best_worker() -> None:
 class PoolOfTwo:
     """One prefill and one decode worker, asked for prompts of 100 blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, decodes_only: bool = False) -> None:
         self.pool = Pool()
         self.pool.join("p", card=make_card(role=Role.PREFILL))
-        self.pool.join("d", card=make_card(role=Role.DECODE))
+        self.pool.join("d", card=make_card(role=Role.DECODE, decodes_only=decodes_only))
         self.prefill, self.decode = worker_key("p"), worker_key("d")
         self.selector = self.pool.selector(KvAware())
         self.asked = 0
@@ -134,6 +154,19 @@ def test_without_a_prefill_worker_that_takes_requests_there_is_one_leg(why: str)
         asked.pool.say(asked.prefill, WorkerLeft("killed"))
 
     assert asked.ask(unavailable={asked.prefill: why} if why == "unreachable" else None) == "no_prefill_worker"
+
+
+def test_a_decode_worker_that_takes_no_whole_request_is_never_offered_one() -> None:
+    asked = PoolOfTwo(decodes_only=True)
+    asked.pool.say(asked.decode, stored(list(range(100))))
+
+    assert [asked.ask(list(range(100))) for _ in range(5)] == ["disaggregated"] * 5
+    asked.pool.say(asked.prefill, WorkerLeft("killed"))
+    request = RoutingRequest("r", "m", 100 * BLOCK_SIZE, BLOCK_SIZE, 100, stage=Stage.PREFILL)
+    for roles in (EITHER_ROLES, ONE_LEG_ROLES):
+        found = asked.selector.select(WorkerWanted(request, [], 9.0, 0, roles=roles))
+        assert isinstance(found, NoWorker)
+    assert asked.selector.available("m", DECODE_ROLES)
 
 
 def test_the_decode_stage_counts_neither_prefill_nor_overlap() -> None:

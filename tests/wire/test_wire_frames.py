@@ -167,6 +167,7 @@ FULL_CARD = WorkerCard(
     takes_retention=True,
     serving_endpoints=("10.0.0.7:8000",),
     inabilities=(("seed", "which it ignores"),),
+    decodes_only=True,
 )
 LOAD = LoadReported(3, 1, 4096, 700, 900, 1024, steps=12_345_678_901)
 

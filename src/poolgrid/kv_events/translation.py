@@ -112,7 +112,7 @@ class EngineTranslator:
     def translate(self, events: list[EngineEvent]) -> list[AnyEvent]:
         out: list[AnyEvent] = []
         named = self._look_ahead(events) if len(self._groups) > 1 else _NOTHING_NAMED
-        for event in events:
+        for event in events if len(events) == 1 else self._chains(events):
             kind = type(event)
             if kind is EngineStored:
                 if self._only is not None and event.group in self._group_of:  # type: ignore[union-attr]
@@ -134,6 +134,26 @@ class EngineTranslator:
                 self._forget()
                 out.append(CacheCleared())
         return out
+
+    def _chains(self, events: list[EngineEvent]) -> Iterator[EngineEvent]:
+        """Yield events, those of a chain as one: SGLang has one for each block, and each costs all readers.
+
+        What a chain hangs on must be known, by the events before it: without, parts of it may still have a name.
+        """
+        end = 0
+        while end < len(events):
+            begin, end = end, end + 1
+            first = events[begin]
+            if self._only is not None and isinstance(first, EngineStored):
+                if first.parent is None or first.parent in self._known:
+                    while end < len(events) and _continues(events[end - 1], events[end]):
+                        end += 1
+                if end - begin > 1:
+                    chain = [each for each in events[begin:end] if isinstance(each, EngineStored)]
+                    hashes = [engine_hash for each in chain for engine_hash in each.hashes]
+                    token_bytes = b"".join(each.token_bytes for each in chain)
+                    first = replace(first, hashes=hashes, token_bytes=token_bytes)
+            yield first
 
     def _look_ahead(self, events: list[EngineEvent]) -> _Ahead:
         """Name what full attention stores in a message: it names the blocks of other groups, in either order."""
@@ -351,6 +371,20 @@ class EngineTranslator:
                 self._seeds.pop(engine_hash, None)
         if gone:
             out.append(BlocksRemoved(pack_hashes(gone), tier, group.number))
+
+
+def _continues(before: EngineEvent, event: EngineEvent) -> bool:
+    """Tell whether an event stores what follows the whole blocks of the one before."""
+    if not isinstance(before, EngineStored) or not isinstance(event, EngineStored) or not before.hashes:
+        return False
+    return (
+        event.parent == before.hashes[-1]
+        and event.seed is None
+        and before.window_tokens is None
+        and event.window_tokens is None
+        and (event.tier, event.group, event.block_size) == (before.tier, before.group, before.block_size)
+        and len(before.token_bytes) == TOKEN_BYTES * before.block_size * len(before.hashes)
+    )
 
 
 def _stretches(lacking: Sequence[bool], blocks: int) -> Iterator[tuple[int, int]]:

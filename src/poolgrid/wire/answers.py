@@ -55,6 +55,8 @@ class EndpointRow(AnswerRow, frozen=True, kw_only=True):
     role: str
     workers: int
     ready: int
+    decodes_only: bool = False
+    """Whether its workers take no whole request, and none at all without a prefill worker."""
     instances: list[InstanceRow]
 
 

@@ -245,6 +245,8 @@ class WorkerCard(msgspec.Struct, array_like=True, frozen=True):
     """Further names of the model, as clients may write them."""
     inabilities: Inabilities = ()
     """What requests may ask for and the engine cannot do, whatever the worker."""
+    decodes_only: bool = False
+    """Of a decode worker: its engine continues what prefill workers began, and takes no whole request."""
 
 
 SHOWN_CHARS = 60
@@ -309,6 +311,8 @@ def card_problem(card: WorkerCard) -> str | None:
         return problem
     if bool(card.step_times.prefill) != bool(card.step_times.decode):
         return "the card's step_times have only one of prefill and decode, allowed are both or neither"
+    if card.decodes_only and card.role is not Role.DECODE:
+        return f"the card's decodes_only is true with role {card.role.name.lower()}, allowed is role decode"
     if card.block_size < 1:
         return f"the card's block_size is {card.block_size}, allowed are integers from 1"
     problem = zmq_endpoint_problem(card.request_endpoint)

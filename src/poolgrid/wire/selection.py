@@ -181,6 +181,8 @@ class RoleStatus(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Requests on ready workers, reserved ones included."""
     capacity: U32
     """Requests that ready workers are given at a time."""
+    decodes_only: bool = False
+    """Whether none of them takes a whole request."""
 
 
 class ModelStatus(msgspec.Struct, array_like=True, frozen=True):

@@ -1,6 +1,7 @@
 """SGLang's server: ``/generate`` with token ids, ``/server_info``, and events as it writes them.
 
-Both legs of a request meet in a room: a prefill server answers when a decode server has come for the KV.
+Both legs of a request meet in a room: a prefill server answers when a decode server has come for the KV. As with
+0.5.16, a server of one leg takes no request without a room, and events are of one block each.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class SglangServer(VllmServer):
         sees: bool = False,
     ) -> None:
         super().__init__(context, options)
-        self.options.arrays = True  # without salts and adapters
+        self.options.arrays = self.options.by_block = True  # without salts and adapters
         self.role = role
         self.incremental = incremental
         self.sees = sees
@@ -59,6 +60,7 @@ class SglangServer(VllmServer):
                     "max_running_requests": 64,
                     "chunked_prefill_size": 2048,
                     "max_total_num_tokens": options.block_size * options.blocks,
+                    "disaggregation_mode": self.role or "null",
                     "disaggregation_bootstrap_port": 8998,
                     "kv_events_config": json.dumps(config),
                     "internal_states": [{"anything": 1}],
@@ -78,6 +80,10 @@ class SglangServer(VllmServer):
             await reply.whole(*self.faults.statuses.popleft())
             return
         room = body.get("bootstrap_room")
+        if self.role and room is None:
+            words = f"Disaggregated request received without bootstrap room id. req.rid={body['rid']!r}"
+            await reply.whole(400, {"error": {"message": f"Invalid request: {words}"}})
+            return
         if room is not None:
             met = ROOMS.setdefault(room, asyncio.Event())
             if self.role == "decode":

@@ -119,6 +119,8 @@ class Options:
     """The publisher's endpoint has no wildcard: it connects, and nobody hears it."""
     arrays: bool = False
     """Events as arrays, as old versions write them."""
+    by_block: bool = False
+    """An event for each block that is stored."""
     ranks: int = 1
     step_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
@@ -134,6 +136,18 @@ class Options:
     """``--enable-scale-out``: ``/inference/v1/generate`` is there."""
     content_parts: bool = True
     """Whether that takes pictures; versions that do not ignore them, as any field that they do not know."""
+
+
+def parts(event: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return an event as one for each block."""
+    if event["type"] != "BlockStored":
+        return [event]
+    size, hashes, tokens = event["block_size"], event["block_hashes"], event["token_ids"]
+    parents = [event["parent_block_hash"], *hashes]
+    return [
+        {**event, "block_hashes": [each], "parent_block_hash": parents[at], "token_ids": tokens[at * size :][:size]}
+        for at, each in enumerate(hashes)
+    ]
 
 
 ARRAY_FIELDS = {
@@ -231,6 +245,8 @@ class VllmServer:
             return
         for rank, publisher in enumerate(self.publishers):
             events: list[Any] = [event for at, event in outbox if at == rank]
+            if self.options.by_block:
+                events = [part for each in events for part in parts(each)]
             if self.options.arrays:
                 events = [[each["type"], *(each.get(name) for name in ARRAY_FIELDS[each["type"]])] for each in events]
             if events:

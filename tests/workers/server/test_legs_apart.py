@@ -97,7 +97,7 @@ async def started(serve: Callable[[asyncio.Event, Callable[[Any], None]], Any]) 
 
 
 @asynccontextmanager
-async def pool_of(engine: str, servers: Servers) -> AsyncIterator[Pool]:
+async def pool_of(engine: str, servers: Servers, **routing: Any) -> AsyncIterator[Pool]:
     context = zmq.asyncio.Context()
     async with AsyncExitStack() as opened:
         opened.callback(context.destroy, linger=0)
@@ -108,7 +108,7 @@ async def pool_of(engine: str, servers: Servers) -> AsyncIterator[Pool]:
         at = await opened.enter_async_context(
             started(
                 lambda stop, ready: router.serve(
-                    RouterSettings(port=0, select_port=0, legs="two", shutdown_timeout_ms=100),
+                    RouterSettings(port=0, select_port=0, legs="two", shutdown_timeout_ms=100, **routing),
                     FrontendSettings(),
                     ConsolidatorSettings(ingest_port=0),
                     stop,
@@ -158,7 +158,30 @@ async def test_a_prompt_is_computed_on_one_server_and_answered_on_another(engine
         # Without anybody who computes prompts for it, the other server does that too.
         await pool.prefill.stop()
         await until_ready(pool, 1)
-        assert await pool.ask(5) == ["whole on decode"]
+        if engine != "sglang":
+            assert await pool.ask(5) == ["whole on decode"]
+            return
+        # A server of SGLang that decodes takes no whole request: the request waits for who computes prompts.
+        assert (await pool.client.get(f"{pool.url}/ready")).status_code == 503
+        waiting = asyncio.ensure_future(pool.ask(5))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        await pool.prefill.start()
+        assert await waiting == LEGS
+        assert (await pool.client.get(f"{pool.url}/ready")).status_code == 200
+        assert [len(each.bodies) for each in (pool.prefill, pool.decode)] == [6, 6]
+
+
+async def test_requests_to_sglang_of_one_token_have_two_legs_and_those_without_partner_end_as_503() -> None:
+    async with pool_of("sglang", of_sglang, queue_timeout_ms=300) as pool:
+        assert await pool.ask(0, 1) == LEGS
+        await pool.prefill.stop()
+        await until_ready(pool, 1)
+        body = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 2}
+        refused = await pool.client.post(f"{pool.url}/v1/completions", json=body, timeout=PATIENCE_S)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_worker")
+        assert "has no prefill worker, and no other can serve a whole request" in refused.text
+        assert "retry-after" in refused.headers
 
 
 async def test_a_client_of_vllm_has_the_first_token_before_the_decode_server_has_the_prompt() -> None:

@@ -84,6 +84,19 @@ async def test_both_legs_of_a_request_meet_in_a_room() -> None:
         assert first.bodies[0]["bootstrap_host"] == "127.0.0.1"
 
 
+async def test_a_server_that_was_started_for_a_leg_takes_nothing_else_and_its_worker_says_so() -> None:
+    async with sglang_server(role="decode") as server:
+        async with worker_before(server, "sglang", role="decode") as front:
+            assert front.journal.cards[0].decodes_only
+            await front.router.send(make_request("whole", [1, 2, 3], 2))
+            await front.router.until_finished("whole")
+            assert front.router.last("whole").refusal is RefusalKind.BROKEN
+            assert not server.bodies, "the server would refuse it"
+        with pytest.raises(ValueError, match=r"role is 'aggregated', and SGLang at .* was started for 'decode'"):
+            async with worker_before(server, "sglang"):
+                pass
+
+
 def asked(dialect: SglangDialect | None = None, routing: Routing | None = None, **sampling: Any) -> dict[str, Any]:
     request = Generate(
         "r",

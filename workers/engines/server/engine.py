@@ -378,7 +378,7 @@ class ServerEngine:
             "the engine server did not serve request %s: %s%s%s",
             active.request_id,
             failure.reason,
-            f" ({' '.join(failure.words.split())})" if failure.words else "",
+            f" ({' '.join(failure.words.split())})" if failure.words and failure.words not in failure.reason else "",
         )
         self._finish(active, ERROR, failure=structs.replace(failure, kind=kind, retry_after_ms=pause_ms))
 

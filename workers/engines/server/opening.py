@@ -212,6 +212,11 @@ def completed(facts: ServerFacts, settings: EngineServerSettings, kind: ServerKi
             events_missing=f"{len(facts.sources)} publishers are known and {facts.ranks} ranks: give "
             "kv_events_endpoint for each rank",
         )
+    if facts.role and facts.role != settings.role:
+        raise ValueError(
+            f"role is {settings.role!r}, and {kind.title} at {settings.server_url} was started for {facts.role!r}: "
+            f"give role {facts.role}, or start it for the other"
+        )
     if facts.block_size is None:
         raise ValueError(f"{kind.title} at {settings.server_url} does not report its block size: give kv_block_size")
     return facts
@@ -230,6 +235,7 @@ def make_card(
     return WorkerCard(
         model=facts.model,
         role=ROLES[settings.role],
+        decodes_only=facts.role == "decode",
         block_size=facts.block_size,
         limits=WorkerLimits(
             max_batch_size=facts.max_batch_size or settings.max_batch_size,

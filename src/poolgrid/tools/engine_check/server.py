@@ -46,14 +46,22 @@ class EngineServer:
     # What it says of itself
 
     async def learn(self, kind: str, model: str) -> ServerFacts:
-        """Return the server's facts; raises ``ServerError`` without an answer, ``ValueError`` without such a model."""
+        """Return the server's facts; raises ``ServerError`` without an answer and for a server that cannot be probed,
+        ``ValueError`` without such a model."""
         kinds = server_kinds()
         try:
-            return await learn(self._asked, kinds, kind if kind in kinds else "", model)
+            facts = await learn(self._asked, kinds, kind if kind in kinds else "", model)
         except UnknownServer:
             return await self._of_another_kind(model)
         except DecodeError as error:
             raise ServerError(f"asking {self._url}: {error}; is --url right?") from error
+        if facts.role not in ("", "aggregated"):
+            raise ServerError(
+                f"{kinds[facts.kind].title} at {self._url} was started for {facts.role}: it takes no request without "
+                "its partner, so no probe can be sent. Check the same server without that role; of this one, /health "
+                "of its worker reports the events"
+            )
+        return facts
 
     async def _of_another_kind(self, model: str) -> ServerFacts:
         """Learn what can be learned of any server that speaks OpenAI's API: it can be measured, and told the rest."""

@@ -68,12 +68,14 @@ class ServerFacts:
     """Path that hands its cache events out over HTTP, to one reader; empty = it has none."""
     kept_events_max: int = 0
     """That path hands out some of the engine's events, and keeps so many; 0 = it hands out all."""
+    role: str = ""
+    """The only role in which it takes requests; empty = it does not report one."""
     extra: Mapping[str, Any] | None = None
     """What only the server's dialect knows what to do with."""
 
     def differs_from(self, before: ServerFacts) -> str:
         """Say in what a server that came back is another one than before; empty = in nothing that a pool relies on."""
-        for name in ("kind", "model", "block_size", "max_sequence_length", "ranks"):
+        for name in ("kind", "model", "block_size", "max_sequence_length", "ranks", "role"):
             was, now = getattr(before, name), getattr(self, name)
             if was is not None and now is not None and was != now:
                 return f"its {name} is {now}, it was {was}"

@@ -8,7 +8,8 @@ Rules:
    (``--incremental-streaming-output``): their total number decides which.
 2. How much was reused comes with every chunk.
 3. Both legs of a request run at the same time: the prefill server waits for the decode server to ask for the KV, by a
-   room that both know. So a prefill leg counts as prefilled as soon as its server has it.
+   room that both know. So a prefill leg counts as prefilled as soon as its server has it. Servers started for a leg
+   (``--disaggregation-mode``) take no request without a room (seen with 0.5.16: status 400), one of a single token too.
 4. Events name neither salts nor adapters: blocks under one would look like blocks without. Requests with one are
    refused while events are followed.
 5. Images go next to token ids (``image_data``). The server then makes text of the ids, and tokens of the text with
@@ -161,7 +162,7 @@ class SglangDialect:
             body["top_logprobs_num"] = max(sampling.logprobs or 0, sampling.prompt_logprobs or 0)
             body["logprob_start_len"] = 0 if whole else -1
         left: bytes | None = None
-        if request.stage is Stage.PREFILL and sampling.max_tokens > 1:
+        if request.stage is Stage.PREFILL:
             room = BootstrapRoom(self.bootstrap_host, self.bootstrap_port, stable_u64(request.request_id) & ROOM_MASK)
             left = _encode(room)
             body.update(msgspec.to_builtins(room))
@@ -324,6 +325,7 @@ class _Info(msgspec.Struct):
     max_total_num_tokens: int | None = None
     enable_priority_scheduling: bool = False
     schedule_low_priority_values_first: bool = False
+    disaggregation_mode: str = ""
     disaggregation_bootstrap_port: int = 8998
     kv_events: _Publishing | None = None
     kv_events_config: str | None = None
@@ -361,6 +363,7 @@ async def learn(client: ServerClient, model: ListedModel) -> ServerFacts:
         events_missing="; ".join(each.problem for each in sources if each.problem) or events_leave_out(hidden)
         if sources
         else f"it publishes no cache events: start it with {EVENTS_OPTION}",
+        role="aggregated" if info.disaggregation_mode == "null" else info.disaggregation_mode,
         extra={
             "bootstrap_host": client.target.host,
             "bootstrap_port": info.disaggregation_bootstrap_port,

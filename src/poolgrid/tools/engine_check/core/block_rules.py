@@ -162,7 +162,9 @@ def _parents(stream: RankStream, paths: Sequence[ExpectedPath]) -> Iterator[Find
             places.setdefault(token, []).append(path.tokens[at : at + 2])
     for _, said in stream.said():
         for event in said.events:
-            if not isinstance(event, SaidStored) or event.parent is None or chain.knows(event.parent):
+            known = not isinstance(event, SaidStored) or event.parent is None or chain.knows(event.parent)
+            chain.follow(event)  # the next one of the same message may hang on it
+            if known or not isinstance(event, SaidStored):
                 continue
             if event.tokens and event.tokens[:2] in places.get(event.tokens[0], ()):
                 yield fault(
@@ -172,7 +174,6 @@ def _parents(stream: RankStream, paths: Sequence[ExpectedPath]) -> Iterator[Find
                     "it is missing, or comes later",
                 )
                 return
-        chain.take(said)
 
 
 def _keys(stream: RankStream, paths: Sequence[ExpectedPath]) -> Iterator[Finding]:
@@ -257,11 +258,17 @@ def _keys_of(rank: int, said: SaidMessage, event: SaidStored, path: ExpectedPath
 
 
 def _too_many(stream: RankStream, paths: Sequence[ExpectedPath]) -> Iterator[Finding]:
-    """Look for blocks with the last sampled token in them, which has no KV yet."""
+    """Look for blocks with the last sampled token in them, which has no KV yet.
+
+    Unless the engine reuses one: SGLang has begun its next step, with that token, when it sees that a request is over.
+    """
     chain = ChainView(())
     for _, said in stream.said():
         chain.take(said)
     stored = {block.token_name for block in chain.ever}
+    reused = {name for path in paths for name in path.token_names[: (path.exchange.cached_tokens or 0) // path.size]}
+    if any(path.beyond in reused for path in paths):
+        return
     for path in paths:
         if path.beyond in stored:
             yield warning(

@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from poolgrid.kv_events.pub import decode_pub
 from poolgrid.kv_events.translation import EngineTranslator
 from poolgrid.tools.engine_check.core.evidence import CheckProbe, ProbeExchange
-from poolgrid.tools.engine_check.core.said import RankStream, SaidCleared, SaidMessage, SaidRemoved, SaidStored
+from poolgrid.tools.engine_check.core.said import (
+    RankStream,
+    SaidCleared,
+    SaidEvent,
+    SaidMessage,
+    SaidRemoved,
+    SaidStored,
+)
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
 from poolgrid.wire.hashing import BASE_SEED, block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
@@ -93,13 +100,16 @@ class ChainView:
 
     def take(self, message: SaidMessage) -> None:
         for event in message.events:
-            if isinstance(event, SaidStored):
-                self.store(event)
-            elif isinstance(event, SaidCleared):
-                self._blocks.clear()
-            elif isinstance(event, SaidRemoved):
-                for name in event.hashes:
-                    self._blocks.pop(name, None)
+            self.follow(event)
+
+    def follow(self, event: SaidEvent) -> None:
+        if isinstance(event, SaidStored):
+            self.store(event)
+        elif isinstance(event, SaidCleared):
+            self._blocks.clear()
+        elif isinstance(event, SaidRemoved):
+            for name in event.hashes:
+                self._blocks.pop(name, None)
 
     def knows(self, name: int) -> bool:
         return name in self._blocks
@@ -139,6 +149,8 @@ class ExpectedPath:
     """Those of prompt and output that have KV."""
     beyond: int | None
     """Token name of the block that the last sampled token would complete; ``None`` = it completes none."""
+    size: int
+    """Tokens in a block."""
 
     @property
     def probe(self) -> CheckProbe:
@@ -172,6 +184,7 @@ def expected_paths(exchanges: Iterable[ProbeExchange], block_size: int) -> list[
                 path_names(tokens, block_size),
                 tokens,
                 path_names(whole, block_size)[-1] if completes else None,
+                block_size,
             )
         )
     return paths
