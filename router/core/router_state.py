@@ -65,8 +65,7 @@ class RouterState:
     def offer(self, given: TurnOffered) -> Admission:
         """Return whether a turn of a session may go to a worker now, or would evict sessions that run.
 
-        What changes nothing is not noted: a turn that still waits, and one that continues without others, where no lease
-        was over.
+        What changes nothing is not noted: a turn that still waits, and one that continues, where no lease is over.
         """
         sessions, request = self.sessions, given.request
         workers = self.selector.groups.of(request.model, given.roles).workers
@@ -76,7 +75,7 @@ class RouterState:
         changes = sessions.working_set.changes
         found = sessions.offer(request, workers, given.path[:common], given.now_ms, given.waited_ms)
         matters = bool(found.crowded or found.displaced or given.waited_ms) if found.admitted else not given.waited_ms
-        # Leases that were over then may not be over by those of a later offer.
+        # A lease that is over now need not be over by a later offer's.
         if self.log is not None and (matters or sessions.working_set.changes != changes):
             self.log.note(given, found)
         return found

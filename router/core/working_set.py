@@ -51,11 +51,10 @@ AGE_MS: Final = 105_000.0
 LEASE_START_MS: Final = 10_000.0
 """95.1 % of the pauses of a published agent trace are shorter (vllm-router issue 285)."""
 LEASE_MIN_MS: Final = 2_000.0
+"""However quickly prompts are computed: networks and busy processes lengthen a pause."""
 LEASE_MAX_MS: Final = 60_000.0
 RUNNING_SHARE: Final = 0.5
 """What is taken to be of turns that run: agents of a published trace pause less than half of their time."""
-HELD_MIN_MS: Final = 500.0
-"""However quickly prompts are computed: shorter pauses are networks and busy processes."""
 LEASE_QUANTILE: Final = 0.95
 LEASE_STEP: Final = 0.05
 """A pause above the lease lengthens it by about 5 %, one below shortens it by 0.25 %."""
@@ -197,7 +196,7 @@ class WorkingSet:
         """Return how long an idle session keeps its place now."""
         if not self._rooms:
             return self.lease_ms
-        return min(self.lease_ms, max(HELD_MIN_MS, RUNNING_SHARE * self._refill_ms / len(self._rooms)))
+        return min(self.lease_ms, max(LEASE_MIN_MS, RUNNING_SHARE * self._refill_ms / len(self._rooms)))
 
     # -- turns -----------------------------------------------------------------------------------------------------
 

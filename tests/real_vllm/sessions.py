@@ -26,9 +26,8 @@ SESSIONS_PER_AGENT = 2
 TURNS = 8
 FIRST_BLOCKS, TURN_BLOCKS, SHARED_BLOCKS = 20, 4, 2
 ANSWER_TOKENS = 8
-PAUSES_S = (0.005, 0.04)
-"""Of tools: as short beside a prompt of this model as those of agents beside theirs. Longer ones are not worth a place
-(``poolgrid.router.core.working_set``, rule 6)."""
+PAUSES_S = (0.1, 0.8)
+"""Of tools."""
 ROUNDS = ("plain", "sessions", "sessions", "plain")
 """Both come first once and last once: the machine has other work."""
 GAIN_MIN = 1.5

@@ -10,7 +10,6 @@ from poolgrid.router.core import working_set
 from poolgrid.router.core.working_set import (
     AGE_MS,
     FILL_MAX,
-    HELD_MIN_MS,
     LEASE_MAX_MS,
     LEASE_MIN_MS,
     LEASE_START_MS,
@@ -148,7 +147,7 @@ def test_a_session_keeps_its_place_no_longer_than_its_worker_takes_to_compute_ha
     places.leave(A)
     assert places.held_ms == 6_000.0
     places.know(B, BLOCKS, 10)
-    assert places.held_ms == HELD_MIN_MS
+    assert places.held_ms == LEASE_MIN_MS
 
 
 def test_a_crowded_worker_is_left_alone_where_another_has_room() -> None:
