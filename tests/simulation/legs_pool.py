@@ -21,7 +21,7 @@ from poolgrid.router.core.policy import Policy
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.selector import Selector
-from poolgrid.router.core.stage_plan import SECOND_LEG, first_leg
+from poolgrid.router.core.stage_plan import SECOND_LEG, RoleAvailability, first_leg
 from poolgrid.tools.simulation.pool import MODEL, UNLIMITED_QUEUE
 from poolgrid.tools.simulation.workload import SimulatedRequest, Workload
 from poolgrid.wire.card import WorkerCard, WorkerLimits
@@ -208,7 +208,7 @@ class LegsPool:
             aggregated, prefill, decode = (
                 selector.available(MODEL, (role,)) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE)
             )
-            leg = first_leg(aggregated, prefill, decode, self._always_two)
+            leg = first_leg(RoleAvailability(aggregated, prefill, decode, whole=aggregated or decode), self._always_two)
         routing = RoutingRequest(request.request_id, MODEL, request.isl, size, -(-request.isl // size), stage=leg.stage)
         found = selector.select(WorkerWanted(routing, request.path, now, int(now), roles=leg.roles))
         if not isinstance(found, Decision):
