@@ -228,10 +228,8 @@ class SelectPlane:
                     continue
                 draining = sum(worker.draining for worker in serving)
                 ready, busy, room = self._selector.room(name, (role,), self._pool.unreachable)
-                unreachable, decodes_only = (
-                    len(serving) - draining - ready,
-                    all(each.card.decodes_only for each in serving),
-                )
+                unreachable = len(serving) - draining - ready
+                decodes_only = all(each.card.decodes_only for each in serving)
                 roles.append(RoleStatus(role, ready, draining, unreachable, busy, room, decodes_only))
                 requests += busy
                 capacity += room

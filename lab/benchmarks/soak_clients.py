@@ -5,7 +5,7 @@ Rules
     2. Every answer that was read to its end is checked: status, last bytes, no error event. A connection that the
        server ends before that is a fault, but for one that was kept open and met its time-out (``stale``).
     3. A client whose plan says so stops reading, or leaves: with an orderly end or a reset, before its request is
-       complete, before the answer, amid it, or at its last byte.
+       complete, before the answer, within it, or at its last byte.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ class Connection(asyncio.Protocol):
         self._done = loop.create_future()
         self._timers = [loop.call_later(ANSWER_TIMEOUT_S, self._end, "hung")]
         leaving = planned.leaving
-        if leaving == "amid request":
+        if leaving == "within request":
             self._transport.write(planned.data[: int(len(planned.data) * planned.patience)])
             self._timers.append(loop.call_later(planned.patience * WAIT_MAX_S, self._leave))
         else:
             self._transport.write(planned.data)
         if leaving == "before answer":
             self._timers.append(loop.call_later(planned.patience * WAIT_MAX_S, self._leave))
-        elif leaving in ("amid answer", "slow", "half-close"):
+        elif leaving in ("within answer", "slow", "half-close"):
             self._leave_at = planned.leave_at
         try:
             how = await self._done
@@ -128,7 +128,7 @@ class Connection(asyncio.Protocol):
             return
         if any(mark in data for mark in _ERROR_EVENTS):
             assert self._planned is not None
-            self._tally.fault(self._planned, f"an error amid the answer: {data[-300:]!r}")
+            self._tally.fault(self._planned, f"an error within the answer: {data[-300:]!r}")
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:

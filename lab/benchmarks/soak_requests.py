@@ -12,16 +12,16 @@ from typing import Any, Literal
 
 import msgspec
 
-Leaving = Literal["never", "close", "amid request", "before answer", "amid answer", "at end", "half-close", "slow"]
+Leaving = Literal["never", "close", "within request", "before answer", "within answer", "at end", "half-close", "slow"]
 """When and how a client goes: ``close`` after a whole answer; ``half-close`` ends its own side and reads on; ``slow``
 stops reading for a while, so that the server has to hold back."""
 
 ENDINGS: dict[Leaving, int] = {
     "never": 52,
     "close": 10,
-    "amid request": 5,
+    "within request": 5,
     "before answer": 9,
-    "amid answer": 16,
+    "within answer": 16,
     "at end": 4,
     "half-close": 1,
     "slow": 3,
@@ -70,7 +70,7 @@ class Planned:
     patience: float
     """0 to 1: how much of the request, or of the longest wait, the client stays for."""
     leave_at: int
-    """Bytes of the answer after which a client leaves amid it."""
+    """Bytes of the answer after which a client leaves within it."""
     streams: bool
     """Counts as one of the concurrent streams (the malformed ones do not)."""
     closes: bool = False

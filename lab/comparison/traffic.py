@@ -50,7 +50,7 @@ class Level(NamedTuple):
     sessions_per_s: float
     """For each engine."""
     agents: float
-    """Share of sessions that are agents: long prompts, tool outputs, short pauses."""
+    """Share of sessions that are agents: long prompts, tool outputs, short pauses. The rest are chats."""
     kv_share: float = 1.0
     """Share of the engine's KV cache that there is."""
     sends_ids: bool = False
@@ -66,8 +66,8 @@ LEVELS = {
     "peak": Level(2.25, 0.4),
     "eviction": Level(1.375, 0.4, kv_share=0.3),
     "agents": Level(0.9, 1.0),
-    "tight": Level(0.3, 1.0, kv_share=0.25, sends_ids=True, kind="coding"),
-    "long": Level(1.25, 1.0, kind="long"),
+    "tight": Level(0.3, 0.0, kv_share=0.25, sends_ids=True, kind="coding"),
+    "long": Level(1.25, 0.0, kind="long"),
 }
 
 

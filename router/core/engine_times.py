@@ -114,10 +114,11 @@ def _curve_of(times: StepTimes) -> StepCurve:
     return StepCurve(times.prefill, times.decode) if times.prefill and times.decode else PUBLISHED
 
 
-def block_ms(card: WorkerCard) -> float:
-    """Return what a block of a prompt takes in full steps of a worker, at pace 1."""
-    tokens = max(1, card.limits.max_num_tokens)
-    return _curve_of(card.step_times).one_step_ms(tokens) / tokens * card.block_size
+def refill_ms(card: WorkerCard) -> float:
+    """Return how long a worker takes to compute as many tokens as its cache holds, in full steps, at pace 1."""
+    step_tokens = max(1, card.limits.max_num_tokens)
+    tokens = card.limits.total_kv_blocks * card.block_size
+    return _curve_of(card.step_times).one_step_ms(step_tokens) / step_tokens * tokens
 
 
 class EngineKind(NamedTuple):

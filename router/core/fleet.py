@@ -79,9 +79,9 @@ class Fleet:
     def serving(self, model: str, roles: tuple[Role, ...] = (Role.AGGREGATED,)) -> list[Worker]:
         """Return the workers of one model and of any of ``roles``, in order of their keys, draining ones included.
 
-        Several roles are asked for who can compute a prompt: those that decode only are not among them.
+        A worker that decodes only serves decode legs alone: where another role may serve too, a prompt is computed.
         """
-        computes = len(roles) > 1
+        computes = roles != (Role.DECODE,)
         return [
             worker
             for worker in self.models().get(model, ())

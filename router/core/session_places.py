@@ -13,7 +13,7 @@ import msgspec
 
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.engine_times import block_ms
+from poolgrid.router.core.engine_times import refill_ms
 from poolgrid.router.core.observers import IsOpen, Observer
 from poolgrid.router.core.working_set import Admission, OfferedTurn, SessionKey, WorkingSet
 from poolgrid.wire.card import WorkerCard
@@ -67,7 +67,7 @@ class SessionPlaces(Observer):
     def _refill_ms(self, worker: WorkerKey, card: WorkerCard) -> float:
         known = self._refill_times.get(worker)
         if known is None or known[0] is not card:
-            known = self._refill_times[worker] = card, card.limits.total_kv_blocks * block_ms(card)
+            known = self._refill_times[worker] = card, refill_ms(card)
         return known[1]
 
     # -- what happens ----------------------------------------------------------------------------------------------
@@ -81,8 +81,8 @@ class SessionPlaces(Observer):
         self._now_ms = now_ms
         offered, forecast, places = turn_of(request), decision.choice.forecast, self.working_set
         self._turns[worker, dispatch_id] = RunningTurn(offered.session)
-        refill_ms = self._refill_ms(worker, card) * (1.0 if forecast is None else forecast.pace)
-        places.know(worker, card.limits.total_kv_blocks, round(refill_ms))
+        pace = 1.0 if forecast is None else forecast.pace
+        places.know(worker, card.limits.total_kv_blocks, round(self._refill_ms(worker, card) * pace))
         overlap = min(decision.overlap_blocks, len(path))
         places.begin(offered, worker, path, overlap, now_ms, decision.queued_ms)
 

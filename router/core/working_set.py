@@ -16,12 +16,12 @@ Rules
     4. Idle residents of a lower priority give way to it. Once it has waited ``AGE_MS``, so does each idle session that
        has been resident that long: sessions without an end take turns.
     5. A subagent belongs to its parent's session: while that is resident, its turns proceed, to a worker with room.
-    6. The lease is the 95th percentile of the pauses up to ``LEASE_MAX_MS``. It is at most what a worker takes to
-       compute what its running sessions hold, ``RUNNING_SHARE`` of its cache: computing a footprint again delays each
-       of them by its prompt, and keeping it for longer than all these delays costs more turns of others. One lease
-       serves all sessions, because engines evict by last use alone. A session whose last pause was longer than
-       ``LEASE_MAX_MS`` has none: a person reads its answers. A new session is taken for what most are, and has none
-       either where most requests are never followed by another.
+    6. The lease is the 95th percentile of the pauses up to ``LEASE_MAX_MS``. Above ``LEASE_MIN_MS`` it is at most what
+       a worker takes to compute what its running sessions hold, ``RUNNING_SHARE`` of its cache: computing a footprint
+       again delays each of them by its prompt, and keeping it for longer than all these delays costs more turns of
+       others. One lease serves all sessions, because engines evict by last use alone. A session whose last pause was
+       longer than ``LEASE_MAX_MS`` has none: a person reads its answers. A new session is taken for what most are, and
+       has none either where most requests are never followed by another.
     7. At most ``MEMBERS_MAX`` sessions are known. Beyond, the idle one that was used longest ago is forgotten.
     8. While no worker is filled above ``TIGHT_SHARE``, small turns are not looked at.
 

@@ -123,7 +123,7 @@ def test_nothing_is_left_of_streams_whose_clients_leave(tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     assert found["held"]
     assert found["statuses"]["200"] > 40
-    assert set(found["left"]) >= {"amid request", "before answer", "amid answer"}
+    assert set(found["left"]) >= {"within request", "before answer", "within answer"}
 
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n"
@@ -169,15 +169,15 @@ def exchange(plan: Planned, body: bytes = b"answer end") -> tuple[str, bool, Tal
         ("never", "answered", True),
         ("close", "answered", False),
         ("half-close", "answered", False),
-        ("amid answer", "left", False),
+        ("within answer", "left", False),
         ("before answer", "left", False),
-        ("amid request", "left", False),
+        ("within request", "left", False),
     ],
 )
 def test_clients_end_as_planned(leaving: Leaving, how: str, is_open: bool) -> None:
-    fields = {"leave_at": 0} if leaving in ("amid answer", "half-close") else {}
+    fields = {"leave_at": 0} if leaving in ("within answer", "half-close") else {}
     if leaving == "before answer":
-        # Nobody answers a request that is not complete.
+        # No server answers a request that is not complete.
         found = exchange(
             Planned("test", b"POST", 200, b"", leaving, reset=True, patience=0.0, leave_at=0, streams=True)
         )
@@ -192,7 +192,7 @@ def test_clients_end_as_planned(leaving: Leaving, how: str, is_open: bool) -> No
     [
         (planned("never", end=b"other"), b"answer end", "ends without b'other'"),
         (planned("never", status=400), b"answer end", "status 200, not 400"),
-        (planned("never"), b'data: {"error"', "an error amid the answer"),
+        (planned("never"), b'data: {"error"', "an error within the answer"),
     ],
 )
 def test_wrong_answers_are_faults(plan: Planned, body: bytes, said: str) -> None:

@@ -257,7 +257,7 @@ def test_a_full_disk_stops_no_request_is_said_and_is_caught_up(tmp_path: Path) -
             let_files_grow(writer, 100)
         verified_load(up.url)
         eventually(
-            "the router says so of both", lambda: len(httpx.get(f"{up.url}/health").json().get("troubles", [])) == 2
+            "the router reports both", lambda: len(httpx.get(f"{up.url}/health").json().get("troubles", [])) == 2
         )
         assert metric(up.url, "poolgrid_router_journal_trouble") == 1
         pool = httpx.get(f"{up.url}/v1/pool").json()

@@ -237,7 +237,7 @@ CLIENT_NAMES = st.lists(st.text("ab~-.019r", max_size=6).map(str.encode), min_si
 
 @given(CLIENT_NAMES)
 def test_no_name_makes_a_request_or_one_of_its_dispatches_another_ones(headers: list[bytes]) -> None:
-    """Two front ends, and clients that try each other's ids: `a~1` is the second dispatch of nobody else's `a`."""
+    """Two front ends, and clients that try each other's ids: `a~1` is never the second dispatch of another's `a`."""
     fronts = [RequestIds("ra"), RequestIds("rb")]
     headers = [*headers, *(f"{header.decode()}~1".encode() for header in headers)]
     named: list[str] = []

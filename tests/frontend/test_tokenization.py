@@ -205,7 +205,7 @@ def test_work_that_is_due_is_done_however_much_waits() -> None:
 async def test_an_array_that_is_too_long_for_the_model_is_refused_before_its_tokens_are_looked_at() -> None:
     backend = FakeBackend(served=[ServedModel("tiny", 0, 100)])
     async with in_process(application(backend)) as client:
-        # Its last token is none of the model's, and nobody comes so far.
+        # Its last token is none of the model's, and no text reaches it.
         response = await client.post("/v1/completions", json={"model": "tiny", "prompt": [5] * 100 + [9999]})
     assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
 
@@ -251,7 +251,7 @@ def conversation(messages: int) -> list[dict[str, Any]]:
 
 
 def calls_of_look_up(messages: list[dict[str, Any]]) -> list[str]:
-    """Return the front end's functions, but what the template calls, for the prompt of a conversation that goes on."""
+    """Return the front end's functions, but what the template calls, for a conversation that continues."""
     tokenize(job_of(messages[:-2]))
     job = job_of(messages)
     called: list[str] = []

@@ -294,7 +294,7 @@ class ConsolidatorService:
         return self._sources
 
     def loading(self) -> list[LoadingWorker]:
-        return self._feed.loading() if self.feed_endpoint else []  # a router answers before it has started
+        return self._feed.loading() if self.started else []
 
     def lags_ms(self) -> dict[WorkerKey, int]:
         return self.core.lags_ms()

@@ -161,7 +161,7 @@ async def test_a_prompt_is_computed_on_one_server_and_answered_on_another(engine
         if engine != "sglang":
             assert await pool.ask(5) == ["whole on decode"]
             return
-        # A server of SGLang that decodes takes no whole request: the request waits for who computes prompts.
+        # A server of SGLang that decodes takes no whole request: the request waits for a prefill worker.
         assert (await pool.client.get(f"{pool.url}/ready")).status_code == 503
         waiting = asyncio.ensure_future(pool.ask(5))
         await asyncio.sleep(0.2)

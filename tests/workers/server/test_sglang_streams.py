@@ -56,7 +56,7 @@ class Naive:
 
 
 class Followed:
-    """The same, as a worker tells of it."""
+    """The same, as a worker's events describe it."""
 
     def __init__(self, name: str) -> None:
         self._follower = PubFollower(WorkerKey(WorkerId(name), 0), PAGES[name], 100_000, False, 1_000, 10_000)

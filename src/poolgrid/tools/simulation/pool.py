@@ -22,7 +22,7 @@ from itertools import count, islice
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.candidates import EXPECTED_MS, RoutingRequest
 from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.engine_times import block_ms
+from poolgrid.router.core.engine_times import refill_ms
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES, LoadLedger
 from poolgrid.router.core.policy import HELD_MAX, HOLD_LIMIT_MS, PLANNED_MAX, Policy
@@ -202,8 +202,7 @@ class SimulatedPool:
             )
             self._tell(number, 0.0, [WorkerJoined(card)])
             if line is not None:
-                blocks = limits.total_kv_blocks
-                line.working_set.know(self._keys[number], blocks, round(blocks * block_ms(card)))
+                line.working_set.know(self._keys[number], limits.total_kv_blocks, round(refill_ms(card)))
         self._deliver(float("inf"))
 
     def run(self, on_progress: Callable[[int], None] = lambda _: None) -> RunResult:
