@@ -27,15 +27,14 @@ Nothing here reads a clock or keeps anything: it is a function of its arguments.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import inf, isinf
 
 import msgspec
-import numpy as np
 
-from poolgrid.router.core.candidates import OWN_MS, Candidates, FloatArray, RoutingRequest
+from poolgrid.router.core.candidates import Candidates, Column, RoutingRequest
 from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.engine_times import Engines, FewEngines, StepCurve, uncached_tokens
+from poolgrid.router.core.engine_times import Engines, FewEngines, StepCurve
 from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.overlap import overlap_columns
 from poolgrid.router.core.policy import lowest
 from poolgrid.router.core.selector import Selector
 from poolgrid.wire.identifiers import Role, WorkerKey
@@ -48,10 +47,19 @@ OTHERS_SHARE_MAX = 0.1
 do not see each other's queues would all count on the same workers."""
 
 
-Estimate = Callable[
-    [FloatArray, Sequence[bool | None], FloatArray, Candidates], tuple[FloatArray, dict[str, FloatArray]]
-]
-"""``KvAware.estimate``."""
+class WaitingPrompts(msgspec.Struct, frozen=True, gc=False):
+    """What prompts that wait would cost and take on each worker: a row for each prompt, a column for each worker."""
+
+    costs: Sequence[Sequence[float]]
+    """Milliseconds, without what is behind."""
+    own_ms: Sequence[Sequence[float]]
+    """What the computation of its prompt takes there."""
+    tokens: Sequence[Sequence[float]]
+    """What would have to be computed."""
+
+
+Estimate = Callable[[Sequence[RoutingRequest], Sequence[Candidates]], WaitingPrompts]
+"""``KvAware.estimate``: of requests, each with the same workers as candidates."""
 
 
 class BatchPlanner:
@@ -101,48 +109,20 @@ class BatchPlanner:
         group = selector.groups.of(first.request.model, first.roles)
         if not group.workers:
             return [(0, {})]
-        untrusted, now_ms = projection.trust.untrusted, first.now_ms
-        overlaps = [overlap_columns(projection, group, each.path, each.request, untrusted, now_ms) for each in wanted]
-        candidates = selector.candidates(group, group.all_rows, overlaps[0], now_ms)
-        engines = candidates.engines
-        assert isinstance(engines, Engines), "it is what the policy's observer describes"
-        tokens = np.stack(
-            [uncached_tokens(each.request, *overlap) for each, overlap in zip(wanted, overlaps, strict=True)]
-        )
-        targets_ms = np.array([each.request.ttft_target_ms for each in wanted])
-        is_later = [each.request.is_later for each in wanted]
-        costs, terms = self._estimate(targets_ms, is_later, tokens, candidates)
+        requests, candidates = [each.request for each in wanted], selector.waiting_candidates(group, wanted)
+        prompts = self._estimate(requests, candidates)
+        workers, costs = range(len(group.workers)), list(prompts.costs)
         for row, each in enumerate(wanted):
             eligible, _ = group.eligible(each.request, each.unavailable, projection.ledger)
             if eligible is not group.all_rows:
-                cannot = np.ones(len(group.workers), np.bool_)
-                cannot[eligible] = False
-                costs[row, cannot] = np.inf
-        waiting = PlanningBatch(
-            costs,
-            terms[OWN_MS] * engines.paces,
-            tokens,
-            [each.request for each in wanted],
-            [each.request.priority for each in wanted],
-        )
-        placed = plan(waiting, candidates.prefill_tokens, engines.step_of)
-        nowhere = np.flatnonzero(np.isinf(costs).all(axis=1))[:1].tolist()
-        due: list[tuple[int, Mapping[WorkerKey, int]]] = [(row, {}) for row in nowhere]
-        due += [(goes.request, {group.workers[row]: n for row, n in goes.behind.items()}) for goes in placed]
-        return due
-
-
-class PlanningBatch(msgspec.Struct, frozen=True, gc=False):
-    """What requests that wait would cost and take on each worker: a row for each request, a column for each worker."""
-
-    costs: FloatArray
-    """Milliseconds, without what is behind; infinite where a request cannot go."""
-    own_ms: FloatArray
-    """What the computation of its prompt takes there."""
-    tokens: FloatArray
-    """What would have to be computed."""
-    requests: Sequence[RoutingRequest]
-    priorities: Sequence[int]
+                can = set(eligible.tolist())
+                costs[row] = [costs[row][worker] if worker in can else inf for worker in workers]
+        engines, queued = candidates[0].engines, candidates[0].prefill_tokens
+        assert isinstance(engines, Engines | FewEngines), "it is what the policy's observer describes"
+        placed = plan(requests, msgspec.structs.replace(prompts, costs=costs), queued, engines.step_of)
+        due: list[tuple[int, Mapping[WorkerKey, int]]] = []
+        due += [(row, {}) for row, each in enumerate(costs) if isinf(min(each))][:1]
+        return due + [(goes.request, {group.workers[row]: n for row, n in goes.behind.items()}) for goes in placed]
 
 
 class BatchedRequest(msgspec.Struct, frozen=True, gc=False):
@@ -157,48 +137,54 @@ class BatchedRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 def plan(
-    waiting: PlanningBatch,
-    queued_tokens: FloatArray,
+    requests: Sequence[RoutingRequest],
+    prompts: WaitingPrompts,
+    queued_tokens: Column,
     step_of: Callable[[int], tuple[float, StepCurve]],
 ) -> list[BatchedRequest]:
     """Return who goes now, in order.
 
-    ``queued_tokens`` are the prompt tokens that each worker has to compute, ``step_of`` returns how many a step of one
-    may have, and how long it takes.
+    A cost is infinite where a request cannot go. ``queued_tokens`` are the prompt tokens that each worker has to
+    compute, ``step_of`` returns how many a step of one may have, and how long it takes.
     """
-    ahead_ms = np.zeros(len(queued_tokens))
-    is_taken = np.zeros(len(queued_tokens), np.bool_)
+    ahead_ms = [0.0] * len(queued_tokens)
+    is_taken = [False] * len(queued_tokens)
     placed: list[BatchedRequest] = []
-    for priority in sorted(set(waiting.priorities), reverse=True):
-        rows = [row for row, each in enumerate(waiting.priorities) if each == priority]
-        for worker, requests in divide(waiting, rows, ahead_ms).items():
+    for priority in sorted({each.priority for each in requests}, reverse=True):
+        rows = [row for row, each in enumerate(requests) if each.priority == priority]
+        for worker, given in divide(requests, prompts, rows, ahead_ms).items():
             if not is_taken[worker]:
                 room = _Room(float(queued_tokens[worker]), *step_of(worker))
-                placed += requests[: room.count([float(waiting.tokens[each.request, worker]) for each in requests])]
+                placed += given[: room.count([prompts.tokens[each.request][worker] for each in given])]
             is_taken[worker] = True
-            ahead_ms[worker] += sum(float(waiting.own_ms[each.request, worker]) for each in requests)
+            ahead_ms[worker] += sum(prompts.own_ms[each.request][worker] for each in given)
     return placed
 
 
-def divide(waiting: PlanningBatch, rows: Sequence[int], ahead_ms: FloatArray) -> dict[int, list[BatchedRequest]]:
+def divide(
+    requests: Sequence[RoutingRequest], prompts: WaitingPrompts, rows: Sequence[int], ahead_ms: Sequence[float]
+) -> dict[int, list[BatchedRequest]]:
     """Return the requests of each worker that gets any, in the order in which they are computed.
 
     ``rows`` are the requests to divide, ``ahead_ms`` is what each worker was given before. A request without any worker
     is in none.
     """
-    least_ms = waiting.own_ms.min(axis=1)
-    behind = np.zeros(len(ahead_ms))
+    own_ms = prompts.own_ms
+    behind = [0] * len(ahead_ms)
     given: dict[int, list[BatchedRequest]] = {}
-    for request in sorted(rows, key=lambda row: -least_ms[row]):
-        costs = waiting.costs[request] + ahead_ms + behind * waiting.own_ms[request]
-        if np.isinf(costs).all():
+    for row in sorted(rows, key=lambda row: -min(own_ms[row])):
+        costs = [
+            cost + ahead + count * own
+            for cost, ahead, count, own in zip(prompts.costs[row], ahead_ms, behind, own_ms[row], strict=True)
+        ]
+        if isinf(min(costs)):
             continue
-        worker, _ = lowest(costs, waiting.requests[request])
-        known = {each: len(requests) for each, requests in given.items()}
-        given.setdefault(worker, []).append(BatchedRequest(request, worker, known))
+        worker, _ = lowest(costs, requests[row])
+        known = {each: len(those) for each, those in given.items()}
+        given.setdefault(worker, []).append(BatchedRequest(row, worker, known))
         behind[worker] += 1
-    for worker, requests in given.items():
-        requests.sort(key=lambda each: (waiting.own_ms[each.request, worker], each.request))
+    for worker, those in given.items():
+        those.sort(key=lambda each: (own_ms[each.request][worker], each.request))
     return given
 
 

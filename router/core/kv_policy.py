@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from poolgrid.router.core.batch_planner import BatchPlanner
+from poolgrid.router.core.batch_planner import BatchPlanner, WaitingPrompts
 from poolgrid.router.core.candidates import (
     EXPECTED_MS,
     OWN_MS,
@@ -108,7 +108,7 @@ class KvAware:
             return Choice(row, reason, step, {"step_ms": step, PACE: paces})
         uncached = uncached_tokens(request, candidates.device_overlap, candidates.host_overlap, candidates.disk_overlap)
         targets_ms = np.array((request.ttft_target_ms,))
-        costs, terms = self.estimate(targets_ms, (request.is_later,), uncached, candidates)
+        costs, terms = _costs(targets_ms, (request.is_later,), uncached, candidates)
         if candidates.behind is not None:
             behind = candidates.behind * paces * terms[OWN_MS]
             costs = costs + behind
@@ -117,58 +117,78 @@ class KvAware:
         forecast = Forecast(*(float(terms[name][row]) for name in (EXPECTED_MS, OWN_MS, PACE, UNCACHED_TOKENS)))
         return Choice(row, reason, costs, terms, forecast)
 
-    def estimate(
-        self, targets_ms: FloatArray, is_later: Sequence[bool | None], uncached: FloatArray, candidates: Candidates
-    ) -> tuple[FloatArray, dict[str, FloatArray]]:
-        """Return what prompts would cost on each worker, and the terms of that, without those who would come behind.
-
-        ``uncached`` are the tokens that each worker would compute, at least one: one number a worker, or a row of them
-        for each of several prompts. ``targets_ms`` are within how long each prompt's first token is wanted, or 0;
-        ``is_later`` is whether each continues a turn, or ``None``. Overlaps of ``candidates`` are not looked at. The
-        same as ``prompt_cost`` for many, to the bit.
-        """
-        engines = candidates.engines
+    def estimate(self, requests: Sequence[RoutingRequest], candidates: Sequence[Candidates]) -> WaitingPrompts:
+        """Return what several prompts would cost, each with its candidates: the same workers at the same time."""
+        engines = candidates[0].engines
+        if isinstance(engines, FewEngines):
+            priced = [_costs_of_few(request, each, engines) for request, each in zip(requests, candidates, strict=True)]
+            return WaitingPrompts(
+                [costs for *_, costs in priced],
+                [[prompt.own_ms * prompt.pace for prompt in prompts] for prompts, *_ in priced],
+                [[prompt.uncached_tokens for prompt in prompts] for prompts, *_ in priced],
+            )
         assert isinstance(engines, Engines), "it is what the policy's observer describes"
-        paces, blocks = engines.paces, candidates.active_blocks
-        ahead = candidates.prefill_tokens + uncached
-        own = engines.prompt_ms(uncached)
-        queue = np.maximum(own, engines.prompt_ms(ahead) - engines.done_ms)
-        steps = np.ceil(ahead / engines.step_tokens)
-        between = np.where(candidates.requests > 0.0, steps * engines.decode_ms(blocks), 0.0)
-        expected = paces * (queue + between)
-        before = paces * np.maximum(0.0, engines.prompt_ms(candidates.prefill_tokens) - engines.done_ms)
-        crowding = _crowding(before, paces * own, paces * engines.typical_ms, engines.choices_per_ms)
-        queued = np.maximum(1.0, candidates.prefill_tokens)
-        in_last_step = (
-            engines.waiting * (queued - np.floor(queued / engines.step_tokens) * engines.step_tokens) / queued
+        uncached = np.stack(
+            [
+                uncached_tokens(request, each.device_overlap, each.host_overlap, each.disk_overlap)
+                for request, each in zip(requests, candidates, strict=True)
+            ]
         )
-        joined = paces * in_last_step * engines.joined_ms(candidates.prefill_tokens, uncached)
-        generating = np.maximum(0.0, candidates.requests - engines.waiting)
-        fixed = np.ceil(uncached / engines.step_tokens) * engines.least_ms()
-        decoding = DECODING_WORTH * paces * generating * np.maximum(0.0, own - fixed)
-        least = np.broadcast_to(uncached.min(axis=-1, keepdims=True), uncached.shape)
-        more = AGAIN_WORTH * np.maximum(0.0, own - engines.prompt_ms(least))
-        later, first = (np.array([each is known for each in is_later]) for known in (True, False))
-        if uncached.ndim > 1:
-            later, first = later[:, np.newaxis], first[:, np.newaxis]
-        next_worth = np.where(first, NEXT_WORTH, np.where(later, 0.0, UNNAMED_WORTH))
-        leaving = np.where(later, LEAVE_WORTH * engines.typical_ms, 0.0)
-        again = np.where(uncached > least, more + leaving, 0.0)
-        loads = engines.loads
-        even, span = _even_load(sum(loads.tolist()), len(loads))
-        above = np.minimum(1.0, np.maximum(0.0, loads - even) / span)
-        is_free = ((loads <= even) & (candidates.prefill_tokens == 0.0)).any()
-        following = np.where(is_free, next_worth * engines.typical_ms * above, 0.0)
-        others = own + joined + crowding + decoding + again + following
-        columns = (uncached, expected, own, joined, crowding, paces, decoding, again, following)
-        terms = dict(zip(TERMS, columns, strict=True))
-        costs = expected + others
-        if targets_ms.any():
-            # In time is in time: what counts then is the others, and of those in time the place that is worth least.
-            wanted = targets_ms if uncached.ndim == 1 else targets_ms[:, np.newaxis]
-            late = np.maximum(0.0, expected * TARGET_MARGIN - wanted)
-            costs = np.where(wanted > 0.0, EARLY_WORTH * expected + others + LATE_WORTH * late, costs)
-        return costs, terms
+        targets_ms = np.array([request.ttft_target_ms for request in requests])
+        costs, terms = _costs(targets_ms, [request.is_later for request in requests], uncached, candidates[0])
+        return WaitingPrompts(costs.tolist(), (terms[OWN_MS] * engines.paces).tolist(), uncached.tolist())
+
+
+def _costs(
+    targets_ms: FloatArray, is_later: Sequence[bool | None], uncached: FloatArray, candidates: Candidates
+) -> tuple[FloatArray, dict[str, FloatArray]]:
+    """Return what prompts would cost on each worker, and the terms of that, without those who would come behind.
+
+    ``uncached`` are the tokens that each worker would compute, at least one: one number a worker, or a row of them
+    for each of several prompts. ``targets_ms`` are within how long each prompt's first token is wanted, or 0;
+    ``is_later`` is whether each continues a turn, or ``None``. Overlaps of ``candidates`` are not looked at. The
+    same as ``prompt_cost`` for many, to the bit.
+    """
+    engines = candidates.engines
+    assert isinstance(engines, Engines), "it is what the policy's observer describes"
+    paces, blocks = engines.paces, candidates.active_blocks
+    ahead = candidates.prefill_tokens + uncached
+    own = engines.prompt_ms(uncached)
+    queue = np.maximum(own, engines.prompt_ms(ahead) - engines.done_ms)
+    steps = np.ceil(ahead / engines.step_tokens)
+    between = np.where(candidates.requests > 0.0, steps * engines.decode_ms(blocks), 0.0)
+    expected = paces * (queue + between)
+    before = paces * np.maximum(0.0, engines.prompt_ms(candidates.prefill_tokens) - engines.done_ms)
+    crowding = _crowding(before, paces * own, paces * engines.typical_ms, engines.choices_per_ms)
+    queued = np.maximum(1.0, candidates.prefill_tokens)
+    in_last_step = engines.waiting * (queued - np.floor(queued / engines.step_tokens) * engines.step_tokens) / queued
+    joined = paces * in_last_step * engines.joined_ms(candidates.prefill_tokens, uncached)
+    generating = np.maximum(0.0, candidates.requests - engines.waiting)
+    fixed = np.ceil(uncached / engines.step_tokens) * engines.least_ms()
+    decoding = DECODING_WORTH * paces * generating * np.maximum(0.0, own - fixed)
+    least = np.broadcast_to(uncached.min(axis=-1, keepdims=True), uncached.shape)
+    more = AGAIN_WORTH * np.maximum(0.0, own - engines.prompt_ms(least))
+    later, first = (np.array([each is known for each in is_later]) for known in (True, False))
+    if uncached.ndim > 1:
+        later, first = later[:, np.newaxis], first[:, np.newaxis]
+    next_worth = np.where(first, NEXT_WORTH, np.where(later, 0.0, UNNAMED_WORTH))
+    leaving = np.where(later, LEAVE_WORTH * engines.typical_ms, 0.0)
+    again = np.where(uncached > least, more + leaving, 0.0)
+    loads = engines.loads
+    even, span = _even_load(sum(loads.tolist()), len(loads))
+    above = np.minimum(1.0, np.maximum(0.0, loads - even) / span)
+    is_free = ((loads <= even) & (candidates.prefill_tokens == 0.0)).any()
+    following = np.where(is_free, next_worth * engines.typical_ms * above, 0.0)
+    others = own + joined + crowding + decoding + again + following
+    columns = (uncached, expected, own, joined, crowding, paces, decoding, again, following)
+    terms = dict(zip(TERMS, columns, strict=True))
+    costs = expected + others
+    if targets_ms.any():
+        # In time is in time: what counts then is the others, and of those in time the place that is worth least.
+        wanted = targets_ms if uncached.ndim == 1 else targets_ms[:, np.newaxis]
+        late = np.maximum(0.0, expected * TARGET_MARGIN - wanted)
+        costs = np.where(wanted > 0.0, EARLY_WORTH * expected + others + LATE_WORTH * late, costs)
+    return costs, terms
 
 
 def _even_load(loads: float, workers: int) -> tuple[float, float]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from poolgrid.router.core.candidates import Candidates, IndexArray
 from poolgrid.router.core.decision import Decision
@@ -128,10 +128,7 @@ class Selector:
         overlap = overlap_columns(
             projection, group, path if policy.needs_overlap else (), request, untrusted, wanted.now_ms, as_numbers
         )
-        if as_numbers:
-            candidates = self._few_candidates(group, rows, overlap, wanted)
-        else:
-            candidates = self.candidates(group, rows, overlap, wanted.now_ms, wanted.behind)
+        candidates = self._candidates(group, rows, overlap, wanted, as_numbers)
         if dry_run:
             policy = copy.deepcopy(policy)
         try:
@@ -171,8 +168,8 @@ class Selector:
         legs = choose_legs(one_leg(whole), two_legs(prefill, times.transfer_ms(uncached_tokens)))
         leg = spec_of(legs)
         if request.stage is not leg.stage:
-            request = msgspec.structs.replace(request, stage=leg.stage)
-        return msgspec.structs.replace(wanted, request=request, roles=leg.roles), legs
+            request = replace(request, stage=leg.stage)
+        return replace(wanted, request=request, roles=leg.roles), legs
 
     def _prompt_workers(
         self, wanted: WorkerWanted, roles: tuple[Role, ...], times: LearnedLegTimes
@@ -198,48 +195,45 @@ class Selector:
         workers = [PromptWorker(*need, others > 0) for need, others in zip(needs, requests, strict=True)]
         return workers, float(uncached.min())
 
-    def _few_candidates(
-        self, group: WorkerGroup, rows: IndexArray, overlap: Columns, wanted: WorkerWanted
+    def waiting_candidates(self, group: WorkerGroup, wanted: Sequence[WorkerWanted]) -> list[Candidates]:
+        """Return all of a group for each of some requests that ask at the same time: only overlaps differ."""
+        projection, as_numbers = self.projection, self._compares_numbers and group.few is not None
+        untrusted = projection.trust.untrusted
+        first, *others = (
+            overlap_columns(projection, group, each.path, each.request, untrusted, each.now_ms, as_numbers)
+            for each in wanted
+        )
+        known = self._candidates(group, group.all_rows, first, wanted[0], as_numbers)
+        return [
+            known,
+            *(replace(known, device_overlap=on[0], host_overlap=on[1], disk_overlap=on[2]) for on in others),
+        ]
+
+    def _candidates(
+        self, group: WorkerGroup, rows: IndexArray, overlap: Columns, wanted: WorkerWanted, as_numbers: bool
     ) -> Candidates:
-        """Return the rows of a small group as plain numbers."""
-        assert group.few is not None
-        columns: Sequence[Any] = (*self.projection.ledger.of_few(group.few.pick), *overlap)
-        workers, places, observer = group.workers, None, self.observer
+        """Return rows of a group, as arrays or as plain numbers, with what the policy's observer knows of them."""
+        ledger, workers, observer = self.projection.ledger, group.workers, self.observer
+        places = None
         if rows is not group.all_rows:
             places = rows.tolist()
             workers = tuple(workers[row] for row in places)
-            columns = [[column[row] for row in places] for column in columns]
-        behind = [float(wanted.behind.get(worker, 0)) for worker in workers] if wanted.behind else None
-        engines = None if observer is None else observer.describe_few(group.members, places, wanted.now_ms)
+        behind: Any = [float(wanted.behind.get(worker, 0)) for worker in workers] if wanted.behind else None
+        columns: list[Any]
+        if as_numbers:
+            assert group.few is not None
+            columns = [*ledger.of_few(group.few.pick), *overlap]
+            if places is not None:
+                columns = [[column[row] for row in places] for column in columns]
+            engines = None if observer is None else observer.describe_few(group.members, places, wanted.now_ms)
+        else:
+            loads, slots = (ledger.prefill_tokens, ledger.active_blocks, ledger.requests), group.slots[rows]
+            columns = [load[slots].astype(np.float64) for load in loads]
+            columns += overlap if places is None else [column[rows] for column in overlap]
+            engines = None if observer is None else observer.describe(group.members, rows, wanted.now_ms)
+            behind = None if behind is None else np.array(behind, np.float64)
         prefill_tokens, active_blocks, requests, device, host, disk = columns
         return Candidates(workers, prefill_tokens, active_blocks, requests, device, host, disk, engines, behind)
-
-    def candidates(
-        self,
-        group: WorkerGroup,
-        rows: IndexArray,
-        overlap: Columns,
-        now_ms: float,
-        behind: Mapping[WorkerKey, int] = MappingProxyType({}),
-    ) -> Candidates:
-        """Return rows of a group as arrays, with what the policy's observer knows of them."""
-        ledger, slots, workers = self.projection.ledger, group.slots, group.workers
-        device, host, disk = overlap
-        if rows is not group.all_rows:
-            slots = slots[rows]
-            workers = tuple(workers[row] for row in rows)
-            device, host, disk = device[rows], host[rows], disk[rows]
-        return Candidates(
-            workers,
-            ledger.prefill_tokens[slots].astype(np.float64),
-            ledger.active_blocks[slots].astype(np.float64),
-            ledger.requests[slots].astype(np.float64),
-            device,
-            host,
-            disk,
-            None if self.observer is None else self.observer.describe(group.members, rows, now_ms),
-            np.array([behind.get(worker, 0) for worker in workers], np.float64) if behind else None,
-        )
 
     def available(
         self, model: str, roles: tuple[Role, ...], unavailable: Mapping[WorkerKey, str] | None = None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from math import inf
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from poolgrid.router.core.batch_planner import BatchedRequest, PlanningBatch, divide, plan
+from poolgrid.router.core.batch_planner import BatchedRequest, WaitingPrompts, divide, plan
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.engine_times import StepCurve
 
@@ -26,22 +27,27 @@ def own_ms(tokens: float) -> float:
     return full * STEPS.one_step_ms(STEP_TOKENS) + STEPS.one_step_ms(rest)
 
 
+Waiting = tuple[list[RoutingRequest], WaitingPrompts]
+
+
 def waiting(
     tokens: Sequence[Sequence[float]],
     busy_ms: Sequence[float] | None = None,
     priorities: Sequence[int] | None = None,
     speeds: Sequence[float] | None = None,
-) -> PlanningBatch:
+) -> Waiting:
     """Prompts by row; a column for each worker, which is busy for so long and so fast."""
-    matrix = np.array(tokens, np.float64)
-    own = np.vectorize(own_ms)(matrix) / (np.ones(matrix.shape[1]) if speeds is None else np.array(speeds))
-    costs = own + (0.0 if busy_ms is None else np.array(busy_ms))
-    requests = [RoutingRequest(f"r{row}", "m", 1, 1, 1) for row in range(len(tokens))]
-    return PlanningBatch(costs, own, matrix, requests, priorities or [0] * len(tokens))
+    workers = range(len(tokens[0]))
+    own = [[own_ms(row[each]) / (speeds[each] if speeds else 1.0) for each in workers] for row in tokens]
+    costs = [[row[each] + (busy_ms[each] if busy_ms else 0.0) for each in workers] for row in own]
+    requests = [
+        RoutingRequest(f"r{row}", "m", 1, 1, 1, priorities[row] if priorities else 0) for row in range(len(tokens))
+    ]
+    return requests, WaitingPrompts(costs, own, tokens)
 
 
-def placed(waits: PlanningBatch, queued: Sequence[float]) -> list[tuple[int, int]]:
-    found = plan(waits, np.array(queued, np.float64), lambda _: (float(STEP_TOKENS), STEPS))
+def placed(waits: Waiting, queued: Sequence[float]) -> list[tuple[int, int]]:
+    found = plan(*waits, queued, lambda _: (float(STEP_TOKENS), STEPS))
     return [(each.request, each.worker) for each in found]
 
 
@@ -88,16 +94,15 @@ def test_a_higher_priority_goes_first_and_keeps_the_worker_that_it_waits_for() -
 
 
 def test_whoever_can_go_nowhere_keeps_nobody_else() -> None:
-    waits = waiting([[9000], [500]])
-    waits.costs[1, 0] = np.inf
+    requests, prompts = waiting([[9000], [500]])
 
-    assert placed(waits, [0]) == [(0, 0)]
+    assert placed((requests, replace(prompts, costs=[prompts.costs[0], [inf]])), [0]) == [(0, 0)]
 
 
 def test_what_is_planned_behind_is_said_for_each_worker() -> None:
     waits = waiting([[30_000], [20_000], [9000]])
 
-    [goes] = plan(waits, np.zeros(1), lambda _: (float(STEP_TOKENS), STEPS))
+    [goes] = plan(*waits, [0.0], lambda _: (float(STEP_TOKENS), STEPS))
 
     assert goes == BatchedRequest(2, 0, {0: 2})
 
@@ -115,17 +120,15 @@ def test_no_division_over_free_workers_has_a_smaller_sum_of_times_to_the_first_t
     thousands: list[int], speeds: list[float]
 ) -> None:
     tokens = [[1000.0 * each] * len(speeds) for each in thousands]
-    waits = waiting(tokens, speeds=speeds)
+    requests, prompts = waiting(tokens, speeds=speeds)
 
-    given_ = divide(waits, range(len(tokens)), np.zeros(len(speeds)))
+    given_ = divide(requests, prompts, range(len(tokens)), [0.0] * len(speeds))
 
-    ours = sum_of_ttfts(
-        [[float(waits.own_ms[each.request, worker]) for each in requests] for worker, requests in given_.items()]
-    )
+    ours = sum_of_ttfts([[prompts.own_ms[each.request][worker] for each in those] for worker, those in given_.items()])
     best = min(
         sum_of_ttfts(
             [
-                [float(waits.own_ms[row, worker]) for row, at in enumerate(choice) if at == worker]
+                [prompts.own_ms[row][worker] for row, at in enumerate(choice) if at == worker]
                 for worker in range(len(speeds))
             ]
         )
