@@ -132,8 +132,9 @@ class Chooser:
         now_ms = self._clock.monotonic_ms()
         if not routed.path:
             self._hash(routed)
-        if routed.queued is not None and not machine.plan.dispatches and request.task is None:
-            # While it waited its session may have continued without it.
+        queued = routed.queued
+        if queued is not None and not machine.plan.dispatches and self.naming.follows(request) is not routed.follows:
+            # While it waited its session has continued without it.
             request.turn = self.naming.turn_of(request, routed.path, routed.block_size)
         leg, wanted = self._next(routed, now_ms)
         found = self._state.select(wanted)
@@ -170,6 +171,8 @@ class Chooser:
         request = routed.machine.request
         routed.block_size = self.block_size(request.model)
         routed.path = self.path_now(request, routed.block_size)
+        if routed.path and request.task is None and not routed.machine.plan.dispatches:
+            request.turn = self.naming.turn_of(request, routed.path, routed.block_size)
 
     def _next(self, routed: LocalRequest, now_ms: float) -> tuple[LegSpec, WorkerWanted]:
         """Return a request's next leg, and the question to the selector for it."""

@@ -12,6 +12,7 @@ import msgspec
 
 from poolgrid.process.tracing.record import SpanRecord, Value
 from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.lineage import Known
 from poolgrid.router.core.selector import NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import LegSpec
 from poolgrid.serving.fair_queue import QueuedRequest
@@ -49,6 +50,8 @@ class LocalRequest(RoutedRequest, eq=False):
     """Its place in the queue, while it waits."""
     crowded: Mapping[WorkerKey, str] = msgspec.field(default_factory=dict)
     """Workers that it must leave alone while others can serve it: it would evict sessions there."""
+    follows: Known | None = None
+    """The turn before its own when it began to wait."""
     behind: Mapping[WorkerKey, int] = msgspec.field(default_factory=dict)
     """Those that wait and will be computed behind it on each worker, while it is placed by a plan."""
     resumed_for: WaitCause = WaitCause.WORKER_LOST

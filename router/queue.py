@@ -126,6 +126,7 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         now_ms = self._clock.monotonic_ms()
         placed = routed.placed = asyncio.get_running_loop().create_future()
         try:
+            routed.follows = self._chooser.naming.follows(routed.machine.request)
             queued = self._queued(routed, now_ms)
             if cause is WaitCause.WORKING_SET:
                 self._await_place(queued, now_ms)

@@ -9,7 +9,7 @@ import msgspec
 
 from poolgrid.consolidator.core.session_table import IDLE_MAX_MS
 from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.router.core.lineage import anchor_of, digest_of
+from poolgrid.router.core.lineage import Known, anchor_of, digest_of
 from poolgrid.router.core.projection import Projection
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.hashing import TOKEN_BYTES, stable_u64
@@ -25,6 +25,11 @@ RETURN_MAX_MS: Final = 60_000
 """Blocks are kept no longer than a session keeps its place in the working set."""
 
 
+TOKENS_MIN: Final = 128
+"""Shorter prompts begin no session by themselves: computing so many takes 2 ms of a step of 18 (Dynamo's published
+times), so there is no KV to wait for, to keep or to return to."""
+
+
 class SessionNaming:
     """Names the turns of one router's requests, and notes their ends at once: the pool's journal is slower."""
 
@@ -33,9 +38,12 @@ class SessionNaming:
         self._lineage = projection.lineage
         self._wall_ms = wall_ms
 
-    def turn_of(self, request: InferenceRequest, path: Sequence[int], block_size: int) -> SessionTurn:
-        """Return the turn that a request would be, dispatched now."""
-        hint, tenant = request.session, tenant_key(request.tenant) if request.tenant else 0
+    def turn_of(self, request: InferenceRequest, path: Sequence[int], block_size: int) -> SessionTurn | None:
+        """Return the turn that a request would be, dispatched now; ``None`` for a short prompt without a name."""
+        hint = request.session
+        if not hint.name and not hint.keep_ms and len(request.token_ids) < TOKEN_BYTES * TOKENS_MIN:
+            return None
+        tenant = tenant_key(request.tenant) if request.tenant else 0
         name, parent, anchor, residual, return_ms = hint.name, hint.parent, 0, 0, 0
         if not name and path:
             token_ids = request.token_ids
@@ -52,6 +60,11 @@ class SessionNaming:
         tail = path[-1] if path else 0
         turn = SessionTurn(name, tenant, parent, hint.after_tool, tail, anchor, residual, return_ms)
         return self._keeping(turn, request) if request.kept_tokens_max and request.retention is None else turn
+
+    def follows(self, request: InferenceRequest) -> Known | None:
+        """Return the turn that a request's session has dispatched last, where lineage has found that session."""
+        turn = request.turn
+        return None if turn is None else self._lineage.latest(turn.tenant, turn.session)
 
     def _keeping(self, turn: SessionTurn, request: InferenceRequest) -> SessionTurn:
         """Return a turn with what its client has kept, as far as the tenant's budget has room next to others.

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Final, NamedTuple
 
 import msgspec
@@ -112,6 +113,10 @@ class Lineage:
                     if behind is not None:
                         yield place, behind
                 end = first
+
+    def latest(self, tenant: int, session: str) -> Known | None:
+        """Return the last turn of a session."""
+        return self._latest.get((tenant, session))
 
     def begin(self, request_id: str, turn: SessionTurn, isl: int) -> None:
         """Note a turn that was dispatched; one that is known already is not noted again."""
@@ -230,11 +235,11 @@ def anchor_of(path: Sequence[int]) -> int:
     return path[blocks // STRIDE * STRIDE - 1 if blocks >= STRIDE else SHORT_PLACES[-blocks.bit_length()]]
 
 
-def anchor_places(blocks: int) -> Sequence[int]:
+def anchor_places(blocks: int) -> Iterator[int]:
     """Return the places of anchors in a path of so many blocks, from its end: each ``STRIDE``-th, then 7, 3, 1, 0."""
     if blocks < STRIDE:
-        return SHORT_PLACES[-blocks.bit_length() :] if blocks else ()
-    return (*range(blocks // STRIDE * STRIDE - 1, 0, -STRIDE), *SHORT_PLACES)
+        return iter(SHORT_PLACES[-blocks.bit_length() :] if blocks else ())
+    return chain(range(blocks // STRIDE * STRIDE - 1, 0, -STRIDE), SHORT_PLACES)
 
 
 def next_anchor(place: int) -> int:

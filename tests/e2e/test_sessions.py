@@ -98,7 +98,7 @@ def knows_all(pool: SharedPool, turns: int) -> bool:
 
 
 def test_a_session_without_an_id_is_found_by_either_router(pool: SharedPool) -> None:
-    words = list(range(100, 180))
+    words = list(range(100, 230))
     for turn in range(4):
         url = pool.routers[turn % 2].url
         body = {"model": "tiny", "prompt": words, "max_tokens": 24, "ignore_eos": True}
