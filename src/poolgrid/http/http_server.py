@@ -206,8 +206,8 @@ def has_ended(connection: socket.socket) -> bool:
         return True
 
 
-TICK_S = 0.1
-"""Between two looks at what has run out of time."""
+TICK_S = 0.25
+"""Between two looks at what has run out of time, and at the date: each wakes an idle process."""
 
 STOOD_STILL_S = 1.0
 """A tick that comes so late comes from a process that stood still."""

@@ -48,8 +48,8 @@ log: Final = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-BEAT_MAX_MS: Final = 50.0
-"""Longest time between two heartbeats: twenty wake-ups a second cost an idle process a thousandth of a core."""
+BEAT_MAX_MS: Final = 250.0
+"""Longest time between two heartbeats: a wake-up of an idle process costs 0.1 ms of CPU."""
 
 BEATS_PER_TIMEOUT: Final = 8
 """Heartbeats within the shortest timeout that is judged."""
