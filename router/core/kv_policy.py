@@ -107,8 +107,8 @@ class KvAware:
             row, reason = lowest(step, request)
             return Choice(row, reason, step, {"step_ms": step, PACE: paces})
         uncached = uncached_tokens(request, candidates.device_overlap, candidates.host_overlap, candidates.disk_overlap)
-        targets_ms = np.array((request.ttft_target_ms,))
-        costs, terms = _costs(targets_ms, (request.is_later,), uncached, candidates)
+        all_costs, all_terms = _costs((request,), uncached[np.newaxis], candidates)
+        costs, terms = all_costs.flatten(), {name: column.flatten() for name, column in all_terms.items()}
         if candidates.behind is not None:
             behind = candidates.behind * paces * terms[OWN_MS]
             costs = costs + behind
@@ -134,20 +134,17 @@ class KvAware:
                 for request, each in zip(requests, candidates, strict=True)
             ]
         )
-        targets_ms = np.array([request.ttft_target_ms for request in requests])
-        costs, terms = _costs(targets_ms, [request.is_later for request in requests], uncached, candidates[0])
+        costs, terms = _costs(requests, uncached, candidates[0])
         return WaitingPrompts(costs.tolist(), (terms[OWN_MS] * engines.paces).tolist(), uncached.tolist())
 
 
 def _costs(
-    targets_ms: FloatArray, is_later: Sequence[bool | None], uncached: FloatArray, candidates: Candidates
+    requests: Sequence[RoutingRequest], uncached: FloatArray, candidates: Candidates
 ) -> tuple[FloatArray, dict[str, FloatArray]]:
     """Return what prompts would cost on each worker, and the terms of that, without those who would come behind.
 
-    ``uncached`` are the tokens that each worker would compute, at least one: one number a worker, or a row of them
-    for each of several prompts. ``targets_ms`` are within how long each prompt's first token is wanted, or 0;
-    ``is_later`` is whether each continues a turn, or ``None``. Overlaps of ``candidates`` are not looked at. The
-    same as ``prompt_cost`` for many, to the bit.
+    ``uncached`` are the tokens that each worker would compute, at least one, in a row for each prompt. Overlaps of
+    ``candidates`` are not looked at. The same as ``_costs_of_few``, to the bit.
     """
     engines = candidates.engines
     assert isinstance(engines, Engines), "it is what the policy's observer describes"
@@ -168,9 +165,7 @@ def _costs(
     decoding = DECODING_WORTH * paces * generating * np.maximum(0.0, own - fixed)
     least = np.broadcast_to(uncached.min(axis=-1, keepdims=True), uncached.shape)
     more = AGAIN_WORTH * np.maximum(0.0, own - engines.prompt_ms(least))
-    later, first = (np.array([each is known for each in is_later]) for known in (True, False))
-    if uncached.ndim > 1:
-        later, first = later[:, np.newaxis], first[:, np.newaxis]
+    later, first = (np.array([[each.is_later is known] for each in requests]) for known in (True, False))
     next_worth = np.where(first, NEXT_WORTH, np.where(later, 0.0, UNNAMED_WORTH))
     leaving = np.where(later, LEAVE_WORTH * engines.typical_ms, 0.0)
     again = np.where(uncached > least, more + leaving, 0.0)
@@ -183,9 +178,9 @@ def _costs(
     columns = (uncached, expected, own, joined, crowding, paces, decoding, again, following)
     terms = dict(zip(TERMS, columns, strict=True))
     costs = expected + others
-    if targets_ms.any():
+    wanted = np.array([[each.ttft_target_ms] for each in requests])
+    if wanted.any():
         # In time is in time: what counts then is the others, and of those in time the place that is worth least.
-        wanted = targets_ms if uncached.ndim == 1 else targets_ms[:, np.newaxis]
         late = np.maximum(0.0, expected * TARGET_MARGIN - wanted)
         costs = np.where(wanted > 0.0, EARLY_WORTH * expected + others + LATE_WORTH * late, costs)
     return costs, terms

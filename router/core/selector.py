@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from poolgrid.router.core.candidates import Candidates, IndexArray
 from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.engine_times import DISK_WORTH, HOST_WORTH
+from poolgrid.router.core.engine_times import uncached_tokens
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.leg_times import LearnedLegTimes
 from poolgrid.router.core.observers import Observer
@@ -183,9 +183,8 @@ class Selector:
             return [], float(request.isl)
         path = wanted.path if self.policy.needs_overlap else ()
         untrusted = projection.trust.untrusted if projection.follows_blocks else _NO_WORKERS
-        device, host, disk = overlap_columns(projection, group, path, request, untrusted, wanted.now_ms)
-        held = device + HOST_WORTH * host + DISK_WORTH * disk
-        uncached = np.maximum(1.0, request.isl - held * request.block_size)[rows]
+        overlap = overlap_columns(projection, group, path, request, untrusted, wanted.now_ms)
+        uncached = uncached_tokens(request, *overlap)[rows]
         slots = group.slots[rows]
         queued, requests = ledger.prefill_tokens[slots].tolist(), ledger.requests[slots].tolist()
         needs = [
