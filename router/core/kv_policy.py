@@ -108,7 +108,8 @@ class KvAware:
             return Choice(row, reason, step, {"step_ms": step, PACE: paces})
         uncached = uncached_tokens(request, candidates.device_overlap, candidates.host_overlap, candidates.disk_overlap)
         all_costs, all_terms = _costs((request,), uncached[np.newaxis], candidates)
-        costs, terms = all_costs.flatten(), {name: column.flatten() for name, column in all_terms.items()}
+        costs = all_costs.flatten()
+        terms = {name: column if column.ndim == 1 else column.flatten() for name, column in all_terms.items()}
         if candidates.behind is not None:
             behind = candidates.behind * paces * terms[OWN_MS]
             costs = costs + behind
