@@ -91,8 +91,7 @@ class BatchPlanner:
         queued, requests = ledger.prefill_tokens[group.slots].tolist(), ledger.requests[group.slots].tolist()
         rows = zip(group.members, group.limits.tolist(), queued, requests, strict=True)
         return sum(
-            tokens < max(1, worker.card.limits.max_num_tokens) and active < limit
-            for worker, limit, tokens, active in rows
+            tokens < max(1, each.card.limits.max_num_tokens) and active < limit for each, limit, tokens, active in rows
         )
 
     def can_plan(self, wanted: WorkerWanted) -> bool:
@@ -103,26 +102,24 @@ class BatchPlanner:
     def plan(self, wanted: Sequence[WorkerWanted]) -> list[tuple[int, Mapping[WorkerKey, int]]]:
         """Return which requests go now, in order, and how many are planned behind each. One that no worker can serve
         goes first, at once."""
-        if len(wanted) == 1:
-            return [(0, {})]
-        selector, projection, first = self._selector, self._selector.projection, wanted[0]
-        group = selector.groups.of(first.request.model, first.roles)
-        if not group.workers:
+        selector, ledger = self._selector, self._selector.projection.ledger
+        group = selector.groups.of(wanted[0].request.model, wanted[0].roles)
+        if len(wanted) == 1 or not group.workers:
             return [(0, {})]
         requests, candidates = [each.request for each in wanted], selector.waiting_candidates(group, wanted)
         prompts = self._estimate(requests, candidates)
         workers, costs = range(len(group.workers)), list(prompts.costs)
         for row, each in enumerate(wanted):
-            eligible, _ = group.eligible(each.request, each.unavailable, projection.ledger)
+            eligible, _ = group.eligible(each.request, each.unavailable, ledger)
             if eligible is not group.all_rows:
                 can = set(eligible.tolist())
                 costs[row] = [costs[row][worker] if worker in can else inf for worker in workers]
         engines, queued = candidates[0].engines, candidates[0].prefill_tokens
         assert isinstance(engines, Engines | FewEngines), "it is what the policy's observer describes"
         placed = plan(requests, msgspec.structs.replace(prompts, costs=costs), queued, engines.step_of)
-        due: list[tuple[int, Mapping[WorkerKey, int]]] = []
-        due += [(row, {}) for row, each in enumerate(costs) if isinf(min(each))][:1]
-        return due + [(goes.request, {group.workers[row]: n for row, n in goes.behind.items()}) for goes in placed]
+        nowhere = [row for row, each in enumerate(costs) if isinf(min(each))][:1]
+        going = [(goes.request, {group.workers[row]: n for row, n in goes.behind.items()}) for goes in placed]
+        return [*((row, {}) for row in nowhere), *going]
 
 
 class BatchedRequest(msgspec.Struct, frozen=True, gc=False):

@@ -92,23 +92,13 @@ class Choice(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What was minimised, per row; ``None`` for policies without a cost."""
     given_terms: Mapping[str, Column] | Callable[[], Mapping[str, Column]] = _NO_TERMS
     """The parts of the cost, per row, or a function that computes them on demand, which takes less memory."""
-    given_forecast: Forecast | None = None
-    """Of the chosen row; ``None`` = in the terms, if at all."""
+    forecast: Forecast | None = None
+    """What was expected of the chosen row, for observers that learn; ``None`` if nothing was."""
 
     @property
     def terms(self) -> Mapping[str, Column]:
         given = self.given_terms
         return given() if callable(given) else given
-
-    @property
-    def forecast(self) -> Forecast | None:
-        """Return what was expected of the chosen row, for observers that learn; ``None`` if nothing was."""
-        if self.given_forecast is not None:
-            return self.given_forecast
-        terms = self.terms
-        if not terms.keys() >= {EXPECTED_MS, OWN_MS, PACE}:
-            return None
-        return Forecast(*(float(terms[name][self.row]) for name in (EXPECTED_MS, OWN_MS, PACE)))
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

@@ -35,15 +35,9 @@ class StepCurve:
 
         At least one point each, by increasing first value.
         """
-        self._tokens = np.array([x for x, _ in prefill], np.float64)
-        self._prefill_ms = np.array([ms for _, ms in prefill], np.float64)
-        self._shares = np.array([x for x, _ in decode], np.float64)
-        self._decode_ms = np.array([ms for _, ms in decode], np.float64)
-        self._slope = 0.0
-        if len(prefill) > 1:
-            (x0, y0), (x1, y1) = prefill[-2:]
-            self._slope = max(0.0, (y1 - y0) / (x1 - x0))
-        self._prefill, self._decode = _lines(prefill), _lines(decode)
+        self._prefill, self._decode = (tokens, ms, slopes), (shares, decode_ms, _) = _lines(prefill), _lines(decode)
+        self._tokens, self._prefill_ms, self._shares, self._decode_ms = map(np.array, (tokens, ms, shares, decode_ms))
+        self._slope = max(0.0, slopes[-1]) if slopes else 0.0
         self.least_ms = float(prefill[0][1])
         """What the smallest step takes that is known."""
         self.one_token_ms = self.one_step_ms(1.0)

@@ -203,10 +203,7 @@ class Selector:
             for each in wanted
         )
         known = self._candidates(group, group.all_rows, first, wanted[0], as_numbers)
-        return [
-            known,
-            *(replace(known, device_overlap=on[0], host_overlap=on[1], disk_overlap=on[2]) for on in others),
-        ]
+        return [known] + [replace(known, device_overlap=on[0], host_overlap=on[1], disk_overlap=on[2]) for on in others]
 
     def _candidates(
         self, group: WorkerGroup, rows: IndexArray, overlap: Columns, wanted: WorkerWanted, as_numbers: bool

@@ -24,7 +24,7 @@ import numpy as np
 from poolgrid.consolidator.journal.inspection import NotKept, reaches_back_to, state_at
 from poolgrid.consolidator.journal.stored_records import SegmentKind, StoredRecord, stored_records
 from poolgrid.consolidator.ports import ReadableDisk
-from poolgrid.router.core.candidates import Candidates, Choice, RoutingRequest
+from poolgrid.router.core.candidates import EXPECTED_MS, OWN_MS, PACE, Candidates, Choice, Forecast, RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (
     Booked,
@@ -398,12 +398,13 @@ def decision_of(made: DecisionMade, workers: Sequence[WorkerKey]) -> Decision:
     features = len(_FEATURE_COLUMNS)
     costs = matrix[features] if made.has_costs else None
     terms = {name: matrix[features + made.has_costs + at] for at, name in enumerate(made.terms)}
+    expected = [float(terms[name][made.row]) for name in (EXPECTED_MS, OWN_MS, PACE) if name in terms]
     decision = Decision(
         made.request,
         made.time_ms,
         made.policy,
         made.offset,
-        Choice(made.row, made.reason, costs, terms),
+        Choice(made.row, made.reason, costs, terms, Forecast(*expected) if len(expected) == 3 else None),
         Candidates(tuple(workers[number] for number in numbers), *matrix[:features]),
         {workers[number]: why for number, why in made.filtered},
         made.attempt,

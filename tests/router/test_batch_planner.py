@@ -27,15 +27,12 @@ def own_ms(tokens: float) -> float:
     return full * STEPS.one_step_ms(STEP_TOKENS) + STEPS.one_step_ms(rest)
 
 
-Waiting = tuple[list[RoutingRequest], WaitingPrompts]
-
-
 def waiting(
     tokens: Sequence[Sequence[float]],
     busy_ms: Sequence[float] | None = None,
     priorities: Sequence[int] | None = None,
     speeds: Sequence[float] | None = None,
-) -> Waiting:
+) -> tuple[list[RoutingRequest], WaitingPrompts]:
     """Prompts by row; a column for each worker, which is busy for so long and so fast."""
     workers = range(len(tokens[0]))
     own = [[own_ms(row[each]) / (speeds[each] if speeds else 1.0) for each in workers] for row in tokens]
@@ -46,7 +43,7 @@ def waiting(
     return requests, WaitingPrompts(costs, own, tokens)
 
 
-def placed(waits: Waiting, queued: Sequence[float]) -> list[tuple[int, int]]:
+def placed(waits: tuple[list[RoutingRequest], WaitingPrompts], queued: Sequence[float]) -> list[tuple[int, int]]:
     found = plan(*waits, queued, lambda _: (float(STEP_TOKENS), STEPS))
     return [(each.request, each.worker) for each in found]
 
