@@ -210,6 +210,15 @@ class Scene:
         return self.bench.core.pool.workers[W].stream("worker").state
 
 
+def joined(*numbers: int, outlives: bool = False, has_replay: bool = True) -> Scene:
+    """Return one whose worker has joined, and whose publisher has stored some prompts."""
+    scene = Scene(outlives, has_replay)
+    scene.join()
+    for number in numbers:
+        scene.store(number)
+    return scene
+
+
 def everything(*numbers: int) -> set[int]:
     return {block for number in numbers for block in names(prompt(number))}
 
@@ -218,8 +227,7 @@ def everything(*numbers: int) -> set[int]:
 
 
 def test_a_block_is_told_once_and_held_while_any_source_says_so() -> None:
-    scene = Scene()
-    scene.join()
+    scene = joined()
     scene.push(stored(names(prompt(1)), None, Tier.HOST))
     scene.store(1)
     scene.store(2)
@@ -236,8 +244,7 @@ def test_a_block_is_told_once_and_held_while_any_source_says_so() -> None:
 
 
 def test_a_worker_that_restates_its_cache_leaves_what_the_other_source_said() -> None:
-    scene = Scene()
-    scene.join()
+    scene = joined()
     scene.push(stored(names(prompt(1))))
     scene.push(stored(names(prompt(2))))
     scene.store(3)
@@ -254,9 +261,7 @@ def test_a_worker_that_restates_its_cache_leaves_what_the_other_source_said() ->
 
 
 def test_a_worker_that_restates_in_one_batch_beside_another_source_is_live_behind_it() -> None:
-    scene = Scene()
-    scene.join()
-    scene.store(3)
+    scene = joined(3)
 
     scene.push(SnapshotBegan(), stored(names(prompt(2))), SnapshotEnded())
 
@@ -265,8 +270,7 @@ def test_a_worker_that_restates_in_one_batch_beside_another_source_is_live_behin
 
 
 def test_a_cleared_cache_of_either_source_takes_only_its_own() -> None:
-    scene = Scene()
-    scene.join()
+    scene = joined()
     scene.push(stored(names(prompt(1))), stored(names(prompt(2)), None, Tier.HOST))
     scene.store(2)
     scene.store(3)
@@ -280,9 +284,7 @@ def test_a_cleared_cache_of_either_source_takes_only_its_own() -> None:
 
 
 def test_a_large_batch_is_taken_from_a_worker_with_several_sources() -> None:
-    scene = Scene()
-    scene.join()
-    scene.store(1)
+    scene = joined(1)
     many: list[AnyEvent] = [stored([10_000 + number], None, Tier.HOST) for number in range(9_000)]
 
     scene.push(*many, removed([10_000], Tier.HOST))
@@ -293,8 +295,7 @@ def test_a_large_batch_is_taken_from_a_worker_with_several_sources() -> None:
 
 
 def test_a_batch_of_a_further_source_acknowledges_nothing_and_is_not_the_workers_lag() -> None:
-    scene = Scene()
-    scene.join()
+    scene = joined()
     turn = ConsolidatorTurn(scene.bench.now())
     scene.bench.core.batch(b"p", batch([stored([1])], 0), turn)
     assert scene.bench.core.take(EventBatch(*W, 5, 0, 0, [stored([2])], "other"), turn)
@@ -309,8 +310,7 @@ def test_a_batch_of_a_further_source_acknowledges_nothing_and_is_not_the_workers
 
 
 def test_a_publisher_that_is_gone_for_the_lease_takes_exactly_what_only_it_said() -> None:
-    scene = Scene()
-    scene.join()
+    scene = joined()
     scene.push(stored(names(prompt(1)), None, Tier.HOST))
     scene.store(1)
     scene.store(2)
@@ -328,9 +328,7 @@ def test_a_publisher_that_is_gone_for_the_lease_takes_exactly_what_only_it_said(
 
 
 def test_a_publisher_that_comes_back_brings_back_what_it_holds() -> None:
-    scene = Scene()
-    scene.join()
-    scene.store(1)
+    scene = joined(1)
     scene.lose_connection()
     scene.wait(LEASE_MS)
     scene.store(2)  # said while nobody listened
@@ -343,8 +341,7 @@ def test_a_publisher_that_comes_back_brings_back_what_it_holds() -> None:
 
 @pytest.mark.parametrize("away_ms", [10, 5 * LEASE_MS])
 def test_a_publisher_that_restarts_brings_what_it_holds_now_and_nothing_from_before(away_ms: int) -> None:
-    scene = Scene()
-    scene.join()
+    scene = joined()
     for number in range(4):
         scene.store(number)
     scene.lose_connection()
@@ -407,9 +404,7 @@ def test_nothing_is_taken_in_before_the_worker_joins_and_all_of_it_when_it_does(
 
 
 def test_what_a_lost_life_was_said_to_hold_does_not_survive_into_the_next() -> None:
-    scene = Scene()
-    scene.join()
-    scene.store(1)
+    scene = joined(1)
     scene.hear(Heartbeat("w", 0, 1, 0))
 
     scene.join(epoch=2)
@@ -426,10 +421,7 @@ def test_what_a_lost_life_was_said_to_hold_does_not_survive_into_the_next() -> N
 
 @pytest.mark.parametrize("has_replay", [True, False])
 def test_a_former_publisher_counts_again_when_it_restarts(has_replay: bool) -> None:
-    scene = Scene(has_replay=has_replay)
-    scene.join()
-    scene.store(1)
-    scene.store(2)
+    scene = joined(1, 2, has_replay=has_replay)
     scene.hear(Heartbeat("w", 0, 1, 0))
     scene.join(epoch=2)
 
@@ -440,9 +432,7 @@ def test_a_former_publisher_counts_again_when_it_restarts(has_replay: bool) -> N
 
 
 def test_a_former_publisher_counts_again_behind_a_cleared_cache() -> None:
-    scene = Scene()
-    scene.join()
-    scene.store(1)
+    scene = joined(1)
     scene.hear(Heartbeat("w", 0, 1, 0))
     scene.join(epoch=2)
     cache = scene.block.cache
@@ -456,9 +446,7 @@ def test_a_former_publisher_counts_again_behind_a_cleared_cache() -> None:
 
 def test_a_cache_that_was_cleared_before_the_last_word_of_a_lost_life_proves_nothing() -> None:
     """Found by the model: nobody heard it being cleared, and what was stored behind it was of the old life too."""
-    scene = Scene()
-    scene.join()
-    scene.store(1)
+    scene = joined(1)
     scene.lose_connection()
     cache = scene.block.cache
     scene.say(cache.clear(), cache.store(prompt(2), Tier.HOST))
@@ -473,9 +461,7 @@ def test_a_cache_that_was_cleared_before_the_last_word_of_a_lost_life_proves_not
 
 @pytest.mark.parametrize("worker", ["is dead", "lives on"])
 def test_a_cache_cleared_as_the_worker_dies_is_another_life_of_the_publisher(worker: str) -> None:
-    scene = Scene()
-    scene.join()
-    scene.store(1)
+    scene = joined(1)
     scene.hear(Heartbeat("w", 0, 1, 0))
     scene.wait(10)
     scene.say(scene.block.cache.clear())
@@ -493,9 +479,7 @@ def test_a_cache_cleared_as_the_worker_dies_is_another_life_of_the_publisher(wor
 
 
 def test_a_cache_cleared_after_the_lost_worker_left_counts_from_there() -> None:
-    scene = Scene()
-    scene.join()
-    scene.store(1)
+    scene = joined(1)
     scene.hear(Heartbeat("w", 0, 1, 0))
     scene.wait(LEASE_MS)
     scene.bench.expire()
@@ -510,9 +494,7 @@ def test_a_cache_cleared_after_the_lost_worker_left_counts_from_there() -> None:
 
 def test_a_publisher_in_the_workers_process_that_restarts_with_it_is_heard_from_its_beginning() -> None:
     """The new process publishes before it greets, and the pool still has the old life of the worker."""
-    scene = Scene()
-    scene.join()
-    scene.store(1)
+    scene = joined(1)
     scene.hear(Heartbeat("w", 0, 1, 0))
     scene.lose_connection()
     scene.wait(100)
@@ -526,8 +508,7 @@ def test_a_publisher_in_the_workers_process_that_restarts_with_it_is_heard_from_
 
 
 def test_a_publisher_that_outlives_its_worker_brings_its_blocks_to_the_next_life() -> None:
-    scene = Scene(outlives=True)
-    scene.join()
+    scene = joined(outlives=True)
     scene.push(stored(names(prompt(8))))
     scene.store(1)
     scene.hear(Heartbeat("w", 0, 1, 1))
@@ -541,9 +522,7 @@ def test_a_publisher_that_outlives_its_worker_brings_its_blocks_to_the_next_life
 
 
 def test_a_worker_that_comes_back_under_the_same_epoch_finds_its_publisher_again() -> None:
-    scene = Scene()
-    scene.join()
-    scene.store(1)
+    scene = joined(1)
     scene.hear(Heartbeat("w", 0, 1, 0))
     scene.wait(LEASE_MS)
     scene.bench.expire()
@@ -557,9 +536,7 @@ def test_a_worker_that_comes_back_under_the_same_epoch_finds_its_publisher_again
 
 @pytest.mark.parametrize("how", ["its sequence goes back", "it says goodbye first"])
 def test_another_life_under_the_same_epoch_is_another_life(how: str) -> None:
-    scene = Scene()
-    scene.join()
-    scene.store(1)
+    scene = joined(1)
     scene.push(stored(names(prompt(5))))
     if how == "it says goodbye first":
         scene.hear(Goodbye("w", 0, 1, "done"))
@@ -570,9 +547,7 @@ def test_another_life_under_the_same_epoch_is_another_life(how: str) -> None:
 
 
 def test_a_former_publisher_stays_former_over_a_lapse_of_the_lease() -> None:
-    scene = Scene()
-    scene.join()
-    scene.store(1)
+    scene = joined(1)
     scene.hear(Heartbeat("w", 0, 1, 0))
     scene.join(epoch=2)
     scene.wait(LEASE_MS)
@@ -588,8 +563,7 @@ def test_a_former_publisher_stays_former_over_a_lapse_of_the_lease() -> None:
 
 
 def test_a_restarted_consolidator_reads_the_publisher_anew() -> None:
-    scene = Scene()
-    scene.join()
+    scene = joined()
     scene.push(stored(names(prompt(1)), None, Tier.HOST))
     scene.store(2)
 
@@ -603,8 +577,7 @@ def test_a_restarted_consolidator_reads_the_publisher_anew() -> None:
 
 
 def test_what_the_journal_knows_of_a_publisher_that_never_comes_back_goes_with_the_lease() -> None:
-    scene = Scene()
-    scene.join()
+    scene = joined()
     scene.push(stored(names(prompt(1)), None, Tier.HOST))
     scene.store(2)
     after = Scene.__new__(Scene)
@@ -621,9 +594,7 @@ def test_what_the_journal_knows_of_a_publisher_that_never_comes_back_goes_with_t
 
 
 def test_a_former_publisher_is_former_to_a_restarted_consolidator_too() -> None:
-    scene = Scene()
-    scene.join()
-    scene.store(1)
+    scene = joined(1)
     scene.hear(Heartbeat("w", 0, 1, 0))
     scene.join(epoch=2)
     after = Scene.__new__(Scene)
@@ -642,8 +613,7 @@ def test_a_former_publisher_is_former_to_a_restarted_consolidator_too() -> None:
 
 
 def test_a_source_that_is_not_listed_any_more_takes_its_blocks_along() -> None:
-    scene = Scene()
-    scene.join()
+    scene = joined()
     scene.push(stored(names(prompt(1)), None, Tier.HOST))
     scene.store(2)
     after = Bench(folded(scene.bench.records))
@@ -661,9 +631,7 @@ def test_a_source_that_is_not_listed_any_more_takes_its_blocks_along() -> None:
 
 
 def test_silence_of_the_replay_socket_of_a_former_publisher_changes_nothing() -> None:
-    scene = Scene()
-    scene.join()
-    scene.store(1)
+    scene = joined(1)
     scene.hear(Heartbeat("w", 0, 1, 0))
     scene.up = False
     scene.join(epoch=2)

@@ -189,3 +189,23 @@ async def test_nobody_is_held_where_other_routers_send_to_the_same_workers() -> 
         await submit(router, named("first"), named("second", 7000), named("third", 8000))
 
         assert on_workers(router) == ["first", "second", "third"]
+
+
+async def test_of_two_that_waited_to_continue_the_same_turn_the_second_is_a_fork() -> None:
+    async with routed(make_policy("kv")) as router:
+        join(router, A, AT_A)
+        first = named("first", 200)
+        await submit(router, first)
+        router.say(AT_A, TokenDelta("first", 0, pack_tokens([7]), FinishReason.STOP))
+        busy, *both = (
+            like(LONG, request_id=name, token_ids=pack_tokens([*before, *range(at, at + 6000)]))
+            for name, at, before in (("b", 9000, ()), ("x", 20_000, (*range(200), 7)), ("y", 30_000, (*range(200), 7)))
+        )
+        tasks = await submit(router, busy, *both)
+        assert [each.turn and each.turn.session for each in both] == 2 * [first.turn and first.turn.session]
+        for name in ("b", "x"):
+            router.feed.tell((A, RequestStarted(name, 6201, 0, 400)), (A, PrefillCompleted(name)))
+            await settled()
+
+        assert [task.done() for task in tasks] == [True] * 3
+        assert [each.turn and each.turn.parent for each in both] == ["", first.turn and first.turn.session]

@@ -9,7 +9,7 @@ from poolgrid.inference.inference_request import SessionHint
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
-from poolgrid.router.session_naming import RETURN_MAX_MS, SessionNaming
+from poolgrid.router.session_naming import RETURN_MAX_MS, TOKENS_MIN, SessionNaming
 from poolgrid.wire.requests import KvRetention
 from poolgrid.wire.sessions import SessionTurn, tenant_key
 from tests.consolidator.test_kept_prompts import begin
@@ -22,7 +22,9 @@ from tests.router.test_service import REQUEST
 def return_ms(projection: Projection, session: str = "s", after_tool: bool = True) -> int:
     """Return how long the blocks of a session's next turn are to stay."""
     request = like(REQUEST, session=SessionHint(session, after_tool=after_tool))
-    return SessionNaming(projection, lambda: 0).turn_of(request, [], 16).return_ms
+    turn = SessionNaming(projection, lambda: 0).turn_of(request, [], 16)
+    assert turn is not None
+    return turn.return_ms
 
 
 def kept(
@@ -38,6 +40,7 @@ def kept(
     request = like(REQUEST, session=hint, token_ids=bytes(4 * tokens), tenant="acme", retention=retention)
     request.kept_tokens_max = budget
     turn = SessionNaming(projection, lambda: 20).turn_of(request, [], 16)
+    assert turn is not None
     return turn.keep_ms, turn.keep_tokens
 
 
@@ -53,6 +56,15 @@ def test_a_later_turn_is_of_a_session_that_is_known_or_of_a_fork() -> None:
     assert is_later(SessionHint("s", parent="p"))
     turn(projection.sessions, "r1", 0, 10)
     assert is_later(SessionHint("s"))
+
+
+def test_a_short_prompt_begins_a_session_only_with_a_name() -> None:
+    naming = SessionNaming(Projection(PrefixIndex(), LoadLedger()), lambda: 0)
+    short, longer = (like(REQUEST, token_ids=bytes(4 * tokens)) for tokens in (TOKENS_MIN - 1, TOKENS_MIN))
+
+    assert naming.turn_of(short, [1], 16) is None
+    assert naming.turn_of(longer, [1], 16) is not None
+    assert naming.turn_of(like(short, session=SessionHint("s")), [1], 16) is not None
 
 
 def test_blocks_stay_for_the_learned_pause_of_tools() -> None:
