@@ -25,7 +25,7 @@ from poolgrid.global_router.pools import PoolConnection, Pools, model_status
 from poolgrid.global_router.router_link import PoolLost
 from poolgrid.global_router.settings import GlobalRouterSettings, Timings
 from poolgrid.global_router.tracker import Flight, GlobalRouterTracker, ReservedLeg
-from poolgrid.inference.ports import Refused
+from poolgrid.inference import Refused
 from poolgrid.process.clock import Clock
 from poolgrid.process.tracing.record import SpanKind, SpanRecord, TraceRecord
 from poolgrid.serving.links import LinksOnDemand

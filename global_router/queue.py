@@ -25,7 +25,7 @@ from functools import partial
 
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.inference.ports import Refused
+from poolgrid.inference import Refused
 from poolgrid.process.clock import Clock, within
 from poolgrid.process.tasks import Restart, detached, supervised
 from poolgrid.serving.admission_queue import AdmissionQueue

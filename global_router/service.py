@@ -29,8 +29,7 @@ from poolgrid.global_router.pools import Pools
 from poolgrid.global_router.queue import NEW, Attempt, GlobalRouterQueue, Place, WaitingFlight
 from poolgrid.global_router.settings import TIMINGS, GlobalRouterSettings, Timings
 from poolgrid.global_router.tracker import Flight, GlobalRouterTracker
-from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import Refused, ServedModel
+from poolgrid.inference import InferenceRequest, Refused, ServedModel
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import detached
 from poolgrid.serving.fair_queue import QueuedRequest
@@ -167,7 +166,7 @@ class NextLeg:
 
 
 class GlobalRouterService:
-    """Implements ``poolgrid.inference.ports.InferenceBackend`` and ``poolgrid.serving.request_tracker.Placer`` over
+    """Implements ``poolgrid.inference.InferenceBackend`` and ``poolgrid.serving.request_tracker.Placer`` over
     pools."""
 
     def __init__(

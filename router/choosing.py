@@ -12,14 +12,13 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference import InferenceRequest
 from poolgrid.process.clock import Clock
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import TurnOffered, WorkerWanted
-from poolgrid.router.core.policy import Planner
+from poolgrid.router.core.policy import RoutingRequest
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.selector import PROMPT_STAGES, NoWorker, PolicyFailed
+from poolgrid.router.core.selector import PROMPT_STAGES, NoWorker, Planner, PolicyFailed
 from poolgrid.router.core.stage_plan import (
     DECODE_ROLES,
     EITHER_ROLES,

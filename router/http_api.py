@@ -38,7 +38,7 @@ from poolgrid.frontend.request_body import BodyReader, RequestIds
 from poolgrid.frontend.schema import parse
 from poolgrid.frontend.sequences import sequences_of
 from poolgrid.frontend.tokenization import TokenizationPool
-from poolgrid.inference.ports import Refused
+from poolgrid.inference import Refused
 from poolgrid.process.clock import Clock
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.prefix_index import HASHES_END

@@ -8,7 +8,7 @@ Rules
     4. Once the queue is closed no request is placed any more.
     5. With a policy that plans, new requests are *deferred* until the worker that a plan gave them has no prompt to
        compute, at most ``DEFER_MAX_MS``; rule 3 is not for them. Those whose turn it is, up to ``PLANNED_MAX``, are
-       planned together (``core.policy.Planner``): at the end of a turn of the event loop in which one came,
+       planned together (``core.selector.Planner``): at the end of a turn of the event loop in which one came,
        a worker has computed all its prompts, or has room again. A plan is forgotten at once. No request is refused
        because others are deferred: where that takes the room, those whose turn it is go to workers.
     6. Turns of sessions for which the pool's working set has no room wait in a lane of their own for each model, by
@@ -25,8 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
-from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import Refused
+from poolgrid.inference import InferenceRequest, Refused
 from poolgrid.process.clock import Clock, within
 from poolgrid.router.choosing import Chooser
 from poolgrid.router.core.policy import HELD_MAX, PLANNED_MAX

@@ -21,10 +21,10 @@ from poolgrid.process.clock import Clock
 from poolgrid.process.log_lines import Complaints, shown_peer
 from poolgrid.process.tracing.record import SpanRecord
 from poolgrid.process.tracing.tracing import Tracing
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import chat_of, inabilities_of, media_of
 from poolgrid.router.core.inputs import Booked, Released, Renewed, WorkerWanted
+from poolgrid.router.core.policy import RoutingRequest
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import DECODE_ROLES, ENCODE_ROLES, ONE_LEG_ROLES, PREFILL_ROLES, WHOLE_ROLES

@@ -20,8 +20,7 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Final
 
-from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import Refused, ServedModel
+from poolgrid.inference import InferenceRequest, Refused, ServedModel
 from poolgrid.process.clock import Clock
 from poolgrid.process.figures import counted
 from poolgrid.process.tasks import BulkWork, Restart, cancel_all, supervised
@@ -60,7 +59,7 @@ LINK_FULL: Final = "its connection is full"
 
 
 class RouterService:
-    """Implements ``poolgrid.inference.ports.InferenceBackend`` and ``poolgrid.serving.request_tracker.Placer`` over
+    """Implements ``poolgrid.inference.InferenceBackend`` and ``poolgrid.serving.request_tracker.Placer`` over
     one pool of workers."""
 
     def __init__(

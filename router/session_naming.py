@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from poolgrid.consolidator.core.session_table import IDLE_MAX_MS
-from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference import InferenceRequest
 from poolgrid.router.core.lineage import Known, anchor_of, digest_of
 from poolgrid.router.core.projection import Projection
 from poolgrid.wire.card import WorkerCard

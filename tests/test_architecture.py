@@ -415,7 +415,7 @@ def test_the_page_prints_these_rules() -> None:
     [
         ("wire.codec", "import poolgrid.process.clock", "use only what wire may import: nothing of ours"),
         ("wire.codec", "from poolgrid.process import clock", "process.clock is banned here"),
-        ("frontend.app", "from poolgrid.router.core.delay import prompt_cost", "use only what frontend may import"),
+        ("frontend.app", "from poolgrid.router.core.kv_policy import prompt_cost", "use only what frontend may import"),
         (
             "router.service",
             "def f():\n    from poolgrid.workers.settings import WorkerSettings",
@@ -435,7 +435,7 @@ def test_the_page_prints_these_rules() -> None:
             "router.service.RouterService is banned here",
         ),
         ("tools.bench.client", "import tests.e2e", "tests.e2e is banned here"),
-        ("router.core.delay", "import time", "use a time argument"),
+        ("router.core.policy", "import time", "use a time argument"),
         ("workers.engines.simulated.core.engine", "from random import Random", "use wire.hashing.stable_u64"),
         ("workers.core.outbox", "import logging", "the shell logs"),
         ("router.service", "import torch", "only they import torch"),

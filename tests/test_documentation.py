@@ -28,9 +28,8 @@ from poolgrid.cli.former_settings import FORMER_SETTINGS
 from poolgrid.cli.main import app
 from poolgrid.process.plugins import policy_names
 from poolgrid.process.settings import Settings
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.policy import Policy
+from poolgrid.router.core.policy import Policy, RoutingRequest
 from poolgrid.router.policy_loading import PolicyError, load_policy
 from poolgrid.router.settings import RouterSettings
 from poolgrid.wire.events import RequestStarted

@@ -42,9 +42,9 @@ from poolgrid.consolidator.journal.posix_disk import PosixDisk
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings, Tuning
 from poolgrid.process import garbage, lifecycle
 from poolgrid.process.clock import SystemClock
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.policy import RoutingRequest
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from poolgrid.router.core.candidates import Candidates, RoutingRequest
-from poolgrid.router.core.policy import Choice
+from poolgrid.router.core.policy import Candidates, Choice, RoutingRequest
 from poolgrid.tools.simulation.pool import SimulatedPool
 from poolgrid.tools.simulation.workload import SimulatedRequest, WorkerSpeeds, Workload
 from poolgrid.wire.events import RequestStarted

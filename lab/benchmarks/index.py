@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from lab.benchmarks.measuring import median_us, pin_to_one_cpu, resident_bytes
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.policy import RoutingRequest
 from poolgrid.router.core.prefix_index import PrefixIndex, slots_of
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.selector import Selector

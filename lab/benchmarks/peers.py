@@ -175,7 +175,7 @@ class Peers:
                 *planes,
                 "--model-path",
                 str(self._model),
-                "--served-model-name" if python == self._before_python else "--served-model-name",
+                "--model-name" if python == self._before_python else "--served-model-name",
                 MODEL,
                 *level,
             ],

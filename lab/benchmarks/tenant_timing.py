@@ -42,7 +42,7 @@ from poolgrid.frontend.media.references import read_reference
 from poolgrid.frontend.media.settings import MediaSettings
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.inference.inference_request import CacheDomain, CacheShares, InferenceRequest
+from poolgrid.inference import CacheDomain, CacheShares, InferenceRequest
 from poolgrid.process.clock import SystemClock
 from poolgrid.serving.prompt_paths import TenantPaths
 from poolgrid.wire.hashing import hash_seed

@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from poolgrid.router.core.candidates import Candidates, RoutingRequest
 from poolgrid.router.core.engine_times import Engines
 from poolgrid.router.core.kv_policy import KvAware
-from poolgrid.router.core.policy import Choice
+from poolgrid.router.core.policy import Candidates, Choice, RoutingRequest
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import read_trace
 from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool

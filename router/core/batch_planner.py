@@ -31,11 +31,10 @@ from math import inf, isinf
 
 import msgspec
 
-from poolgrid.router.core.candidates import Candidates, Column, RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.engine_times import Engines, FewEngines, StepCurve
 from poolgrid.router.core.inputs import WorkerWanted
-from poolgrid.router.core.policy import lowest
+from poolgrid.router.core.policy import Candidates, Column, RoutingRequest, lowest
 from poolgrid.router.core.selector import Selector
 from poolgrid.wire.identifiers import Role, WorkerKey
 

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from poolgrid.router.core.candidates import EXPECTED_MS, Candidates, Choice, RoutingRequest
+from poolgrid.router.core.policy import EXPECTED_MS, Candidates, Choice, RoutingRequest
 from poolgrid.router.core.stage_plan import LegChoice, Outlook
 from poolgrid.wire.answers import (
     CandidateRow,

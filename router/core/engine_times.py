@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from poolgrid.router.core.candidates import Candidates, FloatArray, IndexArray, RoutingRequest
 from poolgrid.router.core.fleet import Worker
+from poolgrid.router.core.policy import Candidates, FloatArray, IndexArray, RoutingRequest
 from poolgrid.wire.card import StepTimes, WorkerCard
 from poolgrid.wire.identifiers import WorkerKey
 

@@ -12,8 +12,8 @@ from typing import Final
 
 import msgspec
 
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.policy import RoutingRequest
 from poolgrid.router.core.projection import SnapshotLoad
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.identifiers import Role, WorkerKey

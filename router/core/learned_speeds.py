@@ -22,11 +22,11 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from poolgrid.router.core.candidates import IndexArray
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.engine_times import EngineColumns, Engines, FewEngines
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.observers import IsOpen, Observer
+from poolgrid.router.core.policy import IndexArray
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 

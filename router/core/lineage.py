@@ -2,8 +2,8 @@
 
 Rules
     1. A prompt that begins with all tokens of an earlier prompt and of its complete answer, and has more behind them,
-       continues that turn's session, unless the session has continued already, or several sessions are the same up to
-       there.
+       continues that turn's session, unless the session has continued already, or several turns are the same up to
+       there. The longest such turn decides.
     2. A prompt that begins with an earlier prompt, or with an earlier turn that its session continued from, is a fork:
        a session of its own whose parent is known. Any other prompt begins a session.
     3. Tokens are compared by XXH3-64 behind the last whole block, blocks by their sequence hashes; so two prompts are
@@ -189,21 +189,24 @@ def _match(behind: Sequence[Known], tenant: int, token_ids: bytes, begin: int) -
     tokens = len(token_ids) // TOKEN_BYTES
     digests: dict[int, int] = {}
     longest = 0
-    continued: Known | None = None
+    ends: list[Known] = []
     for known in behind:
         total = known.total
         if (
             total < tokens
             and total >= longest
             and total > known.isl
-            and known.is_latest
             and known.turn.tenant == tenant
             and _repeats(token_ids, begin, total, known.digest, digests)
         ):
-            # Of several that end there, it is unknown whose turn it is.
-            continued, longest = known if total > longest else None, total
-    if longest:
-        return NOTHING if continued is None else Found(continued.turn.session)
+            ends, longest = [*ends, known] if total == longest else [known], total
+    if len(ends) == 1:
+        session = ends[0].turn.session
+        return Found(session) if ends[0].is_latest else Found(parent=session)
+    if ends:
+        # It is unknown whose turn it is. Of one that none has continued from it is at least a fork.
+        latest = [known.turn.session for known in ends if known.is_latest]
+        return Found(parent=latest[0]) if len(latest) == 1 else NOTHING
     for known in reversed(behind):
         isl, turn = known.isl, known.turn
         if isl <= tokens and turn.tenant == tenant and _repeats(token_ids, begin, isl, turn.residual, digests):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
-from poolgrid.router.core.candidates import IndexArray
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import Worker
+from poolgrid.router.core.policy import IndexArray
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.identifiers import WorkerKey
 

@@ -11,19 +11,17 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from msgspec.structs import replace
 
-from poolgrid.router.core.candidates import Candidates, IndexArray
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.engine_times import uncached_tokens
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.leg_times import LearnedLegTimes
 from poolgrid.router.core.observers import Observer
-from poolgrid.router.core.overlap import Columns, overlap_columns
-from poolgrid.router.core.policy import FewestRequests, MediaAffinity, Planner, Policy
+from poolgrid.router.core.policy import Candidates, FewestRequests, IndexArray, MediaAffinity, Policy
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.stage_plan import (
     EITHER_ROLES,
@@ -36,7 +34,7 @@ from poolgrid.router.core.stage_plan import (
     spec_of,
     two_legs,
 )
-from poolgrid.router.core.worker_groups import BUSY, WorkerGroup, WorkerGroups
+from poolgrid.router.core.worker_groups import BUSY, Columns, WorkerGroup, WorkerGroups, overlap_columns
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 from poolgrid.wire.tasks import TASK_ROLES
 
@@ -78,6 +76,32 @@ class PolicyFailed:
 
 Found = Decision | NoWorker | PolicyFailed
 """What comes of looking for a worker."""
+
+
+class Planner(Protocol):
+    """Decides which of the requests that wait at a router go to a worker now."""
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether requests should wait for the worker that is best for them, now."""
+        ...
+
+    def openings(self, model: str, roles: tuple[Role, ...]) -> int:
+        """Return how many workers of these roles could be given a request that waits."""
+        ...
+
+    def can_plan(self, wanted: WorkerWanted) -> bool:
+        """Return whether some worker could serve a request now."""
+        ...
+
+    def holds(self, decision: Decision) -> bool:
+        """Return whether a new request waits to be planned with others instead of going where a decision sends it."""
+        ...
+
+    def plan(self, wanted: Sequence[WorkerWanted]) -> list[tuple[int, Mapping[WorkerKey, int]]]:
+        """Return which of some requests for workers of one model go now, in order, and how many are planned behind each
+        by worker. At least one; all ask at the same time for workers of the same model and roles."""
+        ...
 
 
 class Selector:

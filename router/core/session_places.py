@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.engine_times import refill_ms
 from poolgrid.router.core.observers import IsOpen, Observer
+from poolgrid.router.core.policy import RoutingRequest
 from poolgrid.router.core.working_set import Admission, OfferedTurn, SessionKey, WorkingSet
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey

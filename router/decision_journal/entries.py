@@ -24,7 +24,6 @@ import numpy as np
 from poolgrid.consolidator.journal.inspection import NotKept, reaches_back_to, state_at
 from poolgrid.consolidator.journal.stored_records import SegmentKind, StoredRecord, stored_records
 from poolgrid.consolidator.ports import ReadableDisk
-from poolgrid.router.core.candidates import EXPECTED_MS, OWN_MS, PACE, Candidates, Choice, Forecast, RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (
     Booked,
@@ -39,6 +38,7 @@ from poolgrid.router.core.inputs import (
     TurnOffered,
     WorkerWanted,
 )
+from poolgrid.router.core.policy import EXPECTED_MS, OWN_MS, PACE, Candidates, Choice, Forecast, RoutingRequest
 from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, Projection
 from poolgrid.router.core.stage_plan import LegChoice
 from poolgrid.router.core.working_set import Admission

@@ -20,12 +20,12 @@ from time import perf_counter
 import msgspec
 
 from poolgrid.frontend.request_body import RequestIds
-from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference import InferenceRequest
 from poolgrid.process.clock import Clock
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import Fleet
 from poolgrid.router.core.inputs import Booked, PromptComputed, Released, Renewed, WorkerWanted
+from poolgrid.router.core.policy import RoutingRequest
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import ONE_LEG_ROLES, WHOLE_ROLES

@@ -24,7 +24,7 @@ from poolgrid.frontend.request_body import SHORT_BYTES, check_shape
 from poolgrid.frontend.responses_api.kept import references
 from poolgrid.frontend.sequences import sequences_of
 from poolgrid.frontend.tokenization import TokenizationPool
-from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference import InferenceRequest
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from poolgrid.router.core.candidates import Candidates, Choice, RoutingRequest
-from poolgrid.router.core.policy import lowest
+from poolgrid.router.core.policy import Candidates, Choice, RoutingRequest, lowest
 from poolgrid.wire.hashing import stable_u64
 
 _RANDOM_SEED = 3

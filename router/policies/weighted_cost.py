@@ -15,8 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from poolgrid.router.core.candidates import Candidates, Choice, RoutingRequest
-from poolgrid.router.core.policy import lowest
+from poolgrid.router.core.policy import Candidates, Choice, RoutingRequest, lowest
 from poolgrid.wire.identifiers import Stage
 
 HOST_CREDIT: Final = 0.75

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lab.benchmarks.trtllm_router import InstanceScore, RankScore
-from poolgrid.router.core.candidates import Candidates, RoutingRequest
+from poolgrid.router.core.policy import Candidates, RoutingRequest
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 
 REQUEST = RoutingRequest("r", "m", isl=320, block_size=32, blocks=10)

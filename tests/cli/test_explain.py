@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from poolgrid.cli.commands.explain import run_explain, tree
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.kv_policy import KvAware
+from poolgrid.router.core.policy import RoutingRequest
 from poolgrid.wire.answers import PlacedExplanation, RequestExplanation
 from poolgrid.wire.events import WorkerDraining
 from tests.cli.json_server import Answer, serving

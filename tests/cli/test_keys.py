@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from poolgrid.cli.main import app
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.access.tenants import Tenants
-from poolgrid.inference.ports import Refused
+from poolgrid.inference import Refused
 
 
 def keys(*arguments: str, typed: str = "") -> Result:

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from poolgrid.diagnosis.rules import ReuseVerdict
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.examiner import Examiner
+from poolgrid.router.core.policy import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.serving.prompt_paths import ReuseSketch

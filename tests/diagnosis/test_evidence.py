@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from msgspec.structs import astuple
 
 from poolgrid.diagnosis.rules import OF_FINDING, Cause, UncachedSplit, split_uncached
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import DecisionLog
 from poolgrid.router.core.examiner import Examiner
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.kv_policy import KvAware
+from poolgrid.router.core.policy import RoutingRequest
 from poolgrid.tools.engine_check.core.finding import Kind
 from tests.observability_proof.verdicts import FAULTS, NOT_CAUSED, OF_TEXT
 from tests.router.fleet_builder import Pool, decided

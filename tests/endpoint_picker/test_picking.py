@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from poolgrid.frontend.request_body import RequestIds
 from poolgrid.http.http_settings import HttpLimits
-from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference import InferenceRequest
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.endpoint_picker import envoy_messages as envoy

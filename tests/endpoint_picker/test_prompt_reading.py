@@ -14,8 +14,7 @@ from poolgrid.frontend.preparation import Preparation
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tokenization import TokenizationPool
-from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import ServedModel
+from poolgrid.inference import InferenceRequest, ServedModel
 from poolgrid.router.endpoint_picker.prompt_reading import PromptReader, PromptReading
 from tests.frontend.inference_requests import fields_of
 

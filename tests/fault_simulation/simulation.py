@@ -23,8 +23,7 @@ from random import Random
 from typing import Any
 
 from poolgrid.global_router.core.document.reader import load_document
-from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import Refused, StreamDelta
+from poolgrid.inference import InferenceRequest, Refused, StreamDelta
 from poolgrid.nats.journal import SIZE_FACTOR
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Sampling

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import ServedModel, StreamDelta
+from poolgrid.inference import InferenceRequest, ServedModel, StreamDelta
 from poolgrid.wire.hashing import TOKEN_BYTES
 from poolgrid.wire.requests import TokenLogprobs
 

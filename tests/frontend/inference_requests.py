@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference import InferenceRequest
 
 like = msgspec.structs.replace
 

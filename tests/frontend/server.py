@@ -19,8 +19,7 @@ from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.shared_state import SharedState
 from poolgrid.http.http_server import HttpServer
 from poolgrid.http.http_settings import HttpLimits
-from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import InferenceBackend, ServedModel, TokenStream
+from poolgrid.inference import InferenceBackend, InferenceRequest, ServedModel, TokenStream
 from poolgrid.process.settings import with_constants
 from poolgrid.wire.answers import EndpointRow
 from tests.frontend.fake_backend import TINY, FakeBackend

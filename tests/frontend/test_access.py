@@ -30,7 +30,7 @@ from poolgrid.frontend.errors import REFUSAL_STATUSES
 from poolgrid.frontend.media.references import STATUS_BY_CODE
 from poolgrid.frontend.metrics import MODEL_LABELS_MAX, TENANT_LABELS_MAX, FrontendMetrics
 from poolgrid.http.http_server import HttpServer
-from poolgrid.inference.ports import Refused, ServedModel
+from poolgrid.inference import Refused, ServedModel
 from poolgrid.process import instruments
 from tests.frontend.fake_backend import FakeBackend, speak
 from tests.frontend.server import application

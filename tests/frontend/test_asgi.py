@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 
 from poolgrid.http.exchange import ON_DISCONNECT
-from poolgrid.inference.ports import StreamDelta
+from poolgrid.inference import StreamDelta
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import application
 

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from poolgrid.frontend.chat_template import ChatTemplate
 from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference import InferenceRequest
 from tests.frontend.fake_backend import TINY, FakeBackend, Step, speak, with_logprobs
 from tests.frontend.server import application, in_process, served_in_thread
 

@@ -15,7 +15,7 @@ import pytest
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.guide_check import WAITING_PER_TENANT_MAX, GuideCheck, GuideLimits
 from poolgrid.frontend.guides import Guide
-from poolgrid.inference.inference_request import EVERYBODY, CacheDomain, CacheShares
+from poolgrid.inference import EVERYBODY, CacheDomain, CacheShares
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, in_process
 from tests.wire.test_guide_limits import chain, rules

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import ServedModel, StreamDelta
+from poolgrid.inference import InferenceRequest, ServedModel, StreamDelta
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.identifiers import name_of
 from poolgrid.wire.requests import KvRetention, RetainedTokens, TokenLogprobs

@@ -20,8 +20,7 @@ from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_encoder import PromptEncoder
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.inference.inference_request import WHOLE
-from poolgrid.inference.ports import Refused, ServedModel
+from poolgrid.inference import WHOLE, Refused, ServedModel
 from poolgrid.wire.card import MediaSpec
 from tests.frontend.fake_backend import FakeBackend, speak
 from tests.frontend.media.hostile_server import answer, hostile_server

@@ -15,8 +15,7 @@ import pytest
 
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
-from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import Refused, ServedModel, StreamDelta
+from poolgrid.inference import InferenceRequest, Refused, ServedModel, StreamDelta
 from tests.frontend.fake_backend import FakeBackend, Step, speak
 from tests.frontend.server import application, in_process, post_once, prompt_of, served_in_thread
 

@@ -23,8 +23,7 @@ from schemathesis.specs.openapi.checks import (
 from starlette.types import Receive, Scope, Send
 
 from poolgrid.frontend.openapi import ANSWERS, BODIES
-from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import ServedModel, StreamDelta
+from poolgrid.inference import InferenceRequest, ServedModel, StreamDelta
 from poolgrid.wire.answers import EndpointRow
 from poolgrid.wire.hashing import unpack_tokens
 from poolgrid.wire.requests import TokenLogprobs

@@ -18,7 +18,7 @@ from poolgrid.frontend.prompts import tokenize
 from poolgrid.frontend.schema import USUAL, ChatBody, CompletionBody, Message, is_plain
 from poolgrid.frontend.sequences import sequences_of
 from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.inference.ports import ServedModel
+from poolgrid.inference import ServedModel
 from tests.examples import examples
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.inference_requests import fields_of

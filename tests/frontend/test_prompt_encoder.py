@@ -26,7 +26,7 @@ from poolgrid.frontend import prompt_encoder
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_encoder import Lookup, PromptEncoder
 from poolgrid.frontend.tokenization import SEGMENT_CHARS_MIN, cut
-from poolgrid.inference.inference_request import EVERYBODY
+from poolgrid.inference import EVERYBODY
 from poolgrid.wire.hashing import pack_tokens
 from tests.examples import examples
 

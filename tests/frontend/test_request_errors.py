@@ -26,7 +26,7 @@ from poolgrid.frontend.schema import (
     refusals_of,
 )
 from poolgrid.frontend.tokenizer_endpoints import DetokenizeBody, TokenizeBody
-from poolgrid.inference.ports import Refused, ServedModel
+from poolgrid.inference import Refused, ServedModel
 from tests.examples import examples
 from tests.frontend.fake_backend import TINY, FakeBackend, speak, with_logprobs
 from tests.frontend.inference_requests import fields_of

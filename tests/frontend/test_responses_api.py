@@ -13,7 +13,7 @@ import pydantic
 import pytest
 
 from poolgrid.frontend.prompt_encoder import PromptEncoder
-from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference import InferenceRequest
 from tests.frontend.fake_backend import FakeBackend, Step, speak
 from tests.frontend.server import application, in_process, post_once, prompt_of, served_in_thread
 from tests.frontend.weather_tool import TOOL

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from poolgrid.global_router.core.document.axis import AXIS, TARGETS
-from poolgrid.inference.ports import HINT_HEADERS, Refused
+from poolgrid.inference import HINT_HEADERS, Refused
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, in_process
 from tests.frontend.test_inference import COMPLETIONS, post

@@ -27,7 +27,7 @@ from poolgrid.frontend.session_fields import (
     session_hint,
 )
 from poolgrid.frontend.tools import CallIds
-from poolgrid.inference.inference_request import NO_HINT, InferenceRequest, SessionHint
+from poolgrid.inference import NO_HINT, InferenceRequest, SessionHint
 from poolgrid.router.core.lineage import answer_key
 from poolgrid.wire.sessions import SessionTurn
 from tests.frontend.fake_backend import FakeBackend, Step, speak

@@ -10,8 +10,7 @@ import httpx
 import pytest
 
 from poolgrid.http.http_server import HttpServer
-from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import StreamDelta
+from poolgrid.inference import InferenceRequest, StreamDelta
 from poolgrid.wire.hashing import pack_tokens
 from tests.frontend.fake_backend import FakeBackend, Step
 from tests.frontend.server import application

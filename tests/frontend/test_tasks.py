@@ -23,8 +23,7 @@ from poolgrid.frontend.tasks import videos
 from poolgrid.frontend.tasks import videos as result_files
 from poolgrid.frontend.tasks.schema import read_form, read_video
 from poolgrid.frontend.tasks.videos import ResultFiles
-from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import Refused, ServedModel, StreamDelta
+from poolgrid.inference import InferenceRequest, Refused, ServedModel, StreamDelta
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.tasks import EmbeddingTask, TaskResult, VisualTask
 from poolgrid.workers.engines.simulated.core import pictures

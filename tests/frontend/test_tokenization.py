@@ -25,8 +25,7 @@ from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.prompts import SAMPLE_CHARS_PER_TOKEN, look_up, tokenize
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tokenization import TokenizationPool
-from poolgrid.inference.inference_request import EVERYBODY, InferenceRequest
-from poolgrid.inference.ports import ServedModel
+from poolgrid.inference import EVERYBODY, InferenceRequest, ServedModel
 from poolgrid.wire.hashing import pack_tokens
 from tests.frontend.fake_backend import TINY, FakeBackend
 from tests.frontend.server import application, in_process

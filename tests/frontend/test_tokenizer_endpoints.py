@@ -15,7 +15,7 @@ import pytest
 
 from poolgrid.frontend import tokenizer_endpoints
 from poolgrid.frontend.tokenization import TokenizationPool
-from poolgrid.inference.ports import ServedModel
+from poolgrid.inference import ServedModel
 from poolgrid.wire.hashing import unpack_tokens
 from tests.frontend.fake_backend import TINY, FakeBackend
 from tests.frontend.server import application, in_process

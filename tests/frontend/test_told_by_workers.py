@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from poolgrid.inference.ports import ServedModel
+from poolgrid.inference import ServedModel
 from poolgrid.wire.card import ChatSpec, MediaSpec
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.media.samples import png

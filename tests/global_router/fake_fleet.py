@@ -23,8 +23,7 @@ from poolgrid.global_router.pools import PoolConnection, Pools
 from poolgrid.global_router.router_link import PoolLost, PoolNetwork
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.global_router.settings import GlobalRouterSettings, Timings
-from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import StreamDelta
+from poolgrid.inference import InferenceRequest, StreamDelta
 from poolgrid.serving.legs import LegEvent
 from poolgrid.serving.links import LinksOnDemand, WorkerLink
 from poolgrid.serving.token_delivery import TokenDelivery

@@ -29,7 +29,7 @@ from poolgrid.global_router.core.document.grid_document import GridDocument, Gri
 from poolgrid.global_router.core.document.history import document_text
 from poolgrid.global_router.core.document.reader import load_document
 from poolgrid.global_router.heat_map import terminal_map
-from poolgrid.inference.ports import HINT_HEADERS
+from poolgrid.inference import HINT_HEADERS
 from tests.global_router.documents import document
 
 MODELS = {stage: get_args(GridDocument.model_fields[stage].annotation)[0] for stage in STAGES}

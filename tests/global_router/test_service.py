@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from poolgrid.global_router.service import PoolsView
-from poolgrid.inference.ports import Refused, StreamDelta
+from poolgrid.inference import Refused, StreamDelta
 from poolgrid.process.clock import SystemClock
 from poolgrid.wire.card import ChatSpec, MediaSpec
 from poolgrid.wire.hashing import unpack_hashes

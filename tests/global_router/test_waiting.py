@@ -10,7 +10,7 @@ import pytest
 
 from poolgrid.global_router.http_api import register_views
 from poolgrid.global_router.queue import ATTEMPTS_PER_LANE_MAX
-from poolgrid.inference.ports import Refused
+from poolgrid.inference import Refused
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.requests import Generate

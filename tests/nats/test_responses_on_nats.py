@@ -16,7 +16,7 @@ from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
 from poolgrid.frontend.responses_api.kept import KeptResponse, Owner
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.shared_state import Sharing
-from poolgrid.inference.ports import Refused
+from poolgrid.inference import Refused
 from poolgrid.nats import responses as store_on_nats
 from poolgrid.nats.plane import open_shared_state
 from poolgrid.nats.responses import BUCKET, NatsResponseStore

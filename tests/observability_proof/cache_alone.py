@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from poolgrid.router.core.candidates import Candidates, Choice, RoutingRequest
-from poolgrid.router.core.policy import lowest
+from poolgrid.router.core.policy import Candidates, Choice, RoutingRequest, lowest
 
 
 class CacheAlone:

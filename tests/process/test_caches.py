@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from poolgrid.frontend.media.loader import MediaCache
 from poolgrid.frontend.tokenization import SegmentCache
-from poolgrid.inference.inference_request import WHOLE, CacheShares, InferenceRequest
+from poolgrid.inference import WHOLE, CacheShares, InferenceRequest
 from poolgrid.process.caches import BudgetedLru, TenantCaches
 from poolgrid.process.clock import SystemClock
 from poolgrid.serving.prompt_paths import TenantPaths

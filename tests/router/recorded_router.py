@@ -12,7 +12,6 @@ import msgspec
 from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.process.settings import with_constants
 from poolgrid.router.choosing import CROWDED
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (
     Booked,
@@ -24,6 +23,7 @@ from poolgrid.router.core.inputs import (
     TurnOffered,
     WorkerWanted,
 )
+from poolgrid.router.core.policy import RoutingRequest
 from poolgrid.router.decision_journal.opening import DECIDING_SETTINGS, policy_of
 from poolgrid.router.decision_journal.recorder import QUEUE_LIMIT, DecisionRecorder, DecisionSegments, settings_noted
 from poolgrid.router.decision_journal.replay import DecisionReplay, ReplayOutcome

@@ -13,8 +13,7 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from poolgrid.consolidator.ports import PoolListener
-from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import Refused
+from poolgrid.inference import InferenceRequest, Refused
 from poolgrid.process.clock import SystemClock
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex

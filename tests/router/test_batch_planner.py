@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from poolgrid.router.core.batch_planner import BatchedRequest, WaitingPrompts, divide, plan
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.engine_times import StepCurve
+from poolgrid.router.core.policy import RoutingRequest
 
 STEP_TOKENS = 8192
 

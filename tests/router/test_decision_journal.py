@@ -13,8 +13,8 @@ from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.consolidator.journal.framing import FILE_HEADER, JournalCorrupt, frame, payload_at, scan
 from poolgrid.consolidator.journal.inspection import state_at
 from poolgrid.consolidator.journal.stored_records import offset_of
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.inputs import WorkerWanted
+from poolgrid.router.core.policy import RoutingRequest
 from poolgrid.router.decision_journal.entries import Checkpoint, DecisionMade, InputsLost, RouterSettingsNoted, encoder
 from poolgrid.router.decision_journal.reader import StoredEntry, decisions_about, stored_entries
 from poolgrid.router.decision_journal.recorder import BELIEFS_SHARE

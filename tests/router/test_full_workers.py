@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from poolgrid.inference.ports import Refused, StreamDelta, TokenStream
+from poolgrid.inference import Refused, StreamDelta, TokenStream
 from poolgrid.serving.admission_queue import RETRY_AFTER_DEFAULT_MS, RETRY_AFTER_MAX_MS, FullWorkers
 from poolgrid.wire.events import WorkerJoined
 from poolgrid.wire.hashing import pack_tokens

@@ -7,8 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import Refused
+from poolgrid.inference import InferenceRequest, Refused
 from poolgrid.router.core.policy import HELD_MAX
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.serving.token_delivery import TokenDelivery

@@ -14,10 +14,10 @@ from poolgrid.consolidator.ports import PoolListener
 from poolgrid.process import tasks
 from poolgrid.process.clock import SystemClock
 from poolgrid.router import journal_applier
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.policy import RoutingRequest
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, Hole, Projection
 from poolgrid.router.core.router_state import RouterState

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from poolgrid.router.core import worker_groups
-from poolgrid.router.core.candidates import EXPECTED_MS, OWN_MS, PACE, RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.engine_times import PUBLISHED, StepCurve
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.learned_speeds import KEPT, PRIOR_MS, LearnedSpeeds
-from poolgrid.router.core.policy import Planner
-from poolgrid.router.core.selector import Selector
+from poolgrid.router.core.policy import EXPECTED_MS, OWN_MS, PACE, RoutingRequest
+from poolgrid.router.core.selector import Planner, Selector
 from poolgrid.wire.card import StepTimes
 from poolgrid.wire.events import PrefillCompleted, RequestStarted, WorkerJoined
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey

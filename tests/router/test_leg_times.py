@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.leg_times import AWAITED_PER_WORKER_MAX, PRIOR_MS_PER_TOKEN, TRANSFER_PRIOR, LearnedLegTimes
+from poolgrid.router.core.policy import RoutingRequest
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.core.stage_plan import DECODE_ROLES, PREFILL_ROLES
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey

@@ -105,6 +105,28 @@ def test_tenants_do_not_find_each_other() -> None:
     assert pool.ask([*said, 1], tenant=1)[0] == "s1"
 
 
+def test_the_longest_turn_decides_whose_next_one_a_prompt_is() -> None:
+    pool = Pool(Lineage())
+    _, _, prompt = pool.ask(range(4))
+    pool.ask(range(4))
+    pool.answer(prompt, [90], 2)
+    said = pool.answer(prompt, [90, 90], 1)
+
+    assert pool.ask([*said, 80])[1] == Found("s1")
+    assert pool.ask([*said, 80])[1] == Found(parent="s1"), "though the second turn is a beginning of it, too"
+
+
+def test_where_one_of_two_equal_turns_was_continued_the_next_prompt_is_a_fork_of_the_other() -> None:
+    pool = Pool(Lineage())
+    _, _, prompt = pool.ask(range(4))
+    said = pool.answer(prompt, [90])
+    pool.ask([*said, 80])
+    pool.ask(range(4))
+    pool.answer(prompt, [90])
+
+    assert pool.ask([*said, 81])[1] == Found(parent="s3")
+
+
 def test_tails_are_bounded_and_forgotten_whole() -> None:
     lineage = Lineage(capacity=3)
     pool = Pool(lineage)

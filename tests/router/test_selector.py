@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.router.choosing import ttft_target_ms
-from poolgrid.router.core import overlap, worker_groups
-from poolgrid.router.core.candidates import Candidates, RoutingRequest
+from poolgrid.router.core import worker_groups
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.kv_policy import KvAware
-from poolgrid.router.core.policy import LOAD_BOUND, MediaAffinity, Policy
+from poolgrid.router.core.policy import LOAD_BOUND, Candidates, MediaAffinity, Policy, RoutingRequest
 from poolgrid.router.core.selector import NoWorker
 from poolgrid.router.policies.baselines import LeastLoaded, Lmetric, Random, RoundRobin
 from poolgrid.router.policies.weighted_cost import FieldCost
@@ -344,7 +343,7 @@ def test_many_holders_of_a_path_are_filled_in_at_once_as_one_by_one(seed: int, m
         pool.say(worker, WorkerLeft("gone") if source.random() < 0.5 else WorkerDraining())
 
     for few in (0, 10_000):
-        monkeypatch.setattr(overlap, "FEW_HOLDERS", few)
+        monkeypatch.setattr(worker_groups, "FEW_HOLDERS", few)
         candidates = decide(pool, KvAware(), path).candidates
         assert [depths[worker] for worker in candidates.workers] == list(candidates.device_overlap)
         assert not any(candidates.host_overlap)

@@ -17,15 +17,13 @@ from prometheus_client import CollectorRegistry
 from poolgrid.consolidator.ports import PoolListener
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import Refused, TokenStream
+from poolgrid.inference import InferenceRequest, Refused, TokenStream
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.settings import with_constants
 from poolgrid.router import fleet_links
 from poolgrid.router.bootstrap import vocabulary_check
-from poolgrid.router.core.candidates import Candidates, RoutingRequest
 from poolgrid.router.core.load_ledger import LoadLedger
-from poolgrid.router.core.policy import Choice, Policy
+from poolgrid.router.core.policy import Candidates, Choice, Policy, RoutingRequest
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from poolgrid.consolidator.core.session_table import IDLE_MAX_MS
-from poolgrid.inference.inference_request import SessionHint
+from poolgrid.inference import SessionHint
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection

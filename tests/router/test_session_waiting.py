@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from poolgrid.inference.inference_request import InferenceRequest, SessionHint
-from poolgrid.inference.ports import Refused
+from poolgrid.inference import InferenceRequest, Refused, SessionHint
 from poolgrid.router.choosing import CROWDED
 from poolgrid.router.core import working_set
 from poolgrid.router.http_api import waiting_row

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.kv_policy import KvAware
+from poolgrid.router.core.policy import RoutingRequest
 from poolgrid.router.core.selector import NoWorker
 from poolgrid.router.core.stage_plan import (
     DECODE_ROLES,

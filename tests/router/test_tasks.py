@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import StreamDelta
-from poolgrid.router.core.candidates import RoutingRequest
+from poolgrid.inference import InferenceRequest, StreamDelta
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.kv_policy import KvAware
+from poolgrid.router.core.policy import RoutingRequest
 from poolgrid.router.core.selector import NoWorker, Selector
 from poolgrid.router.core.stage_plan import TASK_LEGS
 from poolgrid.serving.legs import AvoidWorker, EndRequest, LegEvent, PlaceNext, RecordFailure

@@ -8,7 +8,7 @@ from typing import cast
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference import InferenceRequest
 from poolgrid.process.clock import SystemClock
 from poolgrid.router.choosing import Chooser
 from poolgrid.router.core.load_ledger import LoadLedger

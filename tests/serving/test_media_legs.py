@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference import InferenceRequest
 from poolgrid.serving.legs import AvoidWorker, RecordFailure, ReleaseLeg
 from poolgrid.serving.prompt_paths import TenantPaths, media_hashes, media_kinds, prompt_path
 from poolgrid.serving.request_machine import RequestMachine

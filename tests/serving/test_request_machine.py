@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lab.website.request_life_page import page
-from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import StreamDelta
+from poolgrid.inference import InferenceRequest, StreamDelta
 from poolgrid.serving.legs import (
     NOTHING,
     AvoidWorker,

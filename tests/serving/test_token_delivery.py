@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from poolgrid.inference.ports import StreamDelta
+from poolgrid.inference import StreamDelta
 from poolgrid.process.clock import SystemClock
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.serving.links import LinkTable, WorkerLink

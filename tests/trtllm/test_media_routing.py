@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from poolgrid.frontend.media.placeholders import place_media
-from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference import InferenceRequest
 from poolgrid.kv_events.cache_events import Stored, StoredBlock
 from poolgrid.kv_events.root_seeds import RootSeeds
 from poolgrid.kv_events.trtllm import parse_event

@@ -23,10 +23,10 @@ from poolgrid.fleet_page.router_source import RouterFleetSource
 from poolgrid.fleet_page.router_watch import FleetWatch, ServedSeconds
 from poolgrid.http.http_server import HttpServer
 from poolgrid.process.clock import SystemClock
-from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.inputs import Booked, RecordsArrived, Released, WorkerWanted
 from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.policy import RoutingRequest
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState

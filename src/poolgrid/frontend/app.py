@@ -55,7 +55,7 @@ from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.frontend.tokenizer_endpoints import add_tokenizer_endpoints
 from poolgrid.frontend.traffic import Traffic
 from poolgrid.http.browser_requests import SAFE_METHODS, foreign_origin
-from poolgrid.inference.ports import InferenceBackend, Refused, ServedModel
+from poolgrid.inference import InferenceBackend, Refused, ServedModel
 from poolgrid.process.clock import Clock, SystemClock
 from poolgrid.process.lifecycle import GroupPlace
 from poolgrid.process.tracing.tracing import Tracing

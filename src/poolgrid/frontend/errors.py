@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import msgspec
 
-from poolgrid.inference.ports import Refused
+from poolgrid.inference import Refused
 
 VALUE_CHARS_MAX = 80
 """An offending value is quoted up to here: enough to recognise it, too little to fill a log with a prompt."""

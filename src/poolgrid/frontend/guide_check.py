@@ -30,7 +30,7 @@ import msgspec
 
 from poolgrid.frontend.errors import RequestError, invalid
 from poolgrid.frontend.guides import ANY_OBJECT, Guide
-from poolgrid.inference.inference_request import CacheDomain
+from poolgrid.inference import CacheDomain
 from poolgrid.process.caches import BudgetedLru, TenantCaches
 
 log = logging.getLogger(__name__)

@@ -57,8 +57,7 @@ from poolgrid.frontend.tools import HOSTED_TOOL
 from poolgrid.frontend.traffic import EndedRequest, TokenTotals, Traffic, tell_request
 from poolgrid.http.exchange import EXCHANGE, ON_DISCONNECT, HttpExchange
 from poolgrid.http.http_server import SERVER_ENDS
-from poolgrid.inference.inference_request import NO_HINT
-from poolgrid.inference.ports import HINT_HEADERS, InferenceBackend, Refused, StreamDelta
+from poolgrid.inference import HINT_HEADERS, NO_HINT, InferenceBackend, Refused, StreamDelta
 from poolgrid.process.clock import Clock
 from poolgrid.process.log_lines import about
 from poolgrid.process.tasks import detached

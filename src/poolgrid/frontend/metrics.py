@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from poolgrid.frontend.model_forms import ModelForms
 from poolgrid.frontend.settings import ITL_TARGET_MS, TTFT_TARGET_MS
-from poolgrid.inference.ports import InferenceBackend
+from poolgrid.inference import InferenceBackend
 from poolgrid.process.instruments import OTHER, Counter, Gauge, Histogram
 
 TTFT_BUCKETS_S = (

@@ -23,7 +23,7 @@ from poolgrid.frontend.parsers.formats import AUTO, OutputFormat, turn_beginning
 from poolgrid.frontend.prompt_model import PromptModel, PromptModels
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.template_probes import capabilities_of
-from poolgrid.inference.ports import ServedModel
+from poolgrid.inference import ServedModel
 from poolgrid.wire.card import ChatSpec, shown_value
 
 log: Final = logging.getLogger(__name__)

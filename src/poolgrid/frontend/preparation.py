@@ -37,7 +37,7 @@ from poolgrid.frontend.sequences import check_retention
 from poolgrid.frontend.session_fields import RESULT_ROLES, answered_by, keep_ms_of, keep_ms_of_messages, response_key
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tools import NO_TOOLS, beside_calls, plain_choice, read_tools, tool_use
-from poolgrid.inference.ports import InferenceBackend, ServedModel
+from poolgrid.inference import InferenceBackend, ServedModel
 
 CHOICES_MAX = 128
 """Most sequences that one request may ask for (prompts times ``n``); OpenAI's own limit of ``n``."""

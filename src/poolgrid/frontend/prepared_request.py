@@ -17,8 +17,7 @@ from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.responses import AnswerEncoder
 from poolgrid.frontend.schema import ChatBody, CompletionBody, InferenceBody
 from poolgrid.frontend.tools import NO_TOOLS, CallIds, Tools
-from poolgrid.inference.inference_request import CacheDomain
-from poolgrid.inference.ports import ServedModel
+from poolgrid.inference import CacheDomain, ServedModel
 from poolgrid.wire.hashing import TOKEN_BYTES
 from poolgrid.wire.multimodal import MediaItem, MultimodalInput
 from poolgrid.wire.requests import KvRetention

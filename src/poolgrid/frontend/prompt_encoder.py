@@ -35,7 +35,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from poolgrid.frontend.tokenization import SEGMENT_CHARS_MIN, Cutter, SegmentCache, cut
-from poolgrid.inference.inference_request import CacheDomain
+from poolgrid.inference import CacheDomain
 from poolgrid.process.caches import TenantCaches
 from poolgrid.wire.hashing import pack_tokens
 

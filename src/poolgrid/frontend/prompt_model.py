@@ -27,7 +27,7 @@ from poolgrid.frontend.detokenization import (
     byte_level_alphabet,
 )
 from poolgrid.frontend.prompt_encoder import CACHE_BYTES_DEFAULT, Lookup, PromptEncoder
-from poolgrid.inference.inference_request import CacheDomain
+from poolgrid.inference import CacheDomain
 from poolgrid.process.settings import OptionError
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 

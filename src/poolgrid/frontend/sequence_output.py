@@ -26,8 +26,7 @@ from msgspec.structs import replace
 
 from poolgrid.frontend.detokenization import Detokenizer
 from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import StreamDelta, TokenStream
+from poolgrid.inference import InferenceRequest, StreamDelta, TokenStream
 from poolgrid.wire.hashing import TOKEN_BYTES, unpack_tokens
 from poolgrid.wire.requests import TokenLogprobs
 

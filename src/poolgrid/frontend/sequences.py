@@ -20,7 +20,7 @@ from poolgrid.frontend.schema import (
     LatencyTargets,
     Nvext,
 )
-from poolgrid.inference.inference_request import NO_HINTS, InferenceRequest
+from poolgrid.inference import NO_HINTS, InferenceRequest
 from poolgrid.wire.card import unmet
 from poolgrid.wire.hashing import TOKEN_BYTES, stable_u64
 from poolgrid.wire.identifiers import name_of

@@ -21,7 +21,7 @@ from poolgrid.frontend.errors import invalid, quoted
 from poolgrid.frontend.messages_api.schema import CountedBody
 from poolgrid.frontend.prepared_request import PreparedRequest
 from poolgrid.frontend.schema import Message, SamplingFields
-from poolgrid.inference.inference_request import NO_HINT, SessionHint
+from poolgrid.inference import NO_HINT, SessionHint
 from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.identifiers import OBJECT_PREFIXES
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from poolgrid.frontend.responses_api.kept import RETRY_AFTER_S, KeptResponse, Owner, Part
-from poolgrid.inference.ports import Refused
+from poolgrid.inference import Refused
 from poolgrid.nats.bucket import Bucket, BucketSpec, key_of
 from poolgrid.nats.connection import NatsUnavailable
 from poolgrid.process.clock import Clock

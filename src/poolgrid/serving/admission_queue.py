@@ -14,7 +14,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
-from poolgrid.inference.ports import Refused
+from poolgrid.inference import Refused
 from poolgrid.process.clock import Clock
 from poolgrid.process.figures import counted
 from poolgrid.serving.fair_queue import FairQueue, QueuedRequest, QueueOrder

@@ -12,8 +12,7 @@ from typing import Final
 
 import msgspec
 
-from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import StreamDelta
+from poolgrid.inference import InferenceRequest, StreamDelta
 from poolgrid.wire import codec
 from poolgrid.wire.identifiers import Stage, WorkerKey, dispatch_id
 from poolgrid.wire.multimodal import MediaKind, MultimodalInput

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from poolgrid.inference.inference_request import InferenceRequest
+from poolgrid.inference import InferenceRequest
 from poolgrid.process.caches import BudgetedLru, TenantCaches
 from poolgrid.wire.hashing import TOKEN_BYTES, block_hashes, hash_seed, path_of, sequence_hashes
 from poolgrid.wire.multimodal import known_tokens, media_hash_u64, media_hashes_of_blocks

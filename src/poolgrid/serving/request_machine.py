@@ -30,8 +30,7 @@ from typing import Final
 
 import msgspec
 
-from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import StreamDelta
+from poolgrid.inference import InferenceRequest, StreamDelta
 from poolgrid.serving.legs import (
     NOTHING,
     AvoidWorker,

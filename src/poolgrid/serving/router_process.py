@@ -23,7 +23,7 @@ from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.shared_state import SharedState, Sharing
 from poolgrid.frontend.traffic import open_report
 from poolgrid.http.http_server import RouterServers, open_server
-from poolgrid.inference.ports import InferenceBackend
+from poolgrid.inference import InferenceBackend
 from poolgrid.process.clock import AwakeClock, SystemClock
 from poolgrid.process.lifecycle import GroupPlace, LoopMetrics
 from poolgrid.process.plugins import EVENT_PLANES, load_plugin

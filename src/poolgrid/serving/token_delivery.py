@@ -13,12 +13,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from poolgrid.inference.ports import StreamDelta
+from poolgrid.inference import StreamDelta
 from poolgrid.wire.requests import FinishReason
 
 
 class TokenDelivery:
-    """What the front end reads of one request (``poolgrid.inference.ports.TokenStream``)."""
+    """What the front end reads of one request (``poolgrid.inference.TokenStream``)."""
 
     # Most of it stays as it is here until a worker has the request.
     worker = ""

@@ -14,7 +14,7 @@ from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.media.loader import MediaLoader, MediaMetrics
 from poolgrid.frontend.media.references import MediaReference, MediaRefused, read_reference
 from poolgrid.frontend.media.settings import FETCH_TIMEOUT_MS, ITEMS_MAX, MEGABYTE, MediaSettings
-from poolgrid.inference.inference_request import EVERYBODY, CacheDomain
+from poolgrid.inference import EVERYBODY, CacheDomain
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.settings import with_constants
 from poolgrid.wire.multimodal import MediaItem

@@ -20,8 +20,7 @@ from poolgrid.frontend.media.placeholders import place_media
 from poolgrid.frontend.media.references import MediaRefused
 from poolgrid.frontend.template_capabilities import ContentForm
 from poolgrid.frontend.template_probes import capabilities_of
-from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import ServedModel
+from poolgrid.inference import InferenceRequest, ServedModel
 from poolgrid.wire import limits
 from poolgrid.wire.card import MediaSpec, ResizedGrid
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens

@@ -17,7 +17,7 @@ from poolgrid.frontend.access.tenants import Caller, WatchedKeyFile
 from poolgrid.frontend.errors import dialect_of, refused
 from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.frontend.request_body import RequestIds
-from poolgrid.inference.ports import Refused
+from poolgrid.inference import Refused
 from poolgrid.process.clock import Clock
 
 CALLER: Final = "poolgrid.caller"

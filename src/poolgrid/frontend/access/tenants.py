@@ -58,8 +58,7 @@ from poolgrid.frontend.access.key_file import (
 )
 from poolgrid.frontend.access.meter import Meter, Standing
 from poolgrid.frontend.prepared_request import PreparedRequest
-from poolgrid.inference.inference_request import EVERYBODY, WHOLE, CacheDomain, CacheShares, InferenceRequest
-from poolgrid.inference.ports import Refused
+from poolgrid.inference import EVERYBODY, WHOLE, CacheDomain, CacheShares, InferenceRequest, Refused
 from poolgrid.process.clock import Clock
 
 INDEX_BYTES = 8

@@ -23,7 +23,7 @@ from poolgrid.frontend.media.references import (
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.schema import ContentPart, Message, PlacedPart
 from poolgrid.frontend.template_capabilities import ContentForm, shape_content, text_part
-from poolgrid.inference.inference_request import CacheDomain
+from poolgrid.inference import CacheDomain
 from poolgrid.wire.card import MediaSpec
 from poolgrid.wire.limits import FRAME_BYTES_MAX, MULTIMODAL_BYTES_MAX, PROMPT_CHARS_MAX
 from poolgrid.wire.multimodal import MediaItem, MultimodalInput

@@ -39,7 +39,7 @@ from poolgrid.frontend.media.settings import (
     REQUEST_BYTES_MAX,
     MediaSettings,
 )
-from poolgrid.inference.inference_request import CacheDomain
+from poolgrid.inference import CacheDomain
 from poolgrid.process.caches import BudgetedLru, TenantCaches
 from poolgrid.process.clock import Clock
 from poolgrid.process.instruments import Gauge

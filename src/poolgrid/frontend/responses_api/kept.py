@@ -39,7 +39,7 @@ from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
 from poolgrid.frontend.prepared_request import AnswerForm, AnswerStart
 from poolgrid.frontend.responses_api.conversation import ITEMS_MAX, ResponsesBody
 from poolgrid.frontend.responses_api.encoder import ResponsesEncoder
-from poolgrid.inference.ports import Refused
+from poolgrid.inference import Refused
 from poolgrid.process.clock import Clock
 from poolgrid.wire.identifiers import SECRET_BYTES, name_of
 

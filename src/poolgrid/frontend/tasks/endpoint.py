@@ -31,8 +31,7 @@ from poolgrid.frontend.tasks.schema import (
     read_video,
 )
 from poolgrid.frontend.tasks.videos import NewVideo, ResultFiles, VideoJobs, new_id
-from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import InferenceBackend, ServedModel
+from poolgrid.inference import InferenceBackend, InferenceRequest, ServedModel
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.limits import MULTIMODAL_BYTES_MAX
 from poolgrid.wire.requests import Sampling

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from poolgrid.frontend.inference_endpoint import generation_failed
 from poolgrid.frontend.sequence_output import RequestOutput
-from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import StreamDelta
+from poolgrid.inference import InferenceRequest, StreamDelta
 from poolgrid.wire.tasks import TaskResult
 
 

@@ -51,8 +51,7 @@ from poolgrid.frontend.responses_api.kept import PAGE_MAX, Owner, page_of
 from poolgrid.frontend.stream_head import REFUSAL_WAIT_S
 from poolgrid.frontend.tasks.output import TaskOutput
 from poolgrid.frontend.tasks.schema import VideoBody
-from poolgrid.inference.inference_request import InferenceRequest
-from poolgrid.inference.ports import InferenceBackend, Refused
+from poolgrid.inference import InferenceBackend, InferenceRequest, Refused
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import cancel_all, detached
 

@@ -20,12 +20,11 @@ from heapq import heappop, heappush
 from itertools import count, islice
 
 from poolgrid.router.core.approximate_index import ApproximateIndex
-from poolgrid.router.core.candidates import EXPECTED_MS, RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.engine_times import refill_ms
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES, LoadLedger
-from poolgrid.router.core.policy import HELD_MAX, HOLD_LIMIT_MS, PLANNED_MAX, Policy
+from poolgrid.router.core.policy import EXPECTED_MS, HELD_MAX, HOLD_LIMIT_MS, PLANNED_MAX, Policy, RoutingRequest
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.selector import Selector

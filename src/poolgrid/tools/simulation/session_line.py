@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from poolgrid.router.core.candidates import Candidates, RoutingRequest
 from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.learned_speeds import LearnedSpeeds
-from poolgrid.router.core.policy import Choice
+from poolgrid.router.core.policy import Candidates, Choice, RoutingRequest
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.working_set import AGE_MS, OfferedTurn, WorkingSet
 from poolgrid.serving.fair_queue import FairQueue, QueuedRequest, QueueOrder

@@ -1,1 +1,0 @@
-"""What an inference request is and what answers it: values and ports that HTTP, serving and routers share."""
