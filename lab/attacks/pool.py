@@ -49,6 +49,9 @@ TENANTS = ("attacker", "bystander", "neighbour")
 STOP_ORDER = {"up": 0, "global-router": 0, "router": 1, "worker": 2, "consolidator": 3}
 LOG_LEVEL = "warning"
 BLOCKS_PER_WORKER = 2048
+ONE_SHOT = "hello " * 200
+"""Long enough to count as a session: the pool learns that none is continued, and large prompts need not wait."""
+
 WARM_WORDS = 30_000
 """About half of a worker's blocks of 32 tokens."""
 
@@ -411,9 +414,9 @@ class AttackedPool:
     async def warm(self) -> None:
         """Use once what takes memory or descriptors for good when it is first used."""
         small: list[tuple[str, dict[str, Any]]] = [
-            ("/v1/completions", {"prompt": "x", "max_tokens": 8, "guided_json": {"type": "integer"}}),
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}),
-            ("/v1/responses", {"input": "hello", "max_output_tokens": 16, "store": False}),
+            ("/v1/completions", {"prompt": ONE_SHOT, "max_tokens": 8, "guided_json": {"type": "integer"}}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": ONE_SHOT}], "max_tokens": 8}),
+            ("/v1/responses", {"input": ONE_SHOT, "max_output_tokens": 16, "store": False}),
         ]
         if self.shape.takes_media:
             small.append(("/v1/chat/completions", {"messages": [_PICTURE], "max_tokens": 8}))
@@ -423,7 +426,7 @@ class AttackedPool:
             for number in range(WARM_PROMPTS)
         ]
         async with plain_client(headers=self.tenant("neighbour") if self.keys else {}) as http:
-            for requests in (small * 4, large):
+            for requests in (small * 6, large):
                 answers = await asyncio.gather(
                     *(
                         http.post(f"{self.url}{path}", json={"model": self.model.name, **body})

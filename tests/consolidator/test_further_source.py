@@ -211,7 +211,6 @@ class Scene:
 
 
 def joined(*numbers: int, outlives: bool = False, has_replay: bool = True) -> Scene:
-    """Return one whose worker has joined, and whose publisher has stored some prompts."""
     scene = Scene(outlives, has_replay)
     scene.join()
     for number in numbers:
