@@ -9,7 +9,7 @@ from poolgrid.inference import SessionHint
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
-from poolgrid.router.session_naming import RETURN_MAX_MS, TOKENS_MIN, SessionNaming
+from poolgrid.router.session_naming import RETURN_MAX_MS, SHORT_TOKENS, SessionNaming
 from poolgrid.wire.requests import KvRetention
 from poolgrid.wire.sessions import SessionTurn, tenant_key
 from tests.consolidator.test_kept_prompts import begin
@@ -60,7 +60,7 @@ def test_a_later_turn_is_of_a_session_that_is_known_or_of_a_fork() -> None:
 
 def test_a_short_prompt_begins_a_session_only_with_a_name() -> None:
     naming = SessionNaming(Projection(PrefixIndex(), LoadLedger()), lambda: 0)
-    short, longer = (like(REQUEST, token_ids=bytes(4 * tokens)) for tokens in (TOKENS_MIN - 1, TOKENS_MIN))
+    short, longer = (like(REQUEST, token_ids=bytes(4 * tokens)) for tokens in (SHORT_TOKENS, SHORT_TOKENS + 1))
 
     assert naming.turn_of(short, [1], 16) is None
     assert naming.turn_of(longer, [1], 16) is not None
