@@ -24,7 +24,6 @@ AFTER_TOOL: Final = tuple(TurnEnding).index(TurnEnding.TOOL)
 RETURN_MAX_MS: Final = 60_000
 """Blocks are kept no longer than a session keeps its place in the working set."""
 
-
 SHORT_TOKENS: Final = 64
 """Prompts up to this length begin no session by themselves: computing so many takes 1 ms of a step of 17 (Dynamo's
 published times), so there is no KV to wait for, to keep or to return to."""

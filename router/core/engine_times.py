@@ -35,7 +35,8 @@ class StepCurve:
 
         At least one point each, by increasing first value.
         """
-        self._prefill, self._decode = (tokens, ms, slopes), (shares, decode_ms, _) = _lines(prefill), _lines(decode)
+        self._prefill, self._decode = _lines(prefill), _lines(decode)
+        (tokens, ms, slopes), (shares, decode_ms, _) = self._prefill, self._decode
         self._tokens, self._prefill_ms, self._shares, self._decode_ms = map(np.array, (tokens, ms, shares, decode_ms))
         self._slope = max(0.0, slopes[-1]) if slopes else 0.0
         self.least_ms = float(prefill[0][1])

@@ -21,8 +21,14 @@ from poolgrid.wire.identifiers import Role, WorkerKey
 FEW_CANDIDATES: Final = 16
 """Up to this many workers are compared as plain numbers; arrays pay beyond."""
 
+FEW_HOLDERS: Final = 48
+"""Up to this many holders of a path are filled in one by one; beyond, their masks are unpacked at once."""
+
 BUSY: Final = "busy"
 """Filter reason of a worker that already has as many requests as the router gives it."""
+
+Columns = tuple[Any, Any, Any]
+"""Leading blocks on device, host and disk: each a list of floats for few workers, an array for many."""
 
 
 @dataclass(slots=True)
@@ -148,13 +154,6 @@ def _pick(slots: Sequence[int]) -> Pick:
         return itemgetter(*slots)
     [only] = slots
     return lambda sums: (sums[only],)
-
-
-FEW_HOLDERS: Final = 48
-"""Up to this many holders of a path are filled in one by one; beyond, their masks are unpacked at once."""
-
-Columns = tuple[Any, Any, Any]
-"""Leading blocks on device, host and disk: each a list of floats for few workers, an array for many."""
 
 
 def overlap_columns(

@@ -1,4 +1,4 @@
-"""A sequence to generate as the front end asks a router for it, what answers it, and who is behind the front end.
+"""A sequence to generate as the front end asks a router for it, what answers it, and the ports of the front end.
 
 A router implements ``InferenceBackend``; the front end turns HTTP into ``InferenceRequest`` and ``TokenStream`` back
 into HTTP. Tokens cross this line as packed u32 little-endian bytes; text never does.
