@@ -29,7 +29,8 @@ def answer(method: str, parameters: dict[str, Any]) -> dict[str, Any] | None:
     if method == "tools/list":
         return {"tools": [ADD]}
     if method == "tools/call":
-        total = sum(parameters["arguments"].values())
+        given = parameters["arguments"]
+        total = given["a"] + given["b"]  # the schema allows more than these, and a model may write more
         return {"content": [{"type": "text", "text": f"the sum is {total}"}]}
     return {} if method == "ping" else None
 

@@ -94,7 +94,12 @@ def check_a_tool_of_an_mcp_server(url):
 
 def check_a_command(url):
     with forced_calls(url, {"type": "function", "name": "exec_command"}) as passed, _home(passed.url) as home:
-        assert _items(_codex(home, "List the files."), "command_execution")
+        _codex(home, "List the files.")
+        call, output = passed.bodies[-1]["input"][-2:]
+        # The model writes at random: with some arguments Codex runs the command, with others it says what is wrong.
+        assert (call["type"], output["type"]) == ("function_call", "function_call_output"), output
+        assert call["call_id"] == output["call_id"]
+        assert "unsupported" not in json.dumps(output), output
         assert passed.statuses == [200, 200]
 
 
