@@ -29,8 +29,7 @@ def answer(method: str, parameters: dict[str, Any]) -> dict[str, Any] | None:
     if method == "tools/list":
         return {"tools": [ADD]}
     if method == "tools/call":
-        given = parameters["arguments"]
-        total = given["a"] + given["b"]  # the schema allows more than these, and a model may write more
+        total = parameters["arguments"]["a"] + parameters["arguments"]["b"]  # a model may write more than these
         return {"content": [{"type": "text", "text": f"the sum is {total}"}]}
     return {} if method == "ping" else None
 
