@@ -32,9 +32,9 @@ FAULTS_OF_PATHS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, Per
 
 _ready = threading.Event()
 
-THREAD_SWITCH_S = 0.001
-"""How long a thread that looks at media or tokenizes keeps the interpreter from the event loop, which passes tokens on;
-Python's default of 5 ms shows in the latency of all requests."""
+THREAD_SWITCH_S = 0.0002
+"""How long a thread that renders or tokenizes keeps the interpreter from the event loop, which asks for it several
+times a request. At Python's 5 ms, and still at 1 ms, prompts that are hard to render show in all others' times."""
 
 PARENT_PIPE_VARIABLE = "POOLGRID_PARENT_PIPE"
 """Set by ``poolgrid up``: standard input is a pipe from the parent, and its end means that the parent is gone."""
