@@ -93,13 +93,13 @@ def check_a_tool_of_an_mcp_server(url):
 
 
 def check_a_command(url):
-    with forced_calls(url, {"type": "function", "name": "exec_command"}) as passed, _home(passed.url) as home:
-        _codex(home, "List the files.")
-        call, output = passed.bodies[-1]["input"][-2:]
-        # The model writes at random: with some arguments Codex runs the command, with others it says what is wrong.
-        assert (output["type"], output["call_id"]) == ("function_call_output", call["call_id"]), output
-        assert "unsupported" not in json.dumps(output), output
-        assert passed.statuses == [200, 200]
+    with forced_calls(url, {"type": "function", "name": "exec_command"}) as passed:
+        ran = []
+        while not ran and len(passed.statuses) < 10:  # Codex refuses a tenth of what a model writes at random
+            with _home(passed.url) as home:
+                ran = _items(_codex(home, "List the files."), "command_execution")
+        assert ran
+        assert passed.statuses in [[200, 200] * turns for turns in range(1, 6)], passed.statuses
 
 
 def check_a_custom_tool(url):
