@@ -45,21 +45,18 @@ def files(directory: str, **counts: int) -> dict[str, Any]:
 
 PAIR = {"prefill": 1, "decode": 1}
 EPD = {**PAIR, "encode": 1}
+TWO = {1: "2 needed", 2: "0 1", 4: "0 1", 8: "0 1"}
+THREE = {1: "3 needed", 2: "3 needed", 4: "0 1 2", 8: "0 1 2"}
+TWICE_FOUR = {1: "8 needed", 2: "8 needed", 4: "8 needed", 8: "0,1,2,3 4,5,6,7"}
 
 EXPECTED: dict[str, tuple[dict[str, Any], dict[int, str]]] = {
     "qwen3 agg": (files("qwen3", workers=1), {1: "0", 2: "0", 4: "0", 8: "0"}),
     "Qwen-VL agg": (files("qwen2.5-vl", workers=1), {1: "0", 2: "0", 4: "0", 8: "0"}),
-    "Qwen-VL EPD": (
-        files("qwen2.5-vl", **EPD),
-        {1: "3 needed", 2: "3 needed", 4: "0 1 2", 8: "0 1 2"},
-    ),
-    "qwen3 agg twice": (files("qwen3", workers=2), {1: "2 needed", 2: "0 1", 4: "0 1", 8: "0 1"}),
-    "qwen3 disagg": (files("qwen3", **PAIR), {1: "2 needed", 2: "0 1", 4: "0 1", 8: "0 1"}),
-    "qwen3 disagg, two prefill": (
-        files("qwen3", prefill=2, decode=1),
-        {1: "3 needed", 2: "3 needed", 4: "0 1 2", 8: "0 1 2"},
-    ),
-    "gpt-oss": (files("gpt-oss-120b", **PAIR), {1: "8 needed", 2: "8 needed", 4: "8 needed", 8: "0,1,2,3 4,5,6,7"}),
+    "Qwen-VL EPD": (files("qwen2.5-vl", **EPD), THREE),
+    "qwen3 agg twice": (files("qwen3", workers=2), TWO),
+    "qwen3 disagg": (files("qwen3", **PAIR), TWO),
+    "qwen3 disagg, two prefill": (files("qwen3", prefill=2, decode=1), THREE),
+    "gpt-oss": (files("gpt-oss-120b", **PAIR), TWICE_FOUR),
     "gpt-oss on Blackwell": (
         files("gpt-oss-120b/blackwell", **PAIR),
         {1: "5 needed", 2: "5 needed", 4: "5 needed", 8: "0 1,2,3,4"},
@@ -68,29 +65,14 @@ EXPECTED: dict[str, tuple[dict[str, Any], dict[int, str]]] = {
         files("llama4-scout", workers=1),
         {1: "8 needed", 2: "8 needed", 4: "8 needed", 8: "0,1,2,3,4,5,6,7"},
     ),
-    "Scout disagg": (
-        files("llama4-scout", **PAIR),
-        {1: "8 needed", 2: "8 needed", 4: "8 needed", 8: "0,1,2,3 4,5,6,7"},
-    ),
-    "Maverick": (
-        files("llama4-maverick-eagle", **PAIR),
-        {1: "8 needed", 2: "8 needed", 4: "8 needed", 8: "0,1,2,3 4,5,6,7"},
-    ),
-    "LLaVA disagg": (files("llava-v1.6-mistral-7b-hf", **PAIR), {1: "2 needed", 2: "0 1", 4: "0 1", 8: "0 1"}),
-    "LLaVA EPD": (
-        files("llava-v1.6-mistral-7b-hf", **EPD),
-        {1: "3 needed", 2: "3 needed", 4: "0 1 2", 8: "0 1 2"},
-    ),
-    "Gemma": (files("gemma3", **PAIR), {1: "2 needed", 2: "0 1", 4: "0 1", 8: "0 1"}),
+    "Scout disagg": (files("llama4-scout", **PAIR), TWICE_FOUR),
+    "Maverick": (files("llama4-maverick-eagle", **PAIR), TWICE_FOUR),
+    "LLaVA disagg": (files("llava-v1.6-mistral-7b-hf", **PAIR), TWO),
+    "LLaVA EPD": (files("llava-v1.6-mistral-7b-hf", **EPD), THREE),
+    "Gemma": (files("gemma3", **PAIR), TWO),
     "R1 agg": (files("deepseek-r1", workers=1), {1: "4 needed", 2: "4 needed", 4: "0,1,2,3", 8: "0,1,2,3"}),
-    "R1": (
-        files("deepseek-r1/simple", **PAIR),
-        {1: "8 needed", 2: "8 needed", 4: "8 needed", 8: "0,1,2,3 4,5,6,7"},
-    ),
-    "R1 with MTP": (
-        files("deepseek-r1/mtp", **PAIR),
-        {1: "8 needed", 2: "8 needed", 4: "8 needed", 8: "0,1,2,3 4,5,6,7"},
-    ),
+    "R1": (files("deepseek-r1/simple", **PAIR), TWICE_FOUR),
+    "R1 with MTP": (files("deepseek-r1/mtp", **PAIR), TWICE_FOUR),
     "R1 wide": (
         files("deepseek-r1/wide_ep", **PAIR),
         {1: "32 needed", 2: "32 needed", 4: "32 needed", 8: "32 needed"},

@@ -120,16 +120,3 @@ class FakeStream:
 
     def close(self) -> None:
         pass
-
-
-class StillClock:
-    """Time that passes when somebody says so, milliseconds."""
-
-    def __init__(self) -> None:
-        self.now_ms = 0.0
-
-    def wall_ms(self) -> int:
-        return int(self.now_ms)
-
-    def monotonic_ms(self) -> float:
-        return self.now_ms

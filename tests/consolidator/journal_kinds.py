@@ -9,7 +9,8 @@ from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.consolidator.ports import Journal
 from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
 from poolgrid.nats.message import RecordStream
-from tests.consolidator.fake_stream import FakeStream, StillClock
+from tests.clock import HandClock
+from tests.consolidator.fake_stream import FakeStream
 from tests.consolidator.journal_builder import FakeDisk
 
 BLOCKS_MAX = 1_000_000
@@ -57,7 +58,7 @@ class InStream:
 
     def open(self, retention_bytes: int = 2**30, retention_ms: int = 10**9) -> Journal:
         settings = StreamJournalSettings(retention_bytes, retention_ms, durable_after_ms=0)
-        return StreamJournal(self.stream, f"life-{next(self._lives)}", StillClock(), settings)
+        return StreamJournal(self.stream, f"life-{next(self._lives)}", HandClock(), settings)
 
 
 class InFakeStream(InStream):

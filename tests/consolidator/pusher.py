@@ -5,6 +5,8 @@ It is written against the contract alone, not against the worker package, so tha
 
 from __future__ import annotations
 
+from typing import Any
+
 import zmq
 import zmq.asyncio
 
@@ -204,3 +206,10 @@ class Pusher:
 
     def close(self) -> None:
         self.socket.close()
+
+
+async def pusher_at(context: zmq.asyncio.Context, endpoint: str, **given: Any) -> Pusher:
+    """Return a worker that has joined."""
+    pusher = Pusher(context, endpoint, **given)
+    await pusher.join()
+    return pusher

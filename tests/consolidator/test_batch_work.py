@@ -17,6 +17,7 @@ from poolgrid.process.tasks import SLICE_MS
 from poolgrid.wire import codec
 from poolgrid.wire.events import AnyEvent, JournalRecord, PrefillCompleted, RequestFinished, RequestStarted
 from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Hello
+from tests.clock import HandClock
 from tests.consolidator.pusher import batch, card, removed, stored
 
 PEER = b"peer"
@@ -26,16 +27,6 @@ STEPS: dict[str, list[AnyEvent]] = {
     "a request's start": [RequestStarted("r", 8000, 0, 500), stored(list(range(1000, 1500))), PrefillCompleted("r")],
     "an eviction": [removed(list(range(1499, 999, -1)))],
 }
-
-
-class StillClock:
-    """A clock by which nothing takes any time: profiled, a wake-up takes longer than it may."""
-
-    def wall_ms(self) -> int:
-        return 1_700_000_000_000
-
-    def monotonic_ms(self) -> float:
-        return 1000.0
 
 
 class Reader:
@@ -67,7 +58,7 @@ def calls_of(service: ConsolidatorService, messages: list[list[bytes]]) -> list[
 
 async def test_a_batch_takes_a_dozen_calls_whatever_it_says_and_a_wake_up_some_forty() -> None:
     settings = ConsolidatorSettings(lease_ms=60_000)
-    service = create(settings, CollectorRegistry(), StillClock())
+    service = create(settings, CollectorRegistry(), HandClock())
     await service.start()
     reader = Reader()
     service.subscribe(reader)

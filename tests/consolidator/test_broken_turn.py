@@ -12,7 +12,7 @@ from poolgrid.consolidator.core.consolidator import Consolidator, ConsolidatorTu
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.process.tasks import on_fatal
 from poolgrid.wire.identifiers import StreamState
-from tests.consolidator.pusher import Pusher, stored
+from tests.consolidator.pusher import pusher_at, stored
 from tests.consolidator.test_service import Reader, started, truth
 
 
@@ -52,8 +52,7 @@ async def test_a_turn_that_failed_is_the_last_and_the_next_start_goes_on_from_th
         assert service.offset == at
 
     service = await started(data_dir=tmp_path)
-    pusher = Pusher(context, service.ingest_endpoint)
-    await pusher.join()
+    pusher = await pusher_at(context, service.ingest_endpoint)
     pusher.push([stored([1, 2, 3])])
     await pusher.settle()
     offset = service.offset

@@ -53,7 +53,7 @@ from poolgrid.wire.identifiers import StreamState, Tier
 from poolgrid.wire.ingest import Hello, JoinRefused, Unknown, Welcome
 from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 from tests.consolidator.pub_engine import BLOCK, Cache, PubEngine
-from tests.consolidator.pusher import Pusher, card, removed, stored
+from tests.consolidator.pusher import Pusher, card, pusher_at, removed, stored
 from tests.consolidator.tuned import tuned
 
 View = dict[str, dict[Tier, set[int]]]
@@ -190,8 +190,7 @@ def test_an_outbox_that_does_not_reach_back_restates_the_cache() -> None:
         service = await started()
         reader = Reader()
         service.subscribe(reader)
-        pusher = Pusher(context, service.ingest_endpoint, outbox_max=5)
-        await pusher.join()
+        pusher = await pusher_at(context, service.ingest_endpoint, outbox_max=5)
         pusher.drop = set(range(3, 12))
         random_work(pusher, random.Random(1), 20)
         await pusher.settle()
@@ -256,8 +255,7 @@ def test_a_snapshot_is_that_of_its_offset_although_records_are_stored_while_it_i
 
     async def scenario(context: zmq.asyncio.Context) -> None:
         service = await started(data_dir=tmp_path, snapshot_every_records=100)
-        pusher = Pusher(context, service.ingest_endpoint)
-        await pusher.join()
+        pusher = await pusher_at(context, service.ingest_endpoint)
         source = random.Random(7)
         late: list[tuple[Reader, FeedFollower]] = []
 
@@ -315,8 +313,7 @@ def test_what_cannot_be_written_is_neither_acknowledged_nor_published_and_is_cau
         assert service.loading() == [], "a router that restarts is asked before"
         await service.start()
         service.subscribe(reader := Reader())
-        pusher = Pusher(context, service.ingest_endpoint)
-        await pusher.join()
+        pusher = await pusher_at(context, service.ingest_endpoint)
         joined = reader.offset
         journal.failing = True
         random_work(pusher, random.Random(5), 30)
@@ -344,8 +341,7 @@ def test_a_restarted_consolidator_goes_on_from_its_files(tmp_path: Path, fsync: 
         changes |= {"segment_bytes": 65536, "lease_ms": 60_000}
         service = await started(**changes)
         source = random.Random(9)
-        pusher = Pusher(context, service.ingest_endpoint)
-        await pusher.join()
+        pusher = await pusher_at(context, service.ingest_endpoint)
 
         def is_kept() -> bool:
             return any(tmp_path.glob("*.snapshot"))
@@ -396,8 +392,7 @@ def test_records_that_come_within_an_interval_of_the_feed_are_published_in_one_m
         service = await started(feed_interval_ms=300, feed_keep_alive_ms=60_000, lease_ms=60_000)
         feed = HeardFeed(context, service.feed_endpoint)
         await heard(service)
-        pusher = Pusher(context, service.ingest_endpoint)
-        await pusher.join()
+        pusher = await pusher_at(context, service.ingest_endpoint)
         await feed.has(1)
         random_work(pusher, random.Random(3), 20)
         await pusher.settle()
@@ -412,8 +407,7 @@ def test_records_that_come_within_an_interval_of_the_feed_are_published_in_one_m
 def test_what_nobody_subscribes_to_is_neither_published_nor_kept_and_who_comes_hears_what_follows() -> None:
     async def scenario(context: zmq.asyncio.Context) -> None:
         service = await started(feed_interval_ms=300, feed_keep_alive_ms=60_000, lease_ms=60_000)
-        pusher = Pusher(context, service.ingest_endpoint)
-        await pusher.join()
+        pusher = await pusher_at(context, service.ingest_endpoint)
         work = random.Random(5)
 
         async def somebody_listens(records: int) -> None:
@@ -456,8 +450,7 @@ def test_a_feed_follower_equals_the_truth_after_losses_a_late_start_and_restarts
             )
         }
         source = random.Random(11)
-        pusher = Pusher(context, service.ingest_endpoint)
-        await pusher.join()
+        pusher = await pusher_at(context, service.ingest_endpoint)
         random_work(pusher, source, 100)
         await pusher.settle()
         reader = Reader()
@@ -513,8 +506,7 @@ def test_a_follower_that_is_far_behind_a_short_journal_takes_another_snapshot() 
         journal = MemoryJournal(bytes_max=500)
         service = ConsolidatorService(settings, CollectorRegistry(), SystemClock(), lambda: journal, tuning=tuning)
         await service.start()
-        pusher = Pusher(context, service.ingest_endpoint)
-        await pusher.join()
+        pusher = await pusher_at(context, service.ingest_endpoint)
         reader = Reader()
         follower = FeedFollower(service.feed_endpoint, service.query_endpoint, reader, SystemClock(), 100)
         await follower.start()

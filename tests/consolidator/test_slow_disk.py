@@ -24,7 +24,7 @@ from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.process.clock import SystemClock
 from poolgrid.wire import codec
 from poolgrid.wire.feed import Replay, TooOld
-from tests.consolidator.pusher import Pusher, stored
+from tests.consolidator.pusher import Pusher, pusher_at, stored
 from tests.consolidator.test_service import Reader, random_work, run, truth
 from tests.consolidator.tuned import tuned
 
@@ -104,8 +104,7 @@ async def test_a_write_that_lasts_for_many_leases_expels_nobody_and_stops_nothin
     await consolidator.start()
     reader = Reader()
     consolidator.subscribe(reader)
-    pusher = Pusher(context, consolidator.ingest_endpoint)
-    await pusher.join()
+    pusher = await pusher_at(context, consolidator.ingest_endpoint)
     joined = reader.offset
     disks[0].free.clear()
     random_work(pusher, random.Random(1), 20)
@@ -131,8 +130,7 @@ async def test_a_worker_that_is_really_silent_leaves_while_the_disk_is_slow(
 ) -> None:
     consolidator, disks = make(tmp_path, lease_ms=100)
     await consolidator.start()
-    pusher = Pusher(context, consolidator.ingest_endpoint)
-    await pusher.join()
+    pusher = await pusher_at(context, consolidator.ingest_endpoint)
     disks[0].free.clear()
     pusher.push([stored([1])])
     await reached("it has left", lambda: consolidator.core.tally.lease_expiries == 1)
@@ -148,8 +146,7 @@ async def test_while_nothing_is_taken_in_nobody_is_judged(
 
     consolidator, disks = make(tmp_path, lease_ms=100)
     await consolidator.start()
-    pusher = Pusher(context, consolidator.ingest_endpoint)
-    await pusher.join()
+    pusher = await pusher_at(context, consolidator.ingest_endpoint)
     disks[0].free.clear()
     random_work(pusher, random.Random(2), 50)
     await reached("it is full", lambda: consolidator._ingest.paused)
@@ -174,8 +171,7 @@ async def test_segments_that_somebody_deletes_or_cuts_are_noticed_and_a_restart_
 
     consolidator, _ = make(tmp_path, lease_ms=60_000)
     await consolidator.start()
-    pusher = Pusher(context, consolidator.ingest_endpoint)
-    await pusher.join()
+    pusher = await pusher_at(context, consolidator.ingest_endpoint)
     await fill_segments(pusher)
     lost = spoil(tmp_path, cut)
     assert lost > 1
@@ -201,8 +197,7 @@ async def test_a_replay_over_a_damaged_segment_is_answered_and_a_snapshot_stands
 ) -> None:
     consolidator, _ = make(tmp_path, lease_ms=60_000)
     await consolidator.start()
-    pusher = Pusher(context, consolidator.ingest_endpoint)
-    await pusher.join()
+    pusher = await pusher_at(context, consolidator.ingest_endpoint)
     await fill_segments(pusher)
     # Recovery looks at all segments behind the newest snapshot; older ones are looked at when asked for.
     consolidator._keeper.snapshot_now()
@@ -230,8 +225,7 @@ def test_syncs_that_fail_are_said_once_a_period_and_in_the_health(
     async def scenario(context: zmq.asyncio.Context) -> None:
         consolidator, disks = make(tmp_path, fsync_interval_ms=5, lease_ms=60_000)
         await consolidator.start()
-        pusher = Pusher(context, consolidator.ingest_endpoint)
-        await pusher.join()
+        pusher = await pusher_at(context, consolidator.ingest_endpoint)
         disks[0].sync_fails = True
         pusher.push([stored([1])])
         await reached("it failed often", lambda: consolidator._parts.counts["journal_append_errors"] >= 20)
@@ -248,8 +242,7 @@ def test_syncs_that_fail_are_said_once_a_period_and_in_the_health(
 async def test_a_journal_in_memory_waits_for_nobody(context: zmq.asyncio.Context) -> None:
     consolidator = create(ConsolidatorSettings(lease_ms=60_000), CollectorRegistry(), SystemClock())
     await consolidator.start()
-    pusher = Pusher(context, consolidator.ingest_endpoint)
-    await pusher.join()
+    pusher = await pusher_at(context, consolidator.ingest_endpoint)
     random_work(pusher, random.Random(6), 50)
     await pusher.settle()
     assert consolidator._parts.threads._threads == set() or len(consolidator._parts.threads._threads) == 1, (

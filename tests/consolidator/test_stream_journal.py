@@ -11,7 +11,8 @@ from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
 from poolgrid.nats.message import StoredMessage, StreamUnavailable
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
-from tests.consolidator.fake_stream import FakeStream, StillClock
+from tests.clock import HandClock
+from tests.consolidator.fake_stream import FakeStream
 from tests.consolidator.journal_builder import encoded, facts_of, fold, record
 from tests.consolidator.journal_kinds import BLOCKS_MAX
 from tests.consolidator.journal_laws import fill, offsets, snapshot
@@ -26,8 +27,8 @@ def large(offset: int, blocks: int) -> bytes:
 
 def test_a_writer_that_was_overtaken_is_fenced_with_an_error_that_says_so() -> None:
     stream = FakeStream()
-    old = fill(StreamJournal(stream, "old", StillClock()), 5)
-    new = StreamJournal(stream, "new", StillClock())
+    old = fill(StreamJournal(stream, "old", HandClock()), 5)
+    new = StreamJournal(stream, "new", HandClock())
 
     with pytest.raises(JournalFenced, match=r"message 4 is of another writer, 'new\.1'"):
         old.append(encoded(5, 1), 0)
@@ -44,9 +45,9 @@ def test_a_writer_that_was_overtaken_is_fenced_with_an_error_that_says_so() -> N
 
 def test_a_writer_that_is_idle_finds_out_too() -> None:
     stream = FakeStream()
-    old = fill(StreamJournal(stream, "old", StillClock()), 5)
+    old = fill(StreamJournal(stream, "old", HandClock()), 5)
     assert old.drop_lost() == []
-    StreamJournal(stream, "new", StillClock())
+    StreamJournal(stream, "new", HandClock())
 
     with pytest.raises(JournalFenced, match="another writer"):
         old.drop_lost()
@@ -54,12 +55,12 @@ def test_a_writer_that_is_idle_finds_out_too() -> None:
 
 def test_what_an_overtaken_writer_sent_and_comes_late_is_not_stored() -> None:
     stream = FakeStream()
-    old = fill(StreamJournal(stream, "old", StillClock()), 5)
+    old = fill(StreamJournal(stream, "old", HandClock()), 5)
     stream.answers_lost_after = 0
     with pytest.raises(StreamUnavailable):
         old.append([large(5, 30_000), large(6, 30_000)], 0)
 
-    new = StreamJournal(stream, "new", StillClock())
+    new = StreamJournal(stream, "new", HandClock())
 
     assert stream.deliver_late() == [False]
     assert facts_of(new.recover(BLOCKS_MAX)) == facts_of(fold(5))
@@ -67,7 +68,7 @@ def test_what_an_overtaken_writer_sent_and_comes_late_is_not_stored() -> None:
 
 def test_what_was_stored_before_its_answer_was_lost_counts_once() -> None:
     stream = FakeStream()
-    journal = fill(StreamJournal(stream, "w", StillClock()), 5)
+    journal = fill(StreamJournal(stream, "w", HandClock()), 5)
     stream.answers_lost_after = 1
     with pytest.raises(StreamUnavailable):
         journal.append(encoded(5, 2), 0)
@@ -81,7 +82,7 @@ def test_what_was_stored_before_its_answer_was_lost_counts_once() -> None:
 
 def test_what_comes_late_of_the_writer_itself_counts_once() -> None:
     stream = FakeStream()
-    journal = fill(StreamJournal(stream, "w", StillClock()), 5)
+    journal = fill(StreamJournal(stream, "w", HandClock()), 5)
     stream.answers_lost_after = 0
     with pytest.raises(StreamUnavailable):
         journal.append(encoded(5, 2), 0)
@@ -104,26 +105,26 @@ def test_what_comes_late_of_the_writer_itself_counts_once() -> None:
 
 def test_a_stream_that_lost_its_end_has_no_writer_any_more() -> None:
     stream = FakeStream()
-    journal = fill(StreamJournal(stream, "w", StillClock()), 9)
+    journal = fill(StreamJournal(stream, "w", HandClock()), 9)
     stream.lose_end(3)
 
     with pytest.raises(JournalFenced, match="it ends at message 3, 4 was acknowledged: its end is lost"):
         journal.drop_lost()
 
-    again = StreamJournal(stream, "again", StillClock())
+    again = StreamJournal(stream, "again", HandClock())
     assert again.next_offset == 6
     assert facts_of(again.recover(BLOCKS_MAX)) == facts_of(fold(6))
 
 
 def test_a_snapshot_of_a_history_that_was_lost_is_not_believed() -> None:
     stream = FakeStream()
-    journal = fill(StreamJournal(stream, "w", StillClock()), 6)
+    journal = fill(StreamJournal(stream, "w", HandClock()), 6)
     snapshot(journal, 6)
     fill(journal, 9)
     snapshot(journal, 9)
     stream.lose_end(3)
 
-    again = StreamJournal(stream, "again", StillClock())
+    again = StreamJournal(stream, "again", HandClock())
     pool = again.recover(BLOCKS_MAX)
 
     assert facts_of(pool) == facts_of(fold(6))
@@ -133,11 +134,11 @@ def test_a_snapshot_of_a_history_that_was_lost_is_not_believed() -> None:
 
 def test_a_stream_that_was_emptied_begins_anew() -> None:
     stream = FakeStream()
-    journal = fill(StreamJournal(stream, "w", StillClock()), 9)
+    journal = fill(StreamJournal(stream, "w", HandClock()), 9)
     snapshot(journal, 9)
     stream.remove_before(stream.last + 1)
 
-    again = StreamJournal(stream, "again", StillClock())
+    again = StreamJournal(stream, "again", HandClock())
 
     assert facts_of(again.recover(BLOCKS_MAX)) == facts_of(fold(0))
     assert not stream.objects
@@ -147,35 +148,35 @@ def test_a_stream_that_was_emptied_begins_anew() -> None:
 
 def test_records_larger_than_a_message_go_in_pieces() -> None:
     stream = FakeStream(body_bytes_max=80_000)
-    journal = fill(StreamJournal(stream, "w", StillClock()), 2)
+    journal = fill(StreamJournal(stream, "w", HandClock()), 2)
 
     journal.append([large(2, 30_000), *encoded(3, 2)], 0)
 
     assert [message.piece for message in stream.messages.values()] == [0, 0, 0, 1, 2, 3]
     assert journal.read(2, 2, 1 << 30) == [large(2, 30_000), *encoded(3, 1)]
-    again = StreamJournal(stream, "again", StillClock())
+    again = StreamJournal(stream, "again", HandClock())
     assert (again.next_offset, again.recover(BLOCKS_MAX).offset) == (5, 5)
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3])
 def test_a_record_whose_last_piece_was_never_stored_never_was(pieces: int) -> None:
     stream = FakeStream(body_bytes_max=80_000)
-    journal = fill(StreamJournal(stream, "w", StillClock()), 2)
+    journal = fill(StreamJournal(stream, "w", HandClock()), 2)
     stream.answers_lost_after = pieces
     with pytest.raises(StreamUnavailable):
         journal.append([large(2, 30_000)], 0)
 
-    other = StreamJournal(stream, "other", StillClock())
+    other = StreamJournal(stream, "other", HandClock())
     assert other.next_offset == other.recover(BLOCKS_MAX).offset == 2
     other.append(encoded(2, 3), 0)
 
     assert offsets(other, 0) == list(range(5))
-    assert StreamJournal(stream, "third", StillClock()).recover(BLOCKS_MAX).offset == 5
+    assert StreamJournal(stream, "third", HandClock()).recover(BLOCKS_MAX).offset == 5
 
 
 def test_the_writer_itself_sends_a_record_again_whose_last_piece_was_not_stored() -> None:
     stream = FakeStream(body_bytes_max=80_000)
-    journal = fill(StreamJournal(stream, "w", StillClock()), 2)
+    journal = fill(StreamJournal(stream, "w", HandClock()), 2)
     stream.answers_lost_after = 2
     with pytest.raises(StreamUnavailable):
         journal.append([large(2, 30_000)], 0)
@@ -183,12 +184,12 @@ def test_the_writer_itself_sends_a_record_again_whose_last_piece_was_not_stored(
     journal.append([large(2, 30_000)], 0)
 
     assert journal.read(0, 9, 1 << 30) == [*encoded(0, 2), large(2, 30_000)]
-    assert StreamJournal(stream, "again", StillClock()).recover(BLOCKS_MAX).offset == 3
+    assert StreamJournal(stream, "again", HandClock()).recover(BLOCKS_MAX).offset == 3
 
 
 def test_nothing_is_removed_behind_a_snapshot_that_servers_without_power_may_lose() -> None:
     stream = FakeStream()
-    clock = StillClock()
+    clock = HandClock()
     settings = StreamJournalSettings(1, 10**9, durable_after_ms=1000)
     journal = fill(StreamJournal(stream, "w", clock, settings), 30, at_once=1)
     snapshot(journal, 10)
@@ -215,7 +216,7 @@ def test_nothing_relies_on_a_snapshot_that_servers_lost_before_it_was_durable(
     damaged: bool, beside: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = FakeStream()
-    clock = StillClock()
+    clock = HandClock()
     journal = fill(StreamJournal(stream, "w", clock, StreamJournalSettings(1, 10**9, durable_after_ms=1000)), 30)
     snapshot(journal, 10)
     if beside:
@@ -237,7 +238,7 @@ def test_nothing_relies_on_a_snapshot_that_servers_lost_before_it_was_durable(
 
 def test_a_snapshot_that_was_lost_takes_no_older_one_along() -> None:
     stream = FakeStream()
-    clock = StillClock()
+    clock = HandClock()
     journal = fill(StreamJournal(stream, "w", clock, StreamJournalSettings(1, 10**9, durable_after_ms=1000)), 30)
     snapshot(journal, 10)
     clock.now_ms = 1500
@@ -251,7 +252,7 @@ def test_a_snapshot_that_was_lost_takes_no_older_one_along() -> None:
 
 def test_snapshots_of_an_earlier_writer_count_as_new() -> None:
     stream = FakeStream()
-    clock = StillClock()
+    clock = HandClock()
     settings = StreamJournalSettings(1, 10**9, durable_after_ms=1000)
     journal = fill(StreamJournal(stream, "w", clock, settings), 30, at_once=1)
     snapshot(journal, 10)
@@ -268,9 +269,9 @@ def test_snapshots_of_an_earlier_writer_count_as_new() -> None:
 
 def test_a_writer_that_slept_keeps_no_snapshot_of_a_history_that_was_lost() -> None:
     stream = FakeStream()
-    slept = fill(StreamJournal(stream, "slept", StillClock()), 9)
+    slept = fill(StreamJournal(stream, "slept", HandClock()), 9)
     stream.lose_end(2)
-    other = StreamJournal(stream, "other", StillClock())
+    other = StreamJournal(stream, "other", HandClock())
     other.append([large(offset, 3) for offset in range(3, 9)], 0)
 
     with pytest.raises(JournalFenced, match="another writer"):
@@ -281,21 +282,21 @@ def test_a_writer_that_slept_keeps_no_snapshot_of_a_history_that_was_lost() -> N
 
 def test_a_writer_that_slept_stores_nothing_behind_as_many_messages_of_another_as_were_lost() -> None:
     stream = FakeStream()
-    slept = fill(StreamJournal(stream, "slept", StillClock()), 9)
+    slept = fill(StreamJournal(stream, "slept", HandClock()), 9)
     assert stream.last == 4
     stream.lose_end(2)
-    other = StreamJournal(stream, "other", StillClock())
+    other = StreamJournal(stream, "other", HandClock())
     other.append([large(3, 3)], 0)
     assert stream.last == 4  # where the one that slept believes to be
 
     with pytest.raises(JournalFenced, match="another writer"):
         slept.append(encoded(9, 1), 0)
-    assert StreamJournal(stream, "third", StillClock()).recover(BLOCKS_MAX).offset == 4
+    assert StreamJournal(stream, "third", HandClock()).recover(BLOCKS_MAX).offset == 4
 
 
 def test_damage_anywhere_in_a_message_is_found_and_named() -> None:
     whole = FakeStream()
-    fill(StreamJournal(whole, "w", StillClock()), 9)
+    fill(StreamJournal(whole, "w", HandClock()), 9)
     body = whole.messages[3].body
     for position in range(0, len(body), 5):
         stream = FakeStream()
@@ -304,7 +305,7 @@ def test_damage_anywhere_in_a_message_is_found_and_named() -> None:
         flipped[position] ^= 1
         old = whole.messages[3]
         stream.messages[3] = StoredMessage(3, old.message_id, 0, False, bytes(flipped))
-        journal = StreamJournal(stream, "again", StillClock())
+        journal = StreamJournal(stream, "again", HandClock())
 
         with pytest.raises(JournalCorrupt, match="stream fake, message 3") as caught:
             journal.recover(BLOCKS_MAX)
@@ -313,7 +314,7 @@ def test_damage_anywhere_in_a_message_is_found_and_named() -> None:
 
 def test_a_server_that_takes_small_messages_only_is_refused() -> None:
     with pytest.raises(StreamUnavailable, match="set max_payload there"):
-        StreamJournal(FakeStream(body_bytes_max=1000), "w", StillClock())
+        StreamJournal(FakeStream(body_bytes_max=1000), "w", HandClock())
 
 
 @settings(max_examples=60, deadline=None)
@@ -321,7 +322,7 @@ def test_a_server_that_takes_small_messages_only_is_refused() -> None:
 def test_any_failures_and_any_number_of_writers_store_every_record_once_and_in_order(data: st.DataObject) -> None:
     stream = FakeStream()
     lives = 0
-    journal = StreamJournal(stream, "life-0", StillClock())
+    journal = StreamJournal(stream, "life-0", HandClock())
     done = 0
     """Offset behind what some writer was told is stored."""
     for _ in range(data.draw(st.integers(1, 25))):
@@ -332,7 +333,7 @@ def test_any_failures_and_any_number_of_writers_store_every_record_once_and_in_o
         if what == "new writer":
             lives += 1
             journal = StreamJournal(
-                stream, f"life-{lives}", StillClock(), StreamJournalSettings(2000, 10**9, durable_after_ms=0)
+                stream, f"life-{lives}", HandClock(), StreamJournalSettings(2000, 10**9, durable_after_ms=0)
             )
             pool = journal.recover(BLOCKS_MAX)
             assert done <= pool.offset
@@ -355,7 +356,7 @@ def test_any_failures_and_any_number_of_writers_store_every_record_once_and_in_o
             done = journal.next_offset
 
     stream.answers_lost_after = None
-    last = StreamJournal(stream, "last", StillClock())
+    last = StreamJournal(stream, "last", HandClock())
     pool = last.recover(BLOCKS_MAX)
     assert done <= pool.offset
     assert facts_of(pool) == facts_of(fold(pool.offset))
@@ -373,7 +374,7 @@ class Crowded:
 
     def __init__(self) -> None:
         self.stream = FakeStream()
-        self.clock = StillClock()
+        self.clock = HandClock()
         self.journal = self.open("w")
         self.offset = 0
 

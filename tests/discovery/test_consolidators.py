@@ -7,7 +7,7 @@ import pytest
 from poolgrid.discovery.discovery import PATIENCE_MS, DiscoveredConsolidator, Discovery
 from poolgrid.discovery.registry import Seen
 from poolgrid.wire.registration import Registration, encode_registration
-from tests.router.recorded_router import TurnedClock
+from tests.clock import HandClock
 
 
 class NoStore:
@@ -18,7 +18,7 @@ class Follower:
     """A worker that follows the consolidator of the namespace ``blue``."""
 
     def __init__(self) -> None:
-        self.clock = TurnedClock()
+        self.clock = HandClock()
         self.names = Discovery(NoStore(), "blue", 10, self.clock)  # type: ignore[arg-type]
         self.moves: list[str] = []
         self.alive: set[str] = set()
@@ -35,7 +35,7 @@ class Follower:
 
     def sees(self, *entries: tuple[str, str], after_ms: float = 1000.0) -> list[str]:
         """Look; return where it moved since the last look."""
-        self.clock.ms += after_ms
+        self.clock.now_ms += after_ms
         before = len(self.moves)
         seen = []
         for life, where in entries:
@@ -43,8 +43,8 @@ class Follower:
                 namespace="blue", component="consolidator", instance="c", life=life * 24, endpoints={"ingest": where},
                 lease_ms=600_000,
             )  # fmt: skip
-            seen.append(Seen(made.key, encode_registration(made), int(self.clock.ms)))
-        self.names.registry.look(seen, self.clock.ms)
+            seen.append(Seen(made.key, encode_registration(made), int(self.clock.now_ms)))
+        self.names.registry.look(seen, self.clock.now_ms)
         self.consolidator.look()
         return self.moves[before:]
 

@@ -18,24 +18,12 @@ from poolgrid.kubernetes import registrations as kubernetes
 from poolgrid.kubernetes.registrations import KubernetesRegistrations, api_server
 from poolgrid.process.clock import SystemClock
 from poolgrid.router.settings import RouterSettings
+from tests.clock import HandClock
 from tests.discovery.api_server import ApiServer
 from tests.discovery.slices import endpoint, endpoint_slice
 from tests.discovery.waiting import until, until_found
 
 ROUTERS = [Scope("blue", "router")]
-
-
-class HandClock:
-    """A clock that is set by hand."""
-
-    def __init__(self) -> None:
-        self.now_ms = 1_000_000.0
-
-    def monotonic_ms(self) -> float:
-        return self.now_ms
-
-    def wall_ms(self) -> int:
-        return int(self.now_ms)
 
 
 @asynccontextmanager
@@ -48,6 +36,11 @@ async def reading(server: ApiServer, clock: HandClock | None = None) -> AsyncIte
     finally:
         await names.close()
         await server.stop()
+
+
+async def unavailable(names: KubernetesRegistrations, cause: str | None = None) -> None:
+    with pytest.raises(DiscoveryUnavailable, match=cause):
+        await names.look(ROUTERS)
 
 
 async def test_who_is_ready_is_found_and_who_ends_is_gone_while_nothing_is_written(tmp_path: Path) -> None:
@@ -99,8 +92,7 @@ async def test_pages_are_all_read_and_a_list_too_old_to_go_on_with_is_begun_agai
         server.changes_between_pages = 1
         assert len(await names.look(ROUTERS)) == 7
         server.changes_between_pages = 100
-        with pytest.raises(DiscoveryUnavailable, match="too old between its pages, 3 times"):
-            await names.look(ROUTERS)
+        await unavailable(names, "too old between its pages, 3 times")
 
 
 async def test_a_list_without_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,8 +102,7 @@ async def test_a_list_without_end_is_given_up(tmp_path: Path, monkeypatch: pytes
     server.slices = [endpoint_slice(f"a-{number:05}", [endpoint(number)]) for number in range(7)]
     server.from_memory, server.page = False, 2
     async with reading(server) as names:
-        with pytest.raises(DiscoveryUnavailable, match="more than 3 EndpointSlices"):
-            await names.look(ROUTERS)
+        await unavailable(names, "more than 3 EndpointSlices")
     assert len(server.asked) == 2
 
 
@@ -124,19 +115,16 @@ async def test_a_token_that_has_ended_is_read_again_at_once_and_a_new_authority_
         assert len(await names.look(ROUTERS)) == 1
 
         server.renew("third", told=False)
-        with pytest.raises(DiscoveryUnavailable, match=r"status 401: Unauthorized\. The token in .*account is not"):
-            await names.look(ROUTERS)
+        await unavailable(names, r"status 401: Unauthorized\. The token in .*account is not")
         server.tell()
         assert len(await names.look(ROUTERS)) == 1
 
         await server.stop()
         other = trustme.CA(key_type=trustme.KeyType.ECDSA)
         await server.start(other, int(server.url.rpartition(":")[2]))
-        with pytest.raises(DiscoveryUnavailable, match="certificate"):
-            await names.look(ROUTERS)
+        await unavailable(names, "certificate")
         server.tell(other)
-        with pytest.raises(DiscoveryUnavailable):
-            await names.look(ROUTERS)
+        await unavailable(names)
         assert len(await names.look(ROUTERS)) == 1
 
 
@@ -162,11 +150,9 @@ async def test_a_server_that_is_asked_too_much_is_left_alone(
     clock, server = HandClock(), ApiServer(tmp_path)
     async with reading(server, clock) as names:
         server.refusals = [(code, headers)]
-        with pytest.raises(DiscoveryUnavailable, match=f"status {code}: too many requests"):
-            await names.look(ROUTERS)
+        await unavailable(names, f"status {code}: too many requests")
         clock.now_ms += 1000 * alone_s - 1
-        with pytest.raises(DiscoveryUnavailable, match="left alone"):
-            await names.look(ROUTERS)
+        await unavailable(names, "left alone")
         assert not server.asked
 
         clock.now_ms += 1

@@ -28,8 +28,8 @@ from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.events import WorkerDraining, WorkerJoined
 from poolgrid.wire.identifiers import Role, WorkerKey
 from poolgrid.wire.requests import Sampling
+from tests.clock import HandClock
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, make_card, stored, worker_key
-from tests.router.recorded_router import TurnedClock
 
 PATH = [11, 12, 13]
 BODY = b'{"model": "m"}'
@@ -81,7 +81,7 @@ class Gateway:
     def __init__(self, fallbacks: int = 2) -> None:
         self.pool = Pool()
         self.view = View(self.pool)
-        self.clock = TurnedClock()
+        self.clock = HandClock()
         self.registry = CollectorRegistry()
         self.metrics = PickerMetrics(self.registry)
         self.reused: dict[str, int] = {}
@@ -321,11 +321,11 @@ def test_a_lease_lasts_as_long_as_it_is_renewed() -> None:
     gateway.joined(a=card_at("10.0.0.1:80"))
     asked(gateway)
     for _ in range(3):
-        gateway.clock.ms += 20_000
+        gateway.clock.now_ms += 20_000
         gateway.picker.renew(gateway.table.bookings())
         gateway.pool.projection.ledger.expire(gateway.clock.monotonic_ms())
     assert gateway.booked() == {"r": "a"}
-    gateway.clock.ms += 40_000
+    gateway.clock.now_ms += 40_000
     gateway.pool.projection.ledger.expire(gateway.clock.monotonic_ms())
     assert gateway.booked() == {}
 
@@ -420,7 +420,7 @@ def test_headers_and_metadata_count_and_a_large_head_is_answered_431() -> None:
 
 
 def tick_after(gateway: Gateway, seconds: float) -> None:
-    gateway.clock.ms += seconds * 1000
+    gateway.clock.now_ms += seconds * 1000
     gateway.table.tick()
 
 

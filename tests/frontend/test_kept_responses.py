@@ -15,6 +15,7 @@ import pytest
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
 from poolgrid.frontend.responses_api.kept import ENTRY_BYTES, KeptResponse, Owner, ResponseStore
+from tests.clock import HandClock
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import application, in_process, served_in_thread
 from tests.frontend.weather_tool import TOOL
@@ -218,25 +219,13 @@ async def test_a_conversation_that_is_too_long_to_go_on_is_refused_before_it_is_
         assert (error["param"], error["code"]) == ("input[1].id", "invalid_value"), "a few bytes mean much"
 
 
-class Times:
-    """A clock that stands until it is moved."""
-
-    now_ms = 1_000_000.0
-
-    def wall_ms(self) -> float:
-        return self.now_ms
-
-    def monotonic_ms(self) -> float:
-        return self.now_ms
-
-
 def kept(name: str, previous: str | None = None, size: int = 1000) -> KeptResponse:
     return KeptResponse(name, previous, b"[]", b"[]", b"x" * (size - ENTRY_BYTES - 4))
 
 
-def store(path: Path | None = None, budget_bytes: int = 10_000, ttl_s: float = 3600) -> tuple[ResponseStore, Times]:
-    times = Times()
-    return ResponseStore(path, budget_bytes, ttl_s, times), times  # type: ignore[arg-type]
+def store(path: Path | None = None, budget_bytes: int = 10_000, ttl_s: float = 3600) -> tuple[ResponseStore, HandClock]:
+    times = HandClock()
+    return ResponseStore(path, budget_bytes, ttl_s, times), times
 
 
 async def test_the_conversation_that_was_used_longest_ago_goes_first_and_whole() -> None:

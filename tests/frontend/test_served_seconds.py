@@ -10,44 +10,32 @@ from prometheus_client import CollectorRegistry
 
 from poolgrid.fleet_page.router_watch import ServedSeconds
 from poolgrid.frontend.metrics import SERVED_COLUMNS, FrontendMetrics
-
-
-class SetClock:
-    """A clock that a test sets."""
-
-    def __init__(self, now_ms: int) -> None:
-        self.now_ms = now_ms
-
-    def wall_ms(self) -> int:
-        return self.now_ms
-
-    def monotonic_ms(self) -> float:
-        return float(self.now_ms)
+from tests.clock import BEGAN_MS, HandClock
 
 
 @given(st.lists(st.integers(0, 50), max_size=50), st.integers(0, 100))
 def test_each_second_has_what_came_in_it(increments: list[int], before: int) -> None:
     totals = [before]
-    clock = SetClock(1_000_000)
+    clock = HandClock()
     served = ServedSeconds(totals.copy, clock)
     for total in accumulate(increments):
         totals[0] = before + total
         clock.now_ms += 1000
         served.sample()
 
-    expected = {str(1000 + at): (each,) for at, each in enumerate(increments) if each}
+    expected = {str(BEGAN_MS // 1000 + at): (each,) for at, each in enumerate(increments) if each}
     assert served.rows() == expected
-    assert served.since_ms == 1_000_000
+    assert served.since_ms == BEGAN_MS
 
 
 def test_a_total_that_becomes_smaller_counts_as_nothing_and_not_as_less() -> None:
     totals = [10, 0]
-    served = ServedSeconds(totals.copy, SetClock(5000))
+    served = ServedSeconds(totals.copy, HandClock())
     totals[:] = [7, 1]
     served.sample()
     totals[:] = [9, 1]
     served.sample()
-    assert served.rows() == {"4": (2, 1)}
+    assert served.rows() == {str(BEGAN_MS // 1000 - 1): (2, 1)}
 
 
 def test_totals_are_those_of_all_models_and_statuses_from_500() -> None:

@@ -18,6 +18,7 @@ from poolgrid.frontend.traffic import (
     report_traffic,
     request_line,
 )
+from tests.clock import HandClock
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, in_process
 
@@ -99,13 +100,6 @@ def test_requests_under_way_count_and_an_idle_front_end_is_silent(caplog: pytest
     traffic: Traffic[str] = Traffic(False, lambda: over, lambda request: got, lambda request: ended(name=request))
     got, over = TokenTotals(100, 0, 0), TokenTotals()
 
-    class Ticks:
-        def monotonic_ms(self) -> float:
-            return 0.0
-
-        def wall_ms(self) -> int:
-            return 0
-
     looks: asyncio.Queue[None] = asyncio.Queue()
 
     def waiting() -> int:
@@ -114,7 +108,7 @@ def test_requests_under_way_count_and_an_idle_front_end_is_silent(caplog: pytest
 
     async def go() -> None:
         nonlocal got, over
-        report = asyncio.ensure_future(report_traffic(traffic, waiting, Ticks(), 0.01))
+        report = asyncio.ensure_future(report_traffic(traffic, waiting, HandClock(), 0.01))
         await looks.get()
         await looks.get()
         assert caplog.records == []

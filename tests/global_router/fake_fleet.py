@@ -43,20 +43,10 @@ from poolgrid.wire.selection import (
     SelectRefused,
     WorkerRank,
 )
+from tests.clock import HandClock
 
 MODEL = "m"
 BLOCK_SIZE = 16
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now_ms = 1000.0
-
-    def monotonic_ms(self) -> float:
-        return self.now_ms
-
-    def wall_ms(self) -> int:
-        return 1_700_000_000_000 + int(self.now_ms)
 
 
 def status(*roles: RoleStatus, model: str = MODEL) -> PoolStatus:
@@ -72,7 +62,7 @@ def workers_of(
 class FakePool(PoolConnection):
     """Chooses its workers in turn; ``refuse`` and ``lose`` say what happens instead."""
 
-    def __init__(self, name: str, clock: FakeClock, pools: FakePools, roles: tuple[Role, ...], workers: int) -> None:
+    def __init__(self, name: str, clock: HandClock, pools: FakePools, roles: tuple[Role, ...], workers: int) -> None:
         async def nowhere(url: str) -> str:
             raise OSError(url)
 
@@ -138,7 +128,7 @@ class FakePool(PoolConnection):
 
 
 class FakePools(Pools):
-    def __init__(self, clock: FakeClock, document: Any) -> None:
+    def __init__(self, clock: HandClock, document: Any) -> None:
         async def nowhere(url: str) -> str:
             raise OSError(url)
 
@@ -177,7 +167,7 @@ class FakeLink:
 class FakeLinks(LinksOnDemand):
     """One link per endpoint; a worker in ``out_of_reach`` never comes up."""
 
-    def __init__(self, on_generate: Callable[[FakeLink, Generate], None], clock: FakeClock) -> None:
+    def __init__(self, on_generate: Callable[[FakeLink, Generate], None], clock: HandClock) -> None:
         super().__init__(cast(Any, None), 60_000, clock)
         self.links: dict[str, FakeLink] = {}
         self.out_of_reach: set[str] = set()
@@ -219,7 +209,7 @@ class FakeFleet:
 
     def __init__(self, raw: dict[str, Any], *, workers: int = 2, **settings: Any) -> None:
         loaded = load_document(json.dumps(raw))
-        self.clock = FakeClock()
+        self.clock = HandClock()
         self.scripts: dict[str, Script] = {}
         self.default_script: Script = speak
         self.pools = FakePools(self.clock, loaded.document)

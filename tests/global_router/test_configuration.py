@@ -11,8 +11,8 @@ from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.core.choice.grid import GridRequest
 from poolgrid.global_router.core.document.history import Reload
 from poolgrid.global_router.document_file import read_document_file
+from tests.clock import HandClock
 from tests.global_router.documents import aggregated, changed
-from tests.global_router.fake_fleet import FakeClock
 
 DEFAULT = ("defaults",)
 
@@ -25,7 +25,7 @@ class Scene:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.write_text(version(900))
-        self.configuration = Configuration(read_document_file(path), path, FakeClock())
+        self.configuration = Configuration(read_document_file(path), path, HandClock())
         self.outcomes: asyncio.Queue[Reload] = asyncio.Queue()
         self.configuration.listen(self.outcomes.put_nowait)
 

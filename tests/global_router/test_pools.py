@@ -89,7 +89,8 @@ class Scene:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.context = context
-        self.router: PoolRouter | None = PoolRouter(context)
+        self.router = PoolRouter(context)
+        self.is_lost = False
         self.looks = 0
         self.failures: list[Exception] = []
         """What the next looks end with."""
@@ -111,9 +112,16 @@ class Scene:
         self.looks += 1
         if self.failures:
             raise self.failures.pop()
-        if self.router is None:
+        if self.is_lost:
             raise OSError("connection refused")
         return self.router.endpoint
+
+    def lose(self) -> None:
+        self.router.close()
+        self.is_lost = True
+
+    def come_back(self) -> None:
+        self.router, self.is_lost = PoolRouter(self.context), False
 
     async def until(self, state: PoolStanding) -> None:
         while self.pool.overall_state(0) is not state:
@@ -131,7 +139,7 @@ async def scene() -> AsyncIterator[Scene]:
             yield made
     finally:
         made.pool.close()
-        if made.router is not None:
+        if not made.is_lost:
             made.router.close()
         context.destroy(linger=0)
 
@@ -161,13 +169,11 @@ def test_a_pool_is_found_asked_for_its_status_and_for_workers() -> None:
 def test_a_question_that_is_open_when_the_pool_dies_fails_at_once_and_the_pool_is_down() -> None:
     async def scenario(made: Scene) -> None:
         await made.until(PoolStanding.AVAILABLE)
-        assert made.router is not None
         made.router.silent = {Select}
         asking = asyncio.create_task(made.pool.select(SELECT, 60))
         await made.router.until_heard(Select)
 
-        made.router.close()
-        made.router = None
+        made.lose()
         with pytest.raises(PoolLost, match="connection lost"):
             await asking
 
@@ -181,11 +187,9 @@ def test_a_question_that_is_open_when_the_pool_dies_fails_at_once_and_the_pool_i
 def test_a_pool_that_comes_back_elsewhere_is_found_behind_its_url() -> None:
     async def scenario(made: Scene) -> None:
         await made.until(PoolStanding.AVAILABLE)
-        assert made.router is not None
-        made.router.close()
-        made.router = None
+        made.lose()
         await made.until(PoolStanding.DOWN)
-        made.router = PoolRouter(made.context)
+        made.come_back()
 
         await made.until(PoolStanding.AVAILABLE)
 
@@ -197,7 +201,6 @@ def test_a_pool_that_comes_back_elsewhere_is_found_behind_its_url() -> None:
 def test_a_pool_that_is_silent_is_dropped_and_looked_for_again() -> None:
     async def scenario(made: Scene) -> None:
         await made.until(PoolStanding.AVAILABLE)
-        assert made.router is not None
         made.router.silent = {AskStatus}
 
         await made.until(PoolStanding.DOWN)
@@ -212,7 +215,6 @@ def test_a_pool_that_is_silent_is_dropped_and_looked_for_again() -> None:
 def test_a_worker_that_is_reserved_too_late_is_released() -> None:
     async def scenario(made: Scene) -> None:
         await made.until(PoolStanding.AVAILABLE)
-        assert made.router is not None
         made.router.silent = {Select}
         with pytest.raises(PoolLost, match="did not answer within 10 ms"):
             await made.pool.select(SELECT, 0.01)
@@ -229,7 +231,6 @@ def test_a_worker_that_is_reserved_too_late_is_released() -> None:
 def test_a_worker_that_is_reserved_as_its_asker_is_cancelled_is_released() -> None:
     async def scenario(made: Scene) -> None:
         await made.until(PoolStanding.AVAILABLE)
-        assert made.router is not None
         asking = asyncio.ensure_future(made.pool.select(SELECT, 10))
         await asyncio.sleep(0)  # it has asked
         [(future, _)] = made.link._asks.values()
@@ -254,7 +255,6 @@ def test_a_question_that_was_given_up_is_not_waited_for_for_ever(monkeypatch: py
 
     async def scenario(made: Scene) -> None:
         await made.until(PoolStanding.AVAILABLE)
-        assert made.router is not None
         made.router.silent = {Select}
         with pytest.raises(PoolLost, match="did not answer within 10 ms"):
             await made.pool.select(SELECT, 0.01)

@@ -26,7 +26,6 @@ LEASE_S = 10
 seen to take up to ten seconds and which no setting of theirs shortens. A shorter lease is over before anybody can take
 it."""
 
-NAMES_LEASE_S = 10
 SPEEDUP = 4.0
 HTTP = 8000
 CONSOLIDATORS = {"blue": (1, 2), "green": (3, 2)}

@@ -21,7 +21,7 @@ from poolgrid.process.tasks import wait_from_thread
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.ingest import Leader
-from tests.consolidator.fake_stream import StillClock
+from tests.clock import HandClock
 from tests.consolidator.journal_builder import encoded, facts_of, fold
 from tests.consolidator.journal_kinds import BLOCKS_MAX, InStream
 from tests.consolidator.journal_laws import fill, offsets, snapshot
@@ -303,7 +303,7 @@ def test_a_stream_that_is_full_of_large_records_is_taken_over_and_written_again(
     settings = StreamJournalSettings(SIZE // 4, bytes_max=SIZE, durable_after_ms=0)
 
     def open_journal(writer: str) -> StreamJournal:
-        journal = StreamJournal(kind.stream, writer, StillClock(), settings)
+        journal = StreamJournal(kind.stream, writer, HandClock(), settings)
         journal.recover(BLOCKS_MAX)
         return journal
 
@@ -327,7 +327,7 @@ def test_a_stream_that_is_full_of_large_records_is_taken_over_and_written_again(
 
 
 def test_the_servers_take_no_more_than_they_keep_room_for(kind: OnServer) -> None:
-    journal = StreamJournal(kind.stream, "w", StillClock())
+    journal = StreamJournal(kind.stream, "w", HandClock())
     large = [b"x" * (200 * 1024)] * 10
     journal.append(large, 0)
 

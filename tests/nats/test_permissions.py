@@ -26,7 +26,7 @@ from poolgrid.nats.registrations import NatsRegistrations
 from poolgrid.nats.responses import NatsResponseStore
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.nats_settings import EventPlaneSettings
-from tests.consolidator.fake_stream import StillClock
+from tests.clock import HandClock
 from tests.consolidator.journal_kinds import BLOCKS_MAX
 from tests.consolidator.journal_laws import fill, snapshot
 from tests.discovery.registrations import registration, seen
@@ -112,7 +112,7 @@ async def test_each_part_does_its_work_with_what_the_page_gives_it_and_a_router_
 
     def write() -> None:
         sizes = StreamJournalSettings(1, bytes_max=SIZE, durable_after_ms=0)
-        journal = StreamJournal(ThreadedStream(stream, loop), "life", StillClock(), sizes)
+        journal = StreamJournal(ThreadedStream(stream, loop), "life", HandClock(), sizes)
         journal.recover(BLOCKS_MAX)
         fill(journal, 30, at_once=1)
         for offset in (10, 20, 29):

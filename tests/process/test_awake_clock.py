@@ -11,23 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poolgrid.process.clock import AwakeClock, AwakeTime, SystemClock, within
+from tests.clock import HandClock
 
 GAP_MS = 100.0
 
 passed_ms = st.floats(0.0, 60_000.0)
-
-
-class SteppedClock:
-    """A monotonic clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now_ms = 5_000.0
-
-    def monotonic_ms(self) -> float:
-        return self.now_ms
-
-    def wall_ms(self) -> int:
-        return 1_700_000_000_000 + int(self.now_ms)
 
 
 @given(st.lists(st.tuples(passed_ms, st.booleans())))
@@ -90,7 +78,7 @@ async def test_a_blocked_loop_ages_nobody_and_an_idle_one_goes_by_the_clock() ->
 
 
 async def test_a_wait_that_the_process_slept_through_is_not_over() -> None:
-    clock = SteppedClock()
+    clock = HandClock()
     answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     waiting = asyncio.ensure_future(within(20.0, clock, answer))
     await asyncio.sleep(0.1)
@@ -101,7 +89,7 @@ async def test_a_wait_that_the_process_slept_through_is_not_over() -> None:
 
 
 async def test_a_wait_ends_when_its_time_has_passed_awake() -> None:
-    clock = SteppedClock()
+    clock = HandClock()
     answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     waiting = asyncio.ensure_future(within(20.0, clock, answer))
     await asyncio.sleep(0)

@@ -8,26 +8,14 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from poolgrid.process.tasks import SLICE_MS, BulkWork, owned
-
-
-class Watch:
-    """Time that passes where a test says so."""
-
-    def __init__(self) -> None:
-        self.now_ms = 0.0
-
-    def wall_ms(self) -> int:
-        return 1_700_000_000_000
-
-    def monotonic_ms(self) -> float:
-        return self.now_ms
+from tests.clock import HandClock
 
 
 class Scene:
     """Slices that note in which turn of the loop they were done."""
 
     def __init__(self) -> None:
-        self.clock = Watch()
+        self.clock = HandClock()
         self.bulk = BulkWork(self.clock)
         self.done: list[tuple[str, int]] = []
         self.turns = 0

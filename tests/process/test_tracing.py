@@ -20,19 +20,10 @@ from poolgrid.process.tracing.settings import Sampler, TraceSampling, TraceSetti
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.wire.limits import TRACE_STATE_CHARS_MAX
 from poolgrid.wire.trace_context import TraceContext, TracePlace
+from tests.clock import HandClock
 
 CALLER = TracePlace(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0xF067AA0BA902B7, 1)
 UNSAMPLED = CALLER._replace(flags=0)
-
-
-class Clock:
-    now_ms = 1000.0
-
-    def monotonic_ms(self) -> float:
-        return self.now_ms
-
-    def wall_ms(self) -> int:
-        return 1_700_000_000_000 + int(self.now_ms)
 
 
 class Sink:
@@ -47,8 +38,8 @@ class Sink:
         self.closed = True
 
 
-def _tracing(ratio: float = 1.0, follows: bool = True) -> tuple[Tracing, Sink, Clock]:
-    sink, clock = Sink(), Clock()
+def _tracing(ratio: float = 1.0, follows: bool = True) -> tuple[Tracing, Sink, HandClock]:
+    sink, clock = Sink(), HandClock(1000.0)
     return Tracing(TraceSampling(ratio, follows), sink, clock, seed=1), sink, clock
 
 
@@ -274,7 +265,7 @@ class Exporter(SpanExporter):
 def _exported(monkeypatch: pytest.MonkeyPatch, **environment: str) -> list[ReadableSpan]:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    exporter, clock = Exporter(), Clock()
+    exporter, clock = Exporter(), HandClock(1000.0)
     sink = OtelSink(exporter, "poolgrid-router", "router-7", lambda: clock.wall_ms() * 1_000_000)
     tracing = Tracing(ALL, sink, clock, seed=1)
     record = tracing.begin_request("chat", _headers(CALLER, b"vendor=1"), 900.0)

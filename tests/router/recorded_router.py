@@ -44,6 +44,7 @@ from poolgrid.wire.events import (
 )
 from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import WorkerKey
+from tests.clock import HandClock
 from tests.consolidator.journal_builder import FakeDisk
 from tests.router.fleet_builder import BLOCK_SIZE, make_card, stored, worker_key
 
@@ -52,19 +53,6 @@ WAITED_MS = 40.0
 """What every third request had waited for its worker, and twice as long another third."""
 
 NAMES = ("a", "b", "c", "d")
-
-
-class TurnedClock:
-    """A clock that somebody turns."""
-
-    def __init__(self) -> None:
-        self.ms = 1_000.5
-
-    def monotonic_ms(self) -> float:
-        return self.ms
-
-    def wall_ms(self) -> int:
-        return 1_700_000_000_000 + int(self.ms)
 
 
 class RecordedRouter:
@@ -87,7 +75,7 @@ class RecordedRouter:
         ``starts_late``: a worker says that a request began after the router has released it.
         """
         self.settings = with_constants(RouterSettings, {"reservation_ttl_ms": 500, **given})
-        self.clock = TurnedClock()
+        self.clock = HandClock()
         self.pool_disk = FakeDisk()
         self.decisions_disk = FakeDisk()
         self.lives = 0
@@ -223,7 +211,7 @@ class RecordedRouter:
     def step(self) -> None:
         """Let something happen."""
         chance = self.chance
-        self.clock.ms += self._scale * chance.choice((0.0, 0.25, 3.0, 60.0))
+        self.clock.now_ms += self._scale * chance.choice((0.0, 0.25, 3.0, 60.0))
         draw = chance.random()
         if draw < 0.5:
             self.request()

@@ -15,7 +15,7 @@ from poolgrid.process.clock import SystemClock
 from poolgrid.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
 from poolgrid.wire import codec
 from poolgrid.wire.ingest import LOADING_FRAME, LOADING_WORKERS_MAX, LoadingWorker
-from tests.consolidator.pusher import Pusher, stored
+from tests.consolidator.pusher import pusher_at, stored
 from tests.consolidator.test_service import Reader, truth
 
 
@@ -31,8 +31,7 @@ async def test_a_listener_that_asks_anew_gets_the_state_and_what_follows_it(
         await consolidator.start()
         feed = RemoteFeed(consolidator.feed_endpoint, consolidator.query_endpoint, clock)
     await feed.start(reader)
-    pusher = Pusher(context, consolidator.ingest_endpoint)
-    await pusher.join()
+    pusher = await pusher_at(context, consolidator.ingest_endpoint)
     pusher.push([stored([1, 2, 3])])
     await pusher.settle()
     await reader.until(lambda: reader.view == truth(pusher))

@@ -14,19 +14,9 @@ from poolgrid.wire.events import WorkerJoined
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import WorkerKey
 from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
+from tests.clock import HandClock
 from tests.frontend.inference_requests import like
 from tests.router.test_service import AFTER, BEFORE, NEW, OLD, REQUEST, Routed, card, routed
-
-
-class HandClock:
-    def __init__(self) -> None:
-        self.now_ms = 1000.0
-
-    def monotonic_ms(self) -> float:
-        return self.now_ms
-
-    def wall_ms(self) -> int:
-        return 0
 
 
 async def test_a_full_worker_is_left_alone_for_its_time_which_is_bounded() -> None:

@@ -54,7 +54,7 @@ from poolgrid.wire.events import AnyEvent, RequestStarted
 from tests.consolidator.journal_builder import FakeDisk
 from tests.examples import examples
 from tests.router.fleet_builder import worker_key
-from tests.router.recorded_router import BLOCKS_MAX, NAMES, RecordedRouter
+from tests.router.recorded_router import BLOCKS_MAX, NAMES, RecordedRouter, written
 
 ROOT = Path(__file__).parents[2]
 BEFORE_INPUTS = ROOT / "tests/data/recording_before_inputs"
@@ -94,6 +94,23 @@ def played(seed: int, steps: int, **given: object) -> tuple[RecordedRouter, Log]
             see_an_answer(router, number)
         await router.recorder.stop()
         return router, log
+
+    return asyncio.run(run())
+
+
+def recorded(steps: int, **given: Any) -> RecordedRouter:
+    """Return a router after many steps, of which some segments are written."""
+
+    async def run() -> RecordedRouter:
+        router = RecordedRouter(**given)
+        for name in NAMES:
+            router.join(name)
+        for number in range(steps):
+            router.step()
+            if number % 10 == 0:
+                await written(router)
+        await router.recorder.stop()
+        return router
 
     return asyncio.run(run())
 
@@ -242,19 +259,7 @@ def test_every_admission_of_a_session_is_derived_again_also_from_a_checkpoint(
 ) -> None:
     monkeypatch.setattr(working_set, "RUNNING_SHARE", 1e4)  # caches as small as here are computed again at once
 
-    async def run() -> RecordedRouter:
-        router = RecordedRouter(seed=seed, kv_blocks=12, churn=0.5, segment_bytes=30_000, worker_queue_factor=100)
-        for name in NAMES:
-            router.join(name)
-        for number in range(600):
-            router.step()
-            if number % 10 == 0:
-                router.recorder.flush()
-                await asyncio.sleep(0.001)
-        await router.recorder.stop()
-        return router
-
-    router = asyncio.run(run())
+    router = recorded(600, seed=seed, kv_blocks=12, churn=0.5, segment_bytes=30_000, worker_queue_factor=100)
     assert min(router.admissions.values()) > 0, "some were admitted and some were not"
     entries = [each.entry for each in stored_entries(router.decisions_disk)]
     judged = sum(isinstance(each, TurnJudged) for each in entries)
@@ -285,19 +290,7 @@ def test_a_recording_from_before_the_first_release_is_refused_with_its_version()
 def test_inputs_of_a_later_version_are_not_replayed_and_it_is_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "INPUTS_VERSION", INPUTS_VERSION + 1)
 
-    async def run() -> RecordedRouter:
-        router = RecordedRouter(seed=3, segment_bytes=20_000)
-        for name in NAMES:
-            router.join(name)
-        for number in range(100):
-            router.step()
-            if number % 10 == 0:
-                router.recorder.flush()
-                await asyncio.sleep(0.01)
-        await router.recorder.stop()
-        return router
-
-    router = asyncio.run(run())
+    router = recorded(100, seed=3, segment_bytes=20_000)
     noted = [e for e in stored_entries(router.decisions_disk) if isinstance(e.entry, RouterSettingsNoted)]
     assert len(noted) > 1, "a later segment's checkpoint must not begin a replay either"
 

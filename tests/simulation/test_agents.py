@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -20,11 +21,13 @@ from poolgrid.tools.simulation.workload import RecordedRequest, recorded_workloa
 from poolgrid.workers.core.timing import timing_model
 from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 from tests.simulation.builders import limits
+from tests.simulation.nameless_agents import NamelessAgents, twin_of
 
 BLOCK = 16
 SCALE = 1 / 16
 """Lengths and step times are divided by this: the blocks of one full-size block of 256 tokens."""
 AGENTS, WORKERS = 64, 2
+OURS = "kv", "sessions", 2.0
 SEEDS = range(1, 1 + int(os.environ.get("POOLGRID_AGENT_SEEDS", "1")))  # `make long` plays five
 
 
@@ -35,7 +38,10 @@ def workload(seed: int = 1) -> AgentWorkload:
 
 @cache
 def played(policy: str, admission: str, pressure: float, seed: int = 1) -> dict[str, Any]:
-    load = workload(seed)
+    return play(workload(seed), policy, admission, pressure)
+
+
+def play(load: AgentWorkload, policy: str, admission: str, pressure: float) -> dict[str, Any]:
     needed = AGENTS * load.plan.own_tokens_mean() + 4 * PREFIX_TOKENS * SCALE * WORKERS
     blocks = int(needed / pressure / WORKERS / BLOCK)
     limit = SimulatedLimits(BLOCK, blocks, 0, 256, 8192, load.longest + 1, 10**6)
@@ -119,6 +125,28 @@ def test_sessions_that_do_not_fit_evict_each_other_without_admission_and_do_not_
     assert ours["turns_per_minute"] >= 1.5 * kv["turns_per_minute"]
     assert ours["waited_turns"] > 0
     assert ours["first_turn_ms"]["max"] <= 3 * ours["first_turn_ms"]["p50"]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_without_ids_sessions_have_the_same_gains_by_their_prompts_alone(seed: int) -> None:
+    load = NamelessAgents.of(workload(seed))
+    kv, named, nameless = played("kv", "", 2.0, seed), played("kv", "sessions", 2.0, seed), play(load, *OURS)
+
+    assert load.joins.found == load.joins.later > 8_000
+    assert load.joins.wrong == 0
+    for name in ("cached_token_ratio", "turns_per_minute"):
+        assert nameless[name] - kv[name] >= 0.95 * (named[name] - kv[name])
+    assert nameless["first_turn_ms"]["max"] <= 1.05 * named["first_turn_ms"]["max"]
+
+
+def test_agents_that_say_the_same_are_never_taken_for_each_other() -> None:
+    plan = workload().plan
+    twins = [each for session in plan.sessions[: AGENTS // 2] for each in (session, twin_of(session))]
+    load = NamelessAgents.of(agent_workload(replace(plan.first(AGENTS), sessions=tuple(twins)), BLOCK))
+    play(load, *OURS)
+
+    assert load.joins.wrong == 0
+    assert load.joins.found >= load.joins.later
 
 
 def test_no_session_waits_as_long_as_with_the_smallest_first() -> None:

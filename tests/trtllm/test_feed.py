@@ -19,6 +19,7 @@ from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics
 from poolgrid.workers.engines.trtllm.feed import TrtllmFeed
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
 from poolgrid.workers.engines.trtllm.reader import FeedLimits
+from tests.clock import HandClock
 from tests.fakes.tensorrt_llm import LLM, SamplingParams, SchedulingParams
 from tests.fakes.tensorrt_llm._fake import behaviour as behaviours
 from tests.fakes.tensorrt_llm._fake.executor import Executor
@@ -292,19 +293,6 @@ class ScriptedLlm:
         return found or ([self.endless] * 1000 if self.endless is not None else [])
 
 
-class ManualClock:
-    """Time that a test moves."""
-
-    def __init__(self) -> None:
-        self.now_ms = 0.0
-
-    def wall_ms(self) -> int:
-        return int(self.now_ms)
-
-    def monotonic_ms(self) -> float:
-        return self.now_ms
-
-
 def stored(event_id: int, engine_hash: int, first: int, parent: int | None = None, **more: Any) -> dict[str, Any]:
     tokens = [{"type": "unique_token", "token_id": first + at, "token_extra_id": 0} for at in range(BLOCK)]
     block = {
@@ -348,7 +336,7 @@ async def test_an_endless_flood_of_events_leaves_the_loop_its_turns() -> None:
 async def test_a_reader_that_fails_is_tried_again_and_costs_the_index_only_after_long() -> None:
     """Fails when an error ends the feed, or when claims are kept that nobody can vouch for any more."""
 
-    llm, clock = ScriptedLlm(), ManualClock()
+    llm, clock = ScriptedLlm(), HandClock()
     llm.events = [stored(0, 1, 0)]
     async with reading(llm, clock=clock) as made:
         await made.until(lambda: blocks_in(made.told) == 1)

@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 
 import msgspec
 
-from poolgrid.wire import (
-    card,
-    events,
-    feed,
-    ingest,
-    multimodal,
-    requests,
-    selection,
-    sessions,
-    tasks,
-    trace_context,
-)
+from poolgrid.wire import events, feed
 
-MODULES = (
-    card,
-    events,
-    feed,
-    ingest,
-    multimodal,
-    requests,
-    selection,
-    sessions,
-    tasks,
-    trace_context,
-)
+NAMES = "card events feed ingest multimodal requests selection sessions tasks trace_context"
+MODULES = [import_module(f"poolgrid.wire.{name}") for name in NAMES.split()]
 
 NO_MESSAGES = (events.Event, feed.FeedFrame)
 
@@ -39,9 +19,5 @@ def messages() -> Iterator[type[msgspec.Struct]]:
     """Yield the types that the modules of messages define or name, some of them several times."""
     for module in MODULES:
         for value in vars(module).values():
-            if (
-                isinstance(value, type)
-                and issubclass(value, msgspec.Struct)
-                and value not in (events.Event, feed.FeedFrame)
-            ):
+            if isinstance(value, type) and issubclass(value, msgspec.Struct) and value not in NO_MESSAGES:
                 yield value

@@ -6,17 +6,28 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
+import zmq
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from poolgrid.process.clock import SystemClock
 from poolgrid.process.settings import with_constants
+from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Generate
 from poolgrid.workers import bootstrap
+from poolgrid.workers.adapters.sockets import RequestSocket
+from poolgrid.workers.core.push_stream import PushStream, PushTiming
+from poolgrid.workers.engines.protocol import Engine
 from poolgrid.workers.engines.simulated.core.next_token import expected_output
+from poolgrid.workers.engines.simulated.opening import make_card
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
+from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.publisher import EventPublisher
+from poolgrid.workers.service import ServiceLimits, WorkerService
 from poolgrid.workers.settings import WorkerProcessSettings
 from tests.workers.builders import VOCABULARY
 from tests.workers.fakes import PATIENCE_S, FakeConsolidator, FakeRouter, Journal, fake_router
@@ -103,3 +114,36 @@ async def running_worker(**changes: object) -> AsyncIterator[RunningWorker]:
         finally:
             task.cancel()
             await asyncio.wait({task})
+
+
+class Assembled(NamedTuple):
+    """A worker around an engine of a test, that the test runs."""
+
+    consolidator: FakeConsolidator
+    card: WorkerCard
+    service: WorkerService
+    socket: RequestSocket
+    publisher: EventPublisher
+    registry: CollectorRegistry
+
+    def run(self, stop: asyncio.Event) -> asyncio.Task[None]:
+        return asyncio.create_task(self.service.run([self.publisher], stop))
+
+
+@asynccontextmanager
+async def assembled(
+    engine: Engine, limits: ServiceLimits | None = None, timing: PushTiming | None = None
+) -> AsyncIterator[Assembled]:
+    clock, registry = SystemClock(), CollectorRegistry()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    metrics = WorkerMetrics(registry)
+    async with FakeConsolidator(Journal()) as consolidator:
+        socket = RequestSocket(context, "127.0.0.1", 0)
+        card = make_card(make_settings(consolidator.endpoint), socket.port, 0)
+        service = WorkerService("w0", 5, card, engine, socket, limits or ServiceLimits(), clock, metrics)
+        stream = PushStream("w0", 0, 5, card, timing)
+        publisher = EventPublisher(context, consolidator.endpoint, stream, service.restate, clock, metrics, 100)
+        yield Assembled(consolidator, card, service, socket, publisher, registry)
+        socket.close(orderly=False)
+        publisher.close(orderly=False)
+    context.term()

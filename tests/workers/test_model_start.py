@@ -17,21 +17,10 @@ from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.model_fetch import ModelFetchError, cached_model
 from poolgrid.workers.settings import WorkerProcessSettings
 from poolgrid.workers.start_phases import Phase, StartPhases
+from tests.clock import HandClock
 from tests.process.leftovers import ended_leaving_nothing
 from tests.workers.fakes import FakeConsolidator, Journal
 from tests.workers.running import make_settings, running_worker
-
-
-class SetClock:
-    """A clock that stands."""
-
-    now_ms = 0.0
-
-    def monotonic_ms(self) -> float:
-        return self.now_ms
-
-    def wall_ms(self) -> int:
-        return int(self.now_ms)
 
 
 class Start(StartPhases):
@@ -40,7 +29,7 @@ class Start(StartPhases):
     def __init__(self) -> None:
         self.said: list[str] = []
         self.registry = CollectorRegistry()
-        self.clock = SetClock()
+        self.clock = HandClock()
         super().__init__(WorkerMetrics(self.registry), self.clock, self.said.append)
 
     def seconds(self) -> dict[str, float]:

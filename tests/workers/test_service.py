@@ -46,17 +46,15 @@ from poolgrid.wire.requests import (
 from poolgrid.wire.sessions import SessionTurn, TurnAnswer
 from poolgrid.workers import bootstrap
 from poolgrid.workers.adapters.http_api import HttpApi, is_from_here
-from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.push_stream import PushStream
 from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.engines.simulated.opening import make_card
 from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.publisher import EventPublisher
-from poolgrid.workers.service import ServiceLimits, WorkerService
 from tests.workers.builders import fold, make_request, prefill_leg
 from tests.workers.fakes import PATIENCE_S, FakeConsolidator, FakeRouter, Journal, fake_router
-from tests.workers.running import expected, make_settings, running_worker
+from tests.workers.running import assembled, expected, make_settings, running_worker
 
 ONE_TOKEN = pack_tokens([1])
 
@@ -449,21 +447,11 @@ class BreakingEngine:
 
 
 async def test_when_the_engine_breaks_requests_go_elsewhere_and_the_pool_hears_why() -> None:
-    journal = Journal()
-    clock = SystemClock()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    metrics = WorkerMetrics(CollectorRegistry())
-    async with FakeConsolidator(journal) as consolidator:
-        socket = RequestSocket(context, "127.0.0.1", 0)
-        card = make_card(make_settings(consolidator.endpoint), socket.port, 0)
-        service = WorkerService("w0", 5, card, BreakingEngine(), socket, ServiceLimits(), clock, metrics)
-        publisher = EventPublisher(
-            context, consolidator.endpoint, PushStream("w0", 0, 5, card), service.restate, clock, metrics, 100
-        )
-        assert service.describe()["feed"] == "special", "an engine may add to what /health says"
-        running = asyncio.create_task(service.run([publisher], asyncio.Event()))
-        async with fake_router(card.request_endpoint) as router:
-            await consolidator.until(lambda journal: journal.cards)
+    async with assembled(BreakingEngine()) as worker:
+        assert worker.service.describe()["feed"] == "special", "an engine may add to what /health says"
+        running, journal = worker.run(asyncio.Event()), worker.consolidator.journal
+        async with fake_router(worker.card.request_endpoint) as router:
+            await worker.consolidator.until(lambda journal: journal.cards)
             await router.send(make_request("r"))
             await router.until_finished("r")
             with pytest.raises(RuntimeError, match="the device fell off"):
@@ -472,9 +460,6 @@ async def test_when_the_engine_breaks_requests_go_elsewhere_and_the_pool_hears_w
             last = router.last("r")
             assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BROKEN)
             assert "the device fell off" in journal.goodbyes[0]
-        socket.close(orderly=False)
-        publisher.close(orderly=False)
-    context.term()
 
 
 class BreakingLaterEngine(BreakingEngine):
@@ -491,21 +476,12 @@ class BreakingLaterEngine(BreakingEngine):
 
 
 async def test_an_engine_that_breaks_after_a_router_left_is_told_to_the_others_and_to_the_pool() -> None:
-    journal = Journal()
-    clock = SystemClock()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    metrics = WorkerMetrics(CollectorRegistry())
-    async with FakeConsolidator(journal) as consolidator:
-        socket = RequestSocket(context, "127.0.0.1", 0)
-        card = make_card(make_settings(consolidator.endpoint), socket.port, 0)
-        engine = BreakingLaterEngine()
-        service = WorkerService("w0", 5, card, engine, socket, ServiceLimits(), clock, metrics)
-        publisher = EventPublisher(
-            context, consolidator.endpoint, PushStream("w0", 0, 5, card), service.restate, clock, metrics, 100
-        )
-        running = asyncio.create_task(service.run([publisher], asyncio.Event()))
-        async with fake_router(card.request_endpoint) as staying:
-            async with fake_router(card.request_endpoint) as leaving:
+    engine = BreakingLaterEngine()
+    async with assembled(engine) as worker:
+        consolidator, endpoint = worker.consolidator, worker.card.request_endpoint
+        running = worker.run(asyncio.Event())
+        async with fake_router(endpoint) as staying:
+            async with fake_router(endpoint) as leaving:
                 await consolidator.until(lambda journal: journal.cards)
                 await leaving.send(make_request("running"))
                 await leaving.send(prefill_leg(make_request("kept")))
@@ -513,10 +489,10 @@ async def test_an_engine_that_breaks_after_a_router_left_is_told_to_the_others_a
                 await staying.send(make_request("other"))
                 await staying.send(Ping(1))
                 await staying.pong()  # what came before it has been taken
-            (owner,) = {service._peers.owners["running"], service._peers.owners["kept"]}
+            (owner,) = {worker.service._peers.owners["running"], worker.service._peers.owners["kept"]}
             assert owner is not None
             async with asyncio.timeout(PATIENCE_S):
-                while socket.send(owner, b""):  # noqa: ASYNC110 - ZMQ hears of a peer's end with no event
+                while worker.socket.send(owner, b""):  # noqa: ASYNC110 - ZMQ hears of a peer's end with no event
                     await asyncio.sleep(0.01)
             engine.broken.set()
             with pytest.raises(RuntimeError, match="the device fell off"):
@@ -524,10 +500,7 @@ async def test_an_engine_that_breaks_after_a_router_left_is_told_to_the_others_a
 
             await staying.until_finished("other")
             assert staying.last("other").refusal == RefusalKind.BROKEN
-            assert "the device fell off" in journal.goodbyes[0]
-        socket.close(orderly=False)
-        publisher.close(orderly=False)
-    context.term()
+            assert "the device fell off" in consolidator.journal.goodbyes[0]
 
 
 class SickEngine(BreakingEngine):
@@ -537,26 +510,15 @@ class SickEngine(BreakingEngine):
 
 
 async def test_an_engine_that_is_not_well_takes_no_requests_and_probes_hear_why() -> None:
-    journal = Journal()
-    clock = SystemClock()
-    registry = CollectorRegistry()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    metrics = WorkerMetrics(registry)
-    async with FakeConsolidator(journal) as consolidator:
-        socket = RequestSocket(context, "127.0.0.1", 0)
-        card = make_card(make_settings(consolidator.endpoint), socket.port, 0)
-        engine = SickEngine()
-        service = WorkerService("w0", 5, card, engine, socket, ServiceLimits(), clock, metrics)
-        publisher = EventPublisher(
-            context, consolidator.endpoint, PushStream("w0", 0, 5, card), service.restate, clock, metrics, 100
-        )
-        api = HttpApi(registry)
+    engine = SickEngine()
+    async with assembled(engine) as worker:
+        api = HttpApi(worker.registry)
         assert api.answer("GET", "/started", b"")[0] == 503
-        api.show(service)
+        api.show(worker.service)
         stop = asyncio.Event()
-        running = asyncio.create_task(service.run([publisher], stop))
-        async with fake_router(card.request_endpoint) as router:
-            await consolidator.until(lambda journal: journal.cards)
+        running = worker.run(stop)
+        async with fake_router(worker.card.request_endpoint) as router:
+            await worker.consolidator.until(lambda journal: journal.cards)
             await router.send(make_request("r"))
             await router.until_finished("r")
             last = router.last("r")
@@ -570,12 +532,9 @@ async def test_an_engine_that_is_not_well_takes_no_requests_and_probes_hear_why(
             for query, wanted in ((b"dp_rank=1", 400), (b"dp_rank=x", 400), (b"dp_rank=0", 200), (b"", 200)):
                 assert api.answer("GET", "/blocks", query)[0] == wanted
             engine.unhealthy_reason = ""
-            assert service.is_ready
+            assert worker.service.is_ready
         stop.set()
         await running
-        socket.close(orderly=False)
-        publisher.close(orderly=False)
-    context.term()
 
 
 PROGRAM = """

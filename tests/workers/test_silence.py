@@ -7,23 +7,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-import zmq
-from prometheus_client import CollectorRegistry
-
-from poolgrid.process.clock import SystemClock
 from poolgrid.wire.events import BlocksStored, LoadReported, RequestFinished, RequestStarted, SnapshotBegan
 from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.requests import FinishReason, Generate, Ping, RefusalKind, TokenDelta
-from poolgrid.workers.adapters.sockets import RequestSocket
-from poolgrid.workers.core.push_stream import PushStream, PushTiming
+from poolgrid.workers.core.push_stream import PushTiming
 from poolgrid.workers.engines.protocol import EngineReport, RankReport
-from poolgrid.workers.engines.simulated.opening import make_card
-from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.publisher import EventPublisher
 from poolgrid.workers.service import ServiceLimits, WorkerService
 from tests.workers.builders import make_request
 from tests.workers.fakes import FakeConsolidator, FakeRouter, Journal, fake_router
-from tests.workers.running import make_settings
+from tests.workers.running import assembled
 
 HELD = BlocksStored(None, pack_hashes([7, 8]))
 
@@ -99,30 +91,18 @@ class Scene:
 
 @asynccontextmanager
 async def scene(drain_timeout_ms: float = 30_000.0) -> AsyncIterator[Scene]:
-    journal = Journal()
-    clock = SystemClock()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    metrics = WorkerMetrics(CollectorRegistry())
-    engine = FallingSilent()
-    async with FakeConsolidator(journal) as consolidator:
-        socket = RequestSocket(context, "127.0.0.1", 0)
-        card = make_card(make_settings(consolidator.endpoint), socket.port, 0)
-        limits = ServiceLimits(drain_timeout_ms=drain_timeout_ms)
-        service = WorkerService("w0", 5, card, engine, socket, limits, clock, metrics)
-        stream = PushStream("w0", 0, 5, card, PushTiming(heartbeat_ms=50))
-        publisher = EventPublisher(context, consolidator.endpoint, stream, service.restate, clock, metrics, 100)
-        stop = asyncio.Event()
-        running = asyncio.create_task(service.run([publisher], stop))
+    engine, stop = FallingSilent(), asyncio.Event()
+    async with assembled(
+        engine, ServiceLimits(drain_timeout_ms=drain_timeout_ms), PushTiming(heartbeat_ms=50)
+    ) as worker:
+        running, consolidator = worker.run(stop), worker.consolidator
         try:
-            async with fake_router(card.request_endpoint) as router:
-                await publisher.until_registered()
-                yield Scene(engine, service, consolidator, journal, router, stop, running)
+            async with fake_router(worker.card.request_endpoint) as router:
+                await worker.publisher.until_registered()
+                yield Scene(engine, worker.service, consolidator, consolidator.journal, router, stop, running)
         finally:
             running.cancel()
             await asyncio.wait({running})
-            socket.close(orderly=False)
-            publisher.close(orderly=False)
-    context.term()
 
 
 async def test_a_worker_leaves_while_its_engine_is_silent_and_comes_back_in_another_life() -> None:

@@ -59,10 +59,6 @@ class Reply:
         self._writer.write(b"0\r\n\r\n")
         await self._writer.drain()
 
-    @property
-    def is_gone(self) -> bool:
-        return self._writer.is_closing()
-
 
 async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> bytes:
     """Read a body, in pieces where it comes in pieces: proxies send it so."""

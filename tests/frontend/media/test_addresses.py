@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 from hypothesis import given
@@ -20,6 +17,7 @@ from poolgrid.frontend.media.addresses import (
     AddressPolicy,
 )
 from poolgrid.frontend.media.fetcher import MediaFetcher
+from tests.frontend.media.audit_events import AuditEvents
 from tests.frontend.media.loading import Names, loading
 
 REFUSED = [ipaddress.ip_network(text) for text in (*REFUSED_IPV4, *REFUSED_IPV6)]
@@ -125,28 +123,7 @@ def test_allowing_a_network_that_carries_others_allows_none_of_these() -> None:
     assert AddressPolicy(("10.0.0.0/8",)).refusal("64:ff9b::10.0.0.7") is None
 
 
-class _Sockets:
-    """What this process does with sockets while it listens; audit hooks cannot be removed, so there is one for good."""
-
-    def __init__(self) -> None:
-        self._listening: list[str] | None = None
-        sys.addaudithook(self._hear)
-
-    def _hear(self, event: str, arguments: tuple[object, ...]) -> None:
-        if self._listening is not None and event.startswith("socket."):
-            self._listening.append(event)
-
-    @contextmanager
-    def listening(self) -> Iterator[list[str]]:
-        heard: list[str] = []
-        self._listening = heard
-        try:
-            yield heard
-        finally:
-            self._listening = None
-
-
-SOCKETS = _Sockets()
+SOCKETS = AuditEvents(lambda event, _: event if event.startswith("socket.") else None)
 
 
 async def test_what_is_refused_is_refused_before_a_socket_exists(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from pydantic import ValidationError
 
 from poolgrid.frontend.media.references import LocalFiles, MediaRefused
 from poolgrid.frontend.media.settings import MediaSettings
+from tests.frontend.media.audit_events import AuditEvents
 from tests.frontend.media.loading import loading
 from tests.frontend.media.samples import exploit_pickle, png, png_bomb, safetensors
 
@@ -23,28 +21,12 @@ MARKER = Path(tempfile.gettempdir()) / f"poolgrid-exploited-{os.getpid()}"
 """The file that hostile pickles would create."""
 
 
-class _Opened:
-    """Every path that this process opens while it listens; audit hooks cannot be removed, so there is one for good."""
-
-    def __init__(self) -> None:
-        self._listening: list[str] | None = None
-        sys.addaudithook(self._hear)
-
-    def _hear(self, event: str, arguments: tuple[object, ...]) -> None:
-        if self._listening is not None and event == "open" and isinstance(arguments[0], str | bytes | os.PathLike):
-            self._listening.append(os.fsdecode(arguments[0]))
-
-    @contextmanager
-    def listening(self) -> Iterator[list[str]]:
-        heard: list[str] = []
-        self._listening = heard
-        try:
-            yield heard
-        finally:
-            self._listening = None
+def opened_path(event: str, arguments: tuple[object, ...]) -> str | None:
+    is_path = event == "open" and isinstance(arguments[0], str | bytes | os.PathLike)
+    return os.fsdecode(arguments[0]) if is_path else None  # type: ignore[arg-type]
 
 
-OPENED = _Opened()
+OPENED = AuditEvents(opened_path)
 
 
 @pytest.fixture

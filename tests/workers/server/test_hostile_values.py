@@ -116,9 +116,15 @@ def raises_for(name: str, method: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("owner", "place"),
-    [(ServerEngine, "_take"), (RequestLedger, "grow"), (RequestLedger, "_book"), (ServerEngine, "_on_end")],
+    [
+        (ServerEngine, "_take"),
+        (RequestLedger, "grow"),
+        (RequestLedger, "_book"),
+        (ServerEngine, "_on_end"),
+        (TokenCoalescer, "add"),
+    ],
 )
-async def test_a_fault_of_one_request_in_the_engine_is_its_own(
+async def test_a_fault_of_one_request_or_of_its_delta_is_its_own(
     owner: type, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(owner, place, raises_for("r2", getattr(owner, place)))
@@ -130,24 +136,9 @@ async def test_a_fault_of_one_request_in_the_engine_is_its_own(
         assert last.refusal is RefusalKind.BROKEN
         assert worker.output("r1") == worker.output("r3") == pack_tokens(TOKENS)
         assert worker.metrics.request_faults._value.get() >= 1
+        await worker.until(lambda: not worker.engine._active)
         assert worker.service.describe()["running_requests"] == 0
         await ends_together(worker, [1])
-    assert "injected" in caplog.text
-
-
-async def test_a_fault_of_one_delta_in_the_service_is_its_own(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(TokenCoalescer, "add", raises_for("r2", TokenCoalescer.add))
-
-    async with harness("vllm") as worker:
-        await ends_together(worker, [1, 1, 1])
-        last = worker.last("r2")
-        assert last is not None
-        assert last.refusal is RefusalKind.BROKEN
-        assert worker.output("r1") == worker.output("r3") == pack_tokens(TOKENS)
-        assert worker.metrics.request_faults._value.get() >= 1
-        await worker.until(lambda: not worker.engine._active)
     assert "injected" in caplog.text
 
 

@@ -1,0 +1,113 @@
+"""Agents whose clients give no session ids: their turns are named as a router names them, by their prompts alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+
+from poolgrid.inference import InferenceRequest
+from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.session_naming import SessionNaming
+from poolgrid.tools.bench.agents import AgentSession
+from poolgrid.tools.simulation.agent_workload import AgentArrivals, AgentWorkload
+from poolgrid.tools.simulation.workload import SimulatedRequest
+from poolgrid.wire.hashing import TOKEN_BYTES, pack_tokens, path_of, stable_u64
+from poolgrid.wire.requests import Generate
+from poolgrid.wire.sessions import SessionTurn
+
+TWIN = " again"
+"""Behind the name of an agent in that of its twin."""
+
+
+@dataclass(slots=True)
+class Joins:
+    """How the turns of agents were named."""
+
+    latest: dict[str, str] = field(default_factory=dict, repr=False)
+    """The last request of each session that lineage knows."""
+    later: int = 0
+    """Turns that go on from another one: of the same agent, or of the one that it was forked from."""
+    found: int = 0
+    """Of these, those that joined a session or were taken for forks."""
+    wrong: int = 0
+    """Turns that joined a session whose latest turn is not the one that they go on from."""
+
+    def note(self, turn: SessionTurn, request_id: str, before: str) -> None:
+        """Note a turn that goes on from the request ``before``, if from any."""
+        latest = self.latest.get(turn.session)
+        self.later += bool(before)
+        self.found += latest is not None or bool(turn.parent)
+        self.wrong += latest is not None and latest != before
+        self.latest[turn.session] = request_id
+
+
+class NamelessArrivals:
+    """Calls with real tokens, whose sessions have the names that lineage finds."""
+
+    def __init__(self, agents: AgentArrivals, joins: Joins) -> None:
+        self.look_ahead_ms = agents.look_ahead_ms
+        self._agents, self._joins = agents, joins
+        self._naming = SessionNaming(Projection(PrefixIndex(), LoadLedger()), lambda: 0)
+        self._said: dict[str, bytes] = {}
+        self._before: dict[str, str] = {}
+        """The last request of each agent."""
+        self._running: dict[str, tuple[InferenceRequest, str, bytes]] = {}
+
+    def next_ms(self) -> float:
+        return self._agents.next_ms()
+
+    def pop(self) -> SimulatedRequest:
+        request = self._agents.pop()
+        session, block_size = request.session, self._agents.block_size
+        assert session is not None
+        call, agent = session.calls[request.turn], session.session_id
+        if not request.turn:
+            tenant = _tokens(session.tenant, session.prefix_tokens)
+            self._said[agent] = self._said.get(session.parent_id, tenant)[: TOKEN_BYTES * session.prefix_tokens]
+        words = f"{agent.removesuffix(TWIN)} {request.turn}"
+        prompt = self._said[agent] = self._said[agent] + _tokens(f"{words} asks", call.new_tokens)
+        path = list(path_of(prompt, block_size))
+        asked = InferenceRequest(request.request_id, "m", prompt, request.generate.sampling)
+        turn = asked.turn = self._naming.turn_of(asked, path, block_size)
+        assert turn is not None
+        self._joins.note(turn, asked.request_id, self._before.get(agent, self._before.get(session.parent_id, "")))
+        self._before[agent] = asked.request_id
+        self._naming.dispatched(asked)
+        self._running[asked.request_id] = asked, agent, _tokens(f"{words} answers", call.output_tokens)
+        generate = Generate(asked.request_id, prompt, asked.sampling)
+        known = replace(session, session_id=turn.session, parent_id=turn.parent)
+        return replace(request, path=path, generate=generate, session=known)
+
+    def finished(self, request_id: str, now_ms: float) -> None:
+        asked, agent, answer = self._running.pop(request_id)
+        self._said[agent] += answer
+        path = path_of(asked.token_ids, self._agents.block_size)
+        self._naming.ended(asked, path, self._agents.block_size, answer, "stop")
+        self._agents.finished(request_id, now_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class NamelessAgents(AgentWorkload):
+    """Agents as a workload; ``joins`` is filled while it is played."""
+
+    joins: Joins = field(default_factory=Joins)
+
+    @classmethod
+    def of(cls, load: AgentWorkload) -> NamelessAgents:
+        return cls(*(getattr(load, each.name) for each in fields(load)))
+
+    def arrivals(self) -> NamelessArrivals:
+        return NamelessArrivals(AgentArrivals(self.plan, self.block_size), self.joins)
+
+
+def _tokens(words: str, count: int) -> bytes:
+    """Return tokens that only equal words have."""
+    return pack_tokens([stable_u64(words) % 2**31]) * count
+
+
+def twin_of(session: AgentSession) -> AgentSession:
+    """Return an agent that says the same as another one, and gets the same answers."""
+    calls = tuple(replace(call, children=tuple(map(twin_of, call.children))) for call in session.calls)
+    parent_id = session.parent_id and session.parent_id + TWIN
+    return replace(session, session_id=session.session_id + TWIN, calls=calls, parent_id=parent_id)
