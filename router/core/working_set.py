@@ -424,10 +424,10 @@ class WorkingSet:
         self.lease_ms = min(LEASE_MAX_MS, max(LEASE_MIN_MS, self.lease_ms * (1.0 + factor)))
 
     def _expire(self, now_ms: float) -> None:
-        due_ms = now_ms - self.held_ms
         while self._idle:
             session, member = next(iter(self._idle.items()))
-            if member.used_ms >= due_ms:
+            idle_ms = now_ms - member.used_ms
+            if idle_ms <= LEASE_MIN_MS or idle_ms <= self.held_ms:
                 return
             self._send_away(session)
 
