@@ -162,7 +162,8 @@ class Chooser:
             return PlacementFailure(found, busy=True, full=bool(full))
         # The last worker left. A restart may take longer than its lease, so what the pool has taken waits for the next;
         # and so do new requests where only one side of two is left.
-        waits = machine.plan.dispatches > 0 or routed.queued is not None or bool(self.missing_role(request))
+        waits = machine.plan.dispatches > 0 or routed.queued is not None
+        waits = waits or bool(request.task is None and self._staff_of(request.model).missing)
         return PlacementFailure(found, busy=waits and found.reasons.keys() <= found.draining)
 
     def _hash(self, routed: LocalRequest) -> None:
@@ -357,9 +358,12 @@ class Chooser:
             return ENCODE_LEG
         return first_leg(staff, self._always_two or request.multimodal is not None)
 
-    def missing_role(self, request: InferenceRequest) -> str:
-        """Return the role of which a request needs a worker and there is none; empty = no other role waits for it."""
-        return "" if request.task is not None else self._staff_of(request.model).missing
+    def missing_workers(self, request: InferenceRequest) -> str:
+        """Return in words which workers a request needs and there is none of; empty = some may serve it."""
+        staff = self._staff_of(request.model)
+        if request.task is not None or (any(staff) and not staff.missing):
+            return ""
+        return f"{staff.missing} worker, and no other can serve a whole request" if staff.missing else "worker"
 
     def _staff_of(self, model: str) -> RoleAvailability:
         """Return which roles of a model have anyone who takes requests."""

@@ -236,7 +236,7 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
             if queued.entered_ms < now_ms - self._timeout_ms:
                 self.leave(queued.item)
                 refusal = self._overdue(queued.item)
-                self._give_up(queued.item, str(refusal), refusal.retry_after_s)
+                self._give_up(queued.item, str(refusal), refusal.retry_after_s if refusal.status == 429 else None)
 
     def _try(self, routed: LocalRequest) -> bool:
         """Place a waiting request; return False when it continues to wait, because every worker is busy."""
@@ -369,16 +369,11 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
     def _overdue(self, routed: LocalRequest) -> Refused:
         """Return the refusal of a request that has waited for too long."""
         request = routed.machine.request
-        role = self._chooser.missing_role(request)
-        if not role:
+        missing = self._chooser.missing_workers(request)
+        if not missing:
             return self.busy(f"no worker had room within {self._timeout_ms:.0f} ms")
-        return Refused(
-            503,
-            "no_worker",
-            f"model {request.model!r} has no {role} worker, and no other can serve a whole request: none came within "
-            f"{self._timeout_ms:.0f} ms",
-            self.retry_after_s(),
-        )
+        why = f"model {request.model!r} has no {missing}: none came within {self._timeout_ms:.0f} ms"
+        return Refused(503, "no_worker", why, self.retry_after_s())
 
     def retry_after_s(self) -> float:
         full_s = self._chooser.full.retry_after_s(self._clock.monotonic_ms())

@@ -20,7 +20,7 @@ from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes, un
 from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
 from tests.consolidator.pub_engine import BLOCK, Cache, PubEngine
 from tests.consolidator.publisher_process import Publisher
-from tests.consolidator.pusher import Pusher, card, stored
+from tests.consolidator.pusher import Pusher, card, pusher_at, stored
 from tests.consolidator.test_service import Reader, source_text, started
 
 W = WorkerKey(WorkerId("w"))
@@ -61,9 +61,7 @@ def state(service: ConsolidatorService, source: str = "kvbm") -> StreamState:
 
 
 async def joined(context: zmq.asyncio.Context, service: ConsolidatorService, epoch: int = 1) -> Pusher:
-    pusher = Pusher(context, service.ingest_endpoint, epoch=epoch, worker_card=card(block_size=BLOCK))
-    await pusher.join()
-    return pusher
+    return await pusher_at(context, service.ingest_endpoint, epoch=epoch, worker_card=card(block_size=BLOCK))
 
 
 async def ended(task: asyncio.Task[None]) -> None:

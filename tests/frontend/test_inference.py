@@ -583,13 +583,15 @@ async def test_a_stream_that_waits_in_the_queue_has_no_status_before_it_has_a_wo
         assert (await answer).status_code == 429
 
 
-def test_no_room_amid_a_stream_is_an_event() -> None:
-    full = [StreamDelta(b"", "error", error="no room", retry_after_s=2.0)]
-    backend = FakeBackend(lambda request: [*speak("Hel")[:1], full])
+@pytest.mark.parametrize(("code", "why"), [("busy", {"retry_after_s": 2.0}), ("no_worker", {"no_worker": True})])
+async def test_no_room_amid_a_stream_is_an_event_and_counts_as_a_failed_request(code: str, why: dict[str, Any]) -> None:
+    backend = FakeBackend(lambda request: [*speak("Hel")[:1], [StreamDelta(b"", "error", error="lost", **why)]])
+    async with in_process(application(backend)) as client:
+        response = await client.post(COMPLETIONS, json={"model": "tiny", "prompt": "hi", "stream": True})
+        counted = (await client.get("/metrics")).text
 
-    response = post(backend, COMPLETIONS, prompt="hi", stream=True)
-
-    assert (response.status_code, events(response.text)[-1]["error"]["code"]) == (200, "busy")
+    assert (response.status_code, events(response.text)[-1]["error"]["code"]) == (200, code)
+    assert 'poolgrid_frontend_requests_total{endpoint="completions",status="500",streaming="true"} 1.0' in counted
 
 
 def test_what_a_worker_cannot_do_is_an_event_of_a_stream_that_has_begun() -> None:
