@@ -64,13 +64,13 @@ async def test_a_blocked_loop_ages_nobody_and_an_idle_one_goes_by_the_clock() ->
         select.select([], [], [], 0.7)
         assert clock.monotonic_ms() - began_ms <= GAP_MS
         await asyncio.sleep(0.1)
-        assert clock.stood_still_ms >= 600.0 - 1.0
+        assert clock._time.left_out_ms >= 600.0 - 1.0
 
         # Both clocks are read around each other: a busy machine may let time pass between two readings.
         first_s, idle_from_ms, then_s = time.monotonic(), clock.monotonic_ms(), time.monotonic()
-        stood_still_ms = clock.stood_still_ms
+        stood_still_ms = clock._time.left_out_ms
         await asyncio.sleep(0.5)
-        lost_ms = clock.stood_still_ms - stood_still_ms
+        lost_ms = clock._time.left_out_ms - stood_still_ms
         before_s, idle_ms, last_s = time.monotonic(), clock.monotonic_ms() - idle_from_ms, time.monotonic()
         assert 1000 * (before_s - then_s) - 1 <= idle_ms + lost_ms <= 1000 * (last_s - first_s) + 1
     finally:

@@ -141,6 +141,9 @@ def without_others(error: RequestError) -> RequestError:
 
 def quoted(value: object) -> str:
     """Return an offending value as it was written in JSON, cut to ``VALUE_CHARS_MAX``."""
+    if isinstance(value, str) and len(value) > VALUE_CHARS_MAX:
+        # Some are as long as a body may be.
+        return f"{quoted(value[:VALUE_CHARS_MAX])[:VALUE_CHARS_MAX]}… ({len(value)} characters)"
     try:
         text = msgspec.json.encode(value).decode()
     except (TypeError, ValueError, RecursionError):

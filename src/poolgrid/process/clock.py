@@ -112,11 +112,6 @@ class AwakeClock:
         self._is_systems = type(clock) is SystemClock
         """Whether time is the machine's: it is asked for several times a request, and read without another call."""
 
-    @property
-    def stood_still_ms(self) -> float:
-        """Return how long the process stood still, or did not listen, up to its last heartbeat."""
-        return self._time.left_out_ms
-
     def start(self) -> AwakeClock:
         """Begin to beat on the running loop; return itself."""
         if self._timer is None:
