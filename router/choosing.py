@@ -162,8 +162,8 @@ class Chooser:
             return PlacementFailure(found, busy=True, full=bool(full))
         # The last worker left. A restart may take longer than its lease, so what the pool has taken waits for the next;
         # and so do new requests where only one side of two is left.
-        waits = machine.plan.dispatches > 0 or routed.queued is not None
-        waits = waits or bool(request.task is None and self._staff_of(request.model).missing)
+        lacks_role = request.task is None and bool(self._staff_of(request.model).missing)
+        waits = machine.plan.dispatches > 0 or routed.queued is not None or lacks_role
         return PlacementFailure(found, busy=waits and found.reasons.keys() <= found.draining)
 
     def _hash(self, routed: LocalRequest) -> None:
