@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import select
 from itertools import pairwise
 from typing import Any
 
@@ -128,6 +129,27 @@ async def test_what_fails_over_a_message_ends_neither_the_reading_nor_the_loop(
     assert [len(frame) for frame in taken] == [BATCH_BYTES_MAX, 4]
     assert not broken
     assert [record.message for record in caplog.records] == ["handling a message failed; it was dropped"] * 2
+
+
+async def test_what_came_before_a_send_to_nobody_is_read() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server, client = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+    server.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    client.connect(bind(server, "127.0.0.1", 0, "port"))
+    taken: asyncio.Queue[list[bytes]] = asyncio.Queue()
+    socket = CallbackSocket(server, taken.put_nowait)
+    try:
+        for word in (b"first", b"second"):
+            client.send(word)
+            if word == b"second":
+                assert select.select([server.FD], [], [], 120)[0], "it has come, and the loop has not had its turn"
+                with pytest.raises(zmq.ZMQError, match="unreachable"):
+                    socket.send([b"nobody", b"gone"])
+            async with asyncio.timeout(120):
+                assert (await taken.get())[1] == word
+    finally:
+        socket.stop()
+        context.destroy(linger=0)
 
 
 async def test_nothing_is_received_while_paused_and_what_waited_comes_after() -> None:

@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from poolgrid.wire import codec
 from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.events import AnyEvent, EventBatch, SnapshotBegan
+from poolgrid.wire.events import AnyEvent, BlocksStored, EventBatch, LoadReported, SnapshotBegan
 from poolgrid.wire.ingest import (
     BATCH_FRAME,
     LOADING_FRAME,
@@ -212,3 +212,30 @@ async def fake_router(endpoint: str) -> AsyncIterator[FakeRouter]:
     finally:
         router.close()
         context.term()
+
+
+class QuietEngine:
+    """An engine of which nothing comes; engines of tests say what they do."""
+
+    dp_size = 1
+    unhealthy_reason = ""
+    is_silent = False
+    changed: Callable[[], None]
+
+    def observe_health(self, changed: Callable[[], None]) -> None:
+        self.changed = changed
+
+    def describe(self) -> dict[str, object]:
+        return {}
+
+    def cancel(self, request_id: str) -> None:
+        """It does not answer."""
+
+    def load(self, dp_rank: int) -> LoadReported:
+        return LoadReported(0, 0, 0, 0, 0, 1)
+
+    def resident_blocks(self, dp_rank: int) -> list[BlocksStored]:
+        return []
+
+    def restate(self, dp_rank: int) -> list[BlocksStored]:
+        return self.resident_blocks(dp_rank)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.process.tracing.record import TraceRecord
 from poolgrid.process.tracing.settings import TraceSampling
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.wire.hashing import pack_tokens
@@ -15,6 +14,7 @@ from poolgrid.wire.trace_context import TraceContext, TracePlace, read_tracepare
 from poolgrid.workers.core.kv_fetches import KvArrival
 from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.service import LegTraces
+from tests.process.test_tracing import Sink
 
 CALLER = TracePlace(7, 9, 1)
 
@@ -28,17 +28,6 @@ class Clock:
 
     def wall_ms(self) -> int:
         return 0
-
-
-class Sink:
-    def __init__(self) -> None:
-        self.taken: list[TraceRecord] = []
-
-    def take(self, record: TraceRecord, now_ms: float) -> None:
-        self.taken.append(record)
-
-    def close(self) -> None:
-        pass
 
 
 class Worker:
@@ -62,7 +51,7 @@ class Worker:
 
     def told(self) -> tuple[list[str], dict[str, object], str]:
         """Names of the spans, attributes and error of the whole, of the only record that is over."""
-        [record] = self.sink.taken
+        [(record, _)] = self.sink.taken
         assert not self.legs.records
         assert all(span.ended_ms is not None for span in record.spans)
         return [span.name for span in record.spans], dict(record.root.attributes), record.root.error
@@ -81,7 +70,7 @@ def test_a_leg_is_told_from_its_acceptance_to_its_last_token_and_the_engine_stan
     assert attributes["gen_ai.usage.cache_read.input_tokens"] == 4
     assert attributes["gen_ai.usage.output_tokens"] == 4
     assert (attributes["poolgrid.worker"], attributes["poolgrid.finish_reason"]) == ("w1", "stop")
-    [record] = worker.sink.taken
+    [(record, _)] = worker.sink.taken
     assert record.root.parent == CALLER
     assert told.trace is not None
     assert (read_traceparent(told.trace.traceparent), told.trace.tracestate) == (record.root.place, "vendor=1")
@@ -97,7 +86,7 @@ def test_kv_that_is_fetched_is_a_transfer_before_decoding() -> None:
 
     names, _, error = worker.told()
     assert (names, error) == (["worker decode", "transfer", "decode"], "")
-    transfer = worker.sink.taken[0].spans[1]
+    transfer = worker.sink.taken[0][0].spans[1]
     assert transfer.attributes == {"poolgrid.kv.moved_bytes": 1024, "poolgrid.kv.present_blocks": 2}
 
 

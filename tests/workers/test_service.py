@@ -53,7 +53,7 @@ from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.publisher import EventPublisher
 from tests.workers.builders import fold, make_request, prefill_leg
-from tests.workers.fakes import PATIENCE_S, FakeConsolidator, FakeRouter, Journal, fake_router
+from tests.workers.fakes import PATIENCE_S, FakeConsolidator, FakeRouter, Journal, QuietEngine, fake_router
 from tests.workers.running import assembled, expected, make_settings, running_worker
 
 ONE_TOKEN = pack_tokens([1])
@@ -409,22 +409,14 @@ async def test_a_refused_worker_keeps_asking_and_joins_when_it_may() -> None:
         assert journal.goodbyes == ["drained"]
 
 
-class BreakingEngine:
+class BreakingEngine(QuietEngine):
     """An engine that accepts everything and then raises."""
-
-    dp_size = 1
-    unhealthy_reason = ""
-    is_silent = False
-    changed: Callable[[], None]
-
-    def observe_health(self, changed: Callable[[], None]) -> None:
-        self.changed = changed
-
-    def describe(self) -> dict[str, object]:
-        return {"feed": "special"}
 
     def __init__(self) -> None:
         self.broken = asyncio.Event()
+
+    def describe(self) -> dict[str, object]:
+        return {"feed": "special"}
 
     async def run(self, deliver: Callable[[EngineReport], None]) -> None:
         await self.broken.wait()
@@ -432,18 +424,6 @@ class BreakingEngine:
 
     def submit(self, request: Generate) -> None:
         self.broken.set()
-
-    def cancel(self, request_id: str) -> None:
-        pass
-
-    def load(self, dp_rank: int) -> LoadReported:
-        return LoadReported(0, 0, 0, 0, 0, 1)
-
-    def resident_blocks(self, dp_rank: int) -> list[BlocksStored]:
-        return []
-
-    def restate(self, dp_rank: int) -> list[BlocksStored]:
-        return []
 
 
 async def test_when_the_engine_breaks_requests_go_elsewhere_and_the_pool_hears_why() -> None:

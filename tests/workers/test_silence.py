@@ -14,30 +14,18 @@ from poolgrid.workers.core.push_stream import PushTiming
 from poolgrid.workers.engines.protocol import EngineReport, RankReport
 from poolgrid.workers.service import ServiceLimits, WorkerService
 from tests.workers.builders import make_request
-from tests.workers.fakes import FakeConsolidator, FakeRouter, Journal, fake_router
+from tests.workers.fakes import FakeConsolidator, FakeRouter, Journal, QuietEngine, fake_router
 from tests.workers.running import assembled
 
 HELD = BlocksStored(None, pack_hashes([7, 8]))
 
 
-class FallingSilent:
+class FallingSilent(QuietEngine):
     """An engine that takes requests and, when told to, says nothing more until it wakes."""
 
-    dp_size = 1
-
     def __init__(self) -> None:
-        self.unhealthy_reason = ""
-        self.is_silent = False
-        self.ends_requests = True
         self._requests: list[str] = []
-        self._changed: Callable[[], None] = lambda: None
         self._deliver: Callable[[EngineReport], None] = lambda report: None
-
-    def observe_health(self, changed: Callable[[], None]) -> None:
-        self._changed = changed
-
-    def describe(self) -> dict[str, object]:
-        return {}
 
     async def run(self, deliver: Callable[[EngineReport], None]) -> None:
         self._deliver = deliver
@@ -50,9 +38,6 @@ class FallingSilent:
         report = EngineReport([token], {0: RankReport([started], self.load(0))})
         asyncio.get_running_loop().call_soon(self._deliver, report)
 
-    def cancel(self, request_id: str) -> None:
-        """It does not answer."""
-
     def fall_silent(self) -> None:
         self.unhealthy_reason, self.is_silent = "nothing comes back", True
         deltas = [
@@ -62,19 +47,16 @@ class FallingSilent:
         ends = [RequestFinished(name, "error") for name in self._requests]
         self._requests = []
         self._deliver(EngineReport(deltas, {0: RankReport([*ends], self.load(0))}))
-        self._changed()
+        self.changed()
 
     def wake(self) -> None:
         self.unhealthy_reason, self.is_silent = "", False
-        self._changed()
+        self.changed()
 
     def load(self, dp_rank: int) -> LoadReported:
         return LoadReported(len(self._requests), 0, 0, 0, 2, 9)
 
     def resident_blocks(self, dp_rank: int) -> list[BlocksStored]:
-        return [HELD]
-
-    def restate(self, dp_rank: int) -> list[BlocksStored]:
         return [HELD]
 
 

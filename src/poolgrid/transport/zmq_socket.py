@@ -156,12 +156,12 @@ class _MessageSocket(_LoopSocket):
             else:
                 self.socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
         except zmq.Again:
-            self.check()
             return False
-        # Sending may have used up the signal of what came meanwhile; what comes from here on signals again. Asking
-        # costs a quarter of a look in the loop's next turn.
-        if not self._scheduled and self._has_message():
-            self.check()
+        finally:
+            # Sending, also to who is gone, may have used up the signal of what came meanwhile; what comes from here on
+            # signals again. Asking costs a quarter of a look in the loop's next turn.
+            if not self._scheduled and self._has_message():
+                self.check()
         return True
 
     def _drain(self) -> None:
