@@ -359,11 +359,11 @@ class Chooser:
         return first_leg(staff, self._always_two or request.multimodal is not None)
 
     def missing_workers(self, request: InferenceRequest) -> str:
-        """Return in words which workers a request needs and there is none of; empty = some may serve it."""
+        """Return in words the kind of worker that a request needs and the pool lacks; empty = it lacks none."""
         staff = self._staff_of(request.model)
-        if request.task is not None or (any(staff) and not staff.missing):
-            return ""
-        return f"{staff.missing} worker, and no other can serve a whole request" if staff.missing else "worker"
+        if request.task is None and staff.missing:
+            return f"{staff.missing} worker, and no other can serve a whole request"
+        return "" if request.task is not None or any(staff) else "worker in reach"
 
     def _staff_of(self, model: str) -> RoleAvailability:
         """Return which roles of a model have anyone who takes requests."""

@@ -27,14 +27,14 @@ class Joins:
     latest: dict[str, str] = field(default_factory=dict, repr=False)
     """The last request of each session that lineage knows."""
     later: int = 0
-    """Turns that go on from another one: of the same agent, or of the one that it was forked from."""
+    """Turns that continue another one: of the same agent, or of the one that it was forked from."""
     found: int = 0
     """Of these, those that joined a session or were taken for forks."""
     wrong: int = 0
-    """Turns that joined a session whose latest turn is not the one that they go on from."""
+    """Turns that joined a session whose latest turn is not the one that they continue."""
 
     def note(self, turn: SessionTurn, request_id: str, before: str) -> None:
-        """Note a turn that goes on from the request ``before``, if from any."""
+        """Note a turn that continues the request ``before``, if it continues any."""
         latest = self.latest.get(turn.session)
         self.later += bool(before)
         self.found += latest is not None or bool(turn.parent)

@@ -130,7 +130,7 @@ def test_sessions_that_do_not_fit_evict_each_other_without_admission_and_do_not_
 @pytest.mark.parametrize("seed", SEEDS)
 def test_without_ids_sessions_have_the_same_gains_by_their_prompts_alone(seed: int) -> None:
     load = NamelessAgents.of(workload(seed))
-    kv, named, nameless = played("kv", "", 2.0, seed), played("kv", "sessions", 2.0, seed), play(load, *OURS)
+    kv, named, nameless = played("kv", "", 2.0, seed), played(*OURS, seed), play(load, *OURS)
 
     assert load.joins.found == load.joins.later > 8_000
     assert load.joins.wrong == 0

@@ -131,7 +131,7 @@ async def test_what_fails_over_a_message_ends_neither_the_reading_nor_the_loop(
     assert [record.message for record in caplog.records] == ["handling a message failed; it was dropped"] * 2
 
 
-async def test_what_came_before_a_send_to_nobody_is_read() -> None:
+async def test_what_came_before_a_send_to_an_unknown_peer_is_read() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     server, client = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
     server.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -144,7 +144,7 @@ async def test_what_came_before_a_send_to_nobody_is_read() -> None:
             if word == b"second":
                 assert select.select([server.FD], [], [], 120)[0], "it has come, and the loop has not had its turn"
                 with pytest.raises(zmq.ZMQError, match="unreachable"):
-                    socket.send([b"nobody", b"gone"])
+                    socket.send([b"unknown", b"frame"])
             async with asyncio.timeout(120):
                 assert (await taken.get())[1] == word
     finally:

@@ -215,7 +215,7 @@ async def fake_router(endpoint: str) -> AsyncIterator[FakeRouter]:
 
 
 class QuietEngine:
-    """An engine of which nothing comes; engines of tests say what they do."""
+    """An engine that reports nothing: tests derive theirs from it."""
 
     dp_size = 1
     unhealthy_reason = ""

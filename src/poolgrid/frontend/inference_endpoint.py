@@ -460,7 +460,7 @@ class InferenceExchange:
         body = dialect.error_body(error, self._wanted_id)
         try:
             if self._started:
-                # Who has a part of an answer was not refused: for an operator its request failed.
+                # A client with a part of an answer was not refused: to operators its request failed.
                 self.status = 500 if error.is_refusal else error.status
                 assert self._encoder is not None, "a stream has begun, so there is an encoder"
                 await self.end(self._encoder.error(error))

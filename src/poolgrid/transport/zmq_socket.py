@@ -158,8 +158,8 @@ class _MessageSocket(_LoopSocket):
         except zmq.Again:
             return False
         finally:
-            # Sending, also to who is gone, may have used up the signal of what came meanwhile; what comes from here on
-            # signals again. Asking costs a quarter of a look in the loop's next turn.
+            # Sending, even to a peer that is gone, may have used up the signal of what came meanwhile; what comes from
+            # here on signals again. Asking costs a quarter of a look in the loop's next turn.
             if not self._scheduled and self._has_message():
                 self.check()
         return True
