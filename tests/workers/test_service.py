@@ -498,7 +498,7 @@ async def test_an_engine_that_is_not_well_takes_no_requests_and_probes_hear_why(
         stop = asyncio.Event()
         running = worker.run(stop)
         async with fake_router(worker.card.request_endpoint) as router:
-            await worker.consolidator.until(lambda journal: journal.cards)
+            await worker.publisher.until_registered()
             await router.send(make_request("r"))
             await router.until_finished("r")
             last = router.last("r")
