@@ -98,9 +98,9 @@ ROUTERS_LOOP = pytest.mark.parametrize("run_loop", [uvloop.run], ids=["uvloop"])
 Run = Callable[[Awaitable[Any]], Any]
 
 
-async def send_when_taken(dealer: Dealer, frame: bytes) -> None:
-    """Send at the first moment that it is taken; libzmq tells of a connection a moment before."""
-    while not dealer.send(frame):  # noqa: ASYNC110 - nobody is told when it may
+async def send_until(taken: bool, dealer: Dealer, frame: bytes) -> None:
+    """Send until it is taken, or refused; libzmq tells of a connection, and of its end, a moment before."""
+    while dealer.send(frame) != taken:  # noqa: ASYNC110 - nobody is told when it may
         await asyncio.sleep(0.001)
 
 
@@ -115,7 +115,7 @@ def test_frames_of_all_sizes_go_there_and_back(make: Make, run_loop: Run) -> Non
         async with asyncio.timeout(TIMEOUT_S):
             assert await owner.news.get() == "connected"
             for size in sizes:
-                await send_when_taken(dealer, b"q" * size)
+                await send_until(True, dealer, b"q" * size)
                 peer, question = await server.socket.recv_multipart()
                 assert question == b"q" * size
                 await server.socket.send_multipart([peer, b"a" * size])
@@ -158,10 +158,10 @@ def test_a_server_that_ends_and_starts_again_is_found_again(make: Make, run_loop
             assert await owner.news.get() == "connected"
             server.close()
             assert await owner.news.get() == "disconnected after 0"
-            assert not dealer.send(b"to nobody")
+            await send_until(False, dealer, b"to nobody")
             server = Server(server.port)
             assert await owner.news.get() == "connected"
-            await send_when_taken(dealer, b"to the new one")
+            await send_until(True, dealer, b"to the new one")
             assert (await server.socket.recv_multipart())[1] == b"to the new one"
         dealer.close()
         server.close()
@@ -183,7 +183,7 @@ def test_a_handler_that_fails_costs_its_own_frame(make: Make, caplog: pytest.Log
         dealer = make(context, server.endpoint, owner)
         async with asyncio.timeout(TIMEOUT_S):
             await owner.news.get()
-            await send_when_taken(dealer, b"hello")
+            await send_until(True, dealer, b"hello")
             peer, _ = await server.socket.recv_multipart()
             for number in range(5):
                 await server.socket.send_multipart([peer, b"%d" % number])
@@ -353,7 +353,7 @@ def test_a_server_that_reads_nothing_is_refused_more_and_served_again_when_it_re
             assert sent < 1000  # what the kernel takes, and the bound
             assert not dealer.send(b"more")
             go_on.set()
-            await send_when_taken(dealer, b"more")
+            await send_until(True, dealer, b"more")
 
     with plain_context() as context:
         run_loop(scenario(context))
@@ -375,7 +375,7 @@ def test_what_is_flushed_leaves_at_once_and_all_else_at_the_end_of_the_turn(run_
             return bool(select.select([peer], [], [], 0)[0])
 
         async with connected_to(context, deaf) as (dealer, _), asyncio.timeout(TIMEOUT_S):
-            await send_when_taken(dealer, b"begin")
+            await send_until(True, dealer, b"begin")
             with await there as peer:
                 assert dealer.send(b"one")
                 assert not has_come(peer), "it waits for what else is sent in this turn"
@@ -477,7 +477,7 @@ def test_nothing_is_heard_after_it_was_closed_even_by_who_closes_it_over_a_frame
         owner.on_each = lambda _: dealer.close()
         async with asyncio.timeout(TIMEOUT_S):
             await owner.news.get()
-            await send_when_taken(dealer, b"hello")
+            await send_until(True, dealer, b"hello")
             peer, _ = await server.socket.recv_multipart()
             for _ in range(100):
                 await server.socket.send_multipart([peer, b"word"])
