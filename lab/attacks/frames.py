@@ -17,8 +17,9 @@ import zmq
 from lab.attacks import identifiers
 from lab.attacks.attack import Attack, Outcome, Part, Run, Scene
 from lab.attacks.mutated_sender import Order, send
-from lab.attacks.pool import ATTACKER_HOST, HOST, Shape, Topology, free_port, until
+from lab.attacks.pool import ATTACKER_HOST, HOST, Shape, Topology, until
 from lab.attacks.wiretap import COMMAND, LONG, Message, Wiretap
+from lab.benchmarks.fleet import free_port
 from lab.benchmarks.services import PoolFailed, Service, plain_client
 from poolgrid.wire import codec
 from poolgrid.wire.card import WorkerCard

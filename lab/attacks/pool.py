@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ import msgspec
 import psutil
 
 from lab.attacks.engine_server import EngineServer
+from lab.benchmarks.fleet import free_port
 from lab.benchmarks.services import ROUTER_BOOKS, WORKER_BOOKS, PoolFailed, Service, get, plain_client, summed
 from lab.benchmarks.soak_pool import JOURNAL_BOUNDS
 from poolgrid.frontend.access import key_file
@@ -473,14 +473,6 @@ def two_pools(urls: dict[str, str]) -> dict[str, Any]:
             "fallback": {"rule": "faster-then-slower", "order": {first: [second], second: [first]}},
         },
     }
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _flags(settings: dict[str, int]) -> Sequence[str]:

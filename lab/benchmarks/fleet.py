@@ -11,16 +11,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from lab.benchmarks.http_load import LoadSpec, family
 from lab.benchmarks.worker_load import WorkerLoadSpec
+from poolgrid.transport.bound_socket import ReservedPorts
+
+HOST = "127.0.0.1"
+free_port: Final = ReservedPorts(HOST).hold
+"""Takes a free port for a process that will listen there, and keeps it until this process ends: nothing else is given
+it as "any free port" before that process listens, or between two of its lives."""
 
 STOP_TIMEOUT_S = 10.0
 """Several times what any of them takes to end when it is told to; then it is killed."""
@@ -116,11 +121,3 @@ class Fleet:
                 os.kill(pid, 9)
             except ProcessLookupError:
                 pass  # ended with its parent
-
-
-def free_port() -> int:
-    """Return a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -44,9 +44,9 @@ DECISION_BYTES: Final = 1000
 ARRAY_BYTES: Final = 112
 """Measured: what numpy takes for an array in addition to its values."""
 
-LIST_BYTES: Final = 56
-LIST_VALUE_BYTES: Final = 22
-"""What a column of plain numbers takes: a list, and for each row a place and, in half the columns, its own number."""
+TUPLE_BYTES: Final = 56
+TUPLE_VALUE_BYTES: Final = 22
+"""What a column of plain numbers takes: a tuple, and for each row a place and, in half the columns, its own number."""
 
 OTHER_BYTES: Final = 200
 """About what a worker that was no candidate takes, with the reason."""
@@ -125,7 +125,7 @@ class Decision(msgspec.Struct, eq=False, gc=False):
         if not callable(choice.given_terms):
             columns += len(choice.given_terms)
         is_array = isinstance(self.candidates.prefill_tokens, np.ndarray)
-        column_bytes = ARRAY_BYTES + 8 * rows if is_array else LIST_BYTES + LIST_VALUE_BYTES * rows
+        column_bytes = ARRAY_BYTES + 8 * rows if is_array else TUPLE_BYTES + TUPLE_VALUE_BYTES * rows
         return DECISION_BYTES + columns * column_bytes + OTHER_BYTES * (len(self.filtered) + len(self.untrusted))
 
     def margin(self) -> float | None:

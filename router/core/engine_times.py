@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from poolgrid.router.core.fleet import Worker
@@ -140,32 +141,25 @@ class EngineColumns:
 
     @classmethod
     def of(cls, workers: Sequence[Worker]) -> EngineColumns:
-        curves: dict[StepTimes, StepCurve] = {}
-        curve = []
-        for worker in workers:
-            times = worker.card.step_times
-            if times not in curves:
-                curves[times] = _curve_of(times)
-            curve.append(list(curves).index(times))
+        places: dict[StepTimes, int] = {}
+        curve = [places.setdefault(worker.card.step_times, len(places)) for worker in workers]
+        curves = tuple(map(_curve_of, places))
         limits = [worker.card.limits for worker in workers]
         step_tokens = [float(max(1, each.max_num_tokens)) for each in limits]
         total_blocks = [float(max(1, each.total_kv_blocks)) for each in limits]
-        curve_of = [list(curves.values())[place] for place in curve]
-        kinds: dict[EngineKind, EngineKind] = {}
-        for kind in map(EngineKind, curve_of, step_tokens, total_blocks):
-            kinds.setdefault(kind, kind)
+        kinds = list(map(EngineKind, [curves[place] for place in curve], step_tokens, total_blocks))
+        same = {kind: kind for kind in kinds}
         return cls(
-            tuple(curves.values()),
+            curves,
             np.array(curve, np.intp),
             np.array(step_tokens, np.float64),
             np.array(total_blocks, np.float64),
-            tuple(kinds[kind] for kind in map(EngineKind, curve_of, step_tokens, total_blocks)),
+            tuple(same[kind] for kind in kinds),
             tuple(worker.key for worker in workers),
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Engines:
+class Engines(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What is known of the candidates' engines; rows as in ``Candidates``."""
 
     curves: tuple[StepCurve, ...]
@@ -228,11 +222,11 @@ class Engines:
         return times
 
 
-class FewEngines(NamedTuple):
+class FewEngines(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The same of a few candidates, in plain numbers."""
 
-    kinds: Sequence[EngineKind]
-    learned: Sequence[tuple[float, float, float, float]]
+    kinds: tuple[EngineKind, ...]
+    learned: tuple[tuple[float, float, float, float], ...]
     """Of each its pace, milliseconds done, waiting requests and load."""
     choices_per_ms: float
     typical_ms: float

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from math import ceil, floor
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from poolgrid.router.core.batch_planner import BatchPlanner, WaitingPrompts
@@ -282,17 +282,21 @@ def prompt_cost(
 
 
 def _choice_of_few(request: RoutingRequest, candidates: Candidates, engines: FewEngines) -> Choice:
+    terms = TermsOfFew(request, candidates, engines)
     if request.stage is Stage.DECODE:
-        paces = [pace for pace, *_ in engines.learned]
-        steps = [
-            pace * kind.curve.one_decode_ms((blocks + request.blocks) / kind.total_blocks)
-            for pace, kind, blocks in zip(paces, engines.kinds, candidates.active_blocks, strict=True)
-        ]
+        steps = _steps_of_few(request, candidates, engines)
         row, reason = lowest(steps, request)
-        return Choice(row, reason, steps, {"step_ms": steps, PACE: paces})
+        return Choice(row, reason, tuple(steps), terms)
     prompts, *_, costs = _costs_of_few(request, candidates, engines)
     row, reason = lowest(costs, request)
-    return Choice(row, reason, costs, partial(_terms_of_few, request, candidates, engines), prompts[row])
+    return Choice(row, reason, tuple(costs), terms, prompts[row])
+
+
+def _steps_of_few(request: RoutingRequest, candidates: Candidates, engines: FewEngines) -> list[float]:
+    return [
+        pace * kind.curve.one_decode_ms((blocks + request.blocks) / kind.total_blocks)
+        for (pace, *_), kind, blocks in zip(engines.learned, engines.kinds, candidates.active_blocks, strict=True)
+    ]
 
 
 def _costs_of_few(
@@ -369,24 +373,24 @@ def _next_of_few(request: RoutingRequest, candidates: Candidates, engines: FewEn
     return [0.0] * len(loads)
 
 
-def _terms_of_few(request: RoutingRequest, candidates: Candidates, engines: FewEngines) -> dict[str, Column]:
-    """Return the terms of a choice, worked out again: they are rarely asked for."""
-    prompts, crowding, again, following, _ = _costs_of_few(request, candidates, engines)
-    own, paces = [prompt.own_ms for prompt in prompts], [prompt.pace for prompt in prompts]
-    columns: tuple[list[float], ...] = (
-        [prompt.uncached_tokens for prompt in prompts],
-        [prompt.expected_ms for prompt in prompts],
-        own,
-        [prompt.joined_ms for prompt in prompts],
-        crowding,
-        paces,
-        [prompt.decoding_ms for prompt in prompts],
-        again,
-        following,
-    )
-    terms: dict[str, Column] = dict(zip(TERMS, columns, strict=True))
-    if candidates.behind is not None:
-        terms["behind_ms"] = [
-            each * pace * mine for each, pace, mine in zip(candidates.behind, paces, own, strict=True)
-        ]
-    return terms
+class TermsOfFew(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """The terms of a choice, worked out again when they are asked for, which is rarely."""
+
+    request: RoutingRequest
+    candidates: Candidates
+    engines: FewEngines
+
+    def __call__(self) -> Mapping[str, Column]:
+        request, candidates, engines = self.request, self.candidates, self.engines
+        if request.stage is Stage.DECODE:
+            steps = _steps_of_few(request, candidates, engines)
+            return {"step_ms": steps, PACE: [pace for pace, *_ in engines.learned]}
+        prompts, crowding, again, following, _ = _costs_of_few(request, candidates, engines)
+        expected = [prompt.expected_ms for prompt in prompts]
+        others = {EXPECTED_MS: expected, "crowding_ms": crowding, "again_ms": again, "next_ms": following}
+        terms = {name: others.get(name) or [getattr(prompt, name) for prompt in prompts] for name in TERMS}
+        if (behind := candidates.behind) is not None:
+            terms["behind_ms"] = [
+                each * prompt.pace * prompt.own_ms for each, prompt in zip(behind, prompts, strict=True)
+            ]
+        return terms

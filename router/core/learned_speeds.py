@@ -261,7 +261,7 @@ class LearnedSpeeds(Observer):
     def _ratio(self, known: WorkerPace, now_ms: float) -> float:
         return known.ratio(self.pool_pace(now_ms), now_ms)
 
-    def believed(self, workers: Sequence[WorkerKey], now_ms: float) -> list[tuple[float, float, float, float]]:
+    def believed(self, workers: Sequence[WorkerKey], now_ms: float) -> tuple[tuple[float, float, float, float], ...]:
         """Return each worker's pace, the milliseconds at pace 1 of its queue that are done, how many it awaits, and the
         requests that it was sent per millisecond, times its pace.
 
@@ -284,7 +284,7 @@ class LearnedSpeeds(Observer):
                 since_ms = max(oldest.chosen_ms, known.served_ms)
                 done_ms = min(max(0.0, now_ms - since_ms) / pace, oldest.own_ms)
             believed.append((pace, done_ms, waiting, known.recent.load(now_ms) * pace))
-        return believed
+        return tuple(believed)
 
     def _columns_of(self, workers: Sequence[Worker]) -> EngineColumns:
         known = self._columns.get(id(workers))

@@ -242,9 +242,11 @@ class Selector:
         columns: list[Any]
         if as_numbers:
             assert group.few is not None
-            columns = [*ledger.of_few(group.few.pick), *overlap]
+            # Tuples of numbers: the collector forgets them. A log keeps thousands of decisions, and a look at the lists
+            # of all of them, with every number in them, is a pause of 200 ms.
+            columns = [*ledger.of_few(group.few.pick), *map(tuple, overlap)]
             if places is not None:
-                columns = [[column[row] for row in places] for column in columns]
+                columns = [tuple([column[row] for row in places]) for column in columns]
             engines = None if observer is None else observer.describe_few(group.members, places, wanted.now_ms)
         else:
             loads, slots = (ledger.prefill_tokens, ledger.active_blocks, ledger.requests), group.slots[rows]

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from poolgrid.consolidator import service as service_module
 from poolgrid.consolidator.journal.framing import JournalCorrupt
 from poolgrid.consolidator.ports import Journal
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings, Tuning
-from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
+from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, refused_for_its_port
 
 
 def starting(
@@ -49,15 +50,9 @@ def test_one_that_is_stopped_leaves_nothing(directory: Path) -> None:
     ended_leaving_nothing(starting(directory))
 
 
-def _with(port: str, number: int) -> dict[str, Any]:
-    return {port: number}
-
-
 @pytest.mark.parametrize("port", ["ingest_port", "feed_port", "query_port", "http_port"])
 def test_one_whose_port_is_taken_leaves_nothing(port: str, directory: Path) -> None:
-    holder, number = taken_port()
-    with holder:
-        ended_leaving_nothing(starting(directory, **_with(port, number)), OSError, f"binding {port}:")
+    refused_for_its_port(partial(starting, directory), port)
 
 
 @pytest.mark.parametrize("step", [name for name in vars(bootstrap) if name.startswith("_open_")])

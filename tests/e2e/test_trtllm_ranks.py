@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from lab.benchmarks.fleet import free_port
 from tests.e2e.processes import Process, eventually, ready_workers
 from tests.fakes import FAKES_PATH
-from tests.slurm.cluster import free_ports
 
 pytestmark = pytest.mark.e2e
 
@@ -42,7 +42,7 @@ def test_ranks_end_after_the_drain_of_their_worker_and_with_a_worker_that_fails(
         router.wait_ready()
 
         def start(*options: str) -> list[subprocess.Popen[bytes]]:
-            (port,) = free_ports(1)
+            port = free_port()
             tasks = [start_task(rank, port, tmp_path / f"{rank}.log", *options) for rank in range(RANKS)]
             for task in tasks:
                 stack.callback(_end, task)

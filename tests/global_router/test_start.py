@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.process.lifecycle import GroupPlace
 from poolgrid.serving.router_process import RouterProcess
 from tests.global_router.documents import disagg
-from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, load_once, taken_port
+from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, load_once, refused_for_its_port
 
 
 def starting(
@@ -55,9 +56,7 @@ def test_one_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_one_whose_port_is_taken_leaves_nothing(tmp_path: Path) -> None:
-    holder, number = taken_port()
-    with holder:
-        ended_leaving_nothing(starting(tmp_path, port=number), OSError, "binding port:")
+    refused_for_its_port(partial(starting, tmp_path), "port")
 
 
 STEPS = [

@@ -107,11 +107,12 @@ def _left_behind(run: Callable[[], tuple[BaseException | None, list[str]]], pati
     return left
 
 
-def taken_port() -> tuple[socket.socket, int]:
-    """Return a port of this machine that cannot be bound, and what holds it."""
-    holder = socket.socket()
-    holder.bind(("127.0.0.1", 0))
-    return holder, holder.getsockname()[1]
+def refused_for_its_port(start: Callable[..., Callable[[], Awaitable[None]]], port: str, **settings: Any) -> None:
+    """Start with a ``port``, a setting, that is taken: it is named, and nothing is left."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        taken: dict[str, Any] = {port: holder.getsockname()[1]}
+        ended_leaving_nothing(start(**settings, **taken), OSError, f"binding {port}:")
 
 
 def _files() -> Counter[str]:

@@ -6,11 +6,12 @@ import gc
 import tracemalloc
 
 import pytest
+from msgspec.structs import replace
 
 from poolgrid.consolidator.core.consolidator import Consolidator, ConsolidatorLimits, ConsolidatorTurn, Now
 from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.consolidator.journal.memory import MemoryJournal
-from poolgrid.router.core.decision import DecisionLog
+from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.load_ledger import ENTRY_BYTES, LoadLedger
@@ -20,7 +21,7 @@ from poolgrid.router.core.selector import Selector
 from poolgrid.wire import codec
 from poolgrid.wire.events import BlocksRemoved, EventBatch, PrefillCompleted, RequestFinished, RequestStarted
 from poolgrid.wire.hashing import pack_hashes, stable_u64
-from poolgrid.wire.identifiers import WorkerKey
+from poolgrid.wire.identifiers import Stage, WorkerKey
 from poolgrid.wire.ingest import Hello
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, make_card, stored, worker_key
 from tests.router.test_selector import PATH, request
@@ -154,13 +155,35 @@ def test_the_oldest_decisions_give_way_to_the_budget_and_the_last_one_never_does
     assert len(tiny) == 1
 
 
-@pytest.mark.parametrize("workers", [4, 16, 32])
-def test_the_estimate_of_a_decision_is_near_what_it_takes(workers: int) -> None:
+def busy_selector(workers: int) -> Selector:
     pool = Pool()
     for position, key in enumerate(pool.join(*(f"w{number:02}" for number in range(workers)))):
         pool.say(key, stored(PATH[: 1 + position % 8]), RequestStarted("busy", 1000 + position, 0, 300 + position))
-    selector = pool.selector(KvAware())
-    log = DecisionLog(10_000, budget_bytes=10**9)
+    return pool.selector(KvAware())
+
+
+@pytest.mark.parametrize("stage", [Stage.WHOLE, Stage.DECODE])
+@pytest.mark.parametrize("workers", [4, 32])
+def test_the_garbage_collector_does_not_look_at_decisions_that_are_kept(workers: int, stage: Stage) -> None:
+    def kept(count: int) -> list[Decision]:
+        return [decided(selector.select(replace(wanted, time_ms=number))) for number in range(count)]
+
+    def seen() -> int:
+        gc.collect()
+        gc.collect()  # a tuple of tuples is forgotten once these are
+        return len(gc.get_objects())
+
+    selector, wanted = busy_selector(workers), WorkerWanted(replace(request("r"), stage=stage), PATH, 0.0, 0)
+    first = kept(1)
+    before = seen()
+    others = kept(100)
+    assert seen() < before + len(others) // 2
+    assert first[0].explanation().rows == others[-1].explanation().rows
+
+
+@pytest.mark.parametrize("workers", [4, 16, 32])
+def test_the_estimate_of_a_decision_is_near_what_it_takes(workers: int) -> None:
+    selector, log = busy_selector(workers), DecisionLog(10_000, budget_bytes=10**9)
     tracemalloc.start()
     try:
         for number in range(300):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from poolgrid.process.lifecycle import GroupPlace
 from poolgrid.router import bootstrap
 from poolgrid.router.settings import RouterSettings
 from poolgrid.serving.router_process import RouterProcess
-from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, load_once, taken_port
+from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, load_once, refused_for_its_port
 
 
 def starting(
@@ -65,15 +66,9 @@ def test_one_that_is_stopped_leaves_nothing(directory: Path) -> None:
     ended_leaving_nothing(starting(directory))
 
 
-def _with(port: str, number: int) -> dict[str, Any]:
-    return {port: number}
-
-
 @pytest.mark.parametrize("port", ["port", "select_port", "ingest_port", "query_port"])
 def test_one_whose_port_is_taken_leaves_nothing(port: str, directory: Path) -> None:
-    holder, number = taken_port()
-    with holder:
-        ended_leaving_nothing(starting(directory, **_with(port, number)), OSError, f"binding {port}:")
+    refused_for_its_port(partial(starting, directory), port)
 
 
 STEPS = [

@@ -24,6 +24,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from lab.benchmarks.fleet import free_port
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.tools.bench.command import measure_one
 from poolgrid.tools.bench.settings import BenchSettings
@@ -32,7 +33,7 @@ from tests.e2e.disturbed_load import active_requests, assert_unharmed, load_whil
 from tests.e2e.expectation import PLAIN, SPOKEN, Verifier
 from tests.e2e.processes import Process, eventually, ready_workers, worker_rows
 from tests.fakes import FAKES_PATH
-from tests.slurm.cluster import NODES, Cluster, free_ports, running_cluster, why_not
+from tests.slurm.cluster import NODES, Cluster, running_cluster, why_not
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "deploy" / "slurm"
@@ -45,7 +46,7 @@ class Job:
 
     def __init__(self, cluster: Cluster, script: str, sbatch: Sequence[str], **variables: str) -> None:
         self.cluster = cluster
-        ports = dict(zip(("PORT", "SELECT_PORT", "INGEST_PORT"), map(str, free_ports(3)), strict=True))
+        ports = dict(zip(("PORT", "SELECT_PORT", "INGEST_PORT"), (str(free_port()) for _ in range(3)), strict=True))
         own = {
             "SCRIPTS": str(SCRIPTS),
             "POOLGRID": str(Path(sys.executable).with_name("poolgrid")),
@@ -169,7 +170,7 @@ def both_stages_and_the_global_router_serve(cluster: Cluster, pool: Job) -> list
 def an_engine_on_two_nodes_loses_a_rank_and_is_started_again_whole(cluster: Cluster) -> Job:
     """The ranks are a real MPI where mpi4py and PMIx (Debian's libpmix-dev) are there, else sockets stand for it."""
     has_mpi = has_real_mpi(cluster)
-    fake_mpi = {} if has_mpi else {"FAKE_MPI_ADDRESS": f"127.0.0.1:{free_ports(1)[0]}", "MPI": "none"}
+    fake_mpi = {} if has_mpi else {"FAKE_MPI_ADDRESS": f"127.0.0.1:{free_port()}", "MPI": "none"}
     environment = {
         "PATH": os.pathsep.join([str(FAKES_PATH), str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": str(FAKES_PATH),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from lab.benchmarks.fleet import free_port
 from tests.e2e.processes import eventually
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue")
@@ -115,7 +116,7 @@ def running_cluster(place: Path) -> Iterator[Cluster]:
     key.chmod(0o600)
     place.chmod(0o755)  # munged asks for it
     host = socket.gethostname().partition(".")[0]
-    ports = free_ports(NODES + 1)
+    ports = [free_port() for _ in range(NODES + 1)]
     nodes = "\n".join(
         f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS} State=UNKNOWN"
         for number, port in enumerate(ports[1:], 1)
@@ -140,15 +141,6 @@ def running_cluster(place: Path) -> Iterator[Cluster]:
                 eventually("all jobs have ended", cluster.nodes_are_idle)
     finally:
         _end(place)
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that nobody has now; Slurm cannot take any free one by itself."""
-    with contextlib.ExitStack() as opened:
-        sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def _end(place: Path) -> None:

@@ -14,7 +14,7 @@ from poolgrid.process.tasks import on_fatal
 from poolgrid.workers import bootstrap
 from poolgrid.workers.core.timing import TableError
 from poolgrid.workers.engines.simulated import opening
-from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
+from tests.process.leftovers import Broken, breaks, ended_leaving_nothing, refused_for_its_port
 from tests.workers.fakes import FakeConsolidator, Journal
 from tests.workers.running import make_settings
 
@@ -41,15 +41,9 @@ def test_one_that_is_stopped_leaves_nothing(modality: str) -> None:
     ended_leaving_nothing(starting(modality=modality))
 
 
-def _multimodal(port: str, number: int) -> dict[str, Any]:
-    return {"modality": "multimodal", port: number}
-
-
 @pytest.mark.parametrize("port", ["http_port", "request_port", "tensor_port"])
 def test_one_whose_port_is_taken_leaves_nothing(port: str) -> None:
-    holder, number = taken_port()
-    with holder:
-        ended_leaving_nothing(starting(**_multimodal(port, number)), OSError, f"binding {port}:")
+    refused_for_its_port(starting, port, modality="multimodal")
 
 
 @pytest.mark.parametrize("step", [name for name in vars(bootstrap) if name.startswith(("_open_", "_start_"))])

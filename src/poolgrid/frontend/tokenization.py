@@ -22,7 +22,9 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
+
+import msgspec
 
 from poolgrid.frontend.errors import RequestError
 from poolgrid.process.caches import BudgetedLru
@@ -112,18 +114,15 @@ _Name = str | tuple[str, str]
 """A segment, or a segment and its salt: most requests have none, and a string is the quicker key."""
 
 
-class _Segment:
+class _Segment(msgspec.Struct, eq=False, gc=False):
     """A segment that is kept, with its ids."""
 
-    __slots__ = ("followed_by", "name", "packed", "text")
-
-    def __init__(self, text: str, packed: bytes, name: _Name) -> None:
-        self.text = text
-        self.packed = packed
-        self.name = name
-        """What it is kept under."""
-        self.followed_by: _Segment | None = None
-        """Which one stood behind it last, under the same salt; one that is kept no more has no text."""
+    text: str
+    packed: bytes
+    name: _Name
+    """What it is kept under."""
+    followed_by: Any = None
+    """Which one stood behind it last, under the same salt; one that is kept no more has no text."""
 
 
 class SegmentCache:

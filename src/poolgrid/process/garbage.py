@@ -13,10 +13,10 @@ import gc
 YOUNG_OBJECTS = 10_000
 """Objects between two young collections: about 0.3 ms each, every thirty to a hundred requests."""
 
-YOUNG_COLLECTIONS = 20
-"""Young collections between two of the middle generation."""
+YOUNG_COLLECTIONS = 5
+"""Young collections between two of the middle generation, which looks at what they left: at most 50,000 objects."""
 
-MIDDLE_COLLECTIONS = 50
+MIDDLE_COLLECTIONS = 200
 """Middle collections between two full ones: one in ten million objects. Cycles are rare: little waits for it."""
 
 
