@@ -189,7 +189,7 @@ class StepTimesSettings(Settings):
         examples=list(TIMINGS),
         description=(
             "Choose the step times: published, h100-qwen3-8b, h200-qwen3-8b, or your own JSON file. Policy "
-            "predicted starts from them."
+            "kv starts from them."
         ),
     )
 

@@ -1,7 +1,7 @@
 """Policies on a pool that runs: the same conversations through a router for each policy, one router after the other.
 
     python -m lab.benchmarks.live_policies --feed-endpoint E --query-endpoint E --model-path DIR [--seeds 11,12]
-        [--routers kv,predicted/0,predicted] [--think heavy=2,full=0.8] [--servers http://HOST:PORT,...] [--json OUT]
+        [--routers round-robin,kv] [--think heavy=2,full=0.8] [--servers http://HOST:PORT,...] [--json OUT]
 
 The pool is a consolidator, whose ready line says the endpoints, and workers before real engines, or simulated ones.
 Each run starts a router of its own, so what a policy learns it learns anew; asks it some things that are not counted;
@@ -255,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--query-endpoint", required=True)
     parser.add_argument("--model-path", type=Path, required=True)
     parser.add_argument("--model-name", default="m")
-    parser.add_argument("--routers", default="kv,predicted/0,predicted", help="policies, each with a limit of holding")
+    parser.add_argument("--routers", default="round-robin,kv", help="policies")
     parser.add_argument("--think", type=pairs_of, default={"heavy": 2.0, "full": 0.8}, help="seconds that users think")
     parser.add_argument("--seeds", default="11,12,13,14,15")
     parser.add_argument("--conversations", type=int, default=24)

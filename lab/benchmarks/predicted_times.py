@@ -166,11 +166,11 @@ def bound_runs(options: argparse.Namespace) -> Iterator[Run]:
     """Yield what unlike workers could do at all, and what pools without the slow ones do."""
     for speed in options.loads or (1.0, 2.0):
         for name, speeds in unlike_pools(options, speed).items():
-            for policy in options.policies or ("kv", "0.25/0.02", *CLAIRVOYANT, LEAST):
+            for policy in options.policies or ("kv", "field", *CLAIRVOYANT, LEAST):
                 labels = (f"x{speed:g}", name)
                 yield Run(options.trace, options.rows, speed, LARGE, policy, speeds, options.timing, labels)
         for name, workers in (("four fast alone", 4), ("all at full speed", WORKERS)):
-            for policy in options.policies or ("kv", "0.25/0.02", *CLAIRVOYANT, LEAST):
+            for policy in options.policies or ("kv", "field", *CLAIRVOYANT, LEAST):
                 labels = (f"x{speed:g}", name)
                 yield Run(
                     options.trace, options.rows, speed, LARGE, policy, None, options.timing, labels, workers=workers
@@ -181,7 +181,7 @@ def target_runs(options: argparse.Namespace) -> Iterator[Run]:
     """Yield runs of requests with TTFT targets, which the router is told and not told."""
     for speed in options.loads or (2.0, 4.0, 7.0):
         for name, speeds in (("equal", None), ("half 3x slower", HALF_SLOW)):
-            for policy in options.policies or ("kv", "0.25/0.02"):
+            for policy in options.policies or ("kv", "field"):
                 for told in (False, True) if policy == "kv" else (False,):
                     labels = (f"x{speed:g}", f"{name}, {'told' if told else 'not told'}")
                     targets = TtftTargets(TARGETS_MS, told)

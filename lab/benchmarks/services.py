@@ -7,6 +7,7 @@ and blocks are the process's own metrics.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -180,12 +181,11 @@ class Service:
     async def kill(self) -> None:
         """End it at once, with all its children."""
         if self.process.returncode is None:
-            for child in psutil.Process(self.process.pid).children(recursive=True):
-                try:
-                    child.kill()
-                except psutil.NoSuchProcess:
-                    continue  # gone meanwhile
-            self.process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # gone meanwhile
+                for child in psutil.Process(self.process.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        child.kill()
+                self.process.kill()
         await self.process.wait()
 
 

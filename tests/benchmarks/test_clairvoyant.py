@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from itertools import permutations
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab.benchmarks.clairvoyant import Clairvoyant, ClairvoyantPool, least_assignment, least_ttfts
+from lab.benchmarks.predicted_times import CLAIRVOYANT, LEAST, TABLES
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import read_trace
 from poolgrid.tools.simulation.pool import RouterFleet, SimulatedPool
@@ -79,3 +81,10 @@ def test_who_knows_all_requests_of_a_moment_is_faster_yet(conversations: Workloa
     )
 
     assert sum(together.ttft_ms) < sum(one_by_one.ttft_ms)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_the_tables_have_policies_that_there_are(table: str) -> None:
+    options = Namespace(trace=CONVERSATION, rows=20, loads=(), policies=(), timing="published")
+    for policy in {run.policy for run in TABLES[table](options)} - {LEAST, *CLAIRVOYANT}:
+        assert make_policy(policy).name == policy

@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 
 from poolgrid.wire import codec
-from poolgrid.wire.card import WorkerCard, WorkerLimits
+from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.events import (
     AnyEvent,
     BlocksRemoved,
@@ -23,7 +23,7 @@ from poolgrid.wire.events import (
     SnapshotEnded,
 )
 from poolgrid.wire.hashing import pack_hashes, unpack_hashes
-from poolgrid.wire.identifiers import Role, Tier
+from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.ingest import (
     BATCH_FRAME,
     CONTROL_FRAME,
@@ -38,23 +38,10 @@ from poolgrid.wire.ingest import (
     Unknown,
     Welcome,
 )
+from tests.router.fleet_builder import make_card
+from tests.router.fleet_builder import stored as stored
 
-LIMITS = WorkerLimits(max_batch_size=8, max_num_tokens=8192, total_kv_blocks=1000, max_sequence_length=4096)
-
-
-def card(model: str = "m", block_size: int = 16, **changes: object) -> WorkerCard:
-    fields: dict[str, object] = {
-        "model": model,
-        "role": Role.AGGREGATED,
-        "block_size": block_size,
-        "limits": LIMITS,
-        "request_endpoint": "tcp://127.0.0.1:1",
-    }
-    return WorkerCard(**{**fields, **changes})  # type: ignore[arg-type]
-
-
-def stored(hashes: list[int], parent: int | None = None, tier: Tier = Tier.DEVICE) -> BlocksStored:
-    return BlocksStored(parent, pack_hashes(hashes), tier)
+card = make_card
 
 
 def removed(hashes: list[int], tier: Tier = Tier.DEVICE) -> BlocksRemoved:

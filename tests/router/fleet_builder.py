@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import Policy
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, Projection
 from poolgrid.router.core.selector import NoWorker, PolicyFailed, Selector
-from poolgrid.wire.card import ChatSpec, MediaSpec, WorkerCard, WorkerLimits
+from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import AnyEvent, BlocksStored, JournalRecord, WorkerJoined
 from poolgrid.wire.feed import WorkerState
 from poolgrid.wire.hashing import pack_hashes
@@ -30,23 +32,11 @@ def make_card(
     max_batch_size: int = 8,
     max_sequence_length: int = 4096,
     total_kv_blocks: int = 1000,
-    takes_retention: bool = False,
-    media: MediaSpec = MediaSpec(),  # noqa: B008
-    chat: ChatSpec = ChatSpec(),  # noqa: B008
-    decodes_only: bool = False,
+    block_size: int = BLOCK_SIZE,
+    **changes: Any,
 ) -> WorkerCard:
     limits = WorkerLimits(max_batch_size, 8192, total_kv_blocks, max_sequence_length)
-    return WorkerCard(
-        model,
-        role,
-        BLOCK_SIZE,
-        limits,
-        "tcp://127.0.0.1:1",
-        media=media,
-        chat=chat,
-        takes_retention=takes_retention,
-        decodes_only=decodes_only,
-    )
+    return replace(WorkerCard(model, role, block_size, limits, "tcp://127.0.0.1:1"), **changes)
 
 
 def stored(hashes: Sequence[int], parent: int | None = None, tier: Tier = Tier.DEVICE) -> BlocksStored:

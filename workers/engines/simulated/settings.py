@@ -129,7 +129,7 @@ class SimulatedWorkerSettings(TensorSettings):
         examples=list(TIMINGS),
         description=(
             "Choose the step times: published, h100-qwen3-8b, h200-qwen3-8b, or your own JSON file. Policy "
-            "predicted starts from them."
+            "kv starts from them."
         ),
     )
     kv_bytes_per_token: ClassVar[int] = KV_BYTES_PER_TOKEN_DEFAULT
