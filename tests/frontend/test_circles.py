@@ -11,6 +11,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from itertools import product
 from types import FrameType
 from typing import Any
 
@@ -35,15 +36,19 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Client:
-    """One connection."""
+    """One connection, for one request or for a second one."""
 
-    def __init__(self, port: int, backend: FakeBackend) -> None:
+    def __init__(self, port: int, backend: FakeBackend, number: int = 1) -> None:
         self.port = port
         self.backend = backend
+        self.number = number
 
     async def sends(self, path: str, body: dict[str, Any], part: float = 1.0) -> None:
         """Connect and send this part of a request."""
         self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port)
+        if self.number == 2:
+            self.writer.write(b"HEAD /nothing HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            await self.reader.readuntil(b"\r\n\r\n")
         content = msgspec.json.encode({"model": "tiny", **body})
         head = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(content))
         self.writer.write(head + content[: int(len(content) * part)])
@@ -138,20 +143,19 @@ def test_nothing_of_a_request_waits_for_the_collector() -> None:
             gc.freeze()
             gc.disable()
             try:
-                for end in ENDS:
-                    for name in REQUESTS:
-                        await once(end, port, name)
-                        if waiting := collected():
-                            found[f"{name}, {end.__name__}"] = waiting
+                for end, name, number in product(ENDS, REQUESTS, (1, 2)):
+                    await once(end, port, name, number)
+                    if waiting := collected():
+                        found[f"{name}, {end.__name__}, {number}"] = waiting
             finally:
                 gc.enable()
                 gc.unfreeze()
         return found
 
-    async def once(end: End, port: int, name: str) -> None:
+    async def once(end: End, port: int, name: str, number: int = 2) -> None:
         others = asyncio.all_tasks()
         backend.__init__()  # type: ignore[misc]
-        await end(Client(port, backend), *REQUESTS[name])
+        await end(Client(port, backend, number), *REQUESTS[name])
         if tasks := asyncio.all_tasks() - others:
             await asyncio.wait(tasks)
 

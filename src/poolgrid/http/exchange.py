@@ -342,6 +342,7 @@ class ExchangeTask:
                 return
             self._idle = self._loop.create_future()
             further = await self._idle
+            self._idle = None  # it has the exchange, which has the connection, which has this
             if further is None:
                 return
             exchange, scope = further
