@@ -211,11 +211,6 @@ class RouterTracker(RequestTracker[LocalRequest]):
         if self._overcommit_timer is not None:
             self._overcommit_timer.cancel()
 
-    @property
-    def awaits_overcommit_end(self) -> bool:
-        """Return whether some worker's report of others' load is still to run out."""
-        return self._overcommit_timer is not None
-
     def _await_overcommit_end(self, now_ms: float) -> None:
         """Wait until the next such entry is due: a worker's report of others' load must not outlive their events."""
         due_ms = self._state.projection.ledger.crowding_ends_ms()

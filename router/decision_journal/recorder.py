@@ -154,10 +154,6 @@ class DecisionRecorder:
     def pending(self) -> int:
         return len(self._pending)
 
-    @property
-    def is_writing(self) -> bool:
-        return self._writing is not None
-
     # -- InputLog --------------------------------------------------------------------------------------------------
 
     def note(self, given: Input, came: Decision | Admission | None = None) -> None:

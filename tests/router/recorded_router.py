@@ -263,6 +263,6 @@ class RecordedRouter:
 
 async def written(router: RecordedRouter, until: Callable[[], bool] | None = None) -> None:
     """Wait until nothing waits to be written (and something else holds)."""
-    while router.recorder.pending or router.recorder.is_writing or not (until is None or until()):
+    while router.recorder.pending or router.recorder._writing or not (until is None or until()):
         router.recorder.flush()
         await asyncio.sleep(0)

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 import pytest
 import zmq
 from prometheus_client import CollectorRegistry
@@ -30,7 +29,6 @@ from poolgrid.transport.zmq_socket import CallbackSocket
 from poolgrid.wire import codec
 from poolgrid.wire.feed import WorkerState
 from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.ingest import LoadingWorker
 from poolgrid.wire.requests import (
     Cancel,
     FinishReason,
@@ -43,6 +41,7 @@ from poolgrid.wire.requests import (
     TokenDelta,
 )
 from tests.router.fleet_builder import make_card
+from tests.router.test_service import ToldFeed
 
 TIMEOUT_S = 120.0
 
@@ -92,40 +91,16 @@ class Worker:
         self._socket.close()
 
 
-class Feed:
+class Feed(ToldFeed):
     """A pool whose workers are there from the start."""
 
     def __init__(self, workers: dict[str, tuple[str, str]]) -> None:
-        self._states = [
-            WorkerState(
-                name,
-                0,
-                1,
-                0,
-                msgspec.structs.replace(make_card(model, max_batch_size=1), request_endpoint=endpoint),
-                False,
-                [],
-            )
-            for name, (model, endpoint) in workers.items()
-        ]
+        super().__init__()
+        cards = {name: make_card(model, max_batch_size=1, request_endpoint=at) for name, (model, at) in workers.items()}
+        self._states = [WorkerState(name, 0, 1, 0, card, False, []) for name, card in cards.items()]
 
     async def start(self, listener: PoolListener) -> None:
         listener.on_snapshot(0, self._states, [])
-
-    async def stop(self) -> None:
-        pass
-
-    def trouble(self, now_ms: float) -> str:
-        return ""
-
-    def resync(self) -> None:
-        raise AssertionError("a hole in what the test told")
-
-    def loading(self) -> list[LoadingWorker]:
-        return []
-
-    def behind(self) -> int:
-        return 0
 
 
 class Scene:

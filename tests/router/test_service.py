@@ -624,7 +624,7 @@ async def test_one_word_of_crowding_wakes_the_router_once_however_many_requests_
         )
 
         async with asyncio.timeout(120):
-            while service.tracker.awaits_overcommit_end or not looks:  # noqa: ASYNC110 - the ledger tells nobody
+            while service.tracker._overcommit_timer or not looks:  # noqa: ASYNC110 - the ledger tells nobody
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         # A timer may fire a moment before the word runs out, and looks once more; housekeeping looks every 1.25 s.

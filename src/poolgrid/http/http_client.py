@@ -183,6 +183,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         """End the exchange: an answer without a length ends here, too."""
         self.usable = False
+        del self._parser  # which names this: the collector would see that late
         exchange = self._exchange
         if exchange is None:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections import deque
 
@@ -14,6 +15,7 @@ from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Cancel, FinishReason, RefusalKind
 from tests.fakes.engine_server.vllm import Options, answer_of
+from tests.frontend.test_circles import collected
 from tests.workers.builders import decode_leg, make_request, prefill_leg
 from tests.workers.fakes import PATIENCE_S
 from tests.workers.server.running import Front, engine_server, index_of, worker_before
@@ -129,6 +131,27 @@ async def test_what_a_server_refuses_or_breaks_is_told_apart() -> None:
         await front.router.send(make_request("well", [1, 2, 3], 4))
         await front.router.until_finished("well")
         assert front.router.output("well") == pack_tokens(answer_of([1, 2, 3], 4))
+
+
+async def test_nothing_of_a_request_waits_for_the_collector() -> None:
+    async with engine_server(Options(step_s=0.005)) as server, worker_before(server) as front:
+
+        async def each(name: str) -> None:
+            await front.router.send(make_request(f"{name} whole", [1, 2, 3], 4))
+            await front.router.send(make_request(f"{name} left", [1, 2, 3], 4000))
+            await front.router.until_finished(f"{name} whole")
+            await front.router.send(Cancel(f"{name} left"))
+            await front.router.until_finished(f"{name} left")
+            await asyncio.sleep(0.05)  # its connection ends in a later turn of the loop
+
+        await each("what is made once")
+        gc.collect()
+        gc.disable()
+        try:
+            await each("second")
+            assert not collected()
+        finally:
+            gc.enable()
 
 
 async def test_requests_of_a_server_that_ends_go_on_elsewhere_and_its_worker_leaves_the_pool() -> None:

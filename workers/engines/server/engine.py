@@ -27,6 +27,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec import structs
 
@@ -209,15 +210,12 @@ class ServerEngine:
         prompt_tokens = self._admit(request)
         call = self._dialect.call(request)
         active = ServerRequest(request, call, prompt_tokens)
-        active.answer = AnswerStream(
-            call, lambda piece: self._on_piece(active, piece), lambda: self._on_end(active, None)
-        )
-        request_id = request.request_id
-        self._active[request_id] = active
+        active.answer = AnswerStream(call, partial(self._on_piece, active), partial(self._on_end, active, None))
+        self._active[request.request_id] = active
         self._books.enter(active, self._clock.monotonic_ms())
         active.exchange = exchange = owned(self._ask(active), "request to the server")
         self._exchanges[exchange] = active
-        exchange.add_done_callback(self._exchanges.pop)
+        exchange.add_done_callback(self._on_exchange_over)
         if call.left_at_once is not None:
             # Another worker may continue while the server still computes the prompt.
             self._loop.call_soon(self._left, active, call.left_at_once)
@@ -282,6 +280,12 @@ class ServerEngine:
             self._on_end(active, failure)
         except Exception as error:
             self._break(active, error)
+
+    def _on_exchange_over(self, exchange: asyncio.Task[None]) -> None:
+        """Cut the circles of a request: it would keep its prompt until a full run of the collector."""
+        active = self._exchanges.pop(exchange)
+        active.exchange = None
+        active.answer.detach()
 
     def _refusal(self, answer: AnswerStream) -> Failure | None:
         """Return what an answer with another status than 200 means."""

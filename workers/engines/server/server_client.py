@@ -188,6 +188,10 @@ class AnswerStream(ClientExchange):
             return
         super().cut_off(error)
 
+    def detach(self) -> None:
+        """Forget who takes the pieces, once the exchange is over."""
+        del self._on_piece, self._on_over
+
     def _read(self, data: bytes) -> None:
         try:
             piece = self._call.read(data)
