@@ -17,9 +17,9 @@ from lab.attacks.requests import client, in_words
 SHAPE = Shape("front")
 MAX_TOKENS = 12
 AT_ONCE = 4
-ANSWER_TIMEOUT_S = 20.0
-"""However short the attack is: on a busy machine a second passes before the flood, in the same loop, lets a client
-connect."""
+ANSWER_TIMEOUT_S = 15.0
+"""As in the long form, however short the attack is: on a busy machine a second passes before the flood, in the same
+loop, lets a client connect."""
 
 
 def asking(*tricks: Trick, answered: bool, at_once: int = AT_ONCE, times: int = 200) -> Run:
@@ -62,7 +62,7 @@ async def _ask(scene: Scene, http: httpx.AsyncClient, trick: Trick, number: int)
         "seed": seed_of(trick),
     }
     try:
-        answer = await http.post("/v1/completions", json=body, timeout=ANSWER_TIMEOUT_S)
+        answer = await http.post("/v1/completions", json=body, timeout=max(scene.seconds, ANSWER_TIMEOUT_S))
     except httpx.HTTPError as error:
         return type(error).__name__, 0
     return str(answer.status_code), answer.json()["usage"]["completion_tokens"] if answer.status_code == 200 else 0

@@ -22,8 +22,7 @@ from lab.benchmarks.http_load import LoadSpec, family
 from lab.benchmarks.worker_load import WorkerLoadSpec
 from poolgrid.transport.bound_socket import ReservedPorts
 
-HOST = "127.0.0.1"
-free_port: Final = ReservedPorts(HOST).hold
+free_port: Final = ReservedPorts("127.0.0.1").hold
 """Takes a free port for a process that will listen there, and keeps it until this process ends: nothing else is given
 it as "any free port" before that process listens, or between two of its lives."""
 

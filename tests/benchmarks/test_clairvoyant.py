@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab.benchmarks.clairvoyant import Clairvoyant, ClairvoyantPool, least_assignment, least_ttfts
-from lab.benchmarks.predicted_times import CLAIRVOYANT, LEAST, TABLES
+from lab.benchmarks.policy_times import CLAIRVOYANT, LEAST, TABLES
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.tools.bench.trace import read_trace
 from poolgrid.tools.simulation.pool import RouterFleet, SimulatedPool

@@ -9,7 +9,7 @@ from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.consolidator.journal.posix_disk import PosixDisk
 from poolgrid.wire import codec
 from poolgrid.wire.events import AnyEvent, JournalRecord, WorkerJoined
-from tests.consolidator.pusher import card, stored
+from tests.router.fleet_builder import make_card, stored
 
 
 class FakeDisk:
@@ -59,7 +59,7 @@ class FakeDisk:
 
 def record(offset: int) -> JournalRecord:
     """The stream of one worker: it joins, then stores one chain after the other."""
-    events: list[AnyEvent] = [WorkerJoined(card())] if offset == 0 else [stored([2 * offset, 2 * offset + 1])]
+    events: list[AnyEvent] = [WorkerJoined(make_card())] if offset == 0 else [stored([2 * offset, 2 * offset + 1])]
     source = "consolidator" if offset == 0 else "worker"
     return JournalRecord(offset, "w", 0, 1, max(0, offset - 1), 1000, 2000 + offset, events, source)
 

@@ -38,10 +38,7 @@ from poolgrid.wire.ingest import (
     Unknown,
     Welcome,
 )
-from tests.router.fleet_builder import make_card
-from tests.router.fleet_builder import stored as stored
-
-card = make_card
+from tests.router.fleet_builder import make_card, stored
 
 
 def removed(hashes: list[int], tier: Tier = Tier.DEVICE) -> BlocksRemoved:
@@ -66,7 +63,7 @@ class Pusher:
     ) -> None:
         self.worker_id = worker_id
         self.epoch = epoch
-        self.card = worker_card or card()
+        self.card = worker_card or make_card()
         self.outbox_max = outbox_max
         self.next_seq = 0
         self.acknowledged = 0

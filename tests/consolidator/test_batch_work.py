@@ -18,7 +18,8 @@ from poolgrid.wire import codec
 from poolgrid.wire.events import AnyEvent, JournalRecord, PrefillCompleted, RequestFinished, RequestStarted
 from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Hello
 from tests.clock import HandClock
-from tests.consolidator.pusher import batch, card, removed, stored
+from tests.consolidator.pusher import batch, removed
+from tests.router.fleet_builder import make_card, stored
 
 PEER = b"peer"
 
@@ -62,7 +63,9 @@ async def test_a_batch_takes_a_dozen_calls_whatever_it_says_and_a_wake_up_some_f
     await service.start()
     reader = Reader()
     service.subscribe(reader)
-    service._ingest.on_messages([[PEER, CONTROL_FRAME, codec.to_consolidator.encode(Hello("w", 0, 1, card(), 0, 0))]])
+    service._ingest.on_messages(
+        [[PEER, CONTROL_FRAME, codec.to_consolidator.encode(Hello("w", 0, 1, make_card(), 0, 0))]]
+    )
     seq = 0
 
     def steps(*names: str) -> list[list[bytes]]:
@@ -103,7 +106,7 @@ async def test_what_takes_longer_than_a_turn_may_is_taken_in_later_all_of_it_and
     await service.start()
     reader = Reader()
     service.subscribe(reader)
-    hello = [PEER, CONTROL_FRAME, codec.to_consolidator.encode(Hello("w", 0, 1, card(), 0, 0))]
+    hello = [PEER, CONTROL_FRAME, codec.to_consolidator.encode(Hello("w", 0, 1, make_card(), 0, 0))]
     told = [[PEER, BATCH_FRAME, codec.event_batch.encode(batch(STEPS["a request's end"], seq))] for seq in range(10)]
     service._ingest.on_messages([hello, *told])
     assert reader.records < 10

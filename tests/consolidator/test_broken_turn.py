@@ -12,8 +12,9 @@ from poolgrid.consolidator.core.consolidator import Consolidator, ConsolidatorTu
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.process.tasks import on_fatal
 from poolgrid.wire.identifiers import StreamState
-from tests.consolidator.pusher import pusher_at, stored
+from tests.consolidator.pusher import pusher_at
 from tests.consolidator.test_service import Reader, started, truth
+from tests.router.fleet_builder import stored
 
 
 @pytest.fixture

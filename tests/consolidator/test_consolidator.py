@@ -51,8 +51,9 @@ from poolgrid.wire.ingest import (
     Welcome,
 )
 from poolgrid.wire.limits import CHAT_TEMPLATE_CHARS_MAX, POOL_TEMPLATES_CHARS_MAX
-from tests.consolidator.pusher import batch, card, removed, stored
+from tests.consolidator.pusher import batch, removed
 from tests.examples import examples
+from tests.router.fleet_builder import make_card, stored
 
 W = WorkerKey(WorkerId("w"))
 
@@ -100,7 +101,7 @@ def hello(
     rank: int = 0,
     with_card: WorkerCard | None = None,
 ) -> Hello:
-    return Hello(worker, rank, epoch, with_card or card(), next_seq, oldest_seq)
+    return Hello(worker, rank, epoch, with_card or make_card(), next_seq, oldest_seq)
 
 
 def folded(records: list[JournalRecord], upto: int | None = None) -> PoolState:
@@ -249,7 +250,7 @@ def test_a_card_that_does_not_fit_the_pool_is_refused_with_the_reason(
     bench = Bench()
     bench.say(hello("first"))
 
-    (refused,) = bench.say(hello("second", rank=rank, with_card=card(**changes)))  # type: ignore[arg-type]
+    (refused,) = bench.say(hello("second", rank=rank, with_card=make_card(**changes)))  # type: ignore[arg-type]
 
     assert isinstance(refused, JoinRefused)
     assert reason in refused.reason
@@ -294,9 +295,9 @@ def test_workers_of_a_model_that_tell_routers_different_things_are_refused_with_
     first: dict[str, object], second: dict[str, object], reason: str
 ) -> None:
     bench = Bench()
-    bench.say(hello("first", with_card=card(**first)))  # type: ignore[arg-type]
+    bench.say(hello("first", with_card=make_card(**first)))  # type: ignore[arg-type]
 
-    (refused,) = bench.say(hello("second", with_card=card(**second)))  # type: ignore[arg-type]
+    (refused,) = bench.say(hello("second", with_card=make_card(**second)))  # type: ignore[arg-type]
 
     assert isinstance(refused, JoinRefused)
     assert reason in refused.reason
@@ -304,7 +305,7 @@ def test_workers_of_a_model_that_tell_routers_different_things_are_refused_with_
     assert len(bench.core.pool.workers) == 1
     (silent,) = bench.say(hello("third"))
     assert isinstance(silent, Welcome), "who says nothing agrees"
-    (itself,) = bench.say(hello("first", epoch=9, with_card=card(**second)))  # type: ignore[arg-type]
+    (itself,) = bench.say(hello("first", epoch=9, with_card=make_card(**second)))  # type: ignore[arg-type]
     assert isinstance(itself, Welcome), "a worker may come back with another word"
 
 
@@ -313,9 +314,9 @@ def test_templates_of_a_pool_fit_into_a_message() -> None:
     longest = ChatSpec(chat_template="x" * CHAT_TEMPLATE_CHARS_MAX)
     fits = POOL_TEMPLATES_CHARS_MAX // CHAT_TEMPLATE_CHARS_MAX
     for number in range(fits):
-        bench.say(hello(f"w{number}", with_card=card(chat=longest)))
+        bench.say(hello(f"w{number}", with_card=make_card(chat=longest)))
 
-    (refused,) = bench.say(hello("one more", with_card=card(chat=longest)))
+    (refused,) = bench.say(hello("one more", with_card=make_card(chat=longest)))
 
     assert len(bench.core.pool.workers) == fits
     assert isinstance(refused, JoinRefused)
@@ -376,7 +377,7 @@ def test_a_worker_may_not_speak_for_the_consolidator() -> None:
     bench = Bench()
     bench.say(hello())
 
-    bench.say(batch([WorkerLeft("no"), WorkerJoined(card()), stored([1])], 0))
+    bench.say(batch([WorkerLeft("no"), WorkerJoined(make_card()), stored([1])], 0))
 
     assert bench.told() == ["WorkerJoined", "BlocksStored"]
     assert bench.core.tally.ignored_events == 2

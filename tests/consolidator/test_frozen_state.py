@@ -15,8 +15,9 @@ from poolgrid.consolidator.core.consolidator import ConsolidatorTurn
 from poolgrid.consolidator.core.owned_blocks import Discarded, OwnedBlocks
 from poolgrid.consolidator.core.pool_state import FrozenPool, PoolState
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
-from tests.consolidator.pusher import removed, stored
+from tests.consolidator.pusher import removed
 from tests.consolidator.test_consolidator import Bench, Step, played, same, steps
+from tests.router.fleet_builder import stored
 
 Held = dict[int, "int | None"]
 """Blocks and their parents, as a plain dict has them."""

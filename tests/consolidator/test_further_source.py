@@ -26,12 +26,13 @@ from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes, un
 from poolgrid.wire.identifiers import StreamState, Tier
 from poolgrid.wire.ingest import Goodbye, Heartbeat
 from tests.consolidator.pub_engine import BLOCK, Cache, frame_of
-from tests.consolidator.pusher import batch, card, removed, stored
+from tests.consolidator.pusher import batch, removed
 from tests.consolidator.test_consolidator import Bench, W, folded, hello, same
+from tests.router.fleet_builder import make_card, stored
 
 LEASE_MS = 1000
 NAME = "kvbm"
-CARD = card(block_size=BLOCK)
+CARD = make_card(block_size=BLOCK)
 
 
 def names(tokens: list[int]) -> list[int]:

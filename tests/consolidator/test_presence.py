@@ -9,8 +9,9 @@ from poolgrid.consolidator.core.block_ownership import BlockEvent, BlockOwnershi
 from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared, SnapshotBegan
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Tier
-from tests.consolidator.pusher import removed, stored
+from tests.consolidator.pusher import removed
 from tests.examples import examples
+from tests.router.fleet_builder import stored
 
 Operation = tuple[str, str, Tier, int | None, list[int]]
 hashes = st.integers(1, 12)

@@ -53,8 +53,9 @@ from poolgrid.wire.identifiers import StreamState, Tier
 from poolgrid.wire.ingest import Hello, JoinRefused, Unknown, Welcome
 from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 from tests.consolidator.pub_engine import BLOCK, Cache, PubEngine
-from tests.consolidator.pusher import Pusher, card, pusher_at, removed, stored
+from tests.consolidator.pusher import Pusher, pusher_at, removed
 from tests.consolidator.tuned import tuned
+from tests.router.fleet_builder import make_card, stored
 
 View = dict[str, dict[Tier, set[int]]]
 
@@ -221,7 +222,7 @@ def test_rubbish_on_the_ingest_socket_is_dropped_and_the_process_lives() -> None
         query.connect(service.query_endpoint)
         await query.send_multipart([b"rubbish"])
         pusher = Pusher(context, service.ingest_endpoint)
-        pusher.control(msgspec.structs.replace(_hello(pusher), card=card(hash_spec="other")))
+        pusher.control(msgspec.structs.replace(_hello(pusher), card=make_card(hash_spec="other")))
         assert isinstance(await pusher.receive(), JoinRefused)
         pusher.heartbeat()
         assert isinstance(await pusher.receive(), Unknown)  # it answers that with a Hello

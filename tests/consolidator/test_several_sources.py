@@ -20,8 +20,9 @@ from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes, un
 from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
 from tests.consolidator.pub_engine import BLOCK, Cache, PubEngine
 from tests.consolidator.publisher_process import Publisher
-from tests.consolidator.pusher import Pusher, card, pusher_at, stored
+from tests.consolidator.pusher import Pusher, pusher_at
 from tests.consolidator.test_service import Reader, source_text, started
+from tests.router.fleet_builder import make_card, stored
 
 W = WorkerKey(WorkerId("w"))
 Both = dict[Tier, set[int]]
@@ -61,7 +62,7 @@ def state(service: ConsolidatorService, source: str = "kvbm") -> StreamState:
 
 
 async def joined(context: zmq.asyncio.Context, service: ConsolidatorService, epoch: int = 1) -> Pusher:
-    return await pusher_at(context, service.ingest_endpoint, epoch=epoch, worker_card=card(block_size=BLOCK))
+    return await pusher_at(context, service.ingest_endpoint, epoch=epoch, worker_card=make_card(block_size=BLOCK))
 
 
 async def ended(task: asyncio.Task[None]) -> None:

@@ -24,9 +24,10 @@ from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.process.clock import SystemClock
 from poolgrid.wire import codec
 from poolgrid.wire.feed import Replay, TooOld
-from tests.consolidator.pusher import Pusher, pusher_at, stored
+from tests.consolidator.pusher import Pusher, pusher_at
 from tests.consolidator.test_service import Reader, random_work, run, truth
 from tests.consolidator.tuned import tuned
+from tests.router.fleet_builder import stored
 
 
 class HeldDisk(PosixDisk):

@@ -16,7 +16,7 @@ from tests.consolidator.fake_stream import FakeStream
 from tests.consolidator.journal_builder import encoded, facts_of, fold, record
 from tests.consolidator.journal_kinds import BLOCKS_MAX
 from tests.consolidator.journal_laws import fill, offsets, snapshot
-from tests.consolidator.pusher import stored
+from tests.router.fleet_builder import stored
 
 
 def large(offset: int, blocks: int) -> bytes:

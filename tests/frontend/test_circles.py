@@ -12,7 +12,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from itertools import product
-from types import FrameType
 from typing import Any
 
 import msgspec
@@ -20,6 +19,7 @@ import msgspec
 from poolgrid.frontend.stream_head import StreamHead
 from tests.frontend.fake_backend import FakeBackend, Step, speak
 from tests.frontend.server import application, served
+from tests.process.leftovers import collected
 
 TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -187,18 +187,3 @@ async def test_nothing_of_a_head_that_could_not_be_sent_waits_for_the_collector(
         assert known() is None
     finally:
         gc.enable()
-
-
-def collected() -> Counter[str]:
-    """Return what of ours the collector finds, by type or, of frames, by function."""
-    gc.set_debug(gc.DEBUG_SAVEALL)
-    try:
-        gc.collect()
-        found: list[Any] = list(gc.garbage)
-    finally:
-        gc.set_debug(0)
-        gc.garbage.clear()
-    frames = [each.f_code for each in found if isinstance(each, FrameType)]
-    types = [f"{type(each).__module__}.{type(each).__qualname__}" for each in found]
-    ours = [name for name in types if name.startswith("poolgrid.")]
-    return Counter(ours + [code.co_qualname for code in frames if "/tests/" not in code.co_filename])

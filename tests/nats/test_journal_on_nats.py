@@ -25,8 +25,8 @@ from tests.clock import HandClock
 from tests.consolidator.journal_builder import encoded, facts_of, fold
 from tests.consolidator.journal_kinds import BLOCKS_MAX, InStream
 from tests.consolidator.journal_laws import fill, offsets, snapshot
-from tests.consolidator.pusher import stored
 from tests.nats.servers import BINARY, MISSING, NatsServer, one_server
+from tests.router.fleet_builder import stored
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not BINARY, reason=MISSING)]
 

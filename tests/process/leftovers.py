@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextvars import Context
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -128,3 +129,18 @@ def _files() -> Counter[str]:
 
 def _natives() -> int:
     return len(os.listdir("/proc/self/task"))
+
+
+def collected() -> Counter[str]:
+    """Return what of ours the collector finds, by type or, of frames, by function."""
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        gc.collect()
+        found: list[Any] = list(gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    frames = [each.f_code for each in found if isinstance(each, FrameType)]
+    types = [f"{type(each).__module__}.{type(each).__qualname__}" for each in found]
+    ours = [name for name in types if name.startswith("poolgrid.")]
+    return Counter(ours + [code.co_qualname for code in frames if "/tests/" not in code.co_filename])

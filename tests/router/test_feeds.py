@@ -15,8 +15,9 @@ from poolgrid.process.clock import SystemClock
 from poolgrid.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
 from poolgrid.wire import codec
 from poolgrid.wire.ingest import LOADING_FRAME, LOADING_WORKERS_MAX, LoadingWorker
-from tests.consolidator.pusher import pusher_at, stored
+from tests.consolidator.pusher import pusher_at
 from tests.consolidator.test_service import Reader, truth
+from tests.router.fleet_builder import stored
 
 
 @pytest.mark.parametrize("kind", ["embedded", "remote"])

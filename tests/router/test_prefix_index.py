@@ -458,7 +458,7 @@ def living_runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     return lambda: sum(each() is not None for each in blocks)
 
 
-def test_the_garbage_collector_never_looks_at_what_an_index_holds() -> None:
+def test_the_garbage_collector_looks_at_no_run_and_no_map_of_an_index() -> None:
     index = PrefixIndex()
     for number in range(1000):
         index.store(A, None, [number << 48, number << 48 | 1])

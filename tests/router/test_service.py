@@ -588,7 +588,7 @@ async def test_what_a_worker_said_of_other_routers_requests_is_forgotten_soon() 
         assert made.sent == [BEFORE, BEFORE], "it was chosen again, with what the worker said"
         assert int(ledger.prefill_tokens[slot]) == 5000 + 20
         async with asyncio.timeout(120):
-            while int(ledger.prefill_tokens[slot]) > 20:  # noqa: ASYNC110 - the ledger tells nobody
+            while int(ledger.prefill_tokens[slot]) > 20:  # noqa: ASYNC110 - the ledger has no event for it
                 await asyncio.sleep(0.01)
         assert len(ledger) == 1, "the request itself is still there"
         stream.cancel()
@@ -624,7 +624,7 @@ async def test_one_word_of_crowding_wakes_the_router_once_however_many_requests_
         )
 
         async with asyncio.timeout(120):
-            while service.tracker._overcommit_timer or not looks:  # noqa: ASYNC110 - the ledger tells nobody
+            while service.tracker._overcommit_timer or not looks:  # noqa: ASYNC110 - the ledger has no event for it
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         # A timer may fire a moment before the word runs out, and looks once more; housekeeping looks every 1.25 s.

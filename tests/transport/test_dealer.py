@@ -100,7 +100,7 @@ Run = Callable[[Awaitable[Any]], Any]
 
 async def send_until(taken: bool, dealer: Dealer, frame: bytes) -> None:
     """Send until it is taken, or refused; libzmq tells of a connection, and of its end, a moment before."""
-    while dealer.send(frame) != taken:  # noqa: ASYNC110 - nobody is told when it may
+    while dealer.send(frame) != taken:  # noqa: ASYNC110 - there is no event for it
         await asyncio.sleep(0.001)
 
 
@@ -158,7 +158,7 @@ def test_a_server_that_ends_and_starts_again_is_found_again(make: Make, run_loop
             assert await owner.news.get() == "connected"
             server.close()
             assert await owner.news.get() == "disconnected after 0"
-            await send_until(False, dealer, b"to nobody")
+            await send_until(False, dealer, b"to no server")
             server = Server(server.port)
             assert await owner.news.get() == "connected"
             await send_until(True, dealer, b"to the new one")

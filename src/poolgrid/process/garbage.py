@@ -2,7 +2,7 @@
 
 A request makes a few hundred objects and almost no cycles: reference counting frees them. With Python's default of 700
 objects the collector runs every few requests and finds nothing, about 4 % of a router's time; and each of its rare full
-runs looks at all that lives, a pause that clients see. It knows no runs of an index, of which there are millions.
+runs is a pause that clients see. It sees nothing of a kept decision, and of a run of the index only its array.
 """
 
 from __future__ import annotations

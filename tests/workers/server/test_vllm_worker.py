@@ -15,7 +15,7 @@ from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Cancel, FinishReason, RefusalKind
 from tests.fakes.engine_server.vllm import Options, answer_of
-from tests.frontend.test_circles import collected
+from tests.process.leftovers import collected
 from tests.workers.builders import decode_leg, make_request, prefill_leg
 from tests.workers.fakes import PATIENCE_S
 from tests.workers.server.running import Front, engine_server, index_of, worker_before
@@ -142,7 +142,8 @@ async def test_nothing_of_a_request_waits_for_the_collector() -> None:
             await front.router.until_finished(f"{name} whole")
             await front.router.send(Cancel(f"{name} left"))
             await front.router.until_finished(f"{name} left")
-            await asyncio.sleep(0.05)  # its connection ends in a later turn of the loop
+            for _ in range(20):
+                await asyncio.sleep(0.005)  # its connection ends in later turns of the loop
 
         await each("what is made once")
         gc.collect()

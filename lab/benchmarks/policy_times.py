@@ -1,6 +1,6 @@
 """Policies on equal and unlike workers, in virtual time: the tables of ``docs/benchmarks.md``.
 
-    python -m lab.benchmarks.predicted_times TRACE [--rows 4000] [--table equal] [--policies kv,lmetric] [--jobs 2]
+    python -m lab.benchmarks.policy_times TRACE [--rows 4000] [--table equal] [--policies kv,lmetric] [--jobs 2]
         [--hold-limit-ms 0] [--spread-ms 3000]
 
 Tables: ``equal`` (load and caches), ``unlike`` (half of the workers three times slower, one at a quarter of its speed
