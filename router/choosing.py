@@ -40,8 +40,8 @@ from poolgrid.router.session_naming import SessionNaming
 from poolgrid.router.settings import RouterSettings
 from poolgrid.serving.admission_queue import FullWorkers
 from poolgrid.serving.legs import LegPlan
-from poolgrid.serving.prompt_paths import TenantPaths, media_hashes, media_kinds, prompt_path
-from poolgrid.wire.hashing import TOKEN_BYTES, hash_seed
+from poolgrid.serving.prompt_paths import TenantPaths, media_hashes, media_kinds, prompt_path, seed_of
+from poolgrid.wire.hashing import TOKEN_BYTES
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 from poolgrid.wire.tasks import stage_of
 
@@ -58,6 +58,8 @@ CROWDED: Final = "its sessions fill its cache"
 
 NO_ADAPTER: Final = "it does not serve the adapter"
 """Filter reason of a worker for requests with an adapter that others of its model serve."""
+
+_NO_WORKERS: Final[frozenset[WorkerKey]] = frozenset()
 
 STRETCHES_PER_TURN: Final = 8
 """Stretches of a long prompt that are hashed before others have their turn: about 0.15 ms."""
@@ -88,8 +90,8 @@ class Chooser:
         self._links = links
         self._clock = clock
         self._behind_records = behind_records
-        self._staff: dict[str, RoleAvailability] = {}
-        """By model; forgotten whenever a link or the fleet changes."""
+        self._staff: dict[tuple[str, bool], RoleAvailability] = {}
+        """By model, and whether requests are forwarded; forgotten whenever a link or the fleet changes."""
         self._staff_version = (-1, -1)
 
     # -- prompts ---------------------------------------------------------------------------------------------------
@@ -106,8 +108,8 @@ class Chooser:
         """Return the sequence hashes of a prompt that is not quick; others have their turn meanwhile."""
         path = array("Q")
         if block_size:
-            seed = hash_seed(request.lora_name, request.cache_salt)
-            for number, _ in enumerate(self.paths.of(request).grow(path, request.token_ids, block_size, seed)):
+            stretches = self.paths.of(request).grow(path, request.token_ids, block_size, seed_of(request))
+            for number, _ in enumerate(stretches):
                 if number % STRETCHES_PER_TURN == STRETCHES_PER_TURN - 1:
                     await asyncio.sleep(0)
         return path
@@ -156,13 +158,14 @@ class Chooser:
             routed.crowded = {}  # no other can serve it now: better on a crowded worker than nowhere
             return self.choose(routed)
         full = self.full.at(now_ms)
-        coming = self._links.away | full.keys() if full else self._links.away
+        away = self._links.away if request.carrier is None else _NO_WORKERS
+        coming = away | full.keys() if full else away
         if found.busy or not coming.isdisjoint(found.reasons.keys() - routed.tried.keys() - routed.unable.keys()):
             # Full or out of reach, only for the moment.
             return PlacementFailure(found, busy=True, full=bool(full))
         # The last worker left. A restart may take longer than its lease, so what the pool has taken waits for the next;
         # and so do new requests where only one side of two is left.
-        lacks_role = request.task is None and bool(self._staff_of(request.model).missing)
+        lacks_role = request.task is None and bool(self._staff_of(request).missing)
         waits = machine.plan.dispatches > 0 or routed.queued is not None or lacks_role
         return PlacementFailure(found, busy=waits and found.reasons.keys() <= found.draining)
 
@@ -324,13 +327,16 @@ class Chooser:
             "adapter" if request.lora_name else "salt" if request.cache_salt else "",
             "" if turn is None else turn.parent,
             self.naming.is_later(turn),
+            request.carrier is not None,
+            request.by_text,
         )
 
     def _unavailable(
         self, request: InferenceRequest, full: Mapping[WorkerKey, str], routed: LocalRequest | None
     ) -> Mapping[WorkerKey, str]:
         """Return who is not asked for a request, and why."""
-        found = self._links.unreachable
+        # What is forwarded needs no connection to the process beside its server.
+        found: Mapping[WorkerKey, str] = self._links.unreachable if request.carrier is None else {}
         if full:
             found = {**found, **full}
         if request.lora_name:
@@ -353,32 +359,33 @@ class Chooser:
         request = plan.request
         if request.task is not None:
             return TASK_LEGS[stage_of(request.task)]
-        staff = self._staff_of(request.model)
+        staff = self._staff_of(request)
         if staff.encode and plan.wants_encode:
             return ENCODE_LEG
         return first_leg(staff, self._always_two or request.multimodal is not None)
 
     def missing_workers(self, request: InferenceRequest) -> str:
         """Return in words the kind of worker that a request needs and the pool lacks; empty = it lacks none."""
-        staff = self._staff_of(request.model)
+        staff = self._staff_of(request)
         if request.task is None and staff.missing:
             return f"{staff.missing} worker, and no other can serve a whole request"
         return "" if request.task is not None or any(staff) else "worker in reach"
 
-    def _staff_of(self, model: str) -> RoleAvailability:
-        """Return which roles of a model have anyone who takes requests."""
+    def _staff_of(self, request: InferenceRequest) -> RoleAvailability:
+        """Return which roles of a request's model have any worker that takes such requests."""
+        model, is_carried = request.model, request.carrier is not None
         version = (self._projection.fleet.version, self._links.version)
         if self._staff_version != version:
             self._staff.clear()
             self._staff_version = version
-        staff = self._staff.get(model)
+        staff = self._staff.get((model, is_carried))
         if staff is None:
-            down = self._links.unreachable
+            down = {} if is_carried else self._links.unreachable
             by_role = (WHOLE_ROLES, PREFILL_ROLES, DECODE_ROLES, ENCODE_ROLES, ONE_LEG_ROLES)
             staff = RoleAvailability(*(self._selector.available(model, roles, down) for roles in by_role))
             # Clients can name any number of models that no worker serves.
             if any(staff):
-                self._staff[model] = staff
+                self._staff[model, is_carried] = staff
         return staff
 
 

@@ -24,9 +24,10 @@ from poolgrid.inference import InferenceRequest, Refused, ServedModel
 from poolgrid.process.clock import Clock
 from poolgrid.process.figures import counted
 from poolgrid.process.tasks import BulkWork, Restart, cancel_all, supervised
+from poolgrid.proxy.ports import ServerPlace
 from poolgrid.router.choosing import Chooser
 from poolgrid.router.core.decision import Decision, DecisionLog
-from poolgrid.router.core.fleet import chat_of, inabilities_of, media_of, tasks_of
+from poolgrid.router.core.fleet import Worker, chat_of, inabilities_of, media_of, tasks_of
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import PROMPT_STAGES
@@ -39,12 +40,13 @@ from poolgrid.router.queue import RouterQueue, lane_of, queue_span
 from poolgrid.router.settings import RouterSettings
 from poolgrid.router.tracker import RouterTracker
 from poolgrid.serving.admission_queue import FullWorkers
-from poolgrid.serving.legs import LegEvent, PlaceNext
+from poolgrid.serving.legs import Dispatch, LegEvent, PlaceNext
 from poolgrid.serving.links import LINKS_MAX, OpenLink
 from poolgrid.serving.metrics import LegTimer
 from poolgrid.serving.request_machine import RequestMachine
-from poolgrid.serving.token_delivery import TokenDelivery
-from poolgrid.wire.identifiers import WorkerKey
+from poolgrid.serving.token_delivery import CarriedDelivery, TokenDelivery
+from poolgrid.wire.identifiers import Role, WorkerKey
+from poolgrid.wire.requests import TokenDelta
 from poolgrid.wire.tasks import TASK_ROLES
 from poolgrid.wire.trace_context import TraceContext
 
@@ -96,6 +98,9 @@ class RouterService:
         self._created_s = clock.wall_ms() // 1000
         self._served: list[ServedModel] = []
         self._served_version = -1
+        self._forwarded: frozenset[str] = frozenset()
+        """Models whose requests are forwarded."""
+        self._forwarded_version = -1
         self._troubled = False
         self._loop: asyncio.AbstractEventLoop | None = None
         """That of this router, once it has started."""
@@ -176,7 +181,7 @@ class RouterService:
                 path = chooser.path_now(request, block_size)
             else:
                 path = await chooser.path(request, block_size)
-            delivery = TokenDelivery(request.request_id, self.tracker.on_client_left, self._loop)
+            delivery: TokenDelivery = self._delivery_of(request)
             if request.task is None:
                 request.turn = chooser.naming.turn_of(request, path, block_size)
             machine = RequestMachine(request, delivery, self._settings.migration_limit)
@@ -192,6 +197,12 @@ class RouterService:
             self.tracker.end(routed, LegEvent.CLIENT_LEFT)
             raise
         return delivery
+
+    def _delivery_of(self, request: InferenceRequest) -> TokenDelivery:
+        carrier, on_client_left = request.carrier, self.tracker.on_client_left
+        if carrier is not None:
+            return CarriedDelivery(request.request_id, on_client_left, carrier.ended)
+        return TokenDelivery(request.request_id, on_client_left, self._loop)
 
     def _wait_cause(self, routed: LocalRequest) -> WaitCause | None:
         """Place a new request, or return why it waits. Raises ``Refused``."""
@@ -264,14 +275,21 @@ class RouterService:
             tell_decision(trace.add("choose", began_ms), decision)
         if has_prompt and machine.request.session.keep_ms:
             self.chooser.naming.placed(machine.request, self.projection.fleet.workers[decision.worker].card)
-        dispatch = self.tracker.send(
-            routed,
-            self.links.to_worker(decision.worker),
-            decision.worker,
-            leg.stage,
-            decision.overlap_tokens,
-            expected_prefill_tokens,
-        )
+        dispatch: Dispatch | None
+        if machine.request.carrier is not None:
+            endpoint = self.projection.fleet.workers[decision.worker].card.request_endpoint
+            dispatch = self.tracker.carry(
+                routed, machine.request.carrier, decision.worker, endpoint, decision.overlap_tokens
+            )
+        else:
+            dispatch = self.tracker.send(
+                routed,
+                self.links.to_worker(decision.worker),
+                decision.worker,
+                leg.stage,
+                decision.overlap_tokens,
+                expected_prefill_tokens,
+            )
         if dispatch is None:
             return False
         machine.delivery.decision_reason = chosen.reason()
@@ -352,6 +370,45 @@ class RouterService:
             self._served_version = fleet.version
         return self._served
 
+    # -- engine servers --------------------------------------------------------------------------------------------
+
+    def forwards(self, model: str) -> bool:
+        """Return whether requests for a model go to engine servers as their clients wrote them; with an empty name,
+        whether those of any model do."""
+        fleet = self.projection.fleet
+        if self._forwarded_version != fleet.version:
+            self._forwarded_version = fleet.version
+            self._forwarded = frozenset(
+                name
+                for name, workers in fleet.models().items()
+                if all(worker.card.server_url and worker.card.role is Role.AGGREGATED for worker in workers)
+            )
+        return model in self._forwarded if model else bool(self._forwarded)
+
+    def place_of(self, worker: WorkerKey) -> ServerPlace | None:
+        """Return a worker's server; ``None`` once it has left the pool."""
+        known = self.projection.fleet.workers.get(worker)
+        return None if known is None else _place(known)
+
+    def places(self, model: str) -> Sequence[ServerPlace]:
+        """Return the servers of a model, of all models for an empty name, the least busy first; each server once."""
+        fleet, ledger, index = self.projection.fleet, self.projection.ledger, self.projection.index
+        workers = fleet.models().get(model, ()) if model else fleet.workers.values()
+        found: dict[str, tuple[bool, float, Worker]] = {}
+        for worker in workers:
+            url = worker.card.server_url
+            if not url:
+                continue
+            slot = index.slot(worker.key)
+            ledger.ensure_slot(slot)
+            rank = worker.draining or worker.key in self._full.at(self._clock.monotonic_ms()), float(ledger.requests[slot])
+            if url not in found or rank < found[url][:2]:
+                found[url] = (*rank, worker)
+        return [_place(worker) for _, _, worker in sorted(found.values(), key=lambda each: each[:2])]
+
+    def on_carried(self, request_id: str, delta: TokenDelta) -> None:
+        self.tracker.on_carried(request_id, delta)
+
     @property
     def unreachable(self) -> Mapping[WorkerKey, str]:
         """Return the workers that the pool knows and this router cannot talk to, and why."""
@@ -373,3 +430,8 @@ class RouterService:
 
     def counts(self) -> tuple[int, int]:
         return len(self.tracker.requests), len(self.queue)
+
+
+def _place(worker: Worker) -> ServerPlace:
+    card = worker.card
+    return ServerPlace(worker.key, card.server_url, card.server_kind, card.server_version, card.dp_size)

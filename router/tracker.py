@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from poolgrid.inference import Carrier, InferenceRequest
 from poolgrid.process.clock import Clock
 from poolgrid.process.instruments import Counter
 from poolgrid.router.core.decision import Decision, DecisionLog
@@ -22,12 +23,13 @@ from poolgrid.router.fleet_links import FleetLinks
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.placement import LocalRequest, Placement
 from poolgrid.router.session_naming import SessionNaming
-from poolgrid.serving.admission_queue import FullWorkers
+from poolgrid.serving.admission_queue import FULL, FullWorkers
 from poolgrid.serving.legs import AvoidWorker, Dispatch, EndRequest, WorkerFull, WorkerOvercommitted, WorkerReported
 from poolgrid.serving.prompt_paths import ReuseSketch
 from poolgrid.serving.request_tracker import Placer, RequestTracker
 from poolgrid.wire.hashing import TOKEN_BYTES
 from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey, dispatch_of
+from poolgrid.wire.requests import ForwardBegan, ForwardEnded
 from poolgrid.wire.trace_context import TraceContext
 
 if TYPE_CHECKING:
@@ -91,6 +93,15 @@ class RouterTracker(RequestTracker[LocalRequest]):
             metrics.decisions_behind.inc()
         if leg.stage is not Stage.ENCODE and decision.attempt == plan.encode_legs:
             self._count_prompt(decision, routed.path)
+        if plan.request.carrier is not None and plan.current is not None:
+            self._report_forward(plan.request, decision, plan.current)
+
+    def _report_forward(self, request: InferenceRequest, decision: Decision, dispatch: Dispatch) -> None:
+        """Report to the worker what went past it to its server: its events show other routers the load."""
+        link = self._links.get(dispatch.endpoint)
+        if link is not None:
+            isl, rank = decision.request.isl, dispatch.worker.dp_rank
+            link.forward_began(ForwardBegan(dispatch.id, rank, isl, decision.overlap_tokens, request.turn))
 
     def reserved(self, decision: Decision, path: Sequence[int]) -> None:
         """Keep and count what was chosen for a global router."""
@@ -124,7 +135,8 @@ class RouterTracker(RequestTracker[LocalRequest]):
             return
         decision.realised_cached_tokens = cached_tokens
         request = decision.request
-        if request.stage in PROMPT_STAGES and request.isl:
+        # Nothing was promised of a prompt whose tokens are not known.
+        if request.stage in PROMPT_STAGES and request.isl and not request.by_text:
             metrics = self._metrics
             error = cached_tokens - decision.overlap_tokens
             if error > 0:
@@ -155,6 +167,10 @@ class RouterTracker(RequestTracker[LocalRequest]):
     def reported(self, routed: LocalRequest, report: WorkerReported) -> None:
         """Take note of how much of the prompt a leg's worker reused: at its first output, or at its end."""
         machine, delta, dispatch = routed.machine, report.delta, report.dispatch
+        carrier = machine.request.carrier
+        if carrier is not None:
+            self._carried(routed, carrier, report)
+            return
         # The worker's own events come some milliseconds later: too late for requests that wait for a step, or that ask
         # at once about the same prompt again.
         is_held = report.first and len(machine.request.token_ids) >= TOKEN_BYTES * TOKENS_MIN
@@ -169,18 +185,45 @@ class RouterTracker(RequestTracker[LocalRequest]):
             if dispatch.number == machine.plan.encode_legs + machine.stale_loads:
                 self._metrics.overlap_realised_tokens.value += delta.cached_tokens
 
+    def _carried(self, routed: LocalRequest, carrier: Carrier, report: WorkerReported) -> None:
+        """Take note of what passed by of an engine server's answer."""
+        machine, delta, dispatch = routed.machine, report.delta, report.dispatch
+        request = machine.request
+        if delta.token_ids:
+            first_ms = self._clock.monotonic_ms() if carrier.is_streamed else 0.0
+            is_held = not request.by_text and len(request.token_ids) >= TOKEN_BYTES * TOKENS_MIN
+            computed = self._state.note_prompt(PromptComputed(dispatch.worker, dispatch.id, is_held, first_ms))
+            if computed and self._plans:
+                self._placer.room_changed(soon=True)
+            if carrier.is_streamed and (link := self._links.get(dispatch.endpoint)) is not None:
+                link.forward_computed(dispatch.id)
+        if delta.cached_tokens is not None:
+            decision = self.decisions.of_dispatch(dispatch.id)
+            if decision is not None:
+                self._realised(decision, delta.cached_tokens)
+            if dispatch.number == 0:
+                self._metrics.overlap_realised_tokens.value += delta.cached_tokens
+
     def release(self, routed: LocalRequest, dispatch: Dispatch) -> None:
         self._state.release(Released(dispatch.worker, dispatch.id))
+        carrier = routed.machine.request.carrier
+        if carrier is not None and (link := self._links.get(dispatch.endpoint)) is not None:
+            cached = None if routed.machine.request.by_text else carrier.cached_tokens
+            link.forward_ended(ForwardEnded(dispatch.id, dispatch.worker.dp_rank, carrier.finish_reason, cached))
 
     def avoid(self, routed: LocalRequest, avoid: AvoidWorker) -> None:
         worker = avoid.dispatch.worker
-        (routed.unable if avoid.for_good else routed.tried)[worker] = avoid.why
+        # A client's own bytes are never sent twice to one server.
+        for_good = avoid.for_good or routed.machine.request.carrier is not None
+        (routed.unable if for_good else routed.tried)[worker] = avoid.why
         if avoid.for_good:
             # What one rank cannot do, no rank of that engine can.
             ranks = (key for key in self._state.projection.fleet.workers if key.worker_id == worker.worker_id)
             routed.unable.update(dict.fromkeys(ranks, avoid.why))
 
     def worker_full(self, routed: LocalRequest, full: WorkerFull) -> None:
+        if routed.machine.request.carrier is not None:
+            routed.unable[full.dispatch.worker] = FULL
         self._full.note(full.dispatch.worker, full.retry_after_ms)
 
     def overcommitted(self, routed: LocalRequest, effect: WorkerOvercommitted) -> None:

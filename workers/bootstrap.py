@@ -221,6 +221,7 @@ async def serve_worker(
             engine.kv,
             engine.embeddings,
             open_tracing(opened, settings, clock, "poolgrid-worker", settings.worker_id),
+            engine.forward_books,
         )
         api.show(service)
         for dp_rank in range(engine.engine.dp_size):

@@ -50,6 +50,7 @@ from poolgrid.wire.requests import (
     Cancel,
     FetchKv,
     FinishReason,
+    Forwarded,
     Generate,
     Ping,
     Pong,
@@ -71,7 +72,7 @@ from poolgrid.workers.core.refusal import (
     UnknownModelError,
 )
 from poolgrid.workers.endings import Ending, Endings, WorkerDrain, cancelled_delta, refused_delta
-from poolgrid.workers.engines.protocol import Engine, EngineReport
+from poolgrid.workers.engines.protocol import Engine, EngineReport, ForwardBooks
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.peers import Peers
 from poolgrid.workers.publisher import EventPublisher, Membership
@@ -163,6 +164,9 @@ class LegTraces:
 
 log = logging.getLogger(__name__)
 
+FINISH_REASONS = frozenset(FinishReason)
+"""Labels of metrics: what a router reports of a forwarded request may be anything."""
+
 PROMPT_STAGES = (Stage.WHOLE, Stage.PREFILL)
 """Stages in which a prompt is computed."""
 
@@ -201,7 +205,9 @@ class WorkerService:
         kv: KvExchange | None = None,
         embeddings: EmbeddingExchange | None = None,
         tracing: Tracing | None = None,
+        forward_books: ForwardBooks | None = None,
     ) -> None:
+        """``forward_books`` is for engines whose servers get clients' requests from routers."""
         self._worker_id = worker_id
         self._membership = Membership(epoch)
         self.card = card
@@ -224,6 +230,9 @@ class WorkerService:
         )
         self._kept: set[str] = set()
         """Prefill legs that have had their last delta and whose KV is kept."""
+        self._forward_books = forward_books
+        self._forwards: set[str] = set()
+        """Requests that routers sent straight to the engine's server."""
         self._turns: dict[int, list[AnyEvent]] = {}
         """Turns that began and are not published yet, by rank: they go with the engine's next step, which is soon."""
         self._endings = Endings()
@@ -349,7 +358,7 @@ class WorkerService:
 
     def _refuse_all(self, reason: str, kind: RefusalKind) -> None:
         """Tell every peer that its requests continue elsewhere, without the engine."""
-        self._peers.refuse_all(reason, kind, self._kept)
+        self._peers.refuse_all(reason, kind, self._kept | self._forwards)
 
     def _on_health(self) -> None:
         if self._engine.is_silent:
@@ -394,6 +403,8 @@ class WorkerService:
                 self._peers.send(peer_id, codec.from_worker.encode(self._transfers.offer(message.transfer_id)))
             case DrainOrder():
                 self.drain(message.timeout_ms)
+            case Forwarded():
+                self._forwarded(peer_id, message)
             case _:
                 self._transfers.release(message.transfer_id)
 
@@ -438,6 +449,39 @@ class WorkerService:
         self._peers.add(peer_id, request.request_id)
         self._empty.clear()
 
+    def _forwarded(self, peer_id: bytes, message: Forwarded) -> None:
+        """Book requests that a router sent straight to the engine's server. They belong to it as others do: when it
+        falls silent they are taken to be over."""
+        books, owners = self._forward_books, self._peers.owners
+        if books is None:
+            return
+        for began in message.began:
+            if began.request_id in owners or began.dp_rank >= self._engine.dp_size:
+                continue
+            self._peers.add(peer_id, began.request_id)
+            self._forwards.add(began.request_id)
+            if began.turn is not None:
+                turns = self._turns.setdefault(began.dp_rank, [])
+                turns.append(TurnBegan(began.request_id, began.isl, began.turn))
+            books.began(began)
+            self._metrics.requests.inc()
+        for request_id in message.computed:
+            if request_id in self._forwards and owners.get(request_id) == peer_id:
+                books.computed(request_id)
+        for ended in message.ended:
+            if ended.request_id in self._forwards and owners.get(ended.request_id) == peer_id:
+                self._end_forward(ended.request_id, ended.reason, ended.cached_tokens)
+        if owners:
+            self._empty.clear()
+        else:
+            self._note_if_empty()
+
+    def _end_forward(self, request_id: str, reason: str, cached_tokens: int | None) -> None:
+        assert self._forward_books is not None, "it was booked"
+        self._forward_books.ended(request_id, reason, cached_tokens)
+        self._metrics.finished.labels(reason if reason in FINISH_REASONS else FinishReason.ERROR).inc()
+        self._forget(request_id)
+
     def _check(self, peer_id: bytes, request: Generate) -> None:
         _check_stage(self._worker_id, self.card, request.stage)
         if self._drain.is_on:
@@ -465,6 +509,9 @@ class WorkerService:
 
     def _on_peer_gone(self, request_id: str) -> bool:
         """Cancel a request that is not waited for; return whether its peer has not heard of an end yet."""
+        if request_id in self._forwards:
+            self._end_forward(request_id, FinishReason.CANCELLED, None)
+            return False
         is_unheard = request_id not in self._kept
         self._end_here(request_id)
         return is_unheard
@@ -595,6 +642,7 @@ class WorkerService:
             self._traces.end(request_id, "cancelled")  # unless its last delta has ended it
         self._endings.pop(request_id, None)
         self._kept.discard(request_id)
+        self._forwards.discard(request_id)
 
 
 def _check_crowding(worker_id: str, books: BookedPrefill, expected: int) -> None:

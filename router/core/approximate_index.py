@@ -153,6 +153,10 @@ class ApproximateIndex(Observer):
     def on_snapshot(self, workers: Collection[WorkerKey], is_open: IsOpen) -> None:
         self.forget_all()
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._chunks
+
     def forget_all(self) -> None:
         """Forget all choices; the index has been emptied by its owner."""
         self._renewed_ms.clear()

@@ -106,6 +106,8 @@ class PromptComputed(msgspec.Struct, frozen=True, gc=False):
     dispatch_id: str
     is_held: bool = False
     """Its worker counts as holding the prompt's blocks, until the worker's own events report what it holds."""
+    first_token_ms: float = 0.0
+    """When the first token passed this router, which observers learn from; 0 = the worker reports that itself."""
 
 
 class Released(msgspec.Struct, frozen=True, gc=False):

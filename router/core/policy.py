@@ -129,6 +129,11 @@ class RoutingRequest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The session that it forked from; empty where it did not, or that is not known."""
     is_later: bool | None = None
     """Whether its prompt continues an earlier turn, which one of the workers has computed; ``None`` = not known."""
+    is_forwarded: bool = False
+    """Whether the client's own bytes go to an engine server, which judges the length of the prompt itself."""
+    by_text: bool = False
+    """Whether ``path`` is made of the prompt's text, because its tokens are not known: no event names such blocks, so
+    the router's own choices stand in for the index."""
 
     @property
     def drawn_by(self) -> str:

@@ -245,8 +245,12 @@ class Projection:
 
     def _prefilled(self, key: WorkerKey, record: JournalRecord, event: PrefillCompleted, now_ms: float) -> None:
         self.ledger.prefill_completed(key, event.request_id)
+        self.first_token(key, event.request_id, now_ms)
+
+    def first_token(self, key: WorkerKey, request_id: str, now_ms: float) -> None:
+        """Have observers learn when a first token came, as its worker or this router saw it."""
         for observer in self.observers:
-            observer.on_first_token(key, event.request_id, now_ms)
+            observer.on_first_token(key, request_id, now_ms)
 
     def _progressed(self, key: WorkerKey, record: JournalRecord, event: RequestProgressed, now_ms: float) -> None:
         self.ledger.progressed(key, event.request_id, event.active_blocks)

@@ -102,7 +102,9 @@ class RouterState:
         is_news = self.projection.ledger.prompt_seen(given.worker, given.dispatch_id)
         if given.is_held and self.projection.trust.prompt_computed(given.worker, given.dispatch_id):
             is_news = True
-        if is_news and self.log is not None:
+        if given.first_token_ms:
+            self.projection.first_token(given.worker, given.dispatch_id, given.first_token_ms)
+        if (is_news or given.first_token_ms) and self.log is not None:
             self.log.note(given)
         return is_news
 

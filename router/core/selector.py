@@ -308,9 +308,12 @@ class Selector:
         slot = projection.index.slot(worker)
         projection.ledger.reserve(worker, slot, dispatch_id, uncached, blocks, now_ms, lease_ms)
         if has_prompt and projection.follows_blocks:
-            is_known = self.policy.needs_overlap and worker not in decision.untrusted
-            held = decision.overlap_blocks if is_known else None
-            projection.trust.chosen(worker, dispatch_id, path, request.block_size, now_ms, held)
+            if request.by_text:
+                projection.trust.predictions.record(worker, path, now_ms)
+            else:
+                is_known = self.policy.needs_overlap and worker not in decision.untrusted
+                held = decision.overlap_blocks if is_known else None
+                projection.trust.chosen(worker, dispatch_id, path, request.block_size, now_ms, held)
         card = projection.fleet.workers[worker].card
         for observer in projection.observers:
             observer.on_chosen(decision, card, dispatch_id, path, now_ms)

@@ -72,13 +72,13 @@ class WorkerGroup:
         few = self.few
         if (
             few is not None
-            and request.isl < few.max_sequence_length
+            and (request.is_forwarded or request.isl < few.max_sequence_length)
             and not request.media_kinds
             and (not unavailable or self.row_of_worker.keys().isdisjoint(unavailable))
             and not any(map(ge, ledger.requests_of_few(few.pick), few.limits))
         ):
             return self.all_rows, self.draining
-        short = self.max_sequence_length <= request.isl
+        short = self.max_sequence_length <= (0 if request.is_forwarded else request.isl)
         out = (ledger.requests[self.slots] >= self.limits) | short
         filtered = dict(self.draining)
         for worker, why in unavailable.items():
@@ -172,7 +172,10 @@ def overlap_columns(
         columns = [0.0] * size, [0.0] * size, [0.0] * size
     else:
         columns = np.zeros(size), np.zeros(size), np.zeros(size)
-    if path:
+    if path and request.by_text and projection.follows_blocks:
+        for row, worker in enumerate(group.workers):
+            _set(columns, row, projection.trust.predicted(worker, path, now_ms).device)
+    elif path:
         index = projection.index
         if index.groups.reported:
             found, computed = _resumed(projection, group, path, (request.isl - 1) // request.block_size)

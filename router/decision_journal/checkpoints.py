@@ -80,7 +80,7 @@ def draft_of(state: RouterState, now_ms: float, time_ms: int) -> Draft:
     projection, policy = state.projection, state.selector.policy
     trust = projection.trust
     beliefs: Beliefs | None = None
-    if trust.untrusted or not projection.follows_blocks:
+    if trust.untrusted or not projection.follows_blocks or not trust.predictions.is_empty:
         beliefs = projection.predictions.beliefs()
     count: int | None = policy.checkpoint() if hasattr(policy, "checkpoint") else None
     return Draft(

@@ -56,7 +56,7 @@ DECISIONS = SegmentKind(
 COMPRESSION_LEVEL = 1
 """zlib's quickest: columns are mostly small integers as floats, which it shrinks to a fifth."""
 
-INPUTS_VERSION = 9
+INPUTS_VERSION = 10
 """Which inputs a router's state is made of, and what they mean: higher than what a reader knows, it cannot replay.
 
 A kind of input more, or one that does something else to the state, is a new version. An entry that no decision depends
@@ -287,6 +287,8 @@ class PrefillEnded(JournalEntry, frozen=True):
     dispatch_id: str
     is_held: bool = False
     """The worker counts as holding the prompt from now on."""
+    first_token_ms: float = 0.0
+    """When the first token passed the router, where it saw that itself."""
 
 
 class EntryReleased(JournalEntry, frozen=True):
@@ -526,7 +528,8 @@ class InputWriter:
             case Renewed():
                 return LeaseRenewed(self._named((item.worker,), out)[item.worker], item.dispatch_id, item.now_ms)
             case PromptComputed():
-                return PrefillEnded(self._named((item.worker,), out)[item.worker], item.dispatch_id, item.is_held)
+                number = self._named((item.worker,), out)[item.worker]
+                return PrefillEnded(number, item.dispatch_id, item.is_held, item.first_token_ms)
             case Released():
                 return EntryReleased(self._named((item.worker,), out)[item.worker], item.dispatch_id)
             case Expired():
@@ -609,7 +612,7 @@ class InputReader:
             case LeaseRenewed():
                 return Renewed(workers[entry.worker], entry.dispatch_id, entry.now_ms)
             case PrefillEnded():
-                return PromptComputed(workers[entry.worker], entry.dispatch_id, entry.is_held)
+                return PromptComputed(workers[entry.worker], entry.dispatch_id, entry.is_held, entry.first_token_ms)
             case EntryReleased():
                 return Released(workers[entry.worker], entry.dispatch_id)
             case ReservationsExpired():

@@ -31,7 +31,7 @@ from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import ONE_LEG_ROLES, WHOLE_ROLES
 from poolgrid.router.core.stream_health import TOKENS_MIN
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
-from poolgrid.router.endpoint_picker.prompt_reading import PromptReader, PromptReading
+from poolgrid.proxy.prompt_reading import PromptReader, PromptReading
 from poolgrid.router.service import RouterService
 from poolgrid.wire.identifiers import Role, WorkerKey, dispatch_id
 
@@ -227,7 +227,10 @@ class Picker:
     ) -> WorkerWanted:
         workers = self._router.projection.fleet.models().get(model, ())
         size = max(1, workers[0].card.block_size) if workers else 1
-        routing = RoutingRequest(request_id, model, reading.isl, size, -(-reading.isl // size))
+        by_text = reading.request is not None and reading.request.by_text
+        routing = RoutingRequest(
+            request_id, model, reading.isl, size, -(-reading.isl // size), is_forwarded=True, by_text=by_text
+        )
         return WorkerWanted(
             routing,
             path,
@@ -304,7 +307,7 @@ class Picker:
 
     def answer_began(self, booking: Booking) -> None:
         wanted = booking.wanted
-        is_held = wanted is not None and wanted.request.isl >= TOKENS_MIN
+        is_held = wanted is not None and not wanted.request.by_text and wanted.request.isl >= TOKENS_MIN
         if self._state.note_prompt(PromptComputed(booking.worker, booking.dispatch_id, is_held)):
             self._router.room_changed()
 

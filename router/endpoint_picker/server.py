@@ -28,7 +28,7 @@ from poolgrid.router.endpoint_picker import envoy_messages as envoy
 from poolgrid.router.endpoint_picker.exchange import PickerExchange, ProtocolError
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.endpoint_picker.picker import Booking, Picker
-from poolgrid.router.endpoint_picker.prompt_reading import PromptReader
+from poolgrid.proxy.prompt_reading import PromptReader
 from poolgrid.router.endpoint_picker.stream_table import StreamTable
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings

@@ -15,7 +15,7 @@ import msgspec
 from poolgrid.process.log_lines import Field, about
 from poolgrid.process.tracing.record import TraceRecord
 from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, Inability, MediaSpec
-from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.identifiers import Stage, WorkerKey
 from poolgrid.wire.multimodal import MultimodalInput
 from poolgrid.wire.requests import KvRetention, Sampling, TokenLogprobs
 from poolgrid.wire.sessions import SessionTurn
@@ -66,6 +66,29 @@ EVERYBODY: Final = CacheDomain("", "", WHOLE)
 NO_HINTS: Final[Mapping[str, Any]] = {}
 
 
+class Carrier(Protocol):
+    """Takes a request to engine servers itself, as its client wrote it, in place of the request plane."""
+
+    is_streamed: bool
+    """Whether the first byte of its answer shows when its first token came."""
+    finish_reason: str
+    """How the current dispatch ended, as ``poolgrid.wire.requests.FinishReason``."""
+    cached_tokens: int | None
+    """Prompt tokens that the server reported as reused."""
+
+    def send(self, dispatch_id: str, worker: WorkerKey) -> None:
+        """Send the request to a worker's server; what comes of it is reported later, never from within this call."""
+        ...
+
+    def withdraw(self, dispatch_id: str) -> None:
+        """Close the exchange of a dispatch whose answer is not wanted any more; one that is over is ignored."""
+        ...
+
+    def ended(self, last: StreamDelta) -> None:
+        """Take note that the request is over for its router."""
+        ...
+
+
 class InferenceRequest(msgspec.Struct, eq=False):
     """One sequence to generate, tokenized. A body with ``n`` choices becomes ``n`` of these.
 
@@ -106,6 +129,10 @@ class InferenceRequest(msgspec.Struct, eq=False):
     """The turn of a session that it is, once its router has looked."""
     trace: TraceRecord | None = None
     """What happens to the client's request, for one whose trace is kept; shared by all its sequences."""
+    carrier: Carrier | None = None
+    """What takes it to an engine server; ``None`` = it goes over the request plane."""
+    by_text: bool = False
+    """Whether ``token_ids`` are bytes of the prompt's text, whose tokens are not known: four stand for a token."""
 
     def named(self, **more: Field) -> dict[str, Any]:
         """Return the ``extra`` of a log line about this request, and what else the line is about."""

@@ -20,7 +20,7 @@ from poolgrid.router.endpoint_picker import envoy_messages as envoy
 from poolgrid.router.endpoint_picker.exchange import TAIL_BYTES, AnswerReader, PickerExchange, ProtocolError
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.endpoint_picker.picker import Picker
-from poolgrid.router.endpoint_picker.prompt_reading import PromptReader, PromptReading
+from poolgrid.proxy.prompt_reading import PromptReader, PromptReading
 from poolgrid.router.endpoint_picker.stream_table import StreamTable
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.router.service import RouterService

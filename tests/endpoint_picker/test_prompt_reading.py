@@ -15,7 +15,7 @@ from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.inference import InferenceRequest, ServedModel
-from poolgrid.router.endpoint_picker.prompt_reading import PromptReader, PromptReading
+from poolgrid.proxy.prompt_reading import PromptReader, PromptReading
 from tests.frontend.inference_requests import fields_of
 
 MODEL = PromptModel.load(TINY_MODEL_PATH, "tiny")

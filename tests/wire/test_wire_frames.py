@@ -83,6 +83,9 @@ from poolgrid.wire.requests import (
     Drain,
     FetchKv,
     FinishReason,
+    ForwardBegan,
+    Forwarded,
+    ForwardEnded,
     Generate,
     KvOffered,
     KvRetention,
@@ -168,6 +171,9 @@ FULL_CARD = WorkerCard(
     serving_endpoints=("10.0.0.7:8000",),
     inabilities=(("seed", "which it ignores"),),
     decodes_only=True,
+    server_url="http://10.0.0.7:8000",
+    server_kind="vllm",
+    server_version="0.33.0",
 )
 LOAD = LoadReported(3, 1, 4096, 700, 900, 1024, steps=12_345_678_901)
 
@@ -287,6 +293,11 @@ GOLDEN: dict[tuple[str, str], Any] = {
     ("to_worker", "cancel"): Cancel("r-1"),
     ("to_worker", "answer of a turn"): Cancel("r-1", (TurnAnswer("r-1", 0, "s-1", 120, 7),)),
     ("to_worker", "ping"): Ping(5),
+    ("to_worker", "forwarded"): Forwarded(
+        (ForwardBegan("r-1~a1", 1, 1200, 960, TURN), ForwardBegan("r-2", 0, 7, 0)),
+        ("r-1~a1",),
+        (ForwardEnded("r-0", 0, "stop", 64), ForwardEnded("r-2", 0, "cancelled")),
+    ),
     ("to_worker", "fetch kv"): FetchKv("7-12"),
     ("to_worker", "release kv"): ReleaseKv("7-12"),
     ("to_worker", "drain"): Drain(),

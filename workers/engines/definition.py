@@ -16,7 +16,7 @@ from poolgrid.process.clock import AwakeClock, Clock
 from poolgrid.process.settings import Settings
 from poolgrid.transport.planes import PlaneContext
 from poolgrid.wire.card import WorkerCard
-from poolgrid.workers.engines.protocol import Engine
+from poolgrid.workers.engines.protocol import Engine, ForwardBooks
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.settings import WorkerProcessSettings
 from poolgrid.workers.start_phases import StartPhases
@@ -59,6 +59,8 @@ class OpenedEngine:
     """The worker's part in taking embeddings from encode workers; ``None`` for an engine that takes none that way."""
     observe_card: Callable[[Callable[[WorkerCard], None]], None] | None = None
     """Calls a function for each new card, of an engine that may serve other names later."""
+    forward_books: ForwardBooks | None = None
+    """Books of the requests that routers send straight to its server; ``None`` for an engine without one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from poolgrid.wire.events import AnyEvent, BlocksStored, LoadReported
-from poolgrid.wire.requests import Generate, KvOffered, TokenDelta
+from poolgrid.wire.requests import ForwardBegan, Generate, KvOffered, TokenDelta
 from poolgrid.workers.core.cache_facts import RestatedEvent
 from poolgrid.workers.core.kv_fetches import KvArrival, KvWanted
 from poolgrid.workers.tensor_transfer.port import Tensor
@@ -105,6 +105,18 @@ class Engine(Protocol):
     def restate(self, dp_rank: int) -> Sequence[RestatedEvent]:
         """Return everything in a rank's cache, as reported up to now, parents before children."""
         ...
+
+
+class ForwardBooks(Protocol):
+    """Books of the requests that routers send straight to the engine's own server."""
+
+    def began(self, began: ForwardBegan) -> None: ...
+
+    def computed(self, request_id: str) -> None:
+        """Note that the prompt of a request is computed; one that is not known is ignored, here and below."""
+        ...
+
+    def ended(self, request_id: str, reason: str, cached_tokens: int | None) -> None: ...
 
 
 class EmbeddingTaker(Protocol):

@@ -77,6 +77,39 @@ def session_hint(job: PreparedRequest, headers: Mapping[bytes, bytes]) -> Sessio
     return SessionHint(name, parent, job.after_tool, job.answer, job.keep_ms)
 
 
+class _SessionContext(msgspec.Struct):
+    agent_context: Any = None
+    session_control: Any = None
+
+
+class _SessionMembers(msgspec.Struct):
+    """The members of any API's body that name its session."""
+
+    nvext: _SessionContext | None = None
+    conversation_params: Any = None
+    prompt_cache_key: Any = None
+    metadata: Any = None
+
+
+def hint_of_members(
+    values: Mapping[str, msgspec.Raw], headers: Mapping[bytes, bytes], after_tool: bool, answer: int
+) -> SessionHint:
+    """Return what a request says of its session whose body is not prepared; ``values`` are its members, unread."""
+    name = parent = ""
+    if not SESSION_HEADERS.isdisjoint(headers):
+        name, parent = _of_headers(headers)
+    if not name and not _SESSION_MEMBERS.isdisjoint(values):
+        try:
+            found = {key: msgspec.json.decode(values[key]) for key in _SESSION_MEMBERS.intersection(values)}
+            name, parent = _of_body(msgspec.convert(found, _SessionMembers))
+        except (msgspec.MsgspecError, RecursionError):
+            pass  # the server refuses it
+    return SessionHint(name, parent, after_tool, answer) if name or after_tool or answer else NO_HINT
+
+
+_SESSION_MEMBERS: Final = frozenset(_SessionMembers.__struct_fields__)
+
+
 def _of_headers(headers: Mapping[bytes, bytes]) -> tuple[str, str]:
     for name, parent in HEADERS:
         value = headers.get(name)

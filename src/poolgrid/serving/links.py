@@ -30,8 +30,20 @@ from poolgrid.serving.legs import LegEvent
 from poolgrid.transport.dealer import connect_dealer
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.limits import ANSWERS_TOGETHER_MAX
-from poolgrid.wire.requests import Cancel, Drain, FromWorker, Generate, Ping, Pong, TokenBatch, TokenDelta
+from poolgrid.wire.limits import ANSWERS_TOGETHER_MAX, FORWARDS_TOGETHER_MAX
+from poolgrid.wire.requests import (
+    Cancel,
+    Drain,
+    ForwardBegan,
+    Forwarded,
+    ForwardEnded,
+    FromWorker,
+    Generate,
+    Ping,
+    Pong,
+    TokenBatch,
+    TokenDelta,
+)
 from poolgrid.wire.sessions import TurnAnswer
 
 log: Final = logging.getLogger(__name__)
@@ -82,6 +94,11 @@ class WorkerLink:
         """Asking for it is a system call until Python 3.12."""
         self._answers: list[TurnAnswer] = []
         """That the worker is to be told of together."""
+        self._began: list[ForwardBegan] = []
+        self._computed: list[str] = []
+        self._ended: list[ForwardEnded] = []
+        """Of forwarded requests, not reported yet; the worker takes them in this order."""
+        self._reporting: asyncio.TimerHandle | None = None
         self._waiting: deque[Iterator[TokenDelta]] = deque()
         """What is left of a frame, and the frames after it: bounded by the tokens of the requests there."""
         self._nonce = 0
@@ -127,6 +144,34 @@ class WorkerLink:
         if answers and self.is_up:
             self._dealer.send(codec.to_worker.encode(Cancel(answers[0].request_id, tuple(answers))))
 
+    def forward_began(self, began: ForwardBegan) -> None:
+        """Have the worker soon book a request that went straight to its server; a link that is down loses it."""
+        self._began.append(began)
+        self._forwards_changed(len(self._began))
+
+    def forward_computed(self, request_id: str) -> None:
+        self._computed.append(request_id)
+        self._forwards_changed(len(self._computed))
+
+    def forward_ended(self, ended: ForwardEnded) -> None:
+        self._ended.append(ended)
+        self._forwards_changed(len(self._ended))
+
+    def _forwards_changed(self, waiting: int) -> None:
+        if waiting >= FORWARDS_TOGETHER_MAX:
+            self._report_forwards()
+        elif self._reporting is None:
+            self._reporting = self._loop.call_later(ANSWERS_TOGETHER_S, self._report_forwards)
+
+    def _report_forwards(self) -> None:
+        if self._reporting is not None:
+            self._reporting.cancel()
+            self._reporting = None
+        report = Forwarded(tuple(self._began), tuple(self._computed), tuple(self._ended))
+        self._began, self._computed, self._ended = [], [], []
+        if self.is_up:
+            self._dealer.send(codec.to_worker.encode(report))
+
     def drain(self, timeout_ms: int | None) -> bool:
         """Order the worker to drain, within ``timeout_ms`` or its own time; return False when it is unreachable."""
         return self.is_up and self._dealer.send(codec.to_worker.encode(Drain(timeout_ms)))
@@ -161,6 +206,8 @@ class WorkerLink:
         self.is_up = False
         self._waiting.clear()
         self._stop_trying()
+        if self._reporting is not None:
+            self._reporting.cancel()
         self._dealer.close()
 
     def on_frame(self, frame: bytes) -> None:

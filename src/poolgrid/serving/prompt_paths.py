@@ -247,7 +247,17 @@ def prompt_path(request: InferenceRequest, block_size: int, paths: TenantPaths) 
         known = known_tokens(media.items, len(token_ids) // TOKEN_BYTES)
         touched = media_hashes_of_blocks(media.items, block_size)
         token_ids = token_ids[: TOKEN_BYTES * known]
-    return paths.of(request).path(token_ids, block_size, hash_seed(request.lora_name, request.cache_salt), touched)
+    return paths.of(request).path(token_ids, block_size, seed_of(request), touched)
+
+
+TEXT_SEED: Final = "\0text"
+"""Added to the salt of prompts that are hashed by their text, which no salt of a client contains."""
+
+
+def seed_of(request: InferenceRequest) -> int:
+    """Return the seed of a request's block hashes."""
+    salt = request.cache_salt
+    return hash_seed(request.lora_name, salt + TEXT_SEED if request.by_text else salt)
 
 
 def media_hashes(request: InferenceRequest) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar, assert_never
 
 import msgspec
 
+from poolgrid.inference import Carrier
 from poolgrid.process.clock import Clock
 from poolgrid.process.tracing.record import SpanKind, TraceRecord
 from poolgrid.serving.legs import (
@@ -153,6 +154,25 @@ class RequestTracker(ABC, Generic[R]):
         self._leg_times.sent(routed.timer, dispatch.number, perf_counter())
         return dispatch
 
+    def carry(self, routed: R, carrier: Carrier, worker: WorkerKey, endpoint: str, overlap_tokens: int) -> Dispatch:
+        """Have a request's next leg carried to a worker's server; what comes of it is told to ``on_carried``."""
+        machine = routed.machine
+        trace = machine.request.trace
+        if trace is not None:
+            begin_leg(trace, machine, worker, Stage.WHOLE)
+        machine.begin(worker, endpoint, Stage.WHOLE, overlap_tokens)
+        dispatch = machine.plan.current
+        assert dispatch is not None, "a leg was begun"
+        carrier.send(dispatch.id, worker)
+        self._leg_times.sent(routed.timer, dispatch.number, perf_counter())
+        return dispatch
+
+    def on_carried(self, request_id: str, delta: TokenDelta) -> None:
+        """Take what a carrier reports of one of its dispatches."""
+        routed = self.requests.get(request_id)
+        if routed is not None:
+            self.carry_out(routed, routed.machine.on_delta(delta))
+
     def has_legs(self, endpoint: str) -> bool:
         return bool(self._on_link.get(endpoint))
 
@@ -262,6 +282,8 @@ class RequestTracker(ABC, Generic[R]):
                         del self.requests[request.request_id]
                         self.ended(routed, effect)
                     self._placer.ended(routed, was_placed)
+                case CancelLeg(dispatch) if request.carrier is not None:
+                    request.carrier.withdraw(dispatch.id)
                 case CancelLeg(dispatch):
                     link = self._links.get(dispatch.endpoint)
                     if link is not None and link.is_up:

@@ -118,3 +118,24 @@ class TokenDelivery:
     def finish(self, delta: StreamDelta) -> None:
         self.finished = True
         self.deliver(delta)
+
+
+class CarriedDelivery(TokenDelivery):
+    """Of a request whose answer does not come through its router: only that it has begun, and that it is over."""
+
+    def __init__(
+        self,
+        request_id: str,
+        on_cancel: Callable[[TokenDelivery], None],
+        on_end: Callable[[StreamDelta], None],
+    ) -> None:
+        super().__init__(request_id, on_cancel)
+        self._on_end = on_end
+
+    def append(self, tokens: bytes) -> None:
+        self.output += tokens
+
+    def deliver(self, delta: StreamDelta) -> None:
+        self.output += delta.token_ids
+        if self.finished:
+            self._on_end(delta)

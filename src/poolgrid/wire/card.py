@@ -247,6 +247,13 @@ class WorkerCard(msgspec.Struct, array_like=True, frozen=True):
     """What requests may ask for and the engine cannot do, whatever the worker."""
     decodes_only: bool = False
     """Of a decode worker: its engine continues what prefill workers began, and takes no whole request."""
+    server_url: Identifier = ""
+    """URL of the engine's own HTTP server, to which routers forward clients' requests as they are; empty = requests
+    come over the request plane."""
+    server_kind: Identifier = ""
+    """What that server is: ``vllm``, ``sglang``, ``trtllm-serve`` or ``openai``."""
+    server_version: Identifier = ""
+    """Its version as it reports it; empty = not known."""
 
 
 SHOWN_CHARS = 60
@@ -325,6 +332,12 @@ def card_problem(card: WorkerCard) -> str | None:
     if problem is not None:
         return (
             f"the card's http_endpoint is {card.http_endpoint[:SHOWN_CHARS_MAX]!r}, which {problem}; "
+            "allowed are http://host:port and https://host:port"
+        )
+    problem = http_url_problem(card.server_url) if card.server_url else None
+    if problem is not None:
+        return (
+            f"the card's server_url is {card.server_url[:SHOWN_CHARS_MAX]!r}, which {problem}; "
             "allowed are http://host:port and https://host:port"
         )
     return _serving_problem(card)

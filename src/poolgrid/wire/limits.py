@@ -172,6 +172,9 @@ SESSION_TAILS_MAX = 4
 ANSWERS_TOGETHER_MAX = 256
 """Answers of turns that one message tells a worker."""
 
+FORWARDS_TOGETHER_MAX = 1024
+"""Forwarded requests of each kind that one message reports."""
+
 U64_MAX = 2**64 - 1
 """Hashes, epochs, sequence numbers and offsets are unsigned 64-bit."""
 

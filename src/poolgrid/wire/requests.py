@@ -17,6 +17,7 @@ from poolgrid.wire.limits import (
     ANSWERS_TOGETHER_MAX,
     BAD_TOKENS_MAX,
     DRAIN_TIMEOUT_MS_MAX,
+    FORWARDS_TOGETHER_MAX,
     GUIDE_BYTES_MAX,
     GUIDE_CHOICES_MAX,
     LOGITS_ARGUMENT_BYTES_MAX,
@@ -226,7 +227,42 @@ class Drain(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
     """How long running requests may take to finish; ``None`` = the worker's own setting."""
 
 
-ToWorker = Generate | Cancel | Ping | FetchKv | ReleaseKv | Drain
+class ForwardBegan(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A router has sent a request straight to the worker's engine server."""
+
+    request_id: Identifier
+    dp_rank: U32
+    isl: U32
+    """Prompt tokens, as far as the router knows them."""
+    overlap_tokens: U32
+    """Prompt tokens that the router expects to be reused."""
+    turn: SessionTurn | None = None
+
+
+class ForwardEnded(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Such a request is over."""
+
+    request_id: Identifier
+    dp_rank: U32
+    reason: Text
+    """As in ``poolgrid.wire.events.RequestFinished``."""
+    cached_tokens: U32 | None = None
+    """Prompt tokens that the server reported as reused; ``None`` = it reported nothing."""
+
+
+class Forwarded(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
+    """What a router sent straight to the worker's engine server, and what came of it, for the pool's journal.
+
+    Needs no answer. Requests of a router that goes silent for its lease are taken to be over.
+    """
+
+    began: Annotated[tuple[ForwardBegan, ...], Meta(max_length=FORWARDS_TOGETHER_MAX)] = ()
+    computed: Annotated[tuple[Identifier, ...], Meta(max_length=FORWARDS_TOGETHER_MAX)] = ()
+    """Those whose first token passed the router."""
+    ended: Annotated[tuple[ForwardEnded, ...], Meta(max_length=FORWARDS_TOGETHER_MAX)] = ()
+
+
+ToWorker = Generate | Cancel | Ping | FetchKv | ReleaseKv | Drain | Forwarded
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -48,6 +48,7 @@ from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.engines.server.cache_events import CacheEvents
 from poolgrid.workers.engines.server.core.calls import Failure, ServerAnswerPiece, ServerDialect, ServerRoom
 from poolgrid.workers.engines.server.core.openai_words import refusal_of, retry_after_ms
+from poolgrid.workers.engines.server.forward_books import ServerForwardBooks
 from poolgrid.workers.engines.server.health import ServerHealth
 from poolgrid.workers.engines.server.request_ledger import RequestLedger, ServerRequest
 from poolgrid.workers.engines.server.server_client import AnswerStream, ServerClient
@@ -138,6 +139,7 @@ class ServerEngine:
             self._on_lost_report,
         )
         self._report = self._books.report
+        self.forward_books = ServerForwardBooks(self._books.loads, self._report)
         self._health = ServerHealth(
             client,
             confirm,

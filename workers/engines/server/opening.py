@@ -130,7 +130,7 @@ async def _asked(
         try:
             card = make_card(settings, facts, kind, around.request_port, around.http_port, server is not None)
             served = _ServedNames(card)
-            yield OpenedEngine(engine, card, observe_card=served.observe)
+            yield OpenedEngine(engine, card, observe_card=served.observe, forward_books=engine.forward_books)
         finally:
             await engine.close()
     finally:
@@ -252,6 +252,9 @@ def make_card(
         # How many tokens an image becomes is not said: a router compares the blocks before the first one.
         media=MediaSpec((MediaKind.IMAGE,), settings.image_placeholder) if settings.image_placeholder else MediaSpec(),
         engine=f"{kind.title} {facts.version}".strip(),
+        server_url=_server_url(settings, started),
+        server_kind=kind.name,
+        server_version=facts.version,
         serving_endpoints=_serving(settings, started),
         step_times=settings.step_times(),
     )
@@ -268,6 +271,19 @@ def _serving(settings: EngineServerSettings, started: bool) -> tuple[str, ...]:
     host = settings.advertised_host if is_loopback(target.host) else target.host
     endpoint = f"[{host}]:{target.port}" if ":" in host and not host.startswith("[") else f"{host}:{target.port}"
     return () if ip_endpoint_problem(endpoint) else (endpoint,)
+
+
+def _server_url(settings: EngineServerSettings, started: bool) -> str:
+    """Return where routers reach the server: on loopback only where this worker's own address is. Empty for a server
+    that the worker ``started`` on loopback, and whose routers may be elsewhere."""
+    target = HttpTarget(settings.server_url)
+    if not is_loopback(target.host) or is_loopback(settings.advertised_host):
+        return target.url
+    if started:
+        return ""
+    host = settings.advertised_host
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return f"{'https' if target.secure else 'http'}://{host}:{target.port}{target.path}"
 
 
 def _limits(settings: EngineServerSettings) -> ServerLimits:

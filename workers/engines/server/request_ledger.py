@@ -90,18 +90,18 @@ class RequestLedger:
         self._timeout_ms = progress_timeout_ms
         self._tells_reuse_first = tells_reuse_first
         self._cached_blocks = cached_blocks
-        self._loads = [RankLoad(block_size) for _ in range(dp_size)]
-        for load in self._loads:
+        self.loads = [RankLoad(block_size) for _ in range(dp_size)]
+        for load in self.loads:
             load.assume_total_blocks(total_blocks)
         self._progress = [ProgressMonitor(progress_timeout_ms) for _ in range(dp_size)]
         self._cache_ms = [0.0] * dp_size
         """When the last cache event of each rank came."""
 
     def load(self, dp_rank: int) -> LoadReported:
-        return self._loads[dp_rank].report(self._cached_blocks(dp_rank))
+        return self.loads[dp_rank].report(self._cached_blocks(dp_rank))
 
     def enter(self, active: ServerRequest, now_ms: float) -> None:
-        self._loads[active.rank].entered(active.request_id, active.prompt_tokens, computes=not active.transfers)
+        self.loads[active.rank].entered(active.request_id, active.prompt_tokens, computes=not active.transfers)
         self._progress[active.rank].entered(active.request_id, active.transfers, now_ms)
 
     def grow(
@@ -137,7 +137,7 @@ class RequestLedger:
         request_id = active.request_id
         active.taken += fresh
         self._progress[active.rank].moved(request_id, now_ms)
-        began, blocks = self._loads[active.rank].grew(request_id, active.prompt_tokens + max(1, active.taken))
+        began, blocks = self.loads[active.rank].grew(request_id, active.prompt_tokens + max(1, active.taken))
         events = self.report.rank(active.rank)
         if began:
             known = active.cached_tokens
@@ -180,10 +180,10 @@ class RequestLedger:
                 )
             self.report.pending.deltas.append(delta)
         if reason is PREFILLED:
-            self._loads[active.rank].keep(request_id)
+            self.loads[active.rank].keep(request_id)
             self.report.rank(active.rank)
             return
-        self._loads[active.rank].left(request_id)
+        self.loads[active.rank].left(request_id)
         # An estimate stood in for it at the beginning.
         later = None if piece is None or self._tells_reuse_first else active.cached_tokens
         self.report.rank(active.rank).append(RequestFinished(request_id, reason, later))
@@ -191,7 +191,7 @@ class RequestLedger:
     def release(self, active: ServerRequest, reason: FinishReason) -> None:
         """Take a prefilled request off the books."""
         request_id = active.request_id
-        self._loads[active.rank].left(request_id)
+        self.loads[active.rank].left(request_id)
         self.report.pending.released.append(request_id)
         self.report.pending.expired += reason is FinishReason.EXPIRED
         self.report.rank(active.rank).append(RequestFinished(request_id, reason, active.cached_tokens))

@@ -6,7 +6,7 @@ forgetting it. Without ``--api-keys`` there is no gate, and nothing here costs a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
@@ -91,8 +91,12 @@ class GateKeys(NamedTuple):
 class AccessGate:
     """ASGI middleware: authenticates, counts requests in and out, and puts the ``Caller`` into the scope."""
 
-    def __init__(self, app: ASGIApp, keys: GateKeys) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: GateKeys, classify: Callable[[str, bool], PathClass] = path_class
+    ) -> None:
+        """``classify`` returns who may ask for a path, given that and whether metrics need a key."""
         self._app = app
+        self._classify = classify
         self._keys, self._metrics, self._clock, self._metrics_need_key, self._request_ids = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,7 +106,7 @@ class AccessGate:
             await self._app(scope, receive, send)
             return
         tenants = self._keys.tenants()
-        needed = path_class(scope["path"], self._metrics_need_key)
+        needed = self._classify(scope["path"], self._metrics_need_key)
         if needed is PathClass.OPEN:
             await self._app(scope, receive, send)
             return
@@ -115,7 +119,7 @@ class AccessGate:
                     "operator_only",
                     f"{scope['path']} needs an operator's key; tenant {caller.tenant} is none (operator: true)",
                 )
-            counted = needed is PathClass.TENANT and scope["method"] == "POST"
+            counted = needed is PathClass.TENANT and (scope["method"] == "POST" or is_upgrade(scope))
             if counted:
                 caller.begin(self._clock.monotonic_ms())
         except Refused as refusal:
@@ -155,6 +159,11 @@ class AccessGate:
         await send({"type": "http.response.start", "status": error.status, "headers": headers})
         sent = body if scope["method"] != "HEAD" else b""
         await send({"type": "http.response.body", "body": sent, "more_body": False})
+
+
+def is_upgrade(scope: Scope) -> bool:
+    """Return whether a request asks for another protocol, and so for a connection as long as its client likes."""
+    return any(name == b"upgrade" for name, _ in scope["headers"])
 
 
 def caller_of(scope: Scope) -> Caller | None:

@@ -231,10 +231,15 @@ class Caller:
 
         Takes ``prompt_tokens`` from the token rate. Raises ``Refused`` (403, 429).
         """
+        self.admit_using(_features(requests[0]) if self._rules.features is not None else (), requests, prompt_tokens, now_ms)
+
+    def admit_using(
+        self, features: Iterable[str], requests: Sequence[InferenceRequest], prompt_tokens: int, now_ms: float
+    ) -> None:
+        """Do the same for requests that use some of ``FEATURES``, as their body shows."""
         rules = self._rules
-        if rules.features is not None:
-            for feature in _features(requests[0]):
-                self.check_feature(feature)
+        for feature in features:
+            self.check_feature(feature)
         wait_s = self.account.meter.take_tokens(rules, prompt_tokens, now_ms)
         if wait_s > 0:
             raise Refused(
@@ -265,6 +270,10 @@ class Caller:
     def generated(self, output_tokens: int) -> None:
         """Note output tokens; they are charged at the end."""
         self._output_tokens += output_tokens
+
+    @property
+    def priority_max(self) -> int:
+        return self._rules.priority_max
 
     @property
     def used(self) -> tuple[int, int]:
@@ -379,6 +388,10 @@ class CacheDomains:
             job.domain = CacheDomain("", salt, WHOLE) if salt else EVERYBODY
         else:
             job.own_salt = self._salt(headers, job.client_salt)
+
+    def salt_of(self, headers: Headers, client_salt: str) -> str:
+        """Return the salt for a request without an API key, which is the client's own unless clients are isolated."""
+        return self._salt(headers, client_salt) if self._isolate else client_salt
 
     def _salt(self, headers: Headers, client_salt: str) -> str:
         """Return a salt that only requests of the same client have.

@@ -1,16 +1,17 @@
-"""The prompt of a request that a gateway forwards, as the engine will make it of the body that it gets unchanged.
+"""The prompt of a forwarded request, as its engine will make it of the body that it gets unchanged.
 
-Only the fields that shape a prompt are looked at: what else a body asks for is between client and engine. What cannot
-be read here (another API, media, a field of the engine's own, a prompt that is too long) is no error: the engine will
-answer for it, and the request is placed by load.
+Only the fields that shape a prompt are looked at: what else a body asks for is between client and engine. Tokens only
+decide which worker gets the request, so nothing here is an error: where they cannot be had (media, a template that
+fails, a part that is not known, a tokenizer that is missing or busy) the prompt counts by the bytes of its text, and
+where there is no text either, the request is placed by load.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -25,6 +26,9 @@ from poolgrid.frontend.responses_api.kept import references
 from poolgrid.frontend.sequences import sequences_of
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.inference import InferenceRequest
+from poolgrid.wire.hashing import TOKEN_BYTES
+from poolgrid.wire.limits import U32_MAX
+from poolgrid.wire.requests import Sampling
 
 log = logging.getLogger(__name__)
 
@@ -81,11 +85,37 @@ class PromptReading(Struct, frozen=True):
     model: str
     """Model that the fleet calls so; empty when the body names none that it has."""
     request: InferenceRequest | None
-    """The first prompt; ``None`` where there is none."""
+    """The first prompt, by its tokens or by its text; ``None`` where neither is known."""
     isl: int = 0
-    """Prompt tokens of all prompts together."""
+    """Prompt tokens of all prompts together; an estimate where the tokens are not known."""
     why: str = ""
-    """Why there is no prompt."""
+    """Why the tokens are not known; empty = they are."""
+    after_tool: bool = False
+    """Whether the prompt ends in the results of tools."""
+    answer: int = 0
+    """Key of the answer that it continues (``poolgrid.frontend.session_fields``); 0 = none is known."""
+
+
+TEXT_FIELDS: Final = ("tools", "system", "instructions", "messages", "input", "prompt", "text", "query", "documents")
+"""Fields whose bytes are a prompt's text, in the order in which templates write them: what stays the same in a
+conversation comes first."""
+
+CLOSING: Final = b" \t\r\n]}\""
+"""Bytes that end a list or a string, and that the next turn of a conversation has in another place."""
+
+TEXT_BYTES_MAX: Final = 1 << 20
+"""Bytes of a prompt's text that are compared: some 250,000 tokens."""
+
+UNLIMITED: Final = Sampling(max_tokens=U32_MAX)
+"""What a forwarded request asks for is its server's business."""
+
+
+def text_of(values: Mapping[str, Raw]) -> bytes:
+    """Return the bytes by which prompts are compared without their tokens: those that the next turn of a conversation
+    begins with, in whole units of four. Empty for a body without a prompt."""
+    parts = [bytes(values[name]) for name in TEXT_FIELDS if name in values]
+    text = b"\n".join(parts)[:TEXT_BYTES_MAX].rstrip(CLOSING)
+    return text[: len(text) // TOKEN_BYTES * TOKEN_BYTES]
 
 
 class PromptReader:
@@ -113,9 +143,36 @@ class PromptReader:
             raise unsupported("previous_response_id", "the engine keeps the conversation")
         return self._preparation.responses(body, ())
 
-    async def read(self, path: str, body: bytes, request_id: str) -> PromptReading:
-        """Return what a body of ``POST path`` asks for, ``request_id`` being what it is called here."""
-        known = self._prepare.get(path.partition("?")[0])
+    async def read(
+        self, path: str, body: bytes, request_id: str, values: Mapping[str, Raw] | None = None
+    ) -> PromptReading:
+        """Return what a body of ``POST path`` asks for, ``request_id`` being what it is called here.
+
+        ``values`` are the members of the body, by name, where the caller has them.
+        """
+        if values is None:
+            values = members_of(body)
+        reading = await self._by_tokens(path.partition("?")[0], body, request_id)
+        if reading.request is not None:
+            return reading
+        model, lora_name = self._named(values)
+        text = text_of(values)
+        if not model or not text:
+            return PromptReading(model, None, why=reading.why)
+        request = InferenceRequest(request_id, model, text, UNLIMITED, lora_name=lora_name, by_text=True)
+        return PromptReading(model, request, len(text) // TOKEN_BYTES, reading.why)
+
+    def _named(self, values: Mapping[str, Raw]) -> tuple[str, str]:
+        """Return the served model that a body names, and the adapter if it named one."""
+        try:
+            name = msgspec.json.decode(values["model"], type=str)
+        except (KeyError, msgspec.MsgspecError):
+            return "", ""
+        found = self._preparation.served(name)
+        return ("", "") if found is None else (found[0].name, found[1])
+
+    async def _by_tokens(self, path: str, body: bytes, request_id: str) -> PromptReading:
+        known = self._prepare.get(path)
         if known is None:
             return PromptReading("", None, why="another API")
         decoder, prepare = known
@@ -131,6 +188,18 @@ class PromptReader:
             request = sequences_of(job, prompts[:1], [request_id] * job.choices_per_prompt)[0]
         except (RequestError, msgspec.MsgspecError, RecursionError) as error:
             why = error.code if isinstance(error, RequestError) else "invalid_json"
-            log.debug("a body of %d bytes is placed by load: %s", len(body), error)
+            log.debug("the tokens of a body of %d bytes are not known: %s", len(body), error)
             return PromptReading("", None, why=why)
-        return PromptReading(request.model, request, sum(prompt.isl for prompt in prompts))
+        isl = sum(prompt.isl for prompt in prompts)
+        return PromptReading(request.model, request, isl, after_tool=job.after_tool, answer=job.answer)
+
+
+_decode_members = msgspec.json.Decoder(dict[str, Raw]).decode
+
+
+def members_of(body: bytes) -> Mapping[str, Raw]:
+    """Return the members of a JSON object by name, unread; none for anything else."""
+    try:
+        return _decode_members(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return {}

@@ -1,0 +1,4 @@
+"""The data path in front of engine servers: a client's bytes go to a server, and the server's bytes to the client.
+
+May import ``wire``, ``process``, ``http``, ``inference``, ``forwarding`` and ``frontend``.
+"""

@@ -1,0 +1,376 @@
+"""The ASGI application in front of the router's own: requests for engine servers are forwarded, all others passed on.
+
+It answers no request by itself but those that no server may get. What both sides have in common (keys, tenants, names
+of requests, metrics, the log line of a request) is the front end's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import Final
+
+from msgspec import Raw, Struct
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from poolgrid.forwarding.multipart import model_of_query
+from poolgrid.forwarding.paths import Access, PathUse, use_of
+from poolgrid.frontend.access.gate import AccessGate, GateKeys
+from poolgrid.frontend.access.tenants import CacheDomains
+from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.metrics import FrontendMetrics
+from poolgrid.frontend.request_body import BodyReader, RequestIds, receive_body, too_large
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.frontend.traffic import Traffic
+from poolgrid.inference import CacheDomain, InferenceRequest
+from poolgrid.process.clock import Clock
+from poolgrid.process.tasks import Restart, cancel_all, detached, supervised
+from poolgrid.process.tracing.tracing import Tracing
+from poolgrid.proxy.changes import Changes, is_streamed, make_changes
+from poolgrid.proxy.engine_server import EngineServer
+from poolgrid.proxy.exchange import ForwardExchange
+from poolgrid.proxy.ports import ForwardBackend
+from poolgrid.proxy.prompt_reading import UNLIMITED, PromptReader, members_of
+from poolgrid.wire.hashing import TOKEN_BYTES
+
+SILENCE_S: Final = 15.0
+"""A stream without a byte for so long gets an event or a comment, and a stream that waits in the queue its head: proxies
+close what is silent for 30 to 60 s."""
+
+
+class Understood(Struct, frozen=True):
+    """What of a request matters here."""
+
+    path: str
+    model: str
+    """As the client wrote it; empty where it names none."""
+    is_streamed: bool
+    has_prompt: bool
+    """Whether it is work for an engine, which is booked."""
+    values: Mapping[str, Raw]
+    """Members of its body, unread."""
+
+
+class ForwardApplication:
+    """Forwards what is for engine servers; ``inner`` serves everything else."""
+
+    def __init__(
+        self,
+        inner: ASGIApp,
+        backend: ForwardBackend,
+        reader: PromptReader,
+        bodies: BodyReader,
+        request_ids: RequestIds,
+        metrics: FrontendMetrics,
+        settings: FrontendSettings,
+        traffic: Traffic[ForwardExchange],
+        domains: CacheDomains,
+        clock: Clock,
+        tracing: Tracing | None = None,
+        keys: GateKeys | None = None,
+        own_paths: frozenset[str] = frozenset(),
+    ) -> None:
+        """``own_paths`` begin the paths that are the router's own, though engines may have some of the same name."""
+        self._inner = inner
+        self.backend = backend
+        self.request_ids = request_ids
+        self.metrics = metrics
+        self.clock = clock
+        self.isolates = settings.isolate_tenants
+        self._reader = reader
+        self._bodies = bodies
+        self._body_bytes_max = settings.max_body_bytes
+        self._api_key = settings.engine_api_key or None
+        self._traffic = traffic
+        self._domains = domains
+        self._tracing = tracing
+        self._own_paths = own_paths
+        self._servers: dict[str, EngineServer] = {}
+        self._streams: set[ForwardExchange] = set()
+        self._forward: ASGIApp = self._forwarded if keys is None else AccessGate(self._forwarded, keys)
+        self.own_request_headers = frozenset(
+            each
+            for each in (b"x-request-id", b"x-data-parallel-rank", settings.tenant_header.lower().encode())
+            if each
+        )
+        """Headers that a server does not get as the client wrote them."""
+
+    # -- ASGI ----------------------------------------------------------------------------------------------------------
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http" or not self.backend.forwards("") or self._is_own(scope["path"]):
+            await self._inner(scope, receive, send)
+        else:
+            await self._guarded(scope, receive, send)
+
+    def _is_own(self, path: str) -> bool:
+        return path in self._own_paths or any(path.startswith(each + "/") for each in self._own_paths)
+
+    async def _forwarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forward one request, whose caller may ask for its path."""
+        if is_upgrade(scope):
+            await self._tunnel(scope, receive, send)
+            return
+        exchange = ForwardExchange(self, scope, receive, send, endpoint_of(scope["path"]))
+        await exchange.run()
+
+    # -- the life of a request -----------------------------------------------------------------------------------------
+
+    def begin(self, exchange: ForwardExchange) -> None:
+        """Take note of a request that begins."""
+        if self._tracing is not None:
+            exchange.trace = self._tracing.begin_request(exchange.endpoint, exchange.headers, exchange.arrived_ms)
+        self.metrics.in_flight.labels(exchange.endpoint).value += 1
+        self._traffic.running.add(exchange)
+        self._open.add(exchange)
+
+    def end(self, exchange: ForwardExchange) -> None:
+        """Take note of a request that is over, and count what it has got."""
+        self._open.discard(exchange)
+        self._count(exchange)
+        self._traffic.end(exchange)
+        self.metrics.in_flight.labels(exchange.endpoint).value -= 1
+        self.metrics.answered(exchange.endpoint, exchange.status, exchange.is_streamed)
+        if exchange.status == CLIENT_LEFT:
+            self.metrics.disconnects.inc()
+        if exchange.trace is not None and self._tracing is not None:
+            ended = exchange.line()
+            tell_request(exchange.trace, ended, (), exchange.first_token_ms)
+            self._tracing.end(exchange.trace, exchange.error if exchange.status >= 500 else "")
+
+    def _count(self, exchange: ForwardExchange) -> None:
+        metrics, caller = self.metrics, exchange.caller
+        if not exchange.is_dispatched:
+            if caller is not None:
+                caller.not_dispatched(self.clock.monotonic_ms())
+            return
+        account = exchange.account()
+        metrics.prompt_tokens.value += account.prompt_tokens
+        metrics.cached_tokens.value += account.cached_tokens
+        metrics.output_tokens.value += account.output_tokens
+        metrics.isl.observe(account.prompt_tokens)
+        metrics.osl.observe(account.output_tokens)
+        if exchange.first_token_ms is not None:
+            self._count_times(exchange, exchange.first_token_ms, account.output_tokens)
+        if caller is not None:
+            caller.generated(account.output_tokens)
+
+    def _count_times(self, exchange: ForwardExchange, first_ms: float, output_tokens: int) -> None:
+        """Count the times of a stream: its tokens are not looked at one by one, so their mean is all that is known."""
+        metrics, series = self.metrics, self.metrics.of_model(exchange.model)
+        ttft_ms = first_ms - exchange.arrived_ms
+        if exchange.trace is None:
+            series.ttft.observe(ttft_ms / 1000)
+        else:
+            series.ttft.observe_traced(ttft_ms / 1000, exchange.trace.trace_id)
+        (series.ttft_met if ttft_ms <= metrics.ttft_target_ms else series.ttft_missed).value += 1
+        if output_tokens > 1:
+            itl_ms = (self.clock.monotonic_ms() - first_ms) / (output_tokens - 1)
+            series.itl.observe(itl_ms / 1000)
+            (series.itl_met if itl_ms <= metrics.itl_target_ms else series.itl_missed).value += 1
+
+    # -- its parts -----------------------------------------------------------------------------------------------------
+
+    async def read_body(self, exchange: ForwardExchange) -> bytes | None:
+        """Return the body of a request, inflated where its client compressed it; ``None`` when the client left.
+
+        Raises ``RequestError``.
+        """
+        headers, limit = exchange.header_values, self._body_bytes_max
+        length = headers.get(b"content-length", b"")
+        if length.isdigit() and int(length) > limit:
+            raise too_large(length.decode(), limit)
+        body = await receive_body(exchange.receive, limit)
+        encoding = headers.get(b"content-encoding")
+        if body and encoding is not None:
+            # No engine reads compressed bodies.
+            return await self._bodies.inflated(body, encoding.decode("latin-1").strip().lower(), exchange.has_left)
+        return body
+
+    def understand(self, scope: Scope, headers: Mapping[bytes, bytes], body: bytes) -> Understood:
+        """Return what of a request matters here."""
+        path = scope["path"]
+        content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        values: Mapping[str, Raw] = {}
+        model = ""
+        if body and (content_type == FORM or not body.lstrip()[:1] == b"{"):
+            model = model_of_form(body, headers.get(b"content-type", b""))
+        elif body:
+            values = members_of(body)
+            model = _text(values.get("model"))
+        if not model and scope["query_string"]:
+            model = model_of_query(scope["query_string"])
+        has_prompt = scope["method"] == "POST" and carries_prompt(path) and bool(values)
+        return Understood(path, model, is_streamed(values), has_prompt, values)
+
+    async def prepare(self, exchange: ForwardExchange, asked: Understood, body: bytes) -> InferenceRequest:
+        """Return a request as the router chooses for it, with its tenant's share; raises ``RequestError``, ``Refused``."""
+        (request_id,) = self.request_ids.of_sequences(exchange.name, 1)
+        values, caller = asked.values, exchange.caller
+        reading = await self._reader.read(asked.path, body, request_id, values)
+        request = reading.request
+        model = reading.model or self._any_model()
+        if request is None:
+            request = InferenceRequest(request_id, model, b"", UNLIMITED, by_text=True)
+        elif not request.by_text and not reading.model:
+            request.model = model
+        request.session = hint_of_members(values, exchange.header_values, reading.after_tool, reading.answer)
+        salt = _text(values.get("cache_salt"))
+        if caller is not None:
+            request.cache_salt = salt
+            caller.admit_using(features_of(values, body), [request], reading.isl, self.clock.monotonic_ms())
+        else:
+            request.cache_salt = self._domains.salt_of(exchange.headers, salt)
+        return request
+
+    def _any_model(self) -> str:
+        """Return a model for a request that names none that is served: its server answers for it."""
+        return next((each.name for each in self.backend.models() if self.backend.forwards(each.name)), "")
+
+    def changes(self, exchange: ForwardExchange, request: InferenceRequest, place: ServerPlace) -> Changes:
+        """Return a request's body for a server, and what of its answer is not for the client."""
+        caller = exchange.caller
+        is_shared = caller is None and not self.isolates
+        return make_changes(
+            exchange.path,
+            place.kind,
+            exchange.body,
+            exchange.values,
+            "" if is_shared else request.cache_salt,
+            None if caller is None else caller.priority_max,
+        )
+
+    def server(self, url: str) -> EngineServer:
+        """Return the connections to a server."""
+        known = self._servers.get(url)
+        if known is None:
+            known = self._servers[url] = EngineServer(url, self._api_key)
+        return known
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    def open(self, opened: AsyncExitStack) -> None:
+        """Begin to look after silent streams; ``opened`` ends that, and the connections to servers."""
+        watch = supervised(self._watch_silence, "silence of streams", Restart())
+        opened.push_async_callback(cancel_all, [watch])
+        opened.callback(self.close)
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            server.close()
+
+    async def _watch_silence(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(SILENCE_S / SILENCE_LOOKS)
+            self._close_left_servers()
+            now_s = loop.time()
+            for exchange in list(self._open):
+                exchange.look_for_silence(now_s)
+
+    def _close_left_servers(self) -> None:
+        """Close kept connections to servers that have left the pool."""
+        there = {place.url for place in self.backend.places("")}
+        for url in [url for url in self._servers if url not in there]:
+            self._servers.pop(url).close()
+
+    # -- tunnels -------------------------------------------------------------------------------------------------------
+
+    async def _tunnel(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Carry a request for another protocol to a server, and both sides' bytes from then on."""
+        guard: Guard = scope["state"]["guard"]
+        model = model_of_query(scope["query_string"])
+        caller = caller_of(scope)
+        error: RequestError | None = None
+        if len(self._tunnels) >= TUNNELS_MAX:
+            error = RequestError(429, "busy", f"{TUNNELS_MAX} tunnels are open, the most of this process")
+        elif caller is not None and model and not caller.may_use(model):
+            error = RequestError(403, "model_not_allowed", f"tenant {caller.tenant} may not use model {model!r}")
+        if error is None:
+            places = self.backend.places(self._served(model)) or self.backend.places("")
+            error = await self._open_tunnel(scope, guard, places)
+        if error is None:
+            return
+        body = error.body()
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *error.headers]
+        await send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _open_tunnel(
+        self, scope: Scope, guard: Guard, places: Sequence[ServerPlace]
+    ) -> RequestError | None:
+        """Run a tunnel to its end; return why there is none."""
+        endpoint = endpoint_of(scope["path"])
+        for place in places:
+            server = self.server(place.url)
+            tunnel = Tunnel(guard, server.head(b"GET", target_of(scope), upgrade_headers(scope["headers"]), None))
+            guard.source = tunnel
+            try:
+                await tunnel.open(server)
+            except (OSError, TimeoutError) as failure:
+                log.warning("opening a tunnel to %s: %s", server.url, failure)
+                continue
+            self._tunnels.add(tunnel)
+            self.metrics.in_flight.labels(endpoint).value += 1
+            try:
+                await tunnel.over
+            finally:
+                self._tunnels.discard(tunnel)
+                self.metrics.in_flight.labels(endpoint).value -= 1
+                self.metrics.answered(endpoint, tunnel.status or 502, True)
+            return None
+        return RequestError(503, "no_worker", "no server can be reached now; try again later")
+
+    def _served(self, model: str) -> str:
+        found = self._reader.served(model) if model else None
+        return "" if found is None else found
+
+
+def target_of(scope: Scope) -> bytes:
+    """Return path and query as the client wrote them."""
+    query: bytes = scope["query_string"]
+    path: bytes = scope["raw_path"]
+    return path + b"?" + query if query else path
+
+
+def endpoint_of(path: str) -> str:
+    """Return the value of the metrics' ``endpoint`` label."""
+    return ENDPOINTS.get(path, OTHER_ENDPOINT)
+
+
+def _text(value: Raw | None) -> str:
+    if value is None:
+        return ""
+    try:
+        return msgspec.json.decode(value, type=str)
+    except msgspec.MsgspecError:
+        return ""
+
+
+GUIDES: Final = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "text")
+MEDIA: Final = (b'"image_url"', b'"input_image"', b'"video_url"', b'"audio_url"', b'"input_audio"', b'"image"')
+
+
+def features_of(values: Mapping[str, Raw], body: bytes) -> list[str]:
+    """Return those features that a key may lack and a body uses (``poolgrid.frontend.access.key_file.FEATURES``)."""
+
+    def given(name: str) -> bool:
+        return name in values and bytes(values[name]) not in (b"null", b"false")
+
+    def has_guide(name: str) -> bool:
+        return given(name) and not (name in ("response_format", "text") and b"json" not in bytes(values[name]) and b"grammar" not in bytes(values[name]) and b"regex" not in bytes(values[name]))
+
+    found = []
+    if any(map(has_guide, GUIDES)):
+        found.append("guided_decoding")
+    if given("logits_processors"):
+        found.append("logits_processors")
+    if given("logprobs") or given("top_logprobs"):
+        found.append("logprobs")
+    if any(mark in body for mark in MEDIA):
+        found.append("media")
+    if given("prompt_logprobs"):
+        found.append("prompt_logprobs")
+    return found

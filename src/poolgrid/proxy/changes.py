@@ -1,0 +1,96 @@
+"""What is cut into a client's bytes, and taken out of the answer again: the table of ``docs/engine_servers.md``. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+from msgspec import Raw, Struct
+
+from poolgrid.forwarding.body_edit import edit
+from poolgrid.forwarding.event_filter import NOTHING, AnswerForm, Asked
+
+FORMS: Final[Mapping[str, AnswerForm]] = {
+    "/v1/chat/completions": AnswerForm.CHAT,
+    "/v1/completions": AnswerForm.CHAT,
+    "/v1/messages": AnswerForm.MESSAGES,
+    "/v1/responses": AnswerForm.RESPONSES,
+}
+"""Of the APIs whose answers are streams of events."""
+
+COUNTS_ON_DEMAND: Final = frozenset(("/v1/chat/completions", "/v1/completions"))
+"""Paths of APIs whose streams have counts only with ``stream_options.include_usage``."""
+
+KNOWN_KINDS: Final = frozenset(("vllm", "sglang", "trtllm-serve"))
+"""Servers that take ``include_usage``; of others it is not known."""
+
+NULL_USAGE_KINDS: Final = frozenset(("trtllm-serve",))
+"""Servers that write ``"usage":null`` with each chunk once ``include_usage`` is set."""
+
+
+class Changes(Struct, frozen=True):
+    """A request's body as the server gets it, and what of the answer is not for the client."""
+
+    body: bytes
+    asked: Asked = NOTHING
+
+
+class _StreamOptions(Struct):
+    include_usage: bool | None = None
+
+
+def _is_true(value: Raw | None) -> bool:
+    return value is not None and bytes(value) == b"true"
+
+
+def is_streamed(values: Mapping[str, Raw]) -> bool:
+    """Return whether a body asks for a stream."""
+    return _is_true(values.get("stream"))
+
+
+def _counts(values: Mapping[str, Raw]) -> bool | None:
+    """Return whether a body asks for counts; ``None`` for options that cannot be read, which the server judges."""
+    options = values.get("stream_options")
+    if options is None:
+        return False
+    try:
+        found = msgspec.json.decode(options, type=_StreamOptions | None)
+    except msgspec.MsgspecError:
+        return None
+    return found is not None and bool(found.include_usage)
+
+
+def make_changes(
+    path: str, kind: str, body: bytes, values: Mapping[str, Raw], salt: str = "", priority_max: int | None = None
+) -> Changes:
+    """Return the changes to a request of ``POST path`` for a server of a kind.
+
+    ``salt`` is the tenant's part of the caches, ``priority_max`` the highest priority that it may ask for; engines run
+    lower numbers first.
+    """
+    fields: dict[str, bytes] = {}
+    nested: dict[str, dict[str, bytes]] = {}
+    asked = NOTHING
+    if path in COUNTS_ON_DEMAND and kind in KNOWN_KINDS and is_streamed(values) and _counts(values) is False:
+        nested["stream_options"] = {"include_usage": b"true"}
+        asked = Asked(usage=True, null_usage=kind in NULL_USAGE_KINDS)
+    if salt:
+        fields["cache_salt"] = msgspec.json.encode(salt)
+    if priority_max is not None and (priority := _number(values.get("priority"))) is not None:
+        fields["priority"] = b"%d" % max(priority, -priority_max)
+    if not fields and not nested:
+        return Changes(body)
+    try:
+        return Changes(edit(body, fields, nested), asked)
+    except ValueError:
+        return Changes(body)  # the server refuses it in its own words
+
+
+def _number(value: Raw | None) -> int | None:
+    if value is None:
+        return None
+    try:
+        return msgspec.json.decode(value, type=int)
+    except msgspec.MsgspecError:
+        return None

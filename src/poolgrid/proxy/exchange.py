@@ -1,0 +1,749 @@
+"""One client's request on its way to an engine server, and the server's answer on its way back.
+
+Rules
+    1. The client's bytes go to the server as they are, but for what ``poolgrid.proxy.changes`` cuts in. The server's
+       bytes go to the client as they are, but for what was asked for by us alone.
+    2. The head of the answer waits for the server's head, so a refusal keeps its status, headers and body. Only a
+       stream that waits in the router's queue gets its head after ``SILENCE_S``.
+    3. The router's request machine decides what follows a failure; the exchange reports what it saw. Before the first
+       byte of an answer another server gets the same bytes. On a connection that had been kept and ended without a byte
+       the same server gets them once more.
+    4. A server that answers 429 or 503 is busy. When no other server takes the request, the client gets the last of
+       these answers.
+    5. A client that leaves closes the server's connection at once, in each of these stages. A client that does not read
+       has the server's connection paused.
+    6. Nothing here runs per token but the calls of the two connections, and none of them makes a task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from msgspec import Raw
+from starlette.types import Receive, Scope, Send
+
+from poolgrid.forwarding.event_filter import AnswerForm, AnswerNotes, EventFilter, filter_answer
+from poolgrid.forwarding.headers import answer_headers, request_headers
+from poolgrid.frontend.access.gate import CALLER
+from poolgrid.frontend.access.meter import limit_headers
+from poolgrid.frontend.access.tenants import Caller
+from poolgrid.frontend.errors import RequestError, dialect_of, refused, without_others
+from poolgrid.frontend.traffic import EndedRequest, TokenTotals
+from poolgrid.http.guard import Guard
+from poolgrid.inference import InferenceRequest, Refused, StreamDelta, TokenStream
+from poolgrid.process.log_lines import about
+from poolgrid.process.tasks import detached
+from poolgrid.process.tracing.record import TraceRecord
+from poolgrid.proxy.changes import FORMS
+from poolgrid.proxy.chunks import chunk, payloads
+from poolgrid.proxy.engine_server import EngineServer
+from poolgrid.proxy.ports import ServerPlace
+from poolgrid.proxy.server_connection import AnswerFailed, HeaderList, ServerConnection
+from poolgrid.wire.identifiers import WorkerKey
+from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
+
+if TYPE_CHECKING:
+    from poolgrid.proxy.application import ForwardApplication
+
+log = logging.getLogger(__name__)
+
+CLIENT_LEFT: Final = 499
+"""Status that is counted, not sent, when the client left first."""
+
+BUSY_STATUSES: Final = frozenset((429, 503))
+
+BUSY_PAUSE_MAX_MS: Final = 1000
+"""Longest time that a busy server gets nothing while its own ``Retry-After`` lasts: a queue of an engine moves in tenths
+of a second, and one refused prompt does not show that the next has no room."""
+
+BUSY_BODY_BYTES_MAX: Final = 64 * 1024
+"""Longest answer that is kept while another server is asked; a longer one goes to the client at once."""
+
+WHOLE_BYTES_MAX: Final = 1 << 20
+"""Longest answer that is read for its counts once it has passed; longer ones are images, audio, embeddings."""
+
+FIRST_OUTPUT: Final = b"\0\0\0\0"
+"""Stands for the first token of an answer, which the router does not read."""
+
+EVENT_STREAM: Final = b"text/event-stream"
+
+
+class ClientLeft(Exception):
+    """The client closed its connection."""
+
+
+class ServerLost(Exception):
+    """The answer cannot be completed; the message is for the client."""
+
+
+class BusyAnswer:
+    """The answer of a busy server, kept until it is known whether another takes the request."""
+
+    __slots__ = ("body", "headers", "status")
+
+    def __init__(self, status: int, headers: HeaderList) -> None:
+        self.status = status
+        self.headers = headers
+        self.body = bytearray()
+
+    def retry_after_ms(self) -> int | None:
+        for name, value in self.headers:
+            if name == b"retry-after" and value.strip().isdigit() and len(value) < 8:
+                return min(BUSY_PAUSE_MAX_MS, int(value) * 1000)
+        return None
+
+
+class ForwardExchange:
+    """Implements ``AnswerSink`` for its server, ``AnswerSource`` for its client and ``Carrier`` for its router."""
+
+    # Most of it stays as it is here for most requests.
+    status = CLIENT_LEFT
+    error = ""
+    """Code of the error that it was answered with."""
+    model = ""
+    first_token_ms: float | None = None
+    trace: TraceRecord | None = None
+    is_streamed = False
+    finish_reason: str = FinishReason.CANCELLED
+    cached_tokens: int | None = None
+    is_quiet = False
+    """Whether nothing was written since the last look for silent streams."""
+    queued_s: float | None = None
+    """Since when it waits in the router's queue."""
+    has_head = False
+    """Whether the client has the head of its answer."""
+    _stream: TokenStream | None = None
+    _request: InferenceRequest | None = None
+    _place: ServerPlace | None = None
+    _server: EngineServer | None = None
+    _connection: ServerConnection | None = None
+    _connecting: asyncio.Task[None] | None = None
+    _waiter: asyncio.Future[None] | None = None
+    _dispatch_id = ""
+    _busy: BusyAnswer | None = None
+    _is_keeping_busy = False
+    """Whether the answer that comes is a busy one."""
+    _answer_status = 0
+    _answer_headers: HeaderList = []
+    _is_raw = False
+    """Whether chunks go to the client's connection as they come."""
+    _is_open = False
+    """Whether the client's connection takes them by now."""
+    _is_over = False
+    """Whether the answer has come to its end."""
+    _is_settled = False
+    """Whether the router has nothing of the request any more."""
+    _failure: AnswerFailed | None = None
+    _last: StreamDelta | None = None
+    """How the router ended the request."""
+    _has_output = False
+    _has_left = False
+    _filter: EventFilter | None = None
+    _form: AnswerForm | None = None
+    """Of which API the answer is; ``None`` for one whose counts are not looked for."""
+    _whole: bytearray | None = None
+    """An answer that is no stream, as far as it is kept for its counts."""
+    _last_piece = b""
+    """What of a stream was written last, while nothing filters it."""
+
+    def __init__(
+        self, application: ForwardApplication, scope: Scope, receive: Receive, send: Send, endpoint: str
+    ) -> None:
+        self._application = application
+        self.endpoint = endpoint
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.name = application.request_ids.wanted(self._headers.get(b"x-request-id"))
+        self._guard: Guard = scope["state"]["guard"]
+        self._caller: Caller | None = scope.get(CALLER)
+        self.arrived_ms = application.clock.monotonic_ms()
+        self._pieces: list[bytes] = []
+        self._body = b""
+        self._task = asyncio.current_task()
+        self._notes = AnswerNotes()
+
+    # -- the request ---------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Answer; raises only what is a bug or the end of the process."""
+        guard, application = self._guard, self._application
+        guard.source = self
+        application.begin(self)
+        try:
+            if guard.is_lost:
+                raise ClientLeft
+            await self._serve()
+        except RequestError as error:
+            await self._refuse(error)
+        except Refused as refusal:
+            await self._refuse(refused(refusal))
+        except ClientLeft:
+            self.status = CLIENT_LEFT
+        except asyncio.CancelledError:
+            if not self._has_left:
+                raise
+            if self._task is not None:
+                self._task.uncancel()
+            self.status = CLIENT_LEFT
+        except Exception:
+            trace_id = "" if self.trace is None else self.trace.trace_id
+            log.exception(
+                "forwarding request %s failed: this is a bug",
+                self.name,
+                extra=about(request_id=str(self.name), trace_id=trace_id),
+            )
+            await self._refuse(RequestError(500, "internal_error", "forwarding the request failed; see the router's log"))
+        finally:
+            guard.source = None
+            self._give_up()
+            application.end(self)
+
+    async def _serve(self) -> None:
+        application = self._application
+        body = await application.read_body(self._receive, self._scope, self._headers)
+        if body is None:
+            raise ClientLeft
+        asked = application.understand(self._scope, self._headers, body)
+        self.model = asked.model
+        self.is_streamed = asked.is_streamed
+        if self._caller is not None and asked.model:
+            self._caller.check_model(asked.model)
+        if asked.has_prompt:
+            await self._submit(asked.values, asked.path, body)
+        else:
+            self._body = body
+            await self._send_anywhere(asked.model)
+        await self._pass_on()
+
+    async def _submit(self, values: Mapping[str, Raw], path: str, body: bytes) -> None:
+        """Have the router choose a server and send the request there; waits while every server is full."""
+        application = self._application
+        (request_id,) = application.request_ids.of_sequences(self.name, 1)
+        request, changes = await application.prepare(self, request_id, path, body, values)
+        self._request = request
+        self._body = changes.body
+        self._form = FORMS.get(path, AnswerForm.CHAT)
+        if self.is_streamed and path in FORMS:
+            self._filter = EventFilter(self._form, changes.asked)
+            self._notes = self._filter.notes
+        request.carrier = self
+        request.trace = self.trace
+        self.queued_s = asyncio.get_running_loop().time()
+        self._stream = await application.backend.submit(request)
+        self.queued_s = None
+
+    # -- Carrier: what the router orders -------------------------------------------------------------------------------
+
+    def send(self, dispatch_id: str, worker: WorkerKey) -> None:
+        place = self._application.backend.place_of(worker)
+        self._dispatch_id = dispatch_id
+        if place is None:
+            # It left between the choice and this call, which are one turn of the loop: only a faulty policy does that.
+            asyncio.get_running_loop().call_soon(self._attempt_failed, AnswerFailed(f"worker {worker} has no server"))
+            return
+        self._attempt(place)
+
+    def withdraw(self, dispatch_id: str) -> None:
+        if dispatch_id == self._dispatch_id:
+            self._close_server()
+
+    def ended(self, last: StreamDelta) -> None:
+        self._last = last
+        self._is_settled = True
+        self._wake()
+
+    # -- AnswerSource: what the client's connection sees ---------------------------------------------------------------
+
+    def client_gone(self) -> None:
+        self._has_left = True
+        self._close_server()
+        stream = self._stream
+        if stream is not None:
+            stream.cancel()
+        if self._waiter is not None:
+            self._wake()
+        elif self._task is not None and not self._is_over:
+            self._task.cancel()  # it waits for the body, for its tokens, or for a place in the queue
+
+    def pause(self) -> None:
+        if self._connection is not None:
+            self._connection.pause()
+
+    def resume(self) -> None:
+        if self._connection is not None:
+            self._connection.resume()
+
+    # -- attempts ------------------------------------------------------------------------------------------------------
+
+    async def _send_anywhere(self, model: str) -> None:
+        """Send a request that is no work for the router's books to the least busy server, to the next one if it is
+        away."""
+        places = self._application.backend.places(model) or self._application.backend.places("")
+        if not places:
+            raise RequestError(503, "no_worker", "no server is known now; try again later", headers=((b"retry-after", b"1"),))
+        for place in places:
+            self._failure = None
+            self._attempt(place)
+            while not (self._answer_status or self._failure is not None):
+                await self._wait()
+            if self._failure is None:
+                return
+        raise RequestError(502, "server_lost", f"forwarding the request: {self._failure}")
+
+    def _attempt(self, place: ServerPlace) -> None:
+        self._place = place
+        self._server = server = self._application.server(place.url)
+        self._pieces = []
+        connection = server.kept()
+        if connection is None:
+            self._connecting = detached(self._connect(server), "connection to an engine server")
+        else:
+            self._send_on(server, connection)
+
+    async def _connect(self, server: EngineServer) -> None:
+        try:
+            connection = await server.connect()
+        except (OSError, TimeoutError) as error:
+            if self._server is server:
+                why = f"no connection to {server.url}: {str(error) or 'no answer in time'}"
+                self._attempt_failed(AnswerFailed(why))
+            return
+        if self._server is server and not self._has_left:
+            self._send_on(server, connection)
+        else:
+            connection.abort()
+
+    def _send_on(self, server: EngineServer, connection: ServerConnection) -> None:
+        scope, place = self._scope, self._place
+        assert place is not None, "an attempt has a place"
+        headers = request_headers(scope["headers"])
+        headers = [pair for pair in headers if pair[0] not in self._application.own_request_headers]
+        headers.append((b"x-request-id", str(self.name).encode()))
+        if place.ranks > 1:
+            headers.append((b"x-data-parallel-rank", b"%d" % place.worker.dp_rank))
+        target = scope["raw_path"]
+        if scope["query_string"]:
+            target = target + b"?" + scope["query_string"]
+        method = scope["method"].encode()
+        has_length = bool(self._body) or method not in (b"GET", b"HEAD", b"OPTIONS", b"DELETE")
+        head = server.head(method, target, headers, len(self._body) if has_length else None)
+        self._connection = connection
+        connection.send(self, (head, self._body) if self._body else (head,), method == b"HEAD")
+
+    def _attempt_failed(self, error: AnswerFailed) -> None:
+        """Take note that a server did not answer; the router decides what follows."""
+        self._connection = None
+        if self._request is None:
+            self._failure = error
+            self._wake()
+            return
+        log.warning("request %s: %s", self.name, error, extra=about(request_id=str(self.name)))
+        self.finish_reason = FinishReason.ERROR
+        self._report(TokenDelta(self._dispatch_id, 0, b"", FinishReason.ERROR, error=str(error), refusal=RefusalKind.BROKEN))
+
+    def _report(self, delta: TokenDelta) -> None:
+        if self._request is not None:
+            self._application.backend.on_carried(self._request.request_id, delta)
+
+    def _close_server(self) -> None:
+        connection, self._connection, self._server = self._connection, None, None
+        if connection is not None:
+            connection.abort()
+
+    # -- AnswerSink: what the server sends -----------------------------------------------------------------------------
+
+    def on_head(self, status: int, headers: HeaderList, is_chunked: bool) -> None:
+        if status in BUSY_STATUSES and self._request is not None and not self._has_output:
+            self._busy = BusyAnswer(status, headers)
+            self._is_keeping_busy = True
+            return
+        self._take_head(status, headers, is_chunked)
+
+    def _take_head(self, status: int, headers: HeaderList, is_chunked: bool) -> None:
+        self._answer_status, self._answer_headers = status, headers
+        self._is_raw = is_chunked and self._scope["http_version"] == "1.1" and self._scope["method"] != "HEAD"
+        if self._filter is not None and (status != 200 or not self._is_event_stream()):
+            self._filter = None
+        if self._filter is None and self._form is not None and status == 200:
+            self._whole = bytearray()
+        self._wake()
+
+    def on_chunks(self, data: bytes) -> None:
+        if self._is_keeping_busy:
+            self._keep_busy(payloads(data))
+            return
+        if not self._has_output:
+            self._begin_output()
+        self.is_quiet = False
+        found = self._filter
+        if found is not None:
+            payload = payloads(data)
+            passed = found.feed(payload)
+            if passed is not payload:
+                if not passed:
+                    return
+                data = chunk(passed)
+        elif self._whole is not None:
+            self._keep_whole(payloads(data))
+        self._last_piece = data
+        if self._is_open:
+            self._guard.write(data)
+        else:
+            self._pieces.append(data if self._is_raw else payloads(data))
+            self._wake()
+
+    def on_data(self, data: bytes) -> None:
+        if self._is_keeping_busy:
+            self._keep_busy(data)
+            return
+        if not self._has_output:
+            self._begin_output()
+        self.is_quiet = False
+        if self._filter is not None:
+            data = self._filter.feed(data)
+            if not data:
+                return
+        elif self._whole is not None:
+            self._keep_whole(data)
+        if self._is_raw:
+            data = chunk(data)
+            self._last_piece = data
+        if self._is_open:
+            self._guard.write(data)
+        else:
+            self._pieces.append(data)
+            self._wake()
+
+    def on_end(self) -> None:
+        self._connection = None
+        if self._is_keeping_busy:
+            self._is_keeping_busy = False
+            busy = self._busy
+            assert busy is not None, "it is kept"
+            self.finish_reason = FinishReason.ERROR
+            reason = f"the server answered {busy.status}"
+            self._report(
+                TokenDelta(
+                    self._dispatch_id,
+                    0,
+                    b"",
+                    FinishReason.ERROR,
+                    error=reason,
+                    refusal=RefusalKind.BUSY,
+                    retry_after_ms=busy.retry_after_ms(),
+                )
+            )
+            return
+        if self._filter is not None:
+            rest = self._filter.finish()
+            if rest:
+                self._write_rest(rest)
+        self._is_over = True
+        self._end_well()
+        self._wake()
+
+    def on_failed(self, error: AnswerFailed, is_stale: bool) -> None:
+        server, self._connection = self._server, None
+        if is_stale and server is not None:
+            self._connecting = detached(self._connect(server), "another connection to an engine server")
+            return
+        self._is_keeping_busy = False
+        if not self._answer_status:
+            self._attempt_failed(error)
+            return
+        self._failure = error
+        self.finish_reason = FinishReason.ERROR
+        self._report_end(FinishReason.ERROR, str(error))
+        self._wake()
+
+    def _keep_busy(self, data: bytes) -> None:
+        busy = self._busy
+        assert busy is not None, "it is kept"
+        busy.body += data
+        if len(busy.body) > BUSY_BODY_BYTES_MAX:
+            self._is_keeping_busy = False
+            self._take_head(busy.status, busy.headers, False)
+            self._answer_headers = [pair for pair in busy.headers if pair[0] != b"content-length"]
+            self.on_data(bytes(busy.body))
+
+    def _keep_whole(self, data: bytes) -> None:
+        whole = self._whole
+        assert whole is not None, "it is kept"
+        whole += data
+        if len(whole) > WHOLE_BYTES_MAX:
+            self._whole = None
+
+    def _write_rest(self, rest: bytes) -> None:
+        data = chunk(rest) if self._is_raw else rest
+        if self._is_open:
+            self._guard.write(data)
+        else:
+            self._pieces.append(data)
+
+    def _begin_output(self) -> None:
+        self._has_output = True
+        if self._answer_status != 200:
+            return
+        if self.is_streamed:
+            self.first_token_ms = self._application.clock.monotonic_ms()
+            self._report(TokenDelta(self._dispatch_id, 0, FIRST_OUTPUT))
+
+    def _end_well(self) -> None:
+        """Report the end of an answer that is whole."""
+        if self._whole is not None and self._form is not None:
+            _, self._notes = filter_answer(self._form, bytes(self._whole))
+        self.cached_tokens = self._notes.cached_tokens
+        is_well = self._answer_status < 400
+        self.finish_reason = FinishReason.STOP if is_well else FinishReason.ERROR
+        self._report_end(self.finish_reason, "" if is_well else f"the server answered {self._answer_status}")
+
+    def _report_end(self, reason: FinishReason | str, error: str) -> None:
+        if self._is_settled or self._request is None:
+            return
+        position = 1 if self.first_token_ms is not None else 0
+        self._report(
+            TokenDelta(
+                self._dispatch_id,
+                position,
+                b"",
+                FinishReason(reason),
+                self.cached_tokens,
+                error=error or None,
+            )
+        )
+
+    # -- the answer ----------------------------------------------------------------------------------------------------
+
+    async def _pass_on(self) -> None:
+        """Write the answer, from its head to its end."""
+        while not self._answer_status:
+            self._check()
+            if self._is_settled and self._last is not None:
+                await self._answer_without_server(self._last)
+                return
+            await self._wait()
+        is_head_request = self._scope["method"] == "HEAD"
+        if not self.has_head:
+            await self._send_head(self._answer_status, self._answer_headers)
+        elif self._answer_status != 200:
+            self._failure = AnswerFailed(f"the server answered {self._answer_status}")
+        if self._is_raw:
+            self._open()
+        while True:
+            self._check()
+            if self._failure is not None:
+                await self._cut(self._failure)
+                return
+            pieces, self._pieces = self._pieces, []
+            if self._is_over:
+                body = b"".join(pieces)
+                if self._is_raw:
+                    if body:
+                        self._guard.write(body)
+                    body = b""
+                await self._send({"type": "http.response.body", "body": b"" if is_head_request else body})
+                return
+            if pieces:
+                await self._send({"type": "http.response.body", "body": b"".join(pieces), "more_body": True})
+            else:
+                await self._wait()
+
+    def _open(self) -> None:
+        """Have chunks go straight to the client's connection from now on."""
+        for piece in self._pieces:
+            self._guard.write(piece)
+        self._pieces = []
+        self._is_open = True
+
+    def _check(self) -> None:
+        if self._has_left:
+            raise ClientLeft
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _send_head(self, status: int, headers: HeaderList) -> None:
+        self.status = status
+        server = self._application.server(self._place.url) if self._place is not None else None
+        passed = answer_headers(headers, b"" if server is None else server.secret)
+        passed = [pair for pair in passed if pair[0] != b"x-request-id"]
+        passed += self._own_headers()
+        self.has_head = True
+        await self._send({"type": "http.response.start", "status": status, "headers": passed})
+
+    def _own_headers(self) -> HeaderList:
+        application = self._application
+        headers = [(b"x-request-id", str(self.name).encode())]
+        if not application.isolates:
+            stream = self._stream
+            worker = str(self._place.worker) if self._place is not None else ""
+            if stream is not None:
+                worker = stream.worker
+                headers.append((b"x-poolgrid-decision", stream.decision_reason.encode()))
+            if worker:
+                headers.append((b"x-poolgrid-worker", worker.encode()))
+        if self._caller is not None:
+            headers += limit_headers(self._caller.standing(application.clock.monotonic_ms()))
+        return headers
+
+    async def begin_early(self) -> None:
+        """Send the head of a stream that still waits in the router's queue."""
+        self.has_head = True
+        self.status = 200
+        await self._send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [
+                    (b"content-type", b"text/event-stream; charset=utf-8"),
+                    (b"cache-control", b"no-cache"),
+                    (b"x-accel-buffering", b"no"),
+                    *self._own_headers(),
+                ],
+            }
+        )
+        await self._send({"type": "http.response.body", "body": self._silence_event(), "more_body": True})
+
+    def break_silence(self) -> None:
+        """Write what this API's clients count as a sign of life, between two events of a silent stream."""
+        if self._is_open and not self._is_over and self._is_between_events():
+            self._guard.write(chunk(self._silence_event()))
+
+    def _silence_event(self) -> bytes:
+        return self._application.silence_event(self._scope["path"])
+
+    def _is_between_events(self) -> bool:
+        if self._filter is not None:
+            return self._filter.is_between_events
+        return not self._last_piece or self._last_piece.endswith(b"\n\n\r\n")
+
+    async def _answer_without_server(self, last: StreamDelta) -> None:
+        """Answer a request that no server took."""
+        busy = self._busy
+        if busy is not None:
+            if self.has_head:
+                await self._end_stream(RequestError(busy.status, "busy", "every server is busy"))
+                return
+            headers = [pair for pair in busy.headers if pair[0] not in (b"content-length", b"transfer-encoding")]
+            headers.append((b"content-length", b"%d" % len(busy.body)))
+            await self._send_head(busy.status, headers)
+            await self._send({"type": "http.response.body", "body": bytes(busy.body)})
+            return
+        message = f"forwarding the request: {last.error or 'no server took it'}"
+        if last.poison:
+            raise RequestError(422, "workers_lost", message)
+        if last.retry_after_s is not None:
+            raise refused(Refused(429, "busy", message, last.retry_after_s))
+        raise refused(Refused(503, "not_ready" if last.shutdown else "no_worker", message, 1.0))
+
+    async def _cut(self, failure: AnswerFailed) -> None:
+        """End an answer that cannot be completed, so that no client takes it for whole."""
+        self.error = "server_lost"
+        log.warning("request %s: %s", self.name, failure, extra=about(request_id=str(self.name)))
+        if self._is_raw and self._is_event_stream():
+            await self._end_stream(RequestError(502, "server_lost", str(failure)))
+            return
+        self.status = 502
+        self._guard.abort()
+
+    def _is_event_stream(self) -> bool:
+        return any(name == b"content-type" and value.startswith(EVENT_STREAM) for name, value in self._answer_headers)
+
+    async def _end_stream(self, error: RequestError) -> None:
+        """Write an error as the last event of a stream, and end the connection without the message's end."""
+        self.status, self.error = error.status, error.code
+        body = dialect_of(self._scope["path"]).error_body(error, str(self.name))
+        event = b"event: error\ndata: " + body + b"\n\n"
+        if not self._is_between_events():
+            event = b"\n\n" + event
+        if self._is_open:
+            self._guard.write(chunk(event))
+        else:
+            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        self._guard.close()
+
+    async def _refuse(self, error: RequestError) -> None:
+        """Answer in our own words."""
+        self.error = error.code
+        if self._application.isolates:
+            error = without_others(error)
+        if error.is_refusal:
+            self._application.metrics.refused(error.code, self._caller.tenant if self._caller is not None else "")
+        if self._has_left:
+            return
+        if self.has_head:
+            await self._end_stream(error)
+            return
+        dialect = dialect_of(self._scope["path"])
+        body = dialect.error_body(dialect.named(error), str(self.name))
+        self.status = error.status
+        self.has_head = True
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            *dialect.headers(str(self.name)),
+            *error.headers,
+        ]
+        if self._caller is not None:
+            headers += limit_headers(self._caller.standing(self._application.clock.monotonic_ms()))
+        await self._send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": b"" if self._scope["method"] == "HEAD" else body})
+
+    def _give_up(self) -> None:
+        """Take the request off its server and its router, unless it is over there."""
+        self._close_server()
+        if self._stream is not None and not self._is_settled:
+            self._stream.cancel()
+
+    # -- accounts ------------------------------------------------------------------------------------------------------
+
+    def account(self) -> TokenTotals:
+        """Return the tokens that the request has sent and got so far, as its server counts them."""
+        notes = self._notes
+        prompt_tokens = notes.prompt_tokens
+        if prompt_tokens is None:
+            prompt_tokens = 0 if self._stream is None or self._request is None else len(self._request.token_ids) // 4
+        return TokenTotals(prompt_tokens, notes.cached_tokens or 0, notes.completion_tokens or 0)
+
+    @property
+    def notes(self) -> AnswerNotes:
+        return self._notes
+
+    @property
+    def is_dispatched(self) -> bool:
+        return self._stream is not None
+
+    @property
+    def caller(self) -> Caller | None:
+        return self._caller
+
+    def line(self) -> EndedRequest:
+        """Return what there is to log of the request, once it is over."""
+        now_ms = self._application.clock.monotonic_ms()
+        return EndedRequest(
+            name=str(self.name),
+            endpoint=self.endpoint,
+            status=self.status,
+            error=self.error,
+            streaming=self.is_streamed,
+            model=self.model,
+            tenant="" if self._caller is None else self._caller.tenant,
+            account=self.account(),
+            ttft_ms=None if self.first_token_ms is None else self.first_token_ms - self.arrived_ms,
+            duration_ms=now_ms - self.arrived_ms,
+            workers="" if self._place is None else str(self._place.worker),
+            trace_id="" if self.trace is None else self.trace.trace_id,
+        )

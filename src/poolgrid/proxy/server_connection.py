@@ -1,0 +1,260 @@
+"""One connection to an engine server: carries one exchange at a time, and hands its answer on as it arrives.
+
+Rules
+    1. The head of an answer is parsed, its body only where that is needed to find its end. Chunks that arrive whole are
+       handed on as they came (``AnswerSink.on_chunks``), everything else as its payload (``on_data``).
+    2. Interim answers (1xx) are skipped. Trailers end here.
+    3. A connection is kept for the next request when its answer has ended, both sides keep it, and nothing has come
+       behind the answer.
+    4. What is malformed fails the exchange and closes the connection; no other exchange is touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from enum import Enum
+from typing import Final, Protocol, cast
+
+import httptools
+
+from poolgrid.proxy.chunks import ChunkError, ChunkReader, are_whole
+
+HEAD_BYTES_MAX: Final = 64 * 1024
+"""Longest head of an answer; servers in use stay below 16 KiB."""
+
+NO_BODY: Final = frozenset((204, 304))
+"""Statuses of answers without a body."""
+
+HeaderList = list[tuple[bytes, bytes]]
+
+
+class AnswerFailed(Exception):
+    """An exchange with a server ended before its answer did; the message is for people."""
+
+
+class AnswerSink(Protocol):
+    """What takes an answer. Calls come in the order head, body, end; after ``on_end`` or ``on_failed`` none comes."""
+
+    def on_head(self, status: int, headers: HeaderList, is_chunked: bool) -> None:
+        """Take status and headers, their names in lower case, hop-by-hop ones included."""
+        ...
+
+    def on_chunks(self, data: bytes) -> None:
+        """Take whole chunks as they came, none of them the last."""
+        ...
+
+    def on_data(self, data: bytes) -> None:
+        """Take the next bytes of the body, without framing."""
+        ...
+
+    def on_end(self) -> None: ...
+
+    def on_failed(self, error: AnswerFailed, is_stale: bool) -> None:
+        """``is_stale``: a connection that had been kept ended without a byte of this answer, as it does when the server
+        closes idle connections."""
+        ...
+
+
+class _Mode(Enum):
+    HEAD = 0
+    CHUNKS = 1
+    LENGTH = 2
+    """The parser finds the end."""
+    CLOSE = 3
+    """The answer ends with the connection."""
+
+
+class ServerConnection(asyncio.Protocol):
+    """A connection to one server."""
+
+    def __init__(self, release: Callable[[ServerConnection, bool], None]) -> None:
+        """``release`` gets the connection back when an exchange is over: with ``True`` where another may follow."""
+        self._release = release
+        self._sink: AnswerSink | None = None
+        self._transport: asyncio.Transport | None = None
+        self._is_head_request = False
+        self._has_answered = False
+        """Whether an exchange before this one ended well."""
+        self._came = False
+        """Whether anything of the current answer has come."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._mode = _Mode.HEAD
+        self._head = b""
+        self._headers: HeaderList = []
+        self._chunks = ChunkReader()
+        self._in_head = True
+        self._is_complete = False
+        self._keeps = False
+
+    @property
+    def is_usable(self) -> bool:
+        return self._sink is None and self._transport is not None and not self._transport.is_closing()
+
+    # -- in ------------------------------------------------------------------------------------------------------------
+
+    def send(self, sink: AnswerSink, parts: tuple[bytes, ...], is_head_request: bool = False) -> None:
+        """Send a request, given as the bytes that are written, and hand its answer to ``sink``."""
+        assert self._transport is not None, "connected"
+        self._sink, self._is_head_request, self._came = sink, is_head_request, False
+        self._transport.writelines(parts)
+
+    def write(self, data: bytes) -> None:
+        """Send more of a request whose body follows in parts."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def abort(self) -> None:
+        """Close at once, without telling the sink."""
+        self._sink = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    def pause(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    # -- asyncio.Protocol ----------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        sink = self._sink
+        if sink is None:  # no exchange is open
+            self.abort()
+            return
+        self._came = True
+        try:
+            if self._mode is _Mode.CHUNKS:
+                if self._chunks.is_between and are_whole(data):
+                    sink.on_chunks(data)
+                else:
+                    self._take_chunks(sink, data)
+            elif self._mode is _Mode.LENGTH:
+                self._parser.feed_data(data)
+                if self._is_complete:
+                    self._finish(self._keeps)
+            elif self._mode is _Mode.CLOSE:
+                sink.on_data(data)
+            else:
+                self._take_head(sink, data)
+        except (httptools.HttpParserError, ChunkError) as error:
+            self._fail(AnswerFailed(f"the server's answer cannot be read: {error}"))
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        sink, self._sink = self._sink, None
+        del self._parser  # which names this object
+        self._release(self, False)
+        if sink is None:
+            return
+        if self._mode is _Mode.CLOSE and exc is None:
+            sink.on_end()
+            return
+        is_stale = self._has_answered and not self._came
+        where = "within its answer" if self._came else "without an answer"
+        sink.on_failed(AnswerFailed(f"the server closed the connection {where}"), is_stale)
+
+    # -- an answer -----------------------------------------------------------------------------------------------------
+
+    def _take_head(self, sink: AnswerSink, data: bytes) -> None:
+        data = self._head + data if self._head else data
+        while True:
+            cut = data.find(b"\r\n\r\n", 0, HEAD_BYTES_MAX + 4)
+            if cut < 0:
+                if len(data) > HEAD_BYTES_MAX:
+                    raise ChunkError(f"its head has more than {HEAD_BYTES_MAX} bytes")
+                self._head = data
+                return
+            self._head = b""
+            self._in_head = True
+            self._parser.feed_data(data[: cut + 4])
+            data = data[cut + 4 :]
+            status = self._parser.get_status_code()
+            if status >= 200:
+                break
+            if status == 101:
+                raise ChunkError("it switches protocols, and was not asked to")
+            self._begin()
+            if not data:
+                return
+        coding = [value.strip().lower() for name, value in self._headers if name == b"transfer-encoding"]
+        has_length = any(name == b"content-length" for name, _ in self._headers)
+        is_chunked = coding == [b"chunked"]
+        if coding and not is_chunked:
+            raise ChunkError(f"its transfer coding is {b', '.join(coding)[:60]!r}, allowed is chunked")
+        has_body = not (self._is_head_request or status in NO_BODY)
+        sink.on_head(status, self._headers, is_chunked and has_body)
+        if not has_body or self._is_complete:
+            self._finish(self._keeps and not data)
+        elif is_chunked:
+            self._mode = _Mode.CHUNKS
+            if data:
+                self._take_chunks(sink, data)
+        elif has_length:
+            self._mode = _Mode.LENGTH
+            if data:
+                self._parser.feed_data(data)
+                if self._is_complete:
+                    self._finish(self._keeps)
+        else:
+            self._mode = _Mode.CLOSE
+            if data:
+                sink.on_data(data)
+
+    def _take_chunks(self, sink: AnswerSink, data: bytes) -> None:
+        payload, end = self._chunks.feed(data)
+        if payload:
+            sink.on_data(payload)
+        if end >= 0 and self._sink is sink:
+            self._finish(self._keeps and end == len(data))
+
+    def _finish(self, keep: bool) -> None:
+        sink, self._sink = self._sink, None
+        if keep and self._transport is not None and not self._transport.is_closing():
+            self._has_answered = True
+            self._begin()
+            self._release(self, True)
+        elif self._transport is not None:
+            self._transport.close()
+        if sink is not None:
+            sink.on_end()
+
+    def _fail(self, error: AnswerFailed) -> None:
+        sink, self._sink = self._sink, None
+        if self._transport is not None:
+            self._transport.abort()
+        if sink is not None:
+            sink.on_failed(error, False)
+
+    # -- httptools -----------------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self._is_complete:
+            self._keeps = False  # a second answer, for which no request was sent
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        if self._in_head:
+            self._in_head = False
+            self._keeps = self._parser.should_keep_alive()  # it forgets that at the message's end
+
+    def on_body(self, data: bytes) -> None:
+        if self._sink is not None and not self._is_complete:
+            self._sink.on_data(data)
+
+    def on_message_complete(self) -> None:
+        self._is_complete = True
