@@ -95,10 +95,6 @@ async def _nowhere(url: str) -> str:
     raise OSError(url)
 
 
-async def _no_application(scope: object, receive: object, send: object) -> None:
-    """Stand for the application of a server that nobody asks."""
-
-
 async def _registered() -> list[Exported]:
     clock = SystemClock()
     registry = CollectorRegistry()
@@ -106,7 +102,7 @@ async def _registered() -> list[Exported]:
     TensorMetrics(registry)
     PlaneMetrics(registry)
     LoopMetrics(registry)
-    HttpConnections(_no_application, HttpLimits(), registry)
+    HttpConnections(HttpLimits(), registry)
     Tls.load(SecuritySettings(), registry)
     with contextlib.suppress(ModuleNotFoundError):  # its folder may be absent
         from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics

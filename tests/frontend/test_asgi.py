@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 
-from poolgrid.http.exchange import ON_DISCONNECT
 from poolgrid.inference import StreamDelta
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import application
 
 
 class Exchange:
-    """One request to the application, from our server: it reports a client that leaves by a scope extension.
+    """One request to the application, with the guard of a connection, which reports a client that leaves.
 
     ``writable`` cleared makes the server's write wait, as a slow reader does.
     """
@@ -33,7 +32,7 @@ class Exchange:
         self.writable = asyncio.Event()
         self.writable.set()
         self.broken = False
-        self.on_disconnect: Callable[[], None] = lambda: None
+        self.guard = SimpleNamespace(is_lost=False, source=None)
         self.sent: list[dict[str, Any]] = []
 
     async def receive(self) -> dict[str, Any]:
@@ -53,14 +52,10 @@ class Exchange:
         if self.broken:
             raise OSError("the connection is closed")
 
-    def _register(self, on_disconnect: Callable[[], None]) -> None:
-        self.on_disconnect = on_disconnect
-
     async def run(self) -> None:
         headers = [(b"content-type", b"application/json")]
-        extensions = {ON_DISCONNECT: self._register}
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
-        await self._app({**scope, "extensions": extensions}, self.receive, self.send)
+        await self._app({**scope, "state": {"guard": self.guard}}, self.receive, self.send)
 
 
 async def test_headers_are_sent_once_the_worker_is_known_before_any_token() -> None:
@@ -106,7 +101,7 @@ async def test_a_client_that_leaves_while_it_is_written_to_frees_its_worker(brok
         exchange.broken = True
         exchange.writable.set()
     else:
-        exchange.on_disconnect()
+        exchange.guard.source.client_gone()
     with suppress(OSError):  # of the server, which logs it
         await task
 

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from poolgrid.http.connection import HttpConnection
-from poolgrid.http.connections import HttpConnections
-from poolgrid.http.http_server import OPENED_AT_ONCE, WAITING_MAX, FairAcceptor
-from poolgrid.http.http_settings import HttpLimits
+from poolgrid.http.guard import Guard
+from poolgrid.http.http_server import OPENED_AT_ONCE, WAITING_MAX, HttpServer
 
 PATIENCE_S = 120.0
 BACKLOG = 2048
@@ -66,26 +64,25 @@ class Door:
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
             await send({"type": "http.response.body", "body": b"ok"})
 
-        table = HttpConnections(application, HttpLimits())
         door = self
-        made = HttpConnection.connection_made
+        made = Guard.connection_made
 
-        def note(connection: HttpConnection, transport: Any) -> None:
+        def note(connection: Guard, transport: Any) -> None:
             made(connection, transport)
             door.opened.append(transport.get_extra_info("peername")[0])
             door.connections.append(transport)
             door._came.set()
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(HttpConnection, "connection_made", note)
-            acceptor = FairAcceptor(self.socket, None, table)
+            patch.setattr(Guard, "connection_made", note)
+            server = HttpServer(application, "127.0.0.1", 0, "port", listener=self.socket)
+            server.start()
             try:
                 yield
             finally:
-                acceptor.close()
                 for transport in self.connections:
                     transport.abort()
-                await asyncio.sleep(0)
+                await server.stop()
 
     def close(self) -> None:
         for client in self._clients:

@@ -28,11 +28,12 @@ from poolgrid.http.connections import (
     connections_that_fit,
     source_of,
 )
-from poolgrid.http.exchange import BODY_BUFFER_BYTES, ON_DISCONNECT
+from poolgrid.http.guard import Guard
 from poolgrid.http.http_server import STOOD_STILL_S, HttpServer
 from poolgrid.http.http_settings import HttpLimits, HttpSettings
-from poolgrid.http.request_parser import SLICE_BYTES, SLICE_PIECES, RequestParser
+from poolgrid.http.request_framing import SLICE_BYTES, SLICE_PIECES, ChunkedBody
 from poolgrid.transport.security import SecuritySettings, Tls
+from tests.http.test_http_protocol import Source
 
 T = TypeVar("T")
 
@@ -43,7 +44,6 @@ FOREVER_S = 3600.0
 
 SMALL = HttpLimits(
     head_bytes=2048,
-    header_line_bytes=1024,
     headers=10,
     header_timeout_s=FOREVER_S,
     body_timeout_s=FOREVER_S,
@@ -92,7 +92,7 @@ class Application:
             # As ASGI has it; the inference endpoints use the extension.
             watch = asyncio.ensure_future(self._watch(receive))
         else:
-            scope["extensions"][ON_DISCONNECT](self.left.set)
+            scope["state"]["guard"].source = Source(self.left)
         if scope["path"] == "/stream":
             await self.begin.wait()
             await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -269,10 +269,10 @@ def test_a_head_has_its_limit_whatever_pieces_it_comes_in(run: Run, pace: int) -
 @pytest.mark.parametrize(
     ("request_head", "status"),
     [
-        (get("/", CLOSE, "a: " + "a" * 1000), b"200"),
-        (get("/", CLOSE, "a: " + "a" * 1030), b"431"),
-        (get("/" + "a" * 1000, CLOSE), b"200"),
-        (get("/" + "a" * 1030, CLOSE), b"431"),
+        (get("/", CLOSE, "a: " + "a" * 1900), b"200"),
+        (get("/", CLOSE, "a: " + "a" * 2030), b"431"),
+        (get("/" + "a" * 1900, CLOSE), b"200"),
+        (get("/" + "a" * 2030, CLOSE), b"431"),
         (get("/", CLOSE, *(f"h{n}: x" for n in range(8))), b"200"),
         (get("/", CLOSE, *(f"h{n}: x" for n in range(9))), b"431"),
     ],
@@ -282,6 +282,14 @@ async def test_lines_and_their_number_have_limits(request_head: bytes, status: b
     async with serving() as pair:
         assert (await pair.ask(request_head)).split()[1] == status
         assert pair.application.begun == (status == b"200")
+
+
+async def test_a_header_line_of_16_kb_passes_by_default() -> None:
+    async with serving(HttpLimits()) as pair:
+        token = "authorization: Bearer " + "t" * 16_000
+        assert (await pair.ask(get("/", CLOSE, token))).split()[1] == b"200"
+        assert dict(pair.application.headers)[b"authorization"] == b"Bearer " + b"t" * 16_000
+        assert (await pair.ask(get("/", CLOSE, *[token] * 5))).split()[1] == b"431"
 
 
 async def test_a_body_behind_a_head_that_is_refused_is_dropped() -> None:
@@ -425,14 +433,15 @@ def test_one_that_is_refused_amid_a_body_and_stays_is_cut(run: Run, monkeypatch:
 @pytest.mark.parametrize("piece", [b"x", b"\r\n\r\n"], ids=["of one byte", "of an empty line"])
 def test_a_body_of_tiny_chunks_is_read_in_slices(run: Run, piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    genuine = RequestParser.read
+    genuine = Guard._read_body
 
-    def read(self: RequestParser, data: bytes | bytearray) -> int:
-        end = genuine(self, data)
-        taken.append(self._pieces)
-        return end
+    def read(self: Guard, data: bytes | bytearray) -> None:
+        body = self._body
+        assert isinstance(body, ChunkedBody)
+        genuine(self, data)
+        taken.append(body.pieces)
 
-    monkeypatch.setattr(RequestParser, "read", read)
+    monkeypatch.setattr(Guard, "_read_body", read)
     count = 50_000
     chunk = b"%x\r\n%b\r\n" % (len(piece), piece)
 
@@ -783,7 +792,7 @@ def test_a_client_that_takes_its_answer_slowly_is_not_cut(run: Run) -> None:
                     now_s += FOREVER_S
                     [connection] = table.stuck
                     unsent_bytes = connection.transport.get_write_buffer_size()
-                    if unsent_bytes < connection.flow._unsent_bytes:
+                    if unsent_bytes < connection._unsent_bytes:
                         table.tick(now_s)
                         break
                     taken += len(await within(reader.read(2**19)))
@@ -866,7 +875,7 @@ def test_the_settings_are_the_limits() -> None:
 
 
 def test_the_log_says_each_reason_once_a_minute_with_its_number(caplog: pytest.LogCaptureFixture) -> None:
-    table = HttpConnections(Application(), SMALL)
+    table = HttpConnections(SMALL)
     for now_s in (0.0, 1.0, 2.0, SAID_EVERY_S):
         table.note("head_too_large", "10.0.0.1", now_s)
     table.note("connections", "10.0.0.2", 3.0)
@@ -885,9 +894,6 @@ def test_a_body_has_a_time(run: Run, announced: int) -> None:
             assert answer.startswith(b"HTTP/1.1 408 ")
             assert b"http_request_timeout_ms" in answer
             assert pair.refused("body_timeout") == 1
-            if announced > BODY_BUFFER_BYTES:
-                await within(pair.application.left.wait())
-            else:
-                assert pair.application.begun == 0
+            await within(pair.application.left.wait())
 
     run(scenario())

@@ -2,8 +2,8 @@
 
 Rules of this file
 - When the client leaves, the request's own task is cancelled, at any stage (admission, tokenization, waiting for
-  tokens, writing), and its streams are cancelled on the way out. Our server calls when that happens
-  (``poolgrid.http.exchange.ON_DISCONNECT``); under another ASGI server such a request runs to its end.
+  tokens, writing), and its streams are cancelled on the way out. The connection's guard calls when that happens
+  (``poolgrid.http.guard``); without one such a request runs to its end.
 - A request with one sequence has no further task. One with several has a pump per sequence, for its whole life.
 - Everything that arrived since the last wake-up goes out in one write; writing awaits the connection's own flow
   control, and what arrives meanwhile stays with the backend, bounded by ``max_tokens``.
@@ -44,7 +44,6 @@ from poolgrid.frontend.request_body import (
     check_shape,
     compressed,
     receive_body,
-    too_large,
 )
 from poolgrid.frontend.responses import AnswerEncoder, counts_so_far, usage
 from poolgrid.frontend.sequence_output import RequestOutput, SequenceOutput
@@ -55,8 +54,7 @@ from poolgrid.frontend.stream_head import KeepAlive, StreamHead
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.frontend.tools import HOSTED_TOOL
 from poolgrid.frontend.traffic import EndedRequest, TokenTotals, Traffic, tell_request
-from poolgrid.http.exchange import EXCHANGE, ON_DISCONNECT, HttpExchange
-from poolgrid.http.http_server import SERVER_ENDS
+from poolgrid.http.guard import SERVER_ENDS, guard_of
 from poolgrid.inference import HINT_HEADERS, NO_HINT, InferenceBackend, Refused, StreamDelta
 from poolgrid.process.clock import Clock
 from poolgrid.process.log_lines import about
@@ -230,15 +228,13 @@ class InferenceExchange:
         self._caller: Caller | None = scope.get(CALLER)
         self._receive = receive
         self._send = send
-        extensions = scope.get("extensions") or {}
-        self._on_disconnect: Callable[[Callable[[], None]], None] | None = extensions.get(ON_DISCONNECT)
-        self._direct: HttpExchange | None = extensions.get(EXCHANGE)
-        """The short way to our own server's connection, which spares messages."""
+        self._task: asyncio.Task[Any] | None = None
+        """Cancelled when the client leaves, from when its request is whole."""
         self._outputs: list[RequestOutput] = []
 
     async def run(self) -> None:
         """Answer; raises only what is a bug or the end of the process."""
-        task = asyncio.current_task() if self._direct is None else self._direct.task
+        task = asyncio.current_task()
         assert task is not None, "servers call applications in a task"
         self._endpoint.begin(self)
         try:
@@ -283,21 +279,19 @@ class InferenceExchange:
         ``task`` is cancelled when the client leaves. Raises ``RequestError``."""
         endpoint, headers = self._endpoint, self.headers
         limit = endpoint._body_bytes_max
-        content_type = headers.get(b"content-type", b"")
-        if content_type != JSON or self._direct is None or not self._direct.is_received:
-            length = headers.get(b"content-length", b"")
-            check_announced(content_type, length, limit, self._scope["headers"], endpoint.takes_forms)
-        body = None if self._direct is None else self._direct.body()
+        content_type, length = headers.get(b"content-type", b""), headers.get(b"content-length", b"")
+        check_announced(content_type, length, limit, self._scope["headers"], endpoint.takes_forms)
+        body = await receive_body(self._receive, limit)
         if body is None:
-            body = await receive_body(self._receive, limit)
-            if body is None:
-                return None
-        elif len(body) > limit:
-            raise too_large(str(len(body)), limit)
+            return None
         if self.trace is not None:
             self.trace.add("receive", self._arrived_ms)
-        if self._on_disconnect is not None:
-            self._on_disconnect(partial(_leave, self, task))
+        guard = guard_of(self._scope)
+        if guard is not None:
+            if guard.is_lost:
+                return None
+            self._task = task
+            guard.source = self
         if b"content-encoding" in headers:
             encoding = headers[b"content-encoding"]
             body = await endpoint._bodies.inflated(body, encoding.decode("latin-1").strip().lower(), self.has_left)
@@ -307,6 +301,22 @@ class InferenceExchange:
 
     def has_left(self) -> bool:
         return self.left
+
+    # -- as the source of an answer (``poolgrid.http.guard``) ----------------------------------------------------------
+
+    def client_gone(self) -> None:
+        """Cancel the request of a client that has left, unless it has its answer."""
+        if not self.done and self._task is not None:
+            self.left = True
+            self._task.cancel()
+
+    def pause(self) -> None:
+        """Do nothing: ``send`` waits for the client."""
+
+    def resume(self) -> None:
+        """Do nothing: ``send`` waits for the client."""
+
+    # ------------------------------------------------------------------------------------------------------------------
 
     async def _serve_body(self, body: bytes) -> None:
         """Answer what the body asks for."""
@@ -426,20 +436,12 @@ class InferenceExchange:
         self.begin(200, headers)
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
-    def write(self, body: bytes) -> Awaitable[None]:
-        if self._direct is not None and not self.done:
-            return self._direct.write(body)
-        return self._send_part(body)
-
-    async def _send_part(self, body: bytes) -> None:
+    async def write(self, body: bytes) -> None:
         if not self.done:
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
-    def answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> Awaitable[None]:
+    async def answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         self.done = True
-        return (self._send_whole if self._direct is None else self._direct.answer)(status, headers, body)
-
-    async def _send_whole(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         headers.append((b"content-length", b"%d" % len(body)))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
@@ -847,13 +849,6 @@ _STREAM_HEADERS: list[tuple[bytes, bytes]] = [
     # Reverse proxies of nginx's family collect a response otherwise.
     (b"x-accel-buffering", b"no"),
 ]
-
-
-def _leave(exchange: InferenceExchange, task: asyncio.Task[Any]) -> None:
-    """Cancel the request of a client that has left, unless it has its answer."""
-    if not exchange.done:
-        exchange.left = True
-        task.cancel()
 
 
 _HINT_HEADERS: Final = {name.encode(): name for name in HINT_HEADERS}

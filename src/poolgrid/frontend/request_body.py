@@ -33,13 +33,14 @@ from typing import Final
 
 import numpy as np
 from starlette.requests import Request
-from starlette.types import Message, Receive
+from starlette.types import Receive
 
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.http.browser_requests import Headers, is_from_page
+from poolgrid.http.guard import guard_of
 from poolgrid.process.clock import Clock
-from poolgrid.process.tasks import breathe, owned
+from poolgrid.process.tasks import breathe
 from poolgrid.wire.identifiers import SEPARATOR, internal_id, name_of
 
 SHORT_BYTES = 64 * 1024
@@ -255,14 +256,11 @@ class BodyReader:
         encoding = headers.get("content-encoding", "").strip().lower()
         if not encoding:
             return raw
-        # After the body only the end of the connection is left to come.
-        end = owned(_next_message(request), "end of the connection")
+        guard = guard_of(request.scope)
         try:
-            return await self.inflated(raw, encoding, lambda: end.done() and end.result()["type"] == "http.disconnect")
+            return await self.inflated(raw, encoding, lambda: guard is not None and guard.is_lost)
         except ClientLeft:
             raise _client_left() from None
-        finally:
-            end.cancel()
 
     async def inflated(self, body: bytes, encoding: str, left: Callable[[], bool]) -> bytes:
         """Return the body behind ``content-encoding``; it is given up when ``left`` says that the client has.
@@ -324,10 +322,6 @@ def accepts_gzip(accept_encoding: bytes) -> bool:
 def compressed(body: bytes) -> bytes:
     """Return ``body`` as gzip; the same bytes for the same body, for there is no time in it."""
     return gzip.compress(body, LEVEL, mtime=0)
-
-
-async def _next_message(request: Request) -> Message:
-    return await request.receive()
 
 
 def _client_left() -> RequestError:

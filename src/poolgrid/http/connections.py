@@ -20,14 +20,11 @@ import asyncio
 import ipaddress
 import logging
 import resource
-from email.utils import formatdate
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 
 from poolgrid.http.browser_requests import AllowedHosts
-from poolgrid.http.exchange import Application
-from poolgrid.http.flow import FlowControl
 from poolgrid.http.http_settings import HttpLimits
 from poolgrid.process.instruments import Counter, Gauge
 
@@ -48,10 +45,13 @@ SOURCE_PREFIX_V6 = 64
 
 
 class TrackedConnection(Protocol):
-    """What the table needs of a connection: ``poolgrid.http.connection.HttpConnection``, which imports this."""
+    """What the table needs of a connection: ``poolgrid.http.guard.Guard``, which imports this."""
 
     transport: asyncio.Transport
-    flow: FlowControl
+
+    def is_draining(self) -> bool:
+        """Return whether the client has taken some of what waits for it since this was last asked."""
+        ...
 
     def time_out(self, now_s: float) -> None:
         """Close, or answer 408: the time of the queue it is in is over."""
@@ -86,20 +86,16 @@ class HttpConnections:
 
     def __init__(
         self,
-        app: Application,
         limits: HttpLimits,
         registry: CollectorRegistry | None = None,
         hosts: AllowedHosts | None = None,
     ) -> None:
         """Metrics go into ``registry`` when there is one; requests may name ``hosts`` only, where there are any."""
-        self.app = app
         self.limits = limits
         self.hosts = hosts
-        self.date_line = b""
-        """The header of every answer."""
+        self.is_ending = False
+        """Each connection ends with its next answer."""
         self.open: set[TrackedConnection] = set()
-        self.tasks: set[asyncio.Task[None]] = set()
-        """Those that run the application."""
         self.idle = Queue()
         """Waiting for a further request."""
         self.heads = Queue()
@@ -147,13 +143,6 @@ class HttpConnections:
     @property
     def refused(self) -> dict[str, int]:
         return self._refused.by_label()
-
-    def is_idle(self) -> bool:
-        # A task that is cancelled before its first step is over, and still there.
-        return not self.open and all(task.done() for task in self.tasks)
-
-    def set_date(self, wall_s: float) -> None:
-        self.date_line = b"date: %b\r\n" % formatdate(wall_s, usegmt=True).encode()
 
     # -- coming and going ----------------------------------------------------------------------------------------------
 
@@ -214,7 +203,7 @@ class HttpConnections:
             while (first := queue.first()) is not None and queue[first] <= now_s - limits.write_timeout_s:
                 del queue[first]
                 # Who is in both is judged once.
-                if (queue is self.closing and first in self.stuck) or first.flow.is_draining():
+                if (queue is self.closing and first in self.stuck) or first.is_draining():
                     queue[first] = now_s
                 else:
                     self.note("write_timeout", "a client that takes nothing", now_s)

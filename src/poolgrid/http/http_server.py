@@ -1,6 +1,7 @@
-"""An HTTP server inside a running event loop: bound before it starts, stopped in order, deaf to signals.
+"""uvicorn inside a running event loop: bound before it starts, stopped in order, deaf to signals.
 
-Signals belong to ``poolgrid.process.lifecycle``, which decides in what order the parts of a process end.
+Signals belong to ``poolgrid.process.lifecycle``, which decides in what order the parts of a process end. uvicorn reads
+requests, calls the application and writes answers; ``poolgrid.http.guard`` stands before it.
 
 Takes connections for an HTTP server, round robin over the addresses that they come from.
 
@@ -25,18 +26,19 @@ import errno
 import logging
 import socket
 import ssl
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
+import uvicorn
 from prometheus_client import CollectorRegistry
 
 from poolgrid.http.browser_requests import AllowedHosts
-from poolgrid.http.connection import HttpConnection
 from poolgrid.http.connections import HttpConnections, connections_that_fit, source_of
+from poolgrid.http.guard import SERVER_ENDS, Application, Guard, GuardedApplication
 from poolgrid.http.http_settings import HttpLimits, ServerSettings
 from poolgrid.process.lifecycle import GroupPlace
 from poolgrid.process.tasks import Restart, cancel_all, detached, supervised
@@ -78,15 +80,19 @@ class FairAcceptor:
         listener: socket.socket,
         context: ssl.SSLContext | None,
         table: HttpConnections,
+        make: Callable[[], Guard],
     ) -> None:
-        """Begin at once; without ``context`` there is no TLS."""
+        """Begin at once, with what ``make`` returns for each connection; without ``context`` there is no TLS."""
         self._listener = listener
         self._context = context
         self._table = table
+        self._make = make
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[str, deque[socket.socket]] = {}
         """Connections that are not opened, by address; the address whose turn it is comes first."""
         self._count = 0
+        self.accepted = 0
+        """Connections so far."""
         self._turn: asyncio.Handle | None = None
         self._opening: set[asyncio.Task[None]] = set()
         self._resume: asyncio.TimerHandle | None = None
@@ -133,6 +139,7 @@ class FairAcceptor:
                 break
             self._waiting.setdefault(address[0], deque()).append(connection)
             self._count += 1
+            self.accepted += 1
         if self._count >= WAITING_MAX:
             self._pause()
         if self._count and self._turn is None:
@@ -174,7 +181,8 @@ class FairAcceptor:
         task.add_done_callback(self._opening.discard)
 
     async def _connect(self, connection: socket.socket, source: str) -> None:
-        protocol = HttpConnection(self._table, source)
+        protocol = self._make()
+        protocol.address = source
         context = self._context
         if context is None:
             await self._loop.connect_accepted_socket(lambda: protocol, connection)
@@ -215,8 +223,9 @@ STOOD_STILL_S = 1.0
 SHUTDOWN_GRACE_S = 1.0
 """Part of the shutdown time in which clients whose answers did not finish get an error; half of it at most."""
 
-SERVER_ENDS = "the server is shutting down"
-"""Message of the cancellation of a request that is not answered in time for the end of the server."""
+QUIET_S = 0.25
+"""A server that is to end serves until so long has passed without a new connection or a complete answer. Balancers that
+probe ``/ready`` meanwhile send nothing more."""
 
 IDLE_LOOK_S = 0.02
 """Between two looks at whether everything has finished."""
@@ -227,17 +236,20 @@ CUT_S = 0.5
 BACKLOG = 2048
 """Connections that wait to be accepted; the kernel refuses more."""
 
+NEVER_S = 10 * 365 * 86_400
+"""uvicorn's limit for idle connections: the guard has one, which knows when the process stood still."""
+
 
 def _noop() -> None:
     pass
 
 
 class HttpServer:
-    """An ASGI server on a socket of its own."""
+    """uvicorn on a socket of its own."""
 
     def __init__(
         self,
-        app: Any,
+        app: Application,
         host: str,
         port: int,
         setting: str,
@@ -247,8 +259,10 @@ class HttpServer:
         registry: CollectorRegistry | None = None,
         limits: HttpLimits | None = None,
         has_keys: bool = False,
+        listener: socket.socket | None = None,
     ) -> None:
-        """Bind ``host:port`` (0 = any free port); raises ``OSError`` that names the ``setting``.
+        """Bind ``host:port`` (0 = any free port), unless a bound ``listener`` is given; raises ``OSError`` that names
+        the ``setting``.
 
         With ``reuse_port`` several processes may serve one port, and the kernel spreads connections over them. Metrics
         of the server go into ``registry``. ``limits`` are those of ``HttpSettings``, and its defaults without.
@@ -260,12 +274,30 @@ class HttpServer:
         hosts = None
         if not has_keys and is_loopback(host) and "*" not in limits.hosts:
             hosts = AllowedHosts(host, limits.hosts)
-        self.connections = HttpConnections(app, limits, registry, hosts)
+        self.connections = HttpConnections(limits, registry, hosts)
         self._tls = tls
-        self._listener = bind(host, port, setting, reuse_port)
+        self._listener = listener or bind(host, port, setting, reuse_port)
         self.host = host
         self.port: int = self._listener.getsockname()[1]
+        self._config = uvicorn.Config(
+            GuardedApplication(app),
+            http=cast("type[asyncio.Protocol]", partial(Guard, table=self.connections)),  # it is called, as a class is
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            # What it says of single requests that are not HTTP is counted by the guard.
+            log_config=None,
+            log_level=logging.ERROR,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=NEVER_S,
+        )
+        self._config.load()
+        self._uvicorn = uvicorn.Server(self._config)
         self._stop_timeout_s = stop_timeout_ms / 1000
+        self._ends_s: float | None = None
+        """When everything has ended, once that is to be."""
         self._acceptor: FairAcceptor | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -280,10 +312,28 @@ class HttpServer:
         if self._tls is not None:
             # Without a bound: the current certificate keeps serving.
             self._tasks.append(supervised(self._tls.watch, "certificate watch", Restart(limit=None)))
-        self.connections.set_date(time.time())
-        context = None if self._tls is None else self._tls.context
-        self._acceptor = FairAcceptor(self._listener, context, self.connections)
         self._tasks.append(supervised(self._tick, "http server"))
+        context = None if self._tls is None else self._tls.context
+        self._acceptor = FairAcceptor(self._listener, context, self.connections, self._make_guard)
+
+    def _make_guard(self) -> Guard:
+        """Return what uvicorn's own listener would: an instance of its configuration's protocol."""
+        made = cast(Callable[..., Guard], self._config.http_protocol_class)
+        return made(config=self._config, server_state=self._uvicorn.server_state, app_state={})
+
+    async def serve_until_quiet(self) -> None:
+        """Serve on while clients still come, for half of the time that ``stop`` may take; each connection ends with its
+        next answer."""
+        self.connections.is_ending = True
+        now_s = asyncio.get_running_loop().time
+        self._ends_s = now_s() + self._stop_timeout_s
+        seen = None
+        while self._acceptor is not None:
+            before, seen = seen, (self._acceptor.accepted, self._uvicorn.server_state.total_requests)
+            pause_s = min(QUIET_S, self._ends_s - self._stop_timeout_s / 2 - now_s())
+            if seen == before or pause_s <= 0:
+                return
+            await asyncio.sleep(pause_s)
 
     async def stop(self, end_requests: Callable[[], None] = _noop) -> None:
         """Accept nothing new, and let open responses finish for ``stop_timeout_ms``.
@@ -292,51 +342,61 @@ class HttpServer:
         cancelled with ``SERVER_ENDS``, so that what still prepares an answer can answer that; then they are cut.
         """
         table = self.connections
-        ends_s = asyncio.get_running_loop().time() + self._stop_timeout_s
+        table.is_ending = True
+        now_s = asyncio.get_running_loop().time()
+        ends_s = self._ends_s or now_s + self._stop_timeout_s
         grace_s = min(SHUTDOWN_GRACE_S, self._stop_timeout_s / 2)
         try:
             if self._acceptor is None:
                 return
             self._acceptor.close()
+            self._listener.close()
+            # What has been accepted may have sent its request already.
+            await self._until(lambda: not table.heads, min(now_s + QUIET_S, ends_s - grace_s))
             for connection in list(table.open):
                 connection.shutdown()
-            if await self._is_idle(ends_s - grace_s):
+            if await self._until(self._is_idle, ends_s - grace_s):
                 return
             end_requests()
-            if await self._is_idle(ends_s - grace_s / 2):
+            if await self._until(self._is_idle, ends_s - grace_s / 2):
                 return
             # What is left is still prepared, or its client does not read.
-            for task in list(table.tasks):
+            for task in list(self._uvicorn.server_state.tasks):
                 task.cancel(SERVER_ENDS)
-            if await self._is_idle(ends_s):
+            if await self._until(self._is_idle, ends_s):
                 return
             log.warning("shutting down: aborting %d connections with a request in flight", len(table.open))
             for connection in list(table.open):
                 connection.transport.abort()
-            await self._is_idle(ends_s + CUT_S)
+            await self._until(self._is_idle, ends_s + CUT_S)
         finally:
             self._listener.close()
             await cancel_all(self._tasks)
 
     async def _tick(self) -> None:
-        """End what has run out of time."""
+        """End what has run out of time, and have uvicorn set the date of its answers."""
         table = self.connections
         now_s = asyncio.get_running_loop().time
         ticked_s = now_s()
+        await self._uvicorn.on_tick(0)
         while True:
             await asyncio.sleep(TICK_S)
             late_s, ticked_s = now_s() - ticked_s, now_s()
             if late_s > STOOD_STILL_S:
                 table.extend_deadlines(late_s)
-            table.set_date(time.time())
+            await self._uvicorn.on_tick(0)
             table.tick(ticked_s)
 
-    async def _is_idle(self, until_s: float) -> bool:
-        """Wait until nothing is open, at most until a time of the loop; return whether that is so."""
+    def _is_idle(self) -> bool:
+        # A task that is cancelled before its first step is over, and still there.
+        return not self.connections.open and all(task.done() for task in self._uvicorn.server_state.tasks)
+
+    async def _until(self, holds: Callable[[], bool], until_s: float) -> bool:
+        """Wait until something holds, at most until a time of the loop; return whether it does."""
         now_s = asyncio.get_running_loop().time
-        while not self.connections.is_idle() and now_s() < until_s:  # noqa: ASYNC110 - twice at the end of a process
+        while not holds() and now_s() < until_s:  # noqa: ASYNC110 - twice at the end of a process
             await asyncio.sleep(IDLE_LOOK_S)
-        return self.connections.is_idle()
+        return holds()
 
 
 class RouterServers(NamedTuple):
@@ -364,17 +424,21 @@ def open_server(
     opened: AsyncExitStack,
     settings: ServerSettings,
     registry: CollectorRegistry,
-    app: Any,
+    app: Application,
     end_requests: Callable[[], None],
     has_keys: bool,
     place: GroupPlace | None = None,
+    listener: socket.socket | int | None = None,
 ) -> RouterServers:
     """Return a router's servers, bound and not started; ``opened`` stops them, and then has their requests ended.
 
-    Raises ``OSError`` when a port cannot be bound, ``TlsError``.
+    ``listener`` is a socket, or its file descriptor, that is bound already: its other owners keep it when this process
+    ends. Raises ``OSError`` when a port cannot be bound, ``TlsError``.
     """
 
-    def make(port: int, setting: str, registry: CollectorRegistry | None, reuse_port: bool) -> HttpServer:
+    def make(
+        port: int, setting: str, registry: CollectorRegistry | None, bound: socket.socket | None, reuse_port: bool
+    ) -> HttpServer:
         server = HttpServer(
             app,
             settings.host,
@@ -386,9 +450,13 @@ def open_server(
             registry=registry,
             limits=settings.http_limits(),
             has_keys=has_keys,
+            listener=bound,
         )
         opened.push_async_callback(server.stop, end_requests)
         return server
 
-    admin = None if place is None else make(settings.admin_port, "admin_port", None, False)
-    return RouterServers(make(settings.port, "port", registry, place is not None), admin)
+    admin = None if place is None else make(settings.admin_port, "admin_port", None, None, False)
+    bound = socket.socket(fileno=listener) if isinstance(listener, int) else listener
+    shared = make(settings.port, "port", registry, bound, place is not None)
+    opened.push_async_callback(shared.serve_until_quiet)
+    return RouterServers(shared, admin)

@@ -19,10 +19,8 @@ MIB = 2**20
 class HttpLimits:
     """The limits of one server, times in seconds. ``HttpSettings`` has the help of those that operators may set."""
 
-    head_bytes: int = 32 * 1024
-    """Longest head: what nginx takes."""
-    header_line_bytes: int = 8 * 1024
-    """Longest line of a head: what nginx and Apache take."""
+    head_bytes: int = 64 * 1024
+    """Longest head, in one line or many: uvicorn has no limit, and gateways put tokens of 16 kB into a line."""
     headers: int = 100
     """Most header fields; Apache's limit. Clients send some 20."""
     header_timeout_s: float = 20.0
@@ -31,7 +29,9 @@ class HttpLimits:
     """For a body, to which each ``body_bytes_per_s`` that came add a second; Apache's 20 s."""
     body_bytes_per_s: float = 10_000.0
     """A bad mobile connection. Slower bodies hold memory that others need."""
-    keep_alive_timeout_s: float = 5.0
+    keep_alive_timeout_s: float = 120.0
+    """Longer than what balancers and clients keep a connection for another request: otherwise one is sent into a
+    connection that is being closed, and fails. AWS's and nginx's keep them 60 s, Go's client 90 s."""
     write_timeout_s: float = 60.0
     """After so long without a byte taken a client that reads nothing of its answer is cut off; nginx's 60 s."""
     pipeline_bytes: int = 64 * 1024

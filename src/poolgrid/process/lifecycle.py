@@ -52,10 +52,10 @@ OWN = "poolgrid."
 OF_ONE_CONNECTION = frozenset(
     {
         "poolgrid.frontend.stream_head",
-        "poolgrid.http.connection",
-        "poolgrid.http.exchange",
+        "poolgrid.http.client_probe",
+        "poolgrid.http.guard",
         "poolgrid.http.http_client",
-        "poolgrid.http.request_parser",
+        "poolgrid.http.request_framing",
     }
 )
 """Modules whose callbacks belong to one HTTP connection each."""
