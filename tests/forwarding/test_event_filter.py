@@ -259,6 +259,12 @@ def streams(draw: st.DrawFn) -> tuple[bytes, bytes, Asked]:
             text, ids = draw(texts), draw(st.lists(st.integers(0, 300_000), min_size=1, max_size=3))
             left: dict[str, Any] = {"token_ids": None} if asked is VLLM else {}
             data, passed = event(chunk([choice(text, token_ids=ids)])), event(chunk([choice(text, **left)]))
+        elif draw(st.integers(0, 5)) == 0:
+            last = chunk([choice("z", "stop")])
+            data, passed = (
+                event(last) + event(chunk([], system_fingerprint="f", usage=USAGE)),
+                event({**last, "system_fingerprint": "f"}),
+            )
         else:
             data, passed = draw(st.sampled_from(known))[:2]  # type: ignore[assignment]
         sent, wanted = sent + data, wanted + passed
@@ -299,6 +305,53 @@ def test_any_bytes_without_what_was_asked_pass_as_they_are(
 
     passed = b"".join(events.feed(data[a:b]) for a, b in pairwise(places)) + events.finish()
     assert passed == data
+
+
+FINGERPRINTS = [
+    pytest.param(
+        [event(chunk([choice("b", "stop", stop_reason=None)], kv_transfer_params=None))],
+        [event(chunk([choice("b", "stop", stop_reason=None)], system_fingerprint="vllm-1", kv_transfer_params=None))],
+        id="put-back",
+    ),
+    pytest.param(
+        [event(chunk([choice("b", "stop", token_ids=[1])])), b": note\n\n"],
+        [event(chunk([choice("b", "stop", token_ids=None)])), b": note\n\n"],
+        id="another-event-between",
+    ),
+    pytest.param(
+        [event(chunk([choice("b", "stop")], system_fingerprint="own"))],
+        [event(chunk([choice("b", "stop")], system_fingerprint="own"))],
+        id="there-already",
+    ),
+]
+
+
+@pytest.mark.parametrize("size", [0, 1, 7])
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize(("events", "passed"), FINGERPRINTS)
+def test_a_fingerprint_in_the_dropped_chunk_is_put_back(
+    events: list[bytes], passed: list[bytes], line_end: bytes, size: int
+) -> None:
+    dropped = event(chunk([], usage=USAGE, system_fingerprint="vllm-1"))
+    data = b"".join([event(chunk([choice("a")])), *events, dropped, DONE]).replace(b"\n", line_end)
+    wanted = b"".join([event(chunk([choice("a")])), *passed, DONE]).replace(b"\n", line_end)
+
+    assert run(data, VLLM, size=size)[0] == wanted
+
+
+def test_a_finish_reason_waits_for_one_event_only() -> None:
+    last, dropped = event(chunk([choice("b", "stop")])), event(chunk([], usage=USAGE))
+    events = EventFilter(AnswerForm.CHAT, VLLM)
+    assert events.feed(last) == b""
+    assert events.feed(dropped) == last
+    assert events.feed(DONE) == DONE
+
+    without_usage = EventFilter(AnswerForm.CHAT, VLLM)
+    assert without_usage.feed(last) == b""
+    assert without_usage.finish() == last
+
+    unasked = EventFilter(AnswerForm.CHAT, Asked(token_ids=TokenIds.NULL))
+    assert unasked.feed(last) == last
 
 
 def test_nothing_is_held_where_nothing_was_asked_for() -> None:

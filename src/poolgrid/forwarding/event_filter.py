@@ -11,6 +11,8 @@ Figures of the forms, of vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM 1.4:
 
 - vLLM writes ``"token_ids":null`` where no ids were asked for, SGLang has no such member then.
 - vLLM sends chat events without a delta only where ids are asked for (half of a tool call, for example).
+- vLLM writes its ``system_fingerprint`` into the chunk with usage where there is one, else into the last chunk of each
+  choice. The event with a finish reason therefore waits for the one behind it, which vLLM writes at once.
 - SGLang sends the ids of a chat at its end, with ``x-sglext-ids-framed: 1`` as an event of that name.
 - ``"usage":null`` with each chunk is OpenAI's form of ``include_usage``. SGLang writes it unasked, vLLM never.
 """
@@ -63,7 +65,8 @@ class Asked:
     """What poolgrid asked the server for, and the client did not."""
 
     usage: bool = False
-    """``include_usage``: the chunk with usage alone is dropped."""
+    """``include_usage``: the chunk with usage alone is dropped, and the fingerprint in it put back. Not to be asked
+    for a client that sets ``continuous_usage_stats``: its chunks would then have usage, or not, by the server."""
     null_usage: bool = False
     """``include_usage`` of a server that then writes ``"usage":null`` with each chunk: it is cut."""
     token_ids: TokenIds = TokenIds.KEPT
@@ -135,6 +138,7 @@ class _Answer(msgspec.Struct):
     choices: list[_Choice] | None = None
     usage: msgspec.Raw = _ABSENT
     error: msgspec.Raw = _ABSENT
+    system_fingerprint: msgspec.Raw = _ABSENT
     message: _Part | str | None = None
     delta: _Part | str | None = None
     response: _Part | None = None
@@ -187,6 +191,9 @@ class EventFilter:
         self._newline: bytes | None = None
         """What a newline becomes that follows an event's last carriage return."""
         self._is_first = True
+        self._waiting = b""
+        """The event with a finish reason."""
+        self._fingerprint: bytes | None = None
 
     @property
     def is_between_events(self) -> bool:
@@ -215,6 +222,7 @@ class EventFilter:
         rest = bytes(self._held)
         self._held.clear()
         passed = self._event(rest) if rest else b""
+        passed, self._waiting = passed + self._waiting, b""
         return b"" if self._only_notes else passed
 
     def _feed_any(self, data: bytes) -> bytes:
@@ -223,7 +231,10 @@ class EventFilter:
         self._has_returns = self._has_returns or b"\r" in data
         pieces: list[bytes] = []
         if self._newline is not None and data.startswith(b"\n"):
-            pieces.append(self._newline)
+            if self._waiting:
+                self._waiting += b"\n"
+            else:
+                pieces.append(self._newline)
             data = data[1:]
         self._newline = None
         if self._is_passing:
@@ -245,7 +256,7 @@ class EventFilter:
             passed = self._event(event) if 0 < len(event) <= MAX_EVENT_BYTES else event
             pieces += (block[: len(block) - len(event)], passed)
             if end == len(held) and block.endswith(b"\r"):
-                self._newline = b"\n" if passed or not event else b""
+                self._newline = b"\n" if passed.endswith(b"\r") or not event else b""
             at = start = end
         del held[:at]
         if len(held) > MAX_EVENT_BYTES:
@@ -271,11 +282,21 @@ class EventFilter:
         return at + 2 if at >= 0 else -1
 
     def _chat_event(self, event: bytes) -> bytes:
+        if not self._waiting:
+            return self._chat_chunk(event)
+        before, self._waiting = self._waiting, b""
+        passed = self._chat_chunk(event)
+        if self._fingerprint is not None:
+            before, self._fingerprint = _with_fingerprint(before, self._fingerprint), None
+        return before + passed
+
+    def _chat_chunk(self, event: bytes) -> bytes:
         if event.find(b'"choices"') < 0:
             self._note_rare(event)
             return event
         notes, asked = self.notes, self._asked
         finish, usage = event.find(_FINISH), event.find(_USAGE)
+        is_last = False
         has_usage = usage >= 0 and not event.startswith(_NULLS, usage + len(_USAGE))
         if (
             self._is_first
@@ -288,7 +309,9 @@ class EventFilter:
             if answer is not None:
                 _note_chat(notes, answer)
                 if asked.usage and has_usage and answer.choices == []:
+                    self._fingerprint = bytes(answer.system_fingerprint) or None
                     return b""
+                is_last = asked.usage and any(choice.finish_reason for choice in answer.choices or ())
         if asked.null_usage and usage >= 0:
             event = _without_null_usage(event, usage)
         if self._takes_ids:
@@ -296,7 +319,10 @@ class EventFilter:
             if asked.token_ids is TokenIds.NULL and event.find(_WITHOUT_DELTA) >= 0:
                 return b""
         if asked.sglext_ids and event.find(b'"sglext"') >= 0:
-            return self._without_sglext_ids(event)
+            event = self._without_sglext_ids(event)
+        if is_last and event.find(b'"system_fingerprint"') < 0:
+            self._waiting = event
+            return b""
         return event
 
     def _messages_event(self, event: bytes) -> bytes:
@@ -516,6 +542,16 @@ def _without_null_usage(event: bytes, usage: int) -> bytes:
 def _cut_null_usage(data: bytes) -> bytes:
     fields = top_level(data)
     return edit(fields, removed=("usage",)) if fields.value("usage") == b"null" else data
+
+
+def _with_fingerprint(event: bytes, fingerprint: bytes) -> bytes:
+    """The event with its server's fingerprint where the server has it: behind the choices."""
+
+    def put(data: bytes) -> bytes:
+        choices = next(member for member in top_level(data).members if member.name == "choices")
+        return b'%b,"system_fingerprint":%b%b' % (data[: choices.value_end], fingerprint, data[choices.value_end :])
+
+    return event if fingerprint == b"null" else _with_data(event, put)
 
 
 def _with_data(event: bytes, change: Callable[[bytes], bytes]) -> bytes:
