@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "diagnosis": (),
     "kv_events": ("wire",),
     "kv_events.publisher_sockets": ("wire", "kv_events", "process", "transport"),
+    "forwarding": ("wire",),
     "structured_output": ("wire",),
     "process": ("wire",),
     "transport": ("wire", "process"),
@@ -118,6 +119,7 @@ SERVICES = ("router", "global_router", "workers")
 PURE = (
     "wire",
     "diagnosis",
+    "forwarding",
     "structured_output",
     "discovery.registry",
     "kubernetes.slices",

@@ -1,0 +1,578 @@
+"""What poolgrid asked a server for itself is taken out of the answer again, and what it counts is noted.
+
+``EventFilter`` takes the bytes of a ``text/event-stream`` as they come, split anywhere, and returns those for the
+client. An event that holds nothing to take out is passed byte for byte: comments, unknown fields, line ends.
+``filter_answer`` does the same for a whole JSON answer.
+
+The common event of a token is looked at with a few searches for constant bytes and never parsed. Such a search finds
+keys only: within a JSON string a quote has a backslash before it.
+
+Figures of the forms, of vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM 1.4:
+
+- vLLM writes ``"token_ids":null`` where no ids were asked for, SGLang has no such member then.
+- vLLM sends chat events without a delta only where ids are asked for (half of a tool call, for example).
+- vLLM writes its ``system_fingerprint`` into the chunk with usage where there is one, else into the last chunk of each
+  choice. The event with a finish reason therefore waits for the one behind it, which vLLM writes at once.
+- SGLang sends the ids of a chat at its end, with ``x-sglext-ids-framed: 1`` as an event of that name.
+- ``"usage":null`` with each chunk is OpenAI's form of ``include_usage``. SGLang writes it unasked, vLLM never.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from itertools import pairwise
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from poolgrid.forwarding.body_edit import MAX_SLOW_BYTES, edit, edit_elements, top_level
+
+MAX_EVENT_BYTES: Final = 2 << 20
+"""Bytes of an event that is held until it is whole. The largest that is to be changed is the first one, with the ids of
+a prompt: 256k ids of six digits and a comma. A longer event is passed as it comes, unparsed."""
+
+MAX_ERROR_CHARACTERS: Final = 500
+"""Of a server's error message, for the log."""
+
+_ABSENT: Final = msgspec.Raw()
+_COUNT = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+
+
+class AnswerForm(StrEnum):
+    """Of which API an answer is."""
+
+    CHAT = "chat"
+    """Chat and text completions."""
+    MESSAGES = "messages"
+    RESPONSES = "responses"
+
+
+class TokenIds(Enum):
+    """What is left in place of token ids."""
+
+    KEPT = "the client asked for them"
+    NULL = "null, as vLLM writes where no ids were asked for"
+    ABSENT = "no member, as SGLang writes where no ids were asked for"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What poolgrid asked the server for, and the client did not."""
+
+    usage: bool = False
+    """``include_usage``: the chunk with usage alone is dropped, and the fingerprint in it put back. Not to be asked
+    for a client that sets ``continuous_usage_stats``: its chunks would then have usage, or not, by the server."""
+    null_usage: bool = False
+    """``include_usage`` of a server that then writes ``"usage":null`` with each chunk: it is cut."""
+    token_ids: TokenIds = TokenIds.KEPT
+    """``return_token_ids``."""
+    sglext_ids: tuple[str, ...] = ()
+    """``input_ids`` by ``return_input_ids_in_sglext``, ``output_ids`` by ``return_output_ids_in_sglext``."""
+
+
+NOTHING: Final = Asked()
+
+
+@dataclass(slots=True)
+class AnswerNotes:
+    """What an answer reports; ``None`` is unknown."""
+
+    response_id: str | None = None
+    prompt_tokens: int | None = None
+    """All of them, cached ones too, in the Messages API as well."""
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    finish_reason: str | None = None
+    """The last one, of ``n`` choices."""
+    has_ended: bool = False
+    """The end mark of a stream came, or the answer is whole."""
+    error: str | None = None
+    output_ids: int = 0
+    """Token ids that were taken out so far."""
+    prompt_token_ids: bytes | None = None
+    """A JSON array, where ids were taken out."""
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: _COUNT | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: _COUNT | None = None
+    completion_tokens: _COUNT | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens: _COUNT | None = None
+    output_tokens: _COUNT | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: _COUNT | None = None
+    cache_creation_input_tokens: _COUNT | None = None
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Part(msgspec.Struct):
+    """The ``message``, ``delta`` or ``response`` of an event."""
+
+    id: str | None = None
+    status: str | None = None
+    stop_reason: str | None = None
+    usage: msgspec.Raw = _ABSENT
+    error: msgspec.Raw = _ABSENT
+
+
+class _Answer(msgspec.Struct):
+    """A whole answer or the data of an event, of any form."""
+
+    id: str | None = None
+    object: str | None = None
+    type: str | None = None
+    status: str | None = None
+    stop_reason: str | None = None
+    choices: list[_Choice] | None = None
+    usage: msgspec.Raw = _ABSENT
+    error: msgspec.Raw = _ABSENT
+    system_fingerprint: msgspec.Raw = _ABSENT
+    message: _Part | str | None = None
+    delta: _Part | str | None = None
+    response: _Part | None = None
+
+
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+_decode_usage = msgspec.json.Decoder(_Usage).decode
+
+_EVENT_END = re.compile(rb"(?>\r\n|\n|\r){2}")
+_DATA_LINE = re.compile(rb"(?:^|[\r\n])(data(?:: ?([^\r\n]*)|(?=[\r\n]|$)))")
+_EVENT_NAME = re.compile(rb"(?:^|[\r\n])event: ?([^\r\n]*)")
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+
+_NEWLINE: Final = 10
+_FINISH, _USAGE, _IDS = b'"finish_reason"', b'"usage"', b'token_ids"'
+_NULLS = (b":null", b": null")
+_CHOICE_WITH_IDS = re.compile(
+    rb'"finish_reason":(?:null|"[a-z_]*")'
+    rb'(?:,"(?:stop_reason|matched_stop)":(?:null|-?\d+|"[^"\\]*"))?'
+    rb'(?:,"prompt_token_ids":null)?'
+    rb'(,"token_ids":)(\[[\d,]*\])'
+)
+"""From the finish reason of a choice to its ids, as vLLM and SGLang write them."""
+_WITHOUT_DELTA = b'"delta":{},"logprobs":null,"finish_reason":null'
+_ID_MEMBERS = ("token_ids", "prompt_token_ids", "response_token_ids")
+
+_ENDS = {"response.completed", "response.incomplete", "response.failed", "message_stop"}
+
+
+class EventFilter:
+    """One stream of events, from the server to the client."""
+
+    def __init__(self, form: AnswerForm, asked: Asked = NOTHING) -> None:
+        self.notes = AnswerNotes()
+        self._asked = asked
+        self._only_notes = asked == NOTHING
+        self._event: Callable[[bytes], bytes] = {
+            AnswerForm.CHAT: self._chat_event,
+            AnswerForm.MESSAGES: self._messages_event,
+            AnswerForm.RESPONSES: self._responses_event,
+        }[form]
+        self._takes_ids = asked.token_ids is not TokenIds.KEPT
+        self._held = bytearray()
+        self._is_passing = False
+        """Within an event beyond the bound."""
+        self._tail = b""
+        """The last bytes of that event."""
+        self._has_returns = False
+        """Lines end in carriage returns."""
+        self._newline: bytes | None = None
+        """What a newline becomes that follows an event's last carriage return."""
+        self._is_first = True
+        self._waiting = b""
+        """The event with a finish reason."""
+        self._fingerprint: bytes | None = None
+
+    @property
+    def is_between_events(self) -> bool:
+        """Whether an event of another source can be put into the client's stream now."""
+        return not self._held and not self._is_passing
+
+    def feed(self, data: bytes) -> bytes:
+        """The bytes for the client: ``data`` itself where nothing is taken out."""
+        if (
+            self._held
+            or self._is_passing
+            or self._has_returns
+            or not data.endswith(b"\n\n")
+            or b"\r" in data
+            or len(data) > MAX_EVENT_BYTES
+        ):
+            passed = self._feed_any(data)
+        elif data.find(b"\n\n") == len(data) - 2 and data[0] != _NEWLINE:
+            passed = self._event(data)
+        else:
+            passed = b"".join(map(self._block, data[:-2].split(b"\n\n")))
+        return data if self._only_notes else passed
+
+    def finish(self) -> bytes:
+        """What is still held when the stream ends: an event whose blank line is missing."""
+        rest = bytes(self._held)
+        self._held.clear()
+        passed = self._event(rest) if rest else b""
+        passed, self._waiting = passed + self._waiting, b""
+        return b"" if self._only_notes else passed
+
+    def _feed_any(self, data: bytes) -> bytes:
+        if not data:
+            return b""
+        self._has_returns = self._has_returns or b"\r" in data
+        pieces: list[bytes] = []
+        if self._newline is not None and data.startswith(b"\n"):
+            if self._waiting:
+                self._waiting += b"\n"
+            else:
+                pieces.append(self._newline)
+            data = data[1:]
+        self._newline = None
+        if self._is_passing:
+            end = self._end_of(self._tail + data, 0) - len(self._tail)
+            if end < 0:
+                self._tail = (self._tail + data)[-3:]
+                return data
+            pieces.append(data[:end])
+            data = data[end:]
+            self._is_passing = False
+        held = self._held
+        at, start = 0, max(0, len(held) - 3)
+        held += data
+        while (end := self._end_of(held, start)) >= 0:
+            block = bytes(held[at:end])
+            event = block.lstrip(b"\r\n")
+            if len(event) > MAX_EVENT_BYTES:
+                self._note_name(event)
+            passed = self._event(event) if 0 < len(event) <= MAX_EVENT_BYTES else event
+            pieces += (block[: len(block) - len(event)], passed)
+            if end == len(held) and block.endswith(b"\r"):
+                self._newline = b"\n" if passed.endswith(b"\r") or not event else b""
+            at = start = end
+        del held[:at]
+        if len(held) > MAX_EVENT_BYTES:
+            self._note_name(held)
+            self._is_passing, self._tail = True, bytes(held[-3:])
+        if self._is_passing or not held.strip(b"\r\n"):
+            pieces.append(bytes(held))
+            held.clear()
+        return b"".join(pieces)
+
+    def _block(self, block: bytes) -> bytes:
+        """One of several whole events, without its blank line; blank lines before it are passed."""
+        event = block.lstrip(b"\n")
+        passed = self._event(event + b"\n\n") if event else b"\n\n"
+        return block[: len(block) - len(event)] + passed if len(event) < len(block) else passed
+
+    def _end_of(self, data: bytes | bytearray, start: int) -> int:
+        """The offset behind the blank line that ends an event, or -1."""
+        if self._has_returns:
+            found = _EVENT_END.search(data, start)
+            return found.end() if found else -1
+        at = data.find(b"\n\n", start)
+        return at + 2 if at >= 0 else -1
+
+    def _chat_event(self, event: bytes) -> bytes:
+        if not self._waiting:
+            return self._chat_chunk(event)
+        before, self._waiting = self._waiting, b""
+        passed = self._chat_chunk(event)
+        if self._fingerprint is not None:
+            before, self._fingerprint = _with_fingerprint(before, self._fingerprint), None
+        return before + passed
+
+    def _chat_chunk(self, event: bytes) -> bytes:
+        if event.find(b'"choices"') < 0:
+            self._note_rare(event)
+            return event
+        notes, asked = self.notes, self._asked
+        finish, usage = event.find(_FINISH), event.find(_USAGE)
+        is_last = False
+        has_usage = usage >= 0 and not event.startswith(_NULLS, usage + len(_USAGE))
+        if (
+            self._is_first
+            or has_usage
+            or (finish >= 0 and not event.startswith(_NULLS, finish + len(_FINISH)))
+            or event.find(_FINISH, finish + 1) >= 0
+        ):
+            self._is_first = False
+            answer = _read(_data_of(event))
+            if answer is not None:
+                _note_chat(notes, answer)
+                if asked.usage and has_usage and answer.choices == []:
+                    self._fingerprint = bytes(answer.system_fingerprint) or None
+                    return b""
+                is_last = asked.usage and any(choice.finish_reason for choice in answer.choices or ())
+        if asked.null_usage and usage >= 0:
+            event = _without_null_usage(event, usage)
+        if self._takes_ids:
+            event = self._without_ids(event, finish)
+            if asked.token_ids is TokenIds.NULL and event.find(_WITHOUT_DELTA) >= 0:
+                return b""
+        if asked.sglext_ids and event.find(b'"sglext"') >= 0:
+            event = self._without_sglext_ids(event)
+        if is_last and event.find(b'"system_fingerprint"') < 0:
+            self._waiting = event
+            return b""
+        return event
+
+    def _messages_event(self, event: bytes) -> bytes:
+        if not event.startswith(b"event: content_block_"):
+            self._note_rare(event)
+        return event
+
+    def _responses_event(self, event: bytes) -> bytes:
+        if event.find(b'"response"') >= 0 or event.find(b'"error"') >= 0 or len(event) < 32:
+            self._note_rare(event)
+        return event
+
+    def _note_rare(self, event: bytes) -> None:
+        """Note an event that is no common one: a start, an end, an error, a comment."""
+        data = _data_of(event)
+        if data.strip() == b"[DONE]":
+            self.notes.has_ended = True
+        elif (answer := _read(data)) is not None:
+            _note_event(self.notes, answer)
+
+    def _note_name(self, event: bytes | bytearray) -> None:
+        """Of an event that is too long to be read, its name is known."""
+        name = _EVENT_NAME.search(event, 0, 4096)
+        if name is not None and name[1].decode("latin-1") in _ENDS:
+            self.notes.has_ended = True
+
+    def _without_ids(self, event: bytes, finish: int) -> bytes:
+        found = _CHOICE_WITH_IDS.match(event, finish) if finish >= 0 else None
+        if found is not None and event.find(_IDS, 0, finish) < 0 and event.find(_IDS, found.end()) < 0:
+            start, end = found.span(2)
+            if end - start > 2:
+                self.notes.output_ids += event.count(b",", start, end) + 1
+            if self._asked.token_ids is TokenIds.NULL:
+                return b"%bnull%b" % (event[:start], event[end:])
+            return event[: found.start(1)] + event[end:]
+        if event.find(_IDS) < 0:
+            return event
+        return _with_data(event, lambda data: _cut_ids(data, self._asked.token_ids, self.notes))
+
+    def _without_sglext_ids(self, event: bytes) -> bytes:
+        is_empty = False
+
+        def cut(data: bytes) -> bytes:
+            nonlocal is_empty
+            kept = _cut_sglext(data, self._asked.sglext_ids, self.notes)
+            fields = top_level(kept)
+            is_empty = "sglext" not in fields.values and fields.value("choices") == b"[]"
+            return kept
+
+        event = _with_data(event, cut)
+        return b"" if is_empty else event
+
+
+def filter_answer(form: AnswerForm, body: bytes, asked: Asked = NOTHING) -> tuple[bytes, AnswerNotes]:
+    """A whole JSON answer for the client, and what it reports."""
+    notes = AnswerNotes()
+    answer = _read(body)
+    if answer is None:
+        return body, notes
+    notes.has_ended = True
+    notes.finish_reason = answer.stop_reason if form is AnswerForm.MESSAGES else answer.status
+    _note_chat(notes, answer)
+    with suppress(ValueError):
+        if asked.token_ids is not TokenIds.KEPT and body.find(_IDS) >= 0:
+            body = _cut_ids(body, asked.token_ids, notes)
+        if asked.sglext_ids and body.find(b'"sglext"') >= 0:
+            body = _cut_sglext(body, asked.sglext_ids, notes)
+    return body, notes
+
+
+def _read(data: bytes) -> _Answer | None:
+    """``None`` for what is no JSON object or has a member of another type than its API defines."""
+    try:
+        return _decode_answer(data)
+    except (msgspec.ValidationError, RecursionError):
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        if b"{" not in data or len(data) > MAX_SLOW_BYTES:
+            return None
+    with suppress(ValueError, RecursionError, msgspec.DecodeError):
+        # Python's parser takes NaN and -Infinity, which log probabilities are at times.
+        answer = _members_of(json.loads(data), _Answer)
+        for name in ("message", "delta", "response"):
+            answer[name] = _members_of(answer.get(name), _Part)
+        choices = answer.get("choices")
+        answer["choices"] = [_members_of(choice, _Choice) for choice in choices] if isinstance(choices, list) else None
+        return _decode_answer(json.dumps(answer))
+    return None
+
+
+def _members_of(value: Any, kind: type[msgspec.Struct]) -> Any:
+    return {name: value[name] for name in kind.__struct_fields__ if name in value} if isinstance(value, dict) else value
+
+
+def _note_event(notes: AnswerNotes, answer: _Answer) -> None:
+    """The event of a Messages or Responses stream, or one of an error."""
+    part = answer.response or answer.message
+    if isinstance(part, _Part):
+        notes.response_id = notes.response_id or part.id
+        _note_usage(notes, part.usage)
+        _note_error(notes, part.error)
+        if answer.type in _ENDS:
+            notes.finish_reason = part.status
+    if isinstance(answer.delta, _Part) and answer.delta.stop_reason is not None:
+        notes.finish_reason = answer.delta.stop_reason
+    _note_usage(notes, answer.usage)
+    _note_own_error(notes, answer)
+    notes.has_ended = notes.has_ended or answer.type in _ENDS
+
+
+def _note_chat(notes: AnswerNotes, answer: _Answer) -> None:
+    """A chunk, or a whole answer of any form."""
+    notes.response_id = notes.response_id or answer.id
+    for choice in answer.choices or ():
+        notes.finish_reason = choice.finish_reason or notes.finish_reason
+    _note_usage(notes, answer.usage)
+    _note_own_error(notes, answer)
+
+
+def _note_usage(notes: AnswerNotes, raw: msgspec.Raw) -> None:
+    """Note usage whose counts make sense; others are unknown."""
+    try:
+        usage = _decode_usage(raw)
+    except msgspec.DecodeError:
+        return
+    details = usage.prompt_tokens_details or usage.input_tokens_details
+    cached = usage.cache_read_input_tokens if details is None else details.cached_tokens
+    prompt = usage.prompt_tokens
+    if prompt is None and usage.input_tokens is not None:
+        # The Messages API counts cached tokens beside the others, the Responses API among them.
+        prompt = usage.input_tokens + (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+    if prompt is not None:
+        notes.prompt_tokens = prompt
+    if cached is not None:
+        notes.cached_tokens = cached
+    completion = usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
+    if completion is not None:
+        notes.completion_tokens = completion
+
+
+def _note_own_error(notes: AnswerNotes, answer: _Answer) -> None:
+    """An error of the answer itself: in a member of that name, or flat as older servers write it."""
+    _note_error(notes, answer.error)
+    if notes.error is None and (answer.type == "error" or answer.object == "error"):
+        notes.error = answer.message[:MAX_ERROR_CHARACTERS] if isinstance(answer.message, str) else "error"
+
+
+def _note_error(notes: AnswerNotes, raw: msgspec.Raw) -> None:
+    error = msgspec.json.decode(raw) if bytes(raw) else None
+    if error is not None:
+        message = error.get("message", "error") if isinstance(error, dict) else error
+        notes.error = str(message)[:MAX_ERROR_CHARACTERS]
+
+
+def _cut_ids(data: bytes, left: TokenIds, notes: AnswerNotes) -> bytes:
+    """The answer or chunk without ids, at its top and in its choices.
+
+    Raises:
+        ValueError: It is no JSON.
+    """
+
+    def cut(part: bytes) -> bytes:
+        fields = top_level(part)
+        found = [name for name in _ID_MEMBERS if (fields.value(name) or b"").startswith(b"[")]
+        for name in found:
+            ids = fields.value(name) or b"[]"
+            if name == "prompt_token_ids":
+                notes.prompt_token_ids = notes.prompt_token_ids or ids
+            elif len(ids) > 2:
+                notes.output_ids += ids.count(b",") + 1
+        if left is TokenIds.NULL:
+            return edit(fields, dict.fromkeys(found, b"null"))
+        return edit(fields, removed=found)
+
+    fields = top_level(cut(data))
+    choices = fields.value("choices")
+    if choices is None or not choices.startswith(b"["):
+        return fields.body
+    return edit(
+        fields, {"choices": edit_elements(choices, lambda choice: cut(choice) if choice[:1] == b"{" else choice)}
+    )
+
+
+def _cut_sglext(data: bytes, names: tuple[str, ...], notes: AnswerNotes) -> bytes:
+    """The answer or chunk without these of SGLang's ids; ``sglext`` goes where nothing else is in it.
+
+    Raises:
+        ValueError: It is no JSON.
+    """
+    fields = top_level(data)
+    extension = fields.value("sglext")
+    if extension is None or not extension.startswith(b"{"):
+        return data
+    inner = top_level(extension)
+    if "input_ids" in names:
+        notes.prompt_token_ids = notes.prompt_token_ids or inner.value("input_ids")
+    if "output_ids" in names and "output_ids" in inner.values:
+        with suppress(msgspec.DecodeError):
+            notes.output_ids += sum(map(len, msgspec.json.decode(inner.values["output_ids"], type=list[list[int]])))
+    if set(inner.values) <= set(names):
+        return edit(fields, removed=("sglext",))
+    return edit(fields, {"sglext": edit(inner, removed=names)})
+
+
+def _data_of(event: bytes) -> bytes:
+    """The data of an event, its lines joined as clients join them."""
+    return b"\n".join(found[2] or b"" for found in _DATA_LINE.finditer(event))
+
+
+def _without_null_usage(event: bytes, usage: int) -> bytes:
+    start, end = usage - 1, usage + len(b'"usage":null')
+    if event.startswith(b'],"usage":null', start - 1) and event.find(_USAGE, end) < 0:
+        return event[:start] + event[end:]
+    return _with_data(event, _cut_null_usage)
+
+
+def _cut_null_usage(data: bytes) -> bytes:
+    fields = top_level(data)
+    return edit(fields, removed=("usage",)) if fields.value("usage") == b"null" else data
+
+
+def _with_fingerprint(event: bytes, fingerprint: bytes) -> bytes:
+    """The event with its server's fingerprint where the server has it: behind the choices."""
+
+    def put(data: bytes) -> bytes:
+        choices = next(member for member in top_level(data).members if member.name == "choices")
+        return b'%b,"system_fingerprint":%b%b' % (data[: choices.value_end], fingerprint, data[choices.value_end :])
+
+    return event if fingerprint == b"null" else _with_data(event, put)
+
+
+def _with_data(event: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    """The event with its data changed; as it is where the data is no JSON.
+
+    Other lines between those of the data come behind them.
+    """
+    lines = list(_DATA_LINE.finditer(event))
+    before = b"\n".join(line[2] or b"" for line in lines)
+    try:
+        data = change(before)
+    except ValueError:
+        return event
+    if data == before:
+        return event
+    first, last = lines[0], lines[-1]
+    if first[2] is None:
+        return event
+    if len(lines) == 1:
+        return event[: first.start(2)] + data + event[first.end(2) :]
+    line_end = _LINE_END.search(event, first.end())
+    between = (line_end[0] if line_end else b"\n") + event[first.start(1) : first.start(2)]
+    others = [event[line.end() : then.start(1)].rstrip(b"\r\n") for line, then in pairwise(lines)]
+    return event[: first.start(2)] + between.join(data.split(b"\n")) + b"".join(others) + event[last.end(1) :]

@@ -1,0 +1,272 @@
+"""Which request targets clients may use at a server behind poolgrid, and what is known of these.
+
+Clients may use everything under ``/v1`` and ``/v2`` but what changes or inspects a server, and a list of paths beside.
+All else of a server is for operators: a route that a later version adds outside of ``/v1`` is closed by default.
+
+A target is compared in a plain form: percent-decoded until it stays the same, without parameters, repeated or trailing
+slashes, in lower case. Targets that servers read in several ways are refused: dot segments, backslashes, control
+characters, a scheme or a host. The target itself is forwarded as it came.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import Final, NamedTuple
+from urllib.parse import unquote_to_bytes
+
+from poolgrid.forwarding.event_filter import AnswerForm
+
+MAX_DECODINGS: Final = 3
+"""Rounds of percent-decoding. Proxies in front add one at most; each further one is an attempt to hide a path."""
+
+REMEMBERED_TARGETS: Final = 1024
+"""Targets whose reading is kept. Most requests are for a dozen of them; those with ids come and go."""
+
+
+class TargetAccess(Enum):
+    """Whose requests a target is for."""
+
+    CLIENT = "clients"
+    OPERATOR = "operators"
+    REFUSED = "nobody: the target is malformed"
+
+
+class ModelPlace(Enum):
+    """Where a request names its model."""
+
+    BODY = "the member model of a JSON body"
+    FORM = "the field model of a multipart/form-data body"
+    QUERY = "the parameter model of the query"
+    PATH = "the end of the path"
+    NOWHERE = "it names none"
+
+
+class ClientRoute(NamedTuple):
+    """What is known of a path for clients; others are forwarded too."""
+
+    reason: str
+    """Why clients may use it."""
+    prompt: tuple[str, ...] = ()
+    """Members of the JSON body that make up the prompt, in its order."""
+    answer: AnswerForm | None = None
+    """The API of its answers, where they report tokens."""
+    model: ModelPlace = ModelPlace.BODY
+
+
+class ReservedRoute(NamedTuple):
+    """A path under ``/v1`` or ``/v2`` that is for operators."""
+
+    name: str
+    """The segment behind the version."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTarget:
+    """A target as it was read."""
+
+    access: TargetAccess
+    reason: str
+    path: str = ""
+    """In its plain form; empty if refused."""
+    route: ClientRoute | None = None
+    state_id: str | None = None
+    """The id of what only the server has that made it."""
+
+
+CLIENT_ROUTES: Final = {
+    "/v1/chat/completions": ClientRoute("generates", ("messages",), AnswerForm.CHAT),
+    "/v1/chat/completions/batch": ClientRoute("generates", ("messages",), AnswerForm.CHAT),
+    "/v1/completions": ClientRoute("generates", ("prompt",), AnswerForm.CHAT),
+    "/v1/messages": ClientRoute("generates", ("system", "messages"), AnswerForm.MESSAGES),
+    "/v1/responses": ClientRoute("generates", ("instructions", "input"), AnswerForm.RESPONSES),
+    "/v1/decisions": ClientRoute("scores candidates", ("input",)),
+    "/v1/systemone": ClientRoute("scores candidates", ("instructions", "state")),
+    "/v1/embeddings": ClientRoute("pools", ("input",), AnswerForm.CHAT),
+    "/v2/embed": ClientRoute("pools", ("texts",)),
+    "/v1/score": ClientRoute("scores", ("text_1", "text_2")),
+    "/v1/classify": ClientRoute("classifies", ("input",)),
+    "/v1/rerank": ClientRoute("ranks", ("query", "documents")),
+    "/v2/rerank": ClientRoute("ranks", ("query", "documents")),
+    "/rerank": ClientRoute("ranks; vLLM and trtllm-serve have it beside /v1", ("query", "documents")),
+    "/score": ClientRoute("scores; vLLM", ("text_1", "text_2")),
+    "/classify": ClientRoute("classifies; vLLM and SGLang", ("input",)),
+    "/pooling": ClientRoute("pools; vLLM", ("input",)),
+    "/generative_scoring": ClientRoute("scores; vLLM", ("query", "items")),
+    "/inference/v1/generate": ClientRoute("generates from token ids; vLLM", ("token_ids",), AnswerForm.CHAT),
+    "/invocations": ClientRoute("the SageMaker form of chat and others; vLLM and SGLang", ("messages",), AnswerForm.CHAT),
+    "/cohere/v2/chat": ClientRoute("generates; vLLM", ("messages",)),
+    "/cohere/v2/chat/render": ClientRoute("renders the client's own prompt; vLLM"),
+    "/tokenize": ClientRoute("tokenizes the client's own text; vLLM and SGLang"),
+    "/detokenize": ClientRoute("detokenizes the client's own ids; vLLM and SGLang"),
+    "/tokenizer_info": ClientRoute("shows the tokenizer where vLLM was started to", model=ModelPlace.NOWHERE),
+    "/v1/audio/transcriptions": ClientRoute("transcribes", model=ModelPlace.FORM),
+    "/v1/audio/translations": ClientRoute("transcribes", model=ModelPlace.FORM),
+    "/v1/images/edits": ClientRoute("generates from a file", model=ModelPlace.FORM),
+    "/v1/images/variations": ClientRoute("generates from a file", model=ModelPlace.FORM),
+    "/v1/videos": ClientRoute("generates, from a file or JSON", model=ModelPlace.FORM),
+    "/v1/videos/generations": ClientRoute("generates, from a file or JSON", model=ModelPlace.FORM),
+    "/v1/files": ClientRoute("keeps a file for batches", model=ModelPlace.NOWHERE),
+    "/v1/batches": ClientRoute("runs a file of requests", model=ModelPlace.NOWHERE),
+    "/v1/realtime": ClientRoute("a session over a websocket", model=ModelPlace.QUERY),
+    "/v1/models": ClientRoute("lists models", model=ModelPlace.NOWHERE),
+}
+"""Of vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM 1.4. What is outside of ``/v1`` and ``/v2`` is for clients because it is
+here, each row with the servers that have it."""
+
+_MODEL_CARD = ClientRoute("shows a model", model=ModelPlace.PATH)
+_OTHER = ClientRoute("is under /v1 or /v2")
+
+RESERVED_ROUTES: Final = (
+    ReservedRoute("load_lora_adapter", "loads an adapter from a path of the server; vLLM, SGLang"),
+    ReservedRoute("load_lora_adapter_from_tensors", "loads an adapter; SGLang"),
+    ReservedRoute("unload_lora_adapter", "takes an adapter away from all clients; vLLM, SGLang"),
+    ReservedRoute("kv_cache_hints", "drops cached prefixes of any client; trtllm-serve"),
+    ReservedRoute("kv_cache_events", "takes events away from their follower; trtllm-serve"),
+    ReservedRoute("loads", "shows the load of one server; SGLang"),
+    ReservedRoute("reset_prefix_cache", "drops the cache of all clients; vLLM"),
+    ReservedRoute("reset_mm_cache", "drops the cache of all clients; vLLM"),
+    ReservedRoute("reset_encoder_cache", "drops the cache of all clients; vLLM"),
+    ReservedRoute("flush_cache", "drops the cache of all clients; SGLang"),
+    ReservedRoute("sleep", "stops serving; vLLM"),
+    ReservedRoute("wake_up", "changes what serves; vLLM"),
+    ReservedRoute("pause", "stops serving; vLLM"),
+    ReservedRoute("resume", "changes what serves; vLLM"),
+    ReservedRoute("pause_generation", "stops serving; SGLang"),
+    ReservedRoute("continue_generation", "changes what serves; SGLang"),
+    ReservedRoute("release_kv_cache_memory", "stops serving; vLLM"),
+    ReservedRoute("release_memory_occupation", "stops serving; SGLang"),
+    ReservedRoute("resume_memory_occupation", "changes what serves; SGLang"),
+    ReservedRoute("release_memory", "stops serving; trtllm-serve"),
+    ReservedRoute("resume_memory", "changes what serves; trtllm-serve"),
+    ReservedRoute("abort_request", "ends a request of any client; SGLang"),
+    ReservedRoute("abort_requests", "ends requests of any client; vLLM"),
+    ReservedRoute("collective_rpc", "calls any method of the engine; vLLM"),
+    ReservedRoute("scale_elastic_ep", "changes the size of the server; vLLM, SGLang"),
+    ReservedRoute("set_internal_state", "changes settings of the engine; SGLang"),
+    ReservedRoute("configure_logging", "changes what is logged, prompts included; SGLang"),
+    ReservedRoute("start_profile", "slows the server down and fills its disk; all three"),
+    ReservedRoute("stop_profile", "ends a profile of an operator; all three"),
+    ReservedRoute("server_info", "shows the server's settings; all three"),
+    ReservedRoute("get_server_info", "shows the server's settings; SGLang"),
+)
+"""Under ``/v1`` and ``/v2``, with everything below them. Most are served outside of ``/v1`` today, where all is for
+operators; a server that serves them under a version too opens nothing."""
+
+RESERVED_PREFIXES: Final = (
+    ReservedRoute("update_weight", "replaces the weights for all clients; all three"),
+    ReservedRoute("init_weight", "prepares other weights; vLLM, SGLang"),
+    ReservedRoute("start_weight", "prepares other weights; vLLM"),
+    ReservedRoute("finish_weight", "replaces the weights for all clients; vLLM"),
+)
+"""Names that begin so."""
+
+_RESERVED: Final = {route.name: route.reason for route in RESERVED_ROUTES}
+_VERSIONS: Final = ("v1", "v2")
+
+STATEFUL_COLLECTIONS: Final = (
+    "/v1/responses",
+    "/v1/conversations",
+    "/v1/messages/batches",
+    "/v1/files",
+    "/v1/uploads",
+    "/v1/batches",
+    "/v1/videos",
+)
+"""What a POST to these makes is at the server that made it: the next segment is its id, with everything below."""
+
+NO_IDS: Final = frozenset({"render", "derender", "compact", "input_tokens", "generations", "edits"})
+"""Segments below the collections that are names of actions."""
+
+STATE_MEMBERS: Final = ("previous_response_id", "conversation", "input_file_id")
+"""Members of JSON bodies that name such an id."""
+
+_PLAIN = re.compile(rb"/[A-Za-z0-9_/.-]*")
+_ODD_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
+_CONTROL = re.compile(rb"[\x00-\x20\x7f]")
+_PARAMETERS = re.compile(rb";[^/]*")
+_SLASHES = re.compile(rb"/{2,}")
+
+
+def read_target(target: bytes) -> RequestTarget:
+    """Read the target of a request line: the path, and the query if there is one."""
+    return _read_path(target.partition(b"?")[0])
+
+
+@lru_cache(maxsize=REMEMBERED_TARGETS)
+def _read_path(raw: bytes) -> RequestTarget:
+    try:
+        path, with_parameters = _plain_forms(raw)
+    except _MalformedTargetError as error:
+        return RequestTarget(TargetAccess.REFUSED, str(error))
+    found = _access_of(path)
+    if with_parameters != path:
+        other = _access_of(with_parameters)
+        found = other if other.access is TargetAccess.OPERATOR else found
+    return found
+
+
+class _MalformedTargetError(ValueError):
+    """Servers read the target in several ways."""
+
+
+def _plain_forms(raw: bytes) -> tuple[str, str]:
+    """The plain path, and the same with its parameters, which some servers take for a part of the path.
+
+    Raises:
+        _MalformedTargetError: Says what is not allowed.
+    """
+    if not raw.startswith(b"/") or raw.startswith(b"//"):
+        raise _MalformedTargetError(f"the target is {_quoted(raw)}, allowed is a path that begins with one '/'")
+    path = raw
+    if _PLAIN.fullmatch(raw) is None:
+        if _ODD_ESCAPE.search(raw):
+            raise _MalformedTargetError(f"the path {_quoted(raw)} has a '%' without two hexadecimal digits behind it")
+        path = _decoded(raw)
+        if b"\\" in path or _CONTROL.search(path) or b"#" in path:
+            raise _MalformedTargetError(f"the path {_quoted(raw)} has a backslash, '#', space or control character")
+    if b"/." in path and any(segment.partition(b";")[0] in (b".", b"..") for segment in path.split(b"/")):
+        raise _MalformedTargetError(f"the path {_quoted(raw)} has a dot segment")
+    forms = (_PARAMETERS.sub(b"", path), path) if b";" in path else (path, path)
+    plain, other = (_SLASHES.sub(b"/", form).rstrip(b"/").decode("latin-1").lower() or "/" for form in forms)
+    return plain, other
+
+
+def _decoded(path: bytes) -> bytes:
+    for _ in range(MAX_DECODINGS):
+        decoded = unquote_to_bytes(path)
+        if decoded == path:
+            return path
+        if decoded.startswith(b"//"):
+            break
+        path = decoded
+    if unquote_to_bytes(path) != path or path.startswith(b"//"):
+        raise _MalformedTargetError(f"the path {_quoted(path)} is encoded more than {MAX_DECODINGS} times")
+    return path
+
+
+def _access_of(path: str) -> RequestTarget:
+    _, version, *rest = path.split("/")
+    if version in _VERSIONS:
+        name = rest[0] if rest else ""
+        reason = _RESERVED.get(name) or next((r.reason for r in RESERVED_PREFIXES if name.startswith(r.name)), None)
+        if reason is not None:
+            return RequestTarget(TargetAccess.OPERATOR, f"{path} {reason}", path)
+        route = CLIENT_ROUTES.get(path) or (_MODEL_CARD if path.startswith("/v1/models/") else _OTHER)
+        return RequestTarget(TargetAccess.CLIENT, f"{path} {route.reason}", path, route, _state_id(path))
+    route = CLIENT_ROUTES.get(path)
+    if route is not None:
+        return RequestTarget(TargetAccess.CLIENT, f"{path} {route.reason}", path, route)
+    return RequestTarget(TargetAccess.OPERATOR, f"{path} is not among the paths of clients", path)
+
+
+def _state_id(path: str) -> str | None:
+    for collection in STATEFUL_COLLECTIONS:
+        if path.startswith(collection + "/"):
+            name = path[len(collection) + 1 :].partition("/")[0]
+            return None if name in NO_IDS else name
+    return None
