@@ -19,6 +19,7 @@ from poolgrid.process.clock import Clock
 from poolgrid.process.lifecycle import GroupPlace
 from poolgrid.process.plugins import EVENT_PLANES, is_installed, load_plugin, plugin
 from poolgrid.process.tasks import detached, unless
+from poolgrid.proxy.opening import open_forwarding
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
 from poolgrid.router.http_api import (
@@ -131,7 +132,8 @@ async def serve(
         add_route_endpoint(app, service)
         add_drain_endpoint(app, service)
         add_pool_endpoint(app, plane, service, recorder)
-        server = process.open_server(app, service.end_requests)
+        front = open_forwarding(opened, app, service, frontend, clock)
+        server = process.open_server(front, service.end_requests)
         if frontend.fleet_page and is_installed(FLEET_PAGE):
             page = import_module(FLEET_PAGE)
             page.open_router_page(opened, app, settings, consolidator, embedded, service, state, clock, place)

@@ -97,7 +97,7 @@ def test_on_demand_each_request_is_a_line_whatever_the_log_level(caplog: pytest.
 
 
 def test_requests_under_way_count_and_an_idle_front_end_is_silent(caplog: pytest.LogCaptureFixture) -> None:
-    traffic: Traffic[str] = Traffic(False, lambda: over, lambda request: got, lambda request: ended(name=request))
+    traffic: Traffic = Traffic(False, lambda: over, lambda request: got, lambda request: ended(name=request))
     got, over = TokenTotals(100, 0, 0), TokenTotals()
 
     looks: asyncio.Queue[None] = asyncio.Queue()

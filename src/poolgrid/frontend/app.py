@@ -32,7 +32,7 @@ from poolgrid.frontend.access.meter import LIMIT_HEADERS, limit_headers
 from poolgrid.frontend.access.tenants import CacheDomains, Caller, Tenants, WatchedKeyFile
 from poolgrid.frontend.errors import RequestError, dialect_of, invalid, quoted, refused, without_others
 from poolgrid.frontend.guide_check import GuideCheck
-from poolgrid.frontend.inference_endpoint import InferenceEndpoint, Prepare, account_of, counted_tokens, line_of
+from poolgrid.frontend.inference_endpoint import InferenceEndpoint, Prepare, counted_tokens
 from poolgrid.frontend.media.loader import MediaLoader, MediaMetrics
 from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.frontend.openapi import describe_inference
@@ -113,7 +113,7 @@ class Application(FastAPI):
         close: Callable[[], Awaitable[None]],
         request_ids: RequestIds,
         clock: Clock,
-        traffic: Traffic[Any],
+        traffic: Traffic,
         metrics: FrontendMetrics,
         cors_allow_origins: Collection[str],
         **fields: Any,
@@ -246,7 +246,7 @@ def create_app(
         close,
         request_ids,
         clock,
-        Traffic(settings.access_log, partial(counted_tokens, metrics), account_of, line_of),
+        Traffic(settings.access_log, partial(counted_tokens, metrics)),
         metrics,
         settings.cors_allow_origins,
         title="poolgrid",
@@ -262,12 +262,14 @@ def create_app(
     bodies = BodyReader(InflationLimits(settings.max_body_bytes), settings.max_body_values, tokenization, clock)
     # For endpoints of the routers that take the same bodies.
     app.state.preparation, app.state.tokenization, app.state.media = preparation, tokenization, media
-    app.state.bodies = bodies
+    app.state.bodies, app.state.domains, app.state.request_ids = bodies, domains, request_ids
+    app.state.metrics, app.state.tracing = metrics, tracing
     keys = None
     if settings.api_keys is not None:
         processes = 1 if place is None else place.size
         keys = _gate_keys(settings.api_keys, settings, metrics, clock, request_ids, shared, processes)
         app.add_middleware(AccessGate, keys=keys)
+    app.state.keys = keys
     if shared is not None:
         nobody = Tenants(KeyDocument(1, "", {}))
         shared.limits.start(keys.watched.tenants if keys is not None else lambda: nobody)

@@ -120,7 +120,7 @@ class InferenceEndpoint:
         media: MediaLoader,
         guides: GuideCheck,
         domains: CacheDomains,
-        traffic: Traffic[InferenceExchange],
+        traffic: Traffic,
         dialect: ApiDialect = OPENAI,
         tracing: Tracing | None = None,
     ) -> None:
@@ -478,6 +478,14 @@ class InferenceExchange:
             if task is not None:
                 task.uncancel()
             self._left()
+
+    def account(self) -> TokenTotals:
+        """Return what the request has sent to workers and got so far."""
+        return account_of(self)
+
+    def line(self) -> EndedRequest:
+        """Return what there is to log of it, once it is over."""
+        return line_of(self)
 
     def _give_up(self) -> None:
         """Cancel every stream that has not ended; before anything is written about it, for workers come first."""

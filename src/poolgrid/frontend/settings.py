@@ -50,6 +50,14 @@ class FrontendSettings(MediaSettings):
         le=1024 * 1024 * 1024,
         description=("Limit a request body; larger ones get 413. Raise it for prompts of more than 262,144 token ids."),
     )
+    engine_api_key: str = Field(
+        default="",
+        max_length=4096,
+        description=(
+            "Send this API key to the engine servers that requests are forwarded to. Set the environment variable "
+            "instead, so that no process list shows it."
+        ),
+    )
     api_keys: InputFile | None = Field(
         default=None,
         description=(

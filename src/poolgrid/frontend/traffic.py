@@ -17,7 +17,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, Protocol
 
 from poolgrid.frontend.sequence_output import RequestOutput
 from poolgrid.process.clock import Clock
@@ -34,8 +34,16 @@ REPORT_INTERVAL_S: Final = 10.0
 """Between two lines about all requests, as engines have it."""
 
 
-R = TypeVar("R")
-"""A request in flight."""
+class TrackedRequest(Protocol):
+    """A request in flight."""
+
+    def account(self) -> TokenTotals:
+        """Return what it has sent to workers and got so far."""
+        ...
+
+    def line(self) -> EndedRequest:
+        """Return what there is to log of it, once it is over."""
+        ...
 
 
 class TokenTotals(NamedTuple):
@@ -75,40 +83,31 @@ class EndedRequest(NamedTuple):
     """Of a request whose trace is kept."""
 
 
-class Traffic(Generic[R]):
+class Traffic:
     """The requests of one front end: those in flight, and the sum of those that are over."""
 
-    def __init__(
-        self,
-        each_request: bool,
-        counted: Callable[[], TokenTotals],
-        account_of: Callable[[R], TokenTotals],
-        line_of: Callable[[R], EndedRequest],
-    ) -> None:
+    def __init__(self, each_request: bool, counted: Callable[[], TokenTotals]) -> None:
         """``each_request``: log a line for each, whatever level other lines have. ``counted`` is asked for the tokens
-        of all that are over, ``account_of`` what a request has got so far, ``line_of`` what there is to log of one that
-        is over."""
+        of all that are over."""
         self._each = each_request
         self._counted = counted
-        self._account_of = account_of
-        self._line_of = line_of
-        self.running: set[R] = set()
+        self.running: set[TrackedRequest] = set()
         """The server of a request puts it here: what every request does must cost next to nothing."""
         self._ended = 0
         if each_request:
             log.setLevel(logging.INFO)
 
-    def end(self, request: R) -> None:
+    def end(self, request: TrackedRequest) -> None:
         """Take note that a request is over, whose tokens are counted."""
         self.running.remove(request)
         self._ended += 1
         if self._each:
-            ended = self._line_of(request)
+            ended = request.line()
             log.info("%s", request_line(ended), extra=EVERY_LINE | about(**fields_of(ended)))
 
     def totals(self) -> Totals:
         """Return the tokens served so far, of requests in flight too."""
-        accounts = [self._counted(), *map(self._account_of, self.running)]
+        accounts = [self._counted(), *(each.account() for each in self.running)]
         return Totals(self._ended, len(self.running), TokenTotals(*map(sum, zip(*accounts, strict=True))))
 
 
@@ -159,14 +158,14 @@ def report_line(before: Totals, now: Totals, waiting: int, interval_s: float) ->
     )
 
 
-def open_report(opened: AsyncExitStack, traffic: Traffic[Any], waiting: Callable[[], int], clock: Clock) -> None:
+def open_report(opened: AsyncExitStack, traffic: Traffic, waiting: Callable[[], int], clock: Clock) -> None:
     """Begin to log a line about all requests every ten seconds; ``opened`` ends it. ``waiting``: those in the queue."""
     report = supervised(lambda: report_traffic(traffic, waiting, clock), "report of the traffic", Restart())
     opened.push_async_callback(cancel_all, [report])
 
 
 async def report_traffic(
-    traffic: Traffic[Any], waiting: Callable[[], int], clock: Clock, interval_s: float = REPORT_INTERVAL_S
+    traffic: Traffic, waiting: Callable[[], int], clock: Clock, interval_s: float = REPORT_INTERVAL_S
 ) -> None:
     """Log a line every interval in which something happened, until cancelled."""
     before, before_ms = traffic.totals(), clock.monotonic_ms()

@@ -7,42 +7,59 @@ of requests, metrics, the log line of a request) is the front end's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Final
 
+import msgspec
 from msgspec import Raw, Struct
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from poolgrid.forwarding.multipart import model_of_query
-from poolgrid.forwarding.paths import Access, PathUse, use_of
-from poolgrid.frontend.access.gate import AccessGate, GateKeys
+from poolgrid.forwarding.headers import upgrade_headers
+from poolgrid.forwarding.multipart import model_of_form, model_of_query
+from poolgrid.forwarding.paths import ModelPlace, RequestTarget, TargetAccess, read_target
+from poolgrid.frontend.access.gate import AccessGate, GateKeys, PathClass, caller_of, is_upgrade
 from poolgrid.frontend.access.tenants import CacheDomains
-from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.errors import RequestError, dialect_of
 from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.frontend.request_body import BodyReader, RequestIds, receive_body, too_large
+from poolgrid.frontend.session_fields import hint_of_members
 from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.frontend.traffic import Traffic
-from poolgrid.inference import CacheDomain, InferenceRequest
+from poolgrid.frontend.traffic import Traffic, tell_request
+from poolgrid.http.guard import Guard
+from poolgrid.inference import InferenceRequest
 from poolgrid.process.clock import Clock
-from poolgrid.process.tasks import Restart, cancel_all, detached, supervised
+from poolgrid.process.tasks import Restart, cancel_all, supervised
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.proxy.changes import Changes, is_streamed, make_changes
 from poolgrid.proxy.engine_server import EngineServer
-from poolgrid.proxy.exchange import ForwardExchange
-from poolgrid.proxy.ports import ForwardBackend
+from poolgrid.proxy.exchange import CLIENT_LEFT, SILENCE_LOOKS, SILENCE_S, ForwardExchange
+from poolgrid.proxy.ports import ForwardBackend, ServerPlace
 from poolgrid.proxy.prompt_reading import UNLIMITED, PromptReader, members_of
-from poolgrid.wire.hashing import TOKEN_BYTES
+from poolgrid.proxy.tunnel import TUNNELS_MAX, Tunnel
 
-SILENCE_S: Final = 15.0
-"""A stream without a byte for so long gets an event or a comment, and a stream that waits in the queue its head: proxies
-close what is silent for 30 to 60 s."""
+log = logging.getLogger(__name__)
 
+FORM: Final = b"multipart/form-data"
+
+ENDPOINTS: Final = {
+    "/v1/chat/completions": "chat_completions",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+    "/v1/embeddings": "embeddings",
+    "/v1/realtime": "realtime",
+}
+"""Values of the ``endpoint`` label."""
+
+OTHER_ENDPOINT: Final = "other"
+"""Of all other paths: clients can name any number of them."""
 
 class Understood(Struct, frozen=True):
     """What of a request matters here."""
 
-    path: str
+    target: RequestTarget
     model: str
     """As the client wrote it; empty where it names none."""
     is_streamed: bool
@@ -64,7 +81,7 @@ class ForwardApplication:
         request_ids: RequestIds,
         metrics: FrontendMetrics,
         settings: FrontendSettings,
-        traffic: Traffic[ForwardExchange],
+        traffic: Traffic,
         domains: CacheDomains,
         clock: Clock,
         tracing: Tracing | None = None,
@@ -87,8 +104,10 @@ class ForwardApplication:
         self._tracing = tracing
         self._own_paths = own_paths
         self._servers: dict[str, EngineServer] = {}
-        self._streams: set[ForwardExchange] = set()
-        self._forward: ASGIApp = self._forwarded if keys is None else AccessGate(self._forwarded, keys)
+        self._open: set[ForwardExchange] = set()
+        self._tunnels: set[Tunnel] = set()
+        self._has_keys = keys is not None
+        self._guarded: ASGIApp = self._forwarded if keys is None else AccessGate(self._forwarded, keys, class_of)
         self.own_request_headers = frozenset(
             each
             for each in (b"x-request-id", b"x-data-parallel-rank", settings.tenant_header.lower().encode())
@@ -109,12 +128,18 @@ class ForwardApplication:
         return path in self._own_paths or any(path.startswith(each + "/") for each in self._own_paths)
 
     async def _forwarded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward one request, whose caller may ask for its path."""
-        if is_upgrade(scope):
-            await self._tunnel(scope, receive, send)
-            return
-        exchange = ForwardExchange(self, scope, receive, send, endpoint_of(scope["path"]))
-        await exchange.run()
+        """Forward one request, whose caller may ask for its path where there are keys."""
+        target = read_target(scope["raw_path"])
+        if target.access is TargetAccess.REFUSED:
+            await _answer(scope, send, RequestError(400, "invalid_target", target.reason))
+        elif target.access is TargetAccess.OPERATOR and not self._has_keys:
+            # Without keys nobody is known to be an operator.
+            message = f"{target.reason}; it is for operators, whom API keys name (api_keys)"
+            await _answer(scope, send, RequestError(403, "operator_only", message))
+        elif is_upgrade(scope):
+            await self._tunnel(scope, send)
+        else:
+            await ForwardExchange(self, scope, receive, send, target, endpoint_of(target.path)).run()
 
     # -- the life of a request -----------------------------------------------------------------------------------------
 
@@ -189,9 +214,10 @@ class ForwardApplication:
             return await self._bodies.inflated(body, encoding.decode("latin-1").strip().lower(), exchange.has_left)
         return body
 
-    def understand(self, scope: Scope, headers: Mapping[bytes, bytes], body: bytes) -> Understood:
+    def understand(
+        self, scope: Scope, target: RequestTarget, headers: Mapping[bytes, bytes], body: bytes
+    ) -> Understood:
         """Return what of a request matters here."""
-        path = scope["path"]
         content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         values: Mapping[str, Raw] = {}
         model = ""
@@ -202,14 +228,17 @@ class ForwardApplication:
             model = _text(values.get("model"))
         if not model and scope["query_string"]:
             model = model_of_query(scope["query_string"])
-        has_prompt = scope["method"] == "POST" and carries_prompt(path) and bool(values)
-        return Understood(path, model, is_streamed(values), has_prompt, values)
+        route = target.route
+        if not model and route is not None and route.model is ModelPlace.PATH:
+            model = target.path.rpartition("/")[2]
+        has_prompt = scope["method"] == "POST" and route is not None and bool(route.prompt) and bool(values)
+        return Understood(target, model, is_streamed(values), has_prompt, values)
 
     async def prepare(self, exchange: ForwardExchange, asked: Understood, body: bytes) -> InferenceRequest:
         """Return a request as the router chooses for it, with its tenant's share; raises ``RequestError``, ``Refused``."""
         (request_id,) = self.request_ids.of_sequences(exchange.name, 1)
         values, caller = asked.values, exchange.caller
-        reading = await self._reader.read(asked.path, body, request_id, values)
+        reading = await self._reader.read(asked.target.path, body, request_id, values)
         request = reading.request
         model = reading.model or self._any_model()
         if request is None:
@@ -234,7 +263,7 @@ class ForwardApplication:
         caller = exchange.caller
         is_shared = caller is None and not self.isolates
         return make_changes(
-            exchange.path,
+            exchange.target.path,
             place.kind,
             exchange.body,
             exchange.values,
@@ -278,7 +307,7 @@ class ForwardApplication:
 
     # -- tunnels -------------------------------------------------------------------------------------------------------
 
-    async def _tunnel(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _tunnel(self, scope: Scope, send: Send) -> None:
         """Carry a request for another protocol to a server, and both sides' bytes from then on."""
         guard: Guard = scope["state"]["guard"]
         model = model_of_query(scope["query_string"])
@@ -291,12 +320,8 @@ class ForwardApplication:
         if error is None:
             places = self.backend.places(self._served(model)) or self.backend.places("")
             error = await self._open_tunnel(scope, guard, places)
-        if error is None:
-            return
-        body = error.body()
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *error.headers]
-        await send({"type": "http.response.start", "status": error.status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        if error is not None:
+            await _answer(scope, send, error)
 
     async def _open_tunnel(
         self, scope: Scope, guard: Guard, places: Sequence[ServerPlace]
@@ -326,6 +351,20 @@ class ForwardApplication:
     def _served(self, model: str) -> str:
         found = self._reader.served(model) if model else None
         return "" if found is None else found
+
+
+async def _answer(scope: Scope, send: Send, error: RequestError) -> None:
+    """Answer a request that is not forwarded."""
+    body = dialect_of(scope["path"]).error_body(error, "")
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *error.headers]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+
+
+def class_of(path: str, metrics_need_key: bool) -> PathClass:
+    """Return who may ask for a path of an engine server."""
+    access = read_target(path.encode("utf-8", "surrogateescape")).access
+    return PathClass.OPERATOR if access is TargetAccess.OPERATOR else PathClass.TENANT
 
 
 def target_of(scope: Scope) -> bytes:

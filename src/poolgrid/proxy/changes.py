@@ -9,15 +9,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from poolgrid.forwarding.body_edit import edit
-from poolgrid.forwarding.event_filter import NOTHING, AnswerForm, Asked
-
-FORMS: Final[Mapping[str, AnswerForm]] = {
-    "/v1/chat/completions": AnswerForm.CHAT,
-    "/v1/completions": AnswerForm.CHAT,
-    "/v1/messages": AnswerForm.MESSAGES,
-    "/v1/responses": AnswerForm.RESPONSES,
-}
-"""Of the APIs whose answers are streams of events."""
+from poolgrid.forwarding.event_filter import NOTHING, Asked
 
 COUNTS_ON_DEMAND: Final = frozenset(("/v1/chat/completions", "/v1/completions"))
 """Paths of APIs whose streams have counts only with ``stream_options.include_usage``."""

@@ -27,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from poolgrid.forwarding.event_filter import AnswerForm, AnswerNotes, EventFilter, filter_answer
 from poolgrid.forwarding.headers import answer_headers, request_headers
+from poolgrid.forwarding.paths import RequestTarget
 from poolgrid.frontend.access.gate import CALLER
 from poolgrid.frontend.access.meter import limit_headers
 from poolgrid.frontend.access.tenants import Caller
@@ -37,7 +38,6 @@ from poolgrid.inference import InferenceRequest, Refused, StreamDelta, TokenStre
 from poolgrid.process.log_lines import about
 from poolgrid.process.tasks import detached
 from poolgrid.process.tracing.record import TraceRecord
-from poolgrid.proxy.changes import FORMS
 from poolgrid.proxy.chunks import chunk, payloads
 from poolgrid.proxy.engine_server import EngineServer
 from poolgrid.proxy.ports import ServerPlace
@@ -52,6 +52,21 @@ log = logging.getLogger(__name__)
 
 CLIENT_LEFT: Final = 499
 """Status that is counted, not sent, when the client left first."""
+
+SILENCE_S: Final = 15.0
+"""A stream without a byte for so long gets an event or a comment, and one that waits in the queue its head: proxies close
+what is silent for 30 to 60 s."""
+
+SILENCE_LOOKS: Final = 6
+"""How often in that time streams are looked at: the last look is up to a sixth late."""
+
+SILENCE_COMMENT: Final = b": keep-alive\n\n"
+
+SILENCE_EVENTS: Final[Mapping[AnswerForm | None, bytes]] = {
+    AnswerForm.MESSAGES: b'event: ping\ndata: {"type": "ping"}\n\n',
+    AnswerForm.RESPONSES: b'event: keepalive\ndata: {"type": "keepalive"}\n\n',
+}
+"""By API: Anthropic's clients and Codex count events, not comments."""
 
 BUSY_STATUSES: Final = frozenset((429, 503))
 
@@ -109,9 +124,9 @@ class ForwardExchange:
     is_streamed = False
     finish_reason: str = FinishReason.CANCELLED
     cached_tokens: int | None = None
-    is_quiet = False
-    """Whether nothing was written since the last look for silent streams."""
-    queued_s: float | None = None
+    _quiet_looks = 0
+    """Looks for silence since the last byte."""
+    _queued_s: float | None = None
     """Since when it waits in the router's queue."""
     has_head = False
     """Whether the client has the head of its answer."""
@@ -150,20 +165,34 @@ class ForwardExchange:
     """What of a stream was written last, while nothing filters it."""
 
     def __init__(
-        self, application: ForwardApplication, scope: Scope, receive: Receive, send: Send, endpoint: str
+        self,
+        application: ForwardApplication,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        target: RequestTarget,
+        endpoint: str,
     ) -> None:
         self._application = application
+        self.target = target
         self.endpoint = endpoint
         self._scope = scope
-        self._receive = receive
+        self.receive = receive
         self._send = send
-        self._headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.name = application.request_ids.wanted(self._headers.get(b"x-request-id"))
+        self.headers: list[tuple[bytes, bytes]] = scope["headers"]
+        self.header_values: dict[bytes, bytes] = dict(self.headers)
+        self.name = application.request_ids.wanted(self.header_values.get(b"x-request-id"))
         self._guard: Guard = scope["state"]["guard"]
         self._caller: Caller | None = scope.get(CALLER)
         self.arrived_ms = application.clock.monotonic_ms()
         self._pieces: list[bytes] = []
-        self._body = b""
+        self.body = b""
+        """As the client wrote it."""
+        self.values: Mapping[str, Raw] = {}
+        """Its members, unread."""
+        self._kind = ""
+        """Of the server for which ``_sent_body`` was made."""
+        self._sent_body = b""
         self._task = asyncio.current_task()
         self._notes = AnswerNotes()
 
@@ -205,37 +234,30 @@ class ForwardExchange:
 
     async def _serve(self) -> None:
         application = self._application
-        body = await application.read_body(self._receive, self._scope, self._headers)
+        body = await application.read_body(self)
         if body is None:
             raise ClientLeft
-        asked = application.understand(self._scope, self._headers, body)
+        asked = application.understand(self._scope, self.target, self.header_values, body)
+        self.body, self.values = body, asked.values
         self.model = asked.model
         self.is_streamed = asked.is_streamed
         if self._caller is not None and asked.model:
             self._caller.check_model(asked.model)
         if asked.has_prompt:
-            await self._submit(asked.values, asked.path, body)
+            self._form = self.target.route.answer if self.target.route is not None else None
+            self._request = request = await application.prepare(self, asked, body)
+            request.carrier = self
+            request.trace = self.trace
+            self._queued_s = asyncio.get_running_loop().time()
+            self._stream = await application.backend.submit(request)
+            self._queued_s = None
         else:
-            self._body = body
+            self._sent_body = body
             await self._send_anywhere(asked.model)
         await self._pass_on()
 
-    async def _submit(self, values: Mapping[str, Raw], path: str, body: bytes) -> None:
-        """Have the router choose a server and send the request there; waits while every server is full."""
-        application = self._application
-        (request_id,) = application.request_ids.of_sequences(self.name, 1)
-        request, changes = await application.prepare(self, request_id, path, body, values)
-        self._request = request
-        self._body = changes.body
-        self._form = FORMS.get(path, AnswerForm.CHAT)
-        if self.is_streamed and path in FORMS:
-            self._filter = EventFilter(self._form, changes.asked)
-            self._notes = self._filter.notes
-        request.carrier = self
-        request.trace = self.trace
-        self.queued_s = asyncio.get_running_loop().time()
-        self._stream = await application.backend.submit(request)
-        self.queued_s = None
+    def has_left(self) -> bool:
+        return self._has_left
 
     # -- Carrier: what the router orders -------------------------------------------------------------------------------
 
@@ -321,19 +343,32 @@ class ForwardExchange:
     def _send_on(self, server: EngineServer, connection: ServerConnection) -> None:
         scope, place = self._scope, self._place
         assert place is not None, "an attempt has a place"
+        if self._request is not None and self._kind != place.kind:
+            self._change(self._request, place)
         headers = request_headers(scope["headers"])
-        headers = [pair for pair in headers if pair[0] not in self._application.own_request_headers]
+        dropped = self._application.own_request_headers
+        if b"content-encoding" in self.header_values:
+            dropped = dropped | {b"content-encoding"}  # the body was inflated
+        headers = [pair for pair in headers if pair[0] not in dropped]
         headers.append((b"x-request-id", str(self.name).encode()))
         if place.ranks > 1:
             headers.append((b"x-data-parallel-rank", b"%d" % place.worker.dp_rank))
-        target = scope["raw_path"]
-        if scope["query_string"]:
-            target = target + b"?" + scope["query_string"]
+        query = scope["query_string"]
+        target = scope["raw_path"] + b"?" + query if query else scope["raw_path"]
         method = scope["method"].encode()
-        has_length = bool(self._body) or method not in (b"GET", b"HEAD", b"OPTIONS", b"DELETE")
-        head = server.head(method, target, headers, len(self._body) if has_length else None)
+        has_length = bool(self._sent_body) or method not in (b"GET", b"HEAD", b"OPTIONS", b"DELETE")
+        head = server.head(method, target, headers, len(self._sent_body) if has_length else None)
         self._connection = connection
-        connection.send(self, (head, self._body) if self._body else (head,), method == b"HEAD")
+        connection.send(self, (head, self._sent_body) if self._sent_body else (head,), method == b"HEAD")
+
+    def _change(self, request: InferenceRequest, place: ServerPlace) -> None:
+        """Make the body for a kind of server, and what takes out of the answer again what it asks for."""
+        self._kind = place.kind
+        changes = self._application.changes(self, request, place)
+        self._sent_body = changes.body
+        if self.is_streamed and self._form is not None:
+            self._filter = EventFilter(self._form, changes.asked)
+            self._notes = self._filter.notes
 
     def _attempt_failed(self, error: AnswerFailed) -> None:
         """Take note that a server did not answer; the router decides what follows."""
@@ -369,7 +404,7 @@ class ForwardExchange:
         self._is_raw = is_chunked and self._scope["http_version"] == "1.1" and self._scope["method"] != "HEAD"
         if self._filter is not None and (status != 200 or not self._is_event_stream()):
             self._filter = None
-        if self._filter is None and self._form is not None and status == 200:
+        if self._filter is None and self._request is not None and status == 200:
             self._whole = bytearray()
         self._wake()
 
@@ -379,7 +414,7 @@ class ForwardExchange:
             return
         if not self._has_output:
             self._begin_output()
-        self.is_quiet = False
+        self._quiet_looks = 0
         found = self._filter
         if found is not None:
             payload = payloads(data)
@@ -403,7 +438,7 @@ class ForwardExchange:
             return
         if not self._has_output:
             self._begin_output()
-        self.is_quiet = False
+        self._quiet_looks = 0
         if self._filter is not None:
             data = self._filter.feed(data)
             if not data:
@@ -495,8 +530,8 @@ class ForwardExchange:
 
     def _end_well(self) -> None:
         """Report the end of an answer that is whole."""
-        if self._whole is not None and self._form is not None:
-            _, self._notes = filter_answer(self._form, bytes(self._whole))
+        if self._whole is not None:
+            _, self._notes = filter_answer(self._form or AnswerForm.CHAT, bytes(self._whole))
         self.cached_tokens = self._notes.cached_tokens
         is_well = self._answer_status < 400
         self.finish_reason = FinishReason.STOP if is_well else FinishReason.ERROR
@@ -599,7 +634,7 @@ class ForwardExchange:
             headers += limit_headers(self._caller.standing(application.clock.monotonic_ms()))
         return headers
 
-    async def begin_early(self) -> None:
+    async def _begin_early(self) -> None:
         """Send the head of a stream that still waits in the router's queue."""
         self.has_head = True
         self.status = 200
@@ -617,13 +652,22 @@ class ForwardExchange:
         )
         await self._send({"type": "http.response.body", "body": self._silence_event(), "more_body": True})
 
-    def break_silence(self) -> None:
-        """Write what this API's clients count as a sign of life, between two events of a silent stream."""
-        if self._is_open and not self._is_over and self._is_between_events():
+    def look_for_silence(self, now_s: float) -> None:
+        """Write what this API's clients count as a sign of life between two events of a silent stream, and send the
+        head of a stream that waits in the router's queue; called ``SILENCE_LOOKS`` times in ``SILENCE_S``."""
+        self._quiet_looks += 1
+        if self._queued_s is not None:
+            if self.is_streamed and not self.has_head and now_s - self._queued_s >= SILENCE_S:
+                detached(self._begin_early(), "head of a stream that waits")
+            return
+        if self._quiet_looks <= SILENCE_LOOKS or not self._is_open or self._is_over:
+            return
+        if self._is_event_stream() and self._is_between_events():
+            self._quiet_looks = 0
             self._guard.write(chunk(self._silence_event()))
 
     def _silence_event(self) -> bytes:
-        return self._application.silence_event(self._scope["path"])
+        return SILENCE_EVENTS.get(self._form, SILENCE_COMMENT)
 
     def _is_between_events(self) -> bool:
         if self._filter is not None:
@@ -665,7 +709,7 @@ class ForwardExchange:
     async def _end_stream(self, error: RequestError) -> None:
         """Write an error as the last event of a stream, and end the connection without the message's end."""
         self.status, self.error = error.status, error.code
-        body = dialect_of(self._scope["path"]).error_body(error, str(self.name))
+        body = dialect_of(self.target.path).error_body(error, str(self.name))
         event = b"event: error\ndata: " + body + b"\n\n"
         if not self._is_between_events():
             event = b"\n\n" + event
@@ -687,7 +731,7 @@ class ForwardExchange:
         if self.has_head:
             await self._end_stream(error)
             return
-        dialect = dialect_of(self._scope["path"])
+        dialect = dialect_of(self.target.path)
         body = dialect.error_body(dialect.named(error), str(self.name))
         self.status = error.status
         self.has_head = True

@@ -162,6 +162,11 @@ class PromptReader:
         request = InferenceRequest(request_id, model, text, UNLIMITED, lora_name=lora_name, by_text=True)
         return PromptReading(model, request, len(text) // TOKEN_BYTES, reading.why)
 
+    def served(self, name: str) -> str:
+        """Return the served model that clients call so; empty when there is none."""
+        found = self._preparation.served(name)
+        return "" if found is None else found[0].name
+
     def _named(self, values: Mapping[str, Raw]) -> tuple[str, str]:
         """Return the served model that a body names, and the adapter if it named one."""
         try:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 
 from poolgrid.frontend.app import Application, Endpoints, Readiness, create_app
 from poolgrid.frontend.errors import RequestError
@@ -160,7 +161,7 @@ class RouterProcess:
         open_report(self.opened, app.traffic, lambda: service.queue.view().requests, self.clock)
         return app
 
-    def open_server(self, app: Application, end_requests: Callable[[], None]) -> RouterServers:
+    def open_server(self, app: ASGIApp, end_requests: Callable[[], None]) -> RouterServers:
         return open_server(
             self.opened,
             self.settings,

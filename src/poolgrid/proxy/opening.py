@@ -1,0 +1,45 @@
+"""Puts the data path in front of a router's application."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+from poolgrid.frontend.access.gate import is_path_of_tenants
+from poolgrid.frontend.app import Application
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.process.clock import Clock
+from poolgrid.proxy.application import ForwardApplication
+from poolgrid.proxy.ports import ForwardBackend
+from poolgrid.proxy.prompt_reading import PromptReader
+
+
+def own_paths_of(app: Application) -> frozenset[str]:
+    """Return what begins the paths that are the router's own, though engine servers may have some of the same name."""
+    paths = (getattr(route, "path", "") for route in app.routes)
+    return frozenset(path.partition("/{")[0] for path in paths if path and not is_path_of_tenants(path))
+
+
+def open_forwarding(
+    opened: AsyncExitStack, app: Application, backend: ForwardBackend, settings: FrontendSettings, clock: Clock
+) -> ForwardApplication:
+    """Return the application that serves all requests: it forwards what is for engine servers, and gives ``app`` the
+    rest. ``opened`` ends it."""
+    state = app.state
+    reader = PromptReader(state.preparation, state.tokenization, state.domains, settings.max_body_values)
+    front = ForwardApplication(
+        app,
+        backend,
+        reader,
+        state.bodies,
+        state.request_ids,
+        state.metrics,
+        settings,
+        app.traffic,
+        state.domains,
+        clock,
+        state.tracing,
+        state.keys,
+        own_paths_of(app),
+    )
+    front.open(opened)
+    return front
