@@ -1,23 +1,25 @@
 """A mock OpenAI server, for what passes HTTP through: answers at once, with as many tokens as were asked for.
 
-    python -m lab.benchmarks.http_engine PORT [STEP_MS [EVENTS_PORT]]
+    python -m lab.benchmarks.http_engine PORT [STEP_MS [EVENTS_PORT MODEL]]
 
 ``/v1/completions`` and ``/v1/chat/completions`` (JSON and SSE, one chunk per token), their ``/render`` (the prompt's
 token ids: one per word, the same for the same word), any GET. Raw protocol on uvloop. With ``STEP_MS`` a step begins so
 often, and gives every stream one token, as engines do it; without, all tokens leave at once.
 
 To a worker of ours it looks like vLLM's server: prompts and answers of token ids, its facts, and at ``EVENTS_PORT`` the
-events of a prefix cache that never evicts.
+events of a prefix cache that never evicts, for prompts of token ids and of text. It tokenizes text by the directory
+``MODEL``, as a real server would; that costs the engine's core, which is not measured.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import sys
 import zlib
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain, repeat
+from pathlib import Path
 from typing import Any, cast
 
 import httptools
@@ -25,16 +27,25 @@ import msgspec
 import uvloop
 import zmq
 
+from poolgrid.frontend.prompt_model import PromptModel
+
+
+class _Text(msgspec.Struct):
+    content: str = ""
+    role: str = "user"
+
+
+class _StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool = False
+
 
 class _Wanted(msgspec.Struct):
     max_tokens: int = 1
     stream: bool = False
     return_token_ids: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
     prompt: Any = ""
-
-
-class _Text(msgspec.Struct):
-    content: str = ""
+    messages: list[_Text] = []
 
 
 class _Prompt(msgspec.Struct):
@@ -59,12 +70,24 @@ OUTPUT_TOKEN = 1000
 class CacheEvents:
     """What the prefix cache of one server publishes, as vLLM does: a frame for each prompt, and for each full block."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, model: Path) -> None:
+        """``model`` tokenizes prompts of text."""
+        self._model = PromptModel.load(model)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
         self._socket.bind(f"tcp://127.0.0.1:{port}")
         self._known: set[int] = set()
         self._sequence = 0
         self.sources = msgspec.json.encode({"0": {"endpoint": f"tcp://*:{port}"}})
+
+    def token_ids(self, wanted: _Wanted) -> list[int]:
+        """Return the prompt of a request, by the template of ``lab.benchmarks.http_model``."""
+        if isinstance(wanted.prompt, list):
+            return wanted.prompt
+        text = str(wanted.prompt)
+        if wanted.messages:
+            turns = (f"<|im_start|>{each.role}\n{each.content}<|im_end|>\n" for each in wanted.messages)
+            text = "".join(turns) + "<|im_start|>assistant\n"
+        return list(memoryview(self._model.encode(text)).cast("I"))
 
     def store(self, token_ids: list[int]) -> int:
         """Publish the blocks of a prompt that are new; return how many of its tokens were there."""
@@ -170,12 +193,14 @@ class _Server(asyncio.Protocol):
             return
         wanted = _decode(b"".join(self._body))
         chat = b"chat" in path
-        usage = b'{"prompt_tokens":1,"completion_tokens":%d,"total_tokens":%d}' % (
-            wanted.max_tokens,
-            wanted.max_tokens + 1,
+        prompt = [] if self._events is None else self._events.token_ids(wanted)
+        cached = 0 if self._events is None else self._events.store(prompt)
+        usage = (
+            b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}'
+            % (len(prompt) or 1, wanted.max_tokens, (len(prompt) or 1) + wanted.max_tokens, cached)
         )
         if wanted.stream:
-            self._stream(chat, wanted)
+            self._stream(chat, wanted, prompt, usage)
         elif chat:
             self._answer(
                 b'{"id":"x","object":"chat.completion","created":1,"model":"bench","choices":[{"index":0,"message":'
@@ -194,7 +219,7 @@ class _Server(asyncio.Protocol):
             b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body)
         )
 
-    def _stream(self, chat: bool, wanted: _Wanted) -> None:
+    def _stream(self, chat: bool, wanted: _Wanted, prompt: list[int], counts: bytes) -> None:
         assert self._transport is not None
         tokens = wanted.max_tokens
         kind = b"chat.completion.chunk" if chat else b"text_completion"
@@ -206,12 +231,12 @@ class _Server(asyncio.Protocol):
             b'"finish_reason":null}]}\n\n' % (kind, text)
         )
         chunk = b"%x\r\n%s\r\n" % (len(event), event)
-        usage = b""
         chunks: Iterator[bytes] = repeat(chunk, tokens - 1)
-        if self._events is not None and isinstance(wanted.prompt, list):
-            cached = self._events.store(wanted.prompt)
-            usage = b'data: {"choices":[],"usage":{"prompt_tokens_details":{"cached_tokens":%d}}}\n\n' % cached
-            chunks = self._events.output(wanted.prompt, tokens - 1, chunks)
+        if self._events is not None:
+            chunks = self._events.output(prompt, tokens - 1, chunks)
+        usage = b""
+        if wanted.stream_options.include_usage:
+            usage = b'data: {"id":"x","object":"%s","created":1,"model":"bench","choices":[],"usage":%s}\n\n' % (kind, counts)
         last = event.replace(b'"finish_reason":null', b'"finish_reason":"length"') + usage + b"data: [DONE]\n\n"
         head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         end = b"%x\r\n%s\r\n0\r\n\r\n" % (len(last), last)
@@ -239,14 +264,20 @@ def rendered(body: bytes, chat: bool) -> bytes:
     return msgspec.json.encode(answer if chat else [answer])
 
 
-async def serve(port: int, step_ms: float = 0.0, events_port: float = 0) -> None:
+async def serve(port: int, step_ms: float = 0.0, events_port: int = 0, model: str = "") -> None:
     """Listen until the process is ended; 0 = without steps, without events."""
     steps = Steps(step_ms) if step_ms else None
-    events = CacheEvents(int(events_port)) if events_port else None
+    events = CacheEvents(events_port, Path(model)) if events_port else None
     server = await asyncio.get_running_loop().create_server(partial(_Server, steps, events), "127.0.0.1", port)
     await server.serve_forever()
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("port", type=int)
+    parser.add_argument("step_ms", type=float, nargs="?", default=0.0)
+    parser.add_argument("events_port", type=int, nargs="?", default=0)
+    parser.add_argument("model", nargs="?", default="")
+    options = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(int(sys.argv[1]), *map(float, sys.argv[2:])))
+        runner.run(serve(options.port, options.step_ms, options.events_port, options.model))

@@ -111,7 +111,9 @@ class Peers:
     ) -> tuple[int, int]:
         """Start one mock OpenAI server, wait until it answers, and return its port and process id."""
         port = free_port()
-        command = [sys.executable, "-m", "lab.benchmarks.http_engine", str(port), str(step_ms), str(events_port)]
+        command = [sys.executable, "-m", "lab.benchmarks.http_engine", str(port), str(step_ms)]
+        if events_port:
+            command += [str(events_port), str(self._model)]
         process = fleet.start(f"engine{number}", command)
         await_answer(port, fleet)
         return port, process.pid
