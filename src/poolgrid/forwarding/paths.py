@@ -4,14 +4,13 @@ Clients may use everything under ``/v1`` and ``/v2`` but what changes or inspect
 All else of a server is for operators: a route that a later version adds outside of ``/v1`` is closed by default.
 
 A target is compared in a plain form: percent-decoded until it stays the same, without parameters, repeated or trailing
-slashes, in lower case. Targets that servers read in several ways are refused: dot segments, backslashes, control
+slashes, case ignored. Targets that servers read in several ways are refused: dot segments, backslashes, control
 characters, a scheme or a host. The target itself is forwarded as it came.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -72,7 +71,7 @@ class RequestTarget:
     access: TargetAccess
     reason: str
     path: str = ""
-    """In its plain form; empty if refused."""
+    """In its plain form, letters as they came; empty if refused."""
     route: ClientRoute | None = None
     state_id: str | None = None
     """The id of what only the server has that made it."""
@@ -98,7 +97,9 @@ CLIENT_ROUTES: Final = {
     "/pooling": ClientRoute("pools; vLLM", ("input",)),
     "/generative_scoring": ClientRoute("scores; vLLM", ("query", "items")),
     "/inference/v1/generate": ClientRoute("generates from token ids; vLLM", ("token_ids",), AnswerForm.CHAT),
-    "/invocations": ClientRoute("the SageMaker form of chat and others; vLLM and SGLang", ("messages",), AnswerForm.CHAT),
+    "/invocations": ClientRoute(
+        "the SageMaker form of chat and others; vLLM and SGLang", ("messages",), AnswerForm.CHAT
+    ),
     "/cohere/v2/chat": ClientRoute("generates; vLLM", ("messages",)),
     "/cohere/v2/chat/render": ClientRoute("renders the client's own prompt; vLLM"),
     "/tokenize": ClientRoute("tokenizes the client's own text; vLLM and SGLang"),
@@ -187,7 +188,8 @@ STATE_MEMBERS: Final = ("previous_response_id", "conversation", "input_file_id")
 
 _PLAIN = re.compile(rb"/[A-Za-z0-9_/.-]*")
 _ODD_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
-_CONTROL = re.compile(rb"[\x00-\x20\x7f]")
+_ODD_RAW = re.compile(rb"[\x00-\x20\x7f#]")
+_ODD_DECODED = re.compile(rb"[\x00-\x1f\x7f\\]")
 _PARAMETERS = re.compile(rb";[^/]*")
 _SLASHES = re.compile(rb"/{2,}")
 
@@ -227,46 +229,49 @@ def _plain_forms(raw: bytes) -> tuple[str, str]:
         if _ODD_ESCAPE.search(raw):
             raise _MalformedTargetError(f"the path {_quoted(raw)} has a '%' without two hexadecimal digits behind it")
         path = _decoded(raw)
-        if b"\\" in path or _CONTROL.search(path) or b"#" in path:
+        if _ODD_RAW.search(raw) or _ODD_DECODED.search(path):
             raise _MalformedTargetError(f"the path {_quoted(raw)} has a backslash, '#', space or control character")
     if b"/." in path and any(segment.partition(b";")[0] in (b".", b"..") for segment in path.split(b"/")):
         raise _MalformedTargetError(f"the path {_quoted(raw)} has a dot segment")
-    forms = (_PARAMETERS.sub(b"", path), path) if b";" in path else (path, path)
-    plain, other = (_SLASHES.sub(b"/", form).rstrip(b"/").decode("latin-1").lower() or "/" for form in forms)
-    return plain, other
+    plain = _joined(path)
+    return (_joined(_PARAMETERS.sub(b"", path)), plain) if b";" in path else (plain, plain)
+
+
+def _joined(path: bytes) -> str:
+    return _SLASHES.sub(b"/", path).rstrip(b"/").decode("latin-1") or "/"
 
 
 def _decoded(path: bytes) -> bytes:
-    for _ in range(MAX_DECODINGS):
+    for _ in range(MAX_DECODINGS + 1):
         decoded = unquote_to_bytes(path)
         if decoded == path:
             return path
-        if decoded.startswith(b"//"):
-            break
         path = decoded
-    if unquote_to_bytes(path) != path or path.startswith(b"//"):
-        raise _MalformedTargetError(f"the path {_quoted(path)} is encoded more than {MAX_DECODINGS} times")
-    return path
+    raise _MalformedTargetError(f"the path {_quoted(path)} is encoded more than {MAX_DECODINGS} times")
 
 
 def _access_of(path: str) -> RequestTarget:
-    _, version, *rest = path.split("/")
+    plain = path.lower()
+    _, version, *rest = plain.split("/")
+    route = CLIENT_ROUTES.get(plain)
     if version in _VERSIONS:
-        name = rest[0] if rest else ""
+        name = rest[0].strip() if rest else ""
         reason = _RESERVED.get(name) or next((r.reason for r in RESERVED_PREFIXES if name.startswith(r.name)), None)
         if reason is not None:
             return RequestTarget(TargetAccess.OPERATOR, f"{path} {reason}", path)
-        route = CLIENT_ROUTES.get(path) or (_MODEL_CARD if path.startswith("/v1/models/") else _OTHER)
-        return RequestTarget(TargetAccess.CLIENT, f"{path} {route.reason}", path, route, _state_id(path))
-    route = CLIENT_ROUTES.get(path)
-    if route is not None:
-        return RequestTarget(TargetAccess.CLIENT, f"{path} {route.reason}", path, route)
-    return RequestTarget(TargetAccess.OPERATOR, f"{path} is not among the paths of clients", path)
+        route = route or (_MODEL_CARD if plain.startswith("/v1/models/") else _OTHER)
+    if route is None:
+        return RequestTarget(TargetAccess.OPERATOR, f"{path} is not among the paths of clients", path)
+    return RequestTarget(TargetAccess.CLIENT, f"{path} {route.reason}", path, route, _state_id(path, plain))
 
 
-def _state_id(path: str) -> str | None:
+def _state_id(path: str, plain: str) -> str | None:
     for collection in STATEFUL_COLLECTIONS:
-        if path.startswith(collection + "/"):
+        if plain.startswith(collection + "/"):
             name = path[len(collection) + 1 :].partition("/")[0]
-            return None if name in NO_IDS else name
+            return None if name.lower() in NO_IDS else name
     return None
+
+
+def _quoted(raw: bytes) -> str:
+    return repr(raw[:80].decode("latin-1"))

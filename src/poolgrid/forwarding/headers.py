@@ -1,0 +1,129 @@
+"""Which header lines of a request reach the server, and which of its answer reach the client.
+
+All do but these: lines of one connection (hop-by-hop, and what ``Connection`` names), lines that the sender of the
+request writes itself, and keys. Order and repeated lines are kept. W3C trace context passes like any other line.
+
+Cookies pass: ``Set-Cookie`` of an answer passes too, and a load balancer in front of the servers may need its own back.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Sequence
+from functools import lru_cache
+from typing import Final
+
+Header = tuple[bytes, bytes]
+
+HOP_BY_HOP: Final = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-connection",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"http2-settings",
+    }
+)
+"""Of one connection (RFC 9110, 7.6.1). A tunnel's sender adds ``Connection`` and ``Upgrade`` itself."""
+
+SET_BY_SENDER: Final = frozenset({b"host", b"content-length", b"expect"})
+"""The body may be changed, and is sent without waiting for ``100 Continue``, which poolgrid has answered."""
+
+KEYS: Final = frozenset({b"authorization", b"x-api-key", b"api-key", b"x-goog-api-key", b"ocp-apim-subscription-key"})
+"""What clients of OpenAI, Anthropic, Azure and Google send their key in. It is poolgrid's, not the server's."""
+
+KEY_IN_SUBPROTOCOL: Final = b"openai-insecure-api-key."
+"""What browsers send the key of a realtime session in: a websocket cannot have header lines of its own there."""
+
+KEY_BYTES_MIN: Final = 8
+"""Of a client's key that is looked for in other lines. A shorter one is found in lines that have nothing to do with
+it."""
+
+DIGESTS: Final = frozenset({b"content-length", b"content-md5", b"digest", b"content-digest", b"repr-digest", b"etag"})
+"""Of the bytes of a body: untrue when something was taken out of it."""
+
+_LINE_BREAK = re.compile(rb"[\r\n\x00]")
+
+
+def request_headers(
+    received: Iterable[Header], added: Sequence[Header] = (), client_key: bytes | None = None
+) -> list[Header]:
+    """Return the lines for the server.
+
+    Args:
+        received: The client's lines, in its order.
+        added: Lines that poolgrid sets, the server's key among them; they replace the client's of the same name.
+        client_key: The key that the client was authenticated by. A line of any name that holds it is left out.
+    """
+    received = list(received)
+    left_out = HOP_BY_HOP | SET_BY_SENDER | KEYS | _named_in_connection(received) | {name.lower() for name, _ in added}
+    key = client_key if client_key is not None and len(client_key) >= KEY_BYTES_MIN else None
+    kept = []
+    for name, value in received:
+        plain = name.lower()
+        if plain in left_out or _LINE_BREAK.search(value):
+            continue
+        if plain == b"sec-websocket-protocol" and KEY_IN_SUBPROTOCOL in value:
+            kept += _without_key(name, value)
+        elif key is None or key not in value:
+            kept.append((name, value))
+    return [*kept, *added]
+
+
+def response_headers(
+    received: Iterable[Header], server_keys: Collection[bytes] = (), *, is_body_changed: bool = False
+) -> list[Header]:
+    """Return the lines for the client, with the server's keys blotted out.
+
+    Args:
+        received: The server's lines, in its order.
+        server_keys: Keys that poolgrid sends to servers.
+        is_body_changed: Whether something was taken out of the body, so that its length and digests are untrue.
+    """
+    received = list(received)
+    left_out = HOP_BY_HOP | _named_in_connection(received) | (DIGESTS if is_body_changed else frozenset())
+    return [
+        (name, blotted(value, server_keys))
+        for name, value in received
+        if name.lower() not in left_out and not _LINE_BREAK.search(value)
+    ]
+
+
+def blotted(text: bytes, keys: Collection[bytes]) -> bytes:
+    """Return the text with stars in place of each key, as it is and as JSON writes it; its length stays."""
+    for key in sorted(keys, key=len, reverse=True):
+        for form in _forms(key):
+            if form in text:
+                text = text.replace(form, b"*" * len(form))
+    return text
+
+
+@lru_cache(maxsize=64)
+def _forms(key: bytes) -> tuple[bytes, ...]:
+    """The longest first, which contains the others."""
+    if not key:
+        return ()
+    plain = json.dumps(key.decode("latin-1"), ensure_ascii=False)[1:-1].encode("latin-1")
+    return tuple(sorted({key, plain, plain.replace(b"/", b"\\/")}, key=len, reverse=True))
+
+
+def _named_in_connection(received: Iterable[Header]) -> frozenset[bytes]:
+    return frozenset(
+        item.lower() for name, value in received if name.lower() == b"connection" for item in _items(value)
+    )
+
+
+def _without_key(name: bytes, value: bytes) -> list[Header]:
+    """The subprotocols but the key; no line if that was all."""
+    rest = [item for item in _items(value) if not item.startswith(KEY_IN_SUBPROTOCOL)]
+    return [(name, b", ".join(rest))] if rest else []
+
+
+def _items(value: bytes) -> list[bytes]:
+    return [item for item in (each.strip() for each in value.split(b",")) if item]
