@@ -16,10 +16,10 @@ import msgspec
 from msgspec import Raw, Struct
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from poolgrid.forwarding.headers import upgrade_headers
-from poolgrid.forwarding.multipart import model_of_form, model_of_query
+from poolgrid.forwarding.headers import request_headers
+from poolgrid.forwarding.multipart import FormFields, boundary_of, model_of_query
 from poolgrid.forwarding.paths import ModelPlace, RequestTarget, TargetAccess, read_target
-from poolgrid.frontend.access.gate import AccessGate, GateKeys, PathClass, caller_of, is_upgrade
+from poolgrid.frontend.access.gate import AccessGate, GateKeys, PathClass, caller_of, is_upgrade, key_of
 from poolgrid.frontend.access.tenants import CacheDomains
 from poolgrid.frontend.errors import RequestError, dialect_of
 from poolgrid.frontend.metrics import FrontendMetrics
@@ -40,8 +40,6 @@ from poolgrid.proxy.prompt_reading import UNLIMITED, PromptReader, members_of
 from poolgrid.proxy.tunnel import TUNNELS_MAX, Tunnel
 
 log = logging.getLogger(__name__)
-
-FORM: Final = b"multipart/form-data"
 
 ENDPOINTS: Final = {
     "/v1/chat/completions": "chat_completions",
@@ -108,12 +106,6 @@ class ForwardApplication:
         self._tunnels: set[Tunnel] = set()
         self._has_keys = keys is not None
         self._guarded: ASGIApp = self._forwarded if keys is None else AccessGate(self._forwarded, keys, class_of)
-        self.own_request_headers = frozenset(
-            each
-            for each in (b"x-request-id", b"x-data-parallel-rank", settings.tenant_header.lower().encode())
-            if each
-        )
-        """Headers that a server does not get as the client wrote them."""
 
     # -- ASGI ----------------------------------------------------------------------------------------------------------
 
@@ -218,16 +210,18 @@ class ForwardApplication:
         self, scope: Scope, target: RequestTarget, headers: Mapping[bytes, bytes], body: bytes
     ) -> Understood:
         """Return what of a request matters here."""
-        content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        boundary = boundary_of(headers.get(b"content-type", b""))
         values: Mapping[str, Raw] = {}
         model = ""
-        if body and (content_type == FORM or not body.lstrip()[:1] == b"{"):
-            model = model_of_form(body, headers.get(b"content-type", b""))
+        if body and boundary is not None:
+            form = FormFields(boundary)
+            form.feed(body)
+            model = form.values.get("model", "")
         elif body:
             values = members_of(body)
             model = _text(values.get("model"))
         if not model and scope["query_string"]:
-            model = model_of_query(scope["query_string"])
+            model = model_of_query(scope["query_string"]) or ""
         route = target.route
         if not model and route is not None and route.model is ModelPlace.PATH:
             model = target.path.rpartition("/")[2]
@@ -310,7 +304,7 @@ class ForwardApplication:
     async def _tunnel(self, scope: Scope, send: Send) -> None:
         """Carry a request for another protocol to a server, and both sides' bytes from then on."""
         guard: Guard = scope["state"]["guard"]
-        model = model_of_query(scope["query_string"])
+        model = model_of_query(scope["query_string"]) or ""
         caller = caller_of(scope)
         error: RequestError | None = None
         if len(self._tunnels) >= TUNNELS_MAX:
@@ -330,7 +324,9 @@ class ForwardApplication:
         endpoint = endpoint_of(scope["path"])
         for place in places:
             server = self.server(place.url)
-            tunnel = Tunnel(guard, server.head(b"GET", target_of(scope), upgrade_headers(scope["headers"]), None))
+            upgrade = [pair for pair in scope["headers"] if pair[0] in (b"connection", b"upgrade")]
+            headers = request_headers(scope["headers"], server.key_headers, key_of(scope))
+            tunnel = Tunnel(guard, server.head(b"GET", target_of(scope), [*headers, *upgrade], None))
             guard.source = tunnel
             try:
                 await tunnel.open(server)

@@ -33,11 +33,9 @@ class EngineServer:
         self.base_path = target.path.encode("latin-1", "replace")
         self.tls = (trusted or ssl.create_default_context()) if target.secure else None
         self._kept: list[ServerConnection] = []
-        own = f"host: {target.authority}\r\n"
-        if api_key:
-            own += f"authorization: Bearer {api_key}\r\n"
-        self._own_headers = own.encode("latin-1")
-        self.secret = api_key.encode("latin-1") if api_key else b""
+        self._host = f"host: {target.authority}\r\n".encode("latin-1")
+        self.key_headers = [(b"authorization", f"Bearer {api_key}".encode("latin-1"))] if api_key else []
+        self.keys = (api_key.encode("latin-1"),) if api_key else ()
         """What must not be seen in an answer."""
 
     def kept(self) -> ServerConnection | None:
@@ -61,7 +59,7 @@ class EngineServer:
     def head(self, method: bytes, target: bytes, headers: Iterable[tuple[bytes, bytes]], length: int | None) -> bytes:
         """Return a request's head. ``headers`` are those that may pass; ``length`` is that of the body, ``None`` without
         one."""
-        lines = [method, b" ", self.base_path, target, b" HTTP/1.1\r\n", self._own_headers]
+        lines = [method, b" ", self.base_path, target, b" HTTP/1.1\r\n", self._host]
         for name, value in headers:
             lines += (name, b": ", value, b"\r\n")
         lines.append(b"\r\n" if length is None else b"content-length: %d\r\n\r\n" % length)

@@ -26,9 +26,9 @@ from msgspec import Raw
 from starlette.types import Receive, Scope, Send
 
 from poolgrid.forwarding.event_filter import AnswerForm, AnswerNotes, EventFilter, filter_answer
-from poolgrid.forwarding.headers import answer_headers, request_headers
+from poolgrid.forwarding.headers import blotted, request_headers, response_headers
 from poolgrid.forwarding.paths import RequestTarget
-from poolgrid.frontend.access.gate import CALLER
+from poolgrid.frontend.access.gate import CALLER, key_of
 from poolgrid.frontend.access.meter import limit_headers
 from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.errors import RequestError, dialect_of, refused, without_others
@@ -137,6 +137,8 @@ class ForwardExchange:
     _connection: ServerConnection | None = None
     _connecting: asyncio.Task[None] | None = None
     _waiter: asyncio.Future[None] | None = None
+    _keys: tuple[bytes, ...] = ()
+    """Keys of its server, which no client may see."""
     _dispatch_id = ""
     _busy: BusyAnswer | None = None
     _is_keeping_busy = False
@@ -184,6 +186,7 @@ class ForwardExchange:
         self.name = application.request_ids.wanted(self.header_values.get(b"x-request-id"))
         self._guard: Guard = scope["state"]["guard"]
         self._caller: Caller | None = scope.get(CALLER)
+        self._client_key = None if self._caller is None else key_of(scope)
         self.arrived_ms = application.clock.monotonic_ms()
         self._pieces: list[bytes] = []
         self.body = b""
@@ -320,6 +323,7 @@ class ForwardExchange:
     def _attempt(self, place: ServerPlace) -> None:
         self._place = place
         self._server = server = self._application.server(place.url)
+        self._keys = server.keys
         self._pieces = []
         connection = server.kept()
         if connection is None:
@@ -345,14 +349,13 @@ class ForwardExchange:
         assert place is not None, "an attempt has a place"
         if self._request is not None and self._kind != place.kind:
             self._change(self._request, place)
-        headers = request_headers(scope["headers"])
-        dropped = self._application.own_request_headers
-        if b"content-encoding" in self.header_values:
-            dropped = dropped | {b"content-encoding"}  # the body was inflated
-        headers = [pair for pair in headers if pair[0] not in dropped]
-        headers.append((b"x-request-id", str(self.name).encode()))
+        added = [(b"x-request-id", str(self.name).encode()), *server.key_headers]
         if place.ranks > 1:
-            headers.append((b"x-data-parallel-rank", b"%d" % place.worker.dp_rank))
+            added.append((b"x-data-parallel-rank", b"%d" % place.worker.dp_rank))
+        received = self.headers
+        if b"content-encoding" in self.header_values:  # the body was inflated
+            received = [pair for pair in received if pair[0] != b"content-encoding"]
+        headers = request_headers(received, added, self._client_key)
         query = scope["query_string"]
         target = scope["raw_path"] + b"?" + query if query else scope["raw_path"]
         method = scope["method"].encode()
@@ -576,7 +579,7 @@ class ForwardExchange:
                 return
             pieces, self._pieces = self._pieces, []
             if self._is_over:
-                body = b"".join(pieces)
+                body = self._without_keys(b"".join(pieces))
                 if self._is_raw:
                     if body:
                         self._guard.write(body)
@@ -584,9 +587,14 @@ class ForwardExchange:
                 await self._send({"type": "http.response.body", "body": b"" if is_head_request else body})
                 return
             if pieces:
-                await self._send({"type": "http.response.body", "body": b"".join(pieces), "more_body": True})
+                body = self._without_keys(b"".join(pieces))
+                await self._send({"type": "http.response.body", "body": body, "more_body": True})
             else:
                 await self._wait()
+
+    def _without_keys(self, body: bytes) -> bytes:
+        """Return a part of a body without the server's key, which some repeat in a refusal."""
+        return blotted(body, self._keys) if self._keys and self._answer_status >= 400 else body
 
     def _open(self) -> None:
         """Have chunks go straight to the client's connection from now on."""
@@ -612,8 +620,7 @@ class ForwardExchange:
 
     async def _send_head(self, status: int, headers: HeaderList) -> None:
         self.status = status
-        server = self._application.server(self._place.url) if self._place is not None else None
-        passed = answer_headers(headers, b"" if server is None else server.secret)
+        passed = response_headers(headers, self._keys, is_body_changed=self._filter is not None)
         passed = [pair for pair in passed if pair[0] != b"x-request-id"]
         passed += self._own_headers()
         self.has_head = True

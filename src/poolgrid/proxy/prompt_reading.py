@@ -23,7 +23,6 @@ from poolgrid.frontend.prepared_request import PreparedRequest
 from poolgrid.frontend.prompts import tokenize
 from poolgrid.frontend.request_body import SHORT_BYTES, check_shape
 from poolgrid.frontend.responses_api.kept import references
-from poolgrid.frontend.sequences import sequences_of
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.inference import InferenceRequest
 from poolgrid.wire.hashing import TOKEN_BYTES
@@ -184,13 +183,23 @@ class PromptReader:
         try:
             if len(body) > SHORT_BYTES:
                 await check_shape(body, self._values_max, self._tokenization)
-            job = prepare(msgspec.json.encode(decoder.decode(body)))
+            try:
+                job = prepare(body)
+            except (RequestError, msgspec.MsgspecError):
+                # A field that is the server's business, or is refused by it, need not keep the prompt from being read.
+                job = prepare(msgspec.json.encode(decoder.decode(body)))
             if job.media:
                 return PromptReading(job.served.name, None, why="media")
             self._domains.claim(job, None, ())
-            prompts = await self._tokenization.run(len(body), partial(tokenize, job), job.model.tokenizes_fast())
+            if self._tokenization.is_short(len(body), job.model.tokenizes_fast()):
+                prompts = tokenize(job)
+            else:
+                prompts = await self._tokenization.run(len(body), partial(tokenize, job), job.model.tokenizes_fast())
             # One entry on the books for the whole body: choices and further prompts go to the same engine.
-            request = sequences_of(job, prompts[:1], [request_id] * job.choices_per_prompt)[0]
+            salt = job.own_salt or job.client_salt
+            request = InferenceRequest(
+                request_id, job.served.name, prompts[0].token_ids, UNLIMITED, lora_name=job.lora_name, cache_salt=salt
+            )
         except (RequestError, msgspec.MsgspecError, RecursionError) as error:
             why = error.code if isinstance(error, RequestError) else "invalid_json"
             log.debug("the tokens of a body of %d bytes are not known: %s", len(body), error)
