@@ -193,7 +193,7 @@ PAIRS = [
         event(chunk([], usage=None, sglext={"routed_experts": "x", "input_ids": [1], "output_ids": [[2]]})),
         event(chunk([], usage=None, sglext={"routed_experts": "x"})),
         SGLANG,
-        id="sglang-ids-beside-what-the-client-asked",
+        id="sglang-ids-next-to-what-the-client-asked",
     ),
     pytest.param(
         event(chunk([], sglext={"input_ids": [1], "output_ids": [[2]]})),

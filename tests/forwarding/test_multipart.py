@@ -17,6 +17,7 @@ from poolgrid.forwarding.multipart import (
     MAX_VALUE_BYTES,
     FormFields,
     boundary_of,
+    model_of_form,
     model_of_query,
 )
 
@@ -221,11 +222,29 @@ def test_the_boundary_of_a_content_type(content_type: bytes, boundary: bytes | N
         (b"a=1&model=org%2Fm+x&b", "org/m x"),
         (b"model=a&model=b", "b"),
         (b"model=", ""),
-        (b"", None),
-        (b"models=m&xmodel=y", None),
+        (b"", ""),
+        (b"models=m&xmodel=y", ""),
         (b"m%6fdel=m", "m"),
-        (b"&".join([b"a=1"] * (MAX_QUERY_FIELDS + 1)) + b"&model=m", None),
+        (b"&".join([b"a=1"] * (MAX_QUERY_FIELDS + 1)) + b"&model=m", ""),
     ],
 )
-def test_the_model_of_a_query(query: bytes, model: str | None) -> None:
+def test_the_model_of_a_query(query: bytes, model: str) -> None:
     assert model_of_query(query) == model
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type", "model"),
+    [
+        (form([(b"file", b"a", b"sound"), (b"model", None, b"m")]), b"multipart/form-data; boundary=" + BOUNDARY, "m"),
+        (form([(b"stream", None, b"1")]), b"multipart/form-data; boundary=" + BOUNDARY, ""),
+        (form([(b"model", None, b"m")]), b"multipart/form-data; boundary=other", ""),
+        (form([(b"model", None, b"m")]), b"application/octet-stream", ""),
+        (
+            form([(b"file", b"a", b"x" * MAX_FORM_BYTES), (b"model", None, b"m")]),
+            b"multipart/form-data; boundary=" + BOUNDARY,
+            "",
+        ),
+    ],
+)
+def test_the_model_of_a_whole_form(body: bytes, content_type: bytes, model: str) -> None:
+    assert model_of_form(body, content_type) == model

@@ -452,7 +452,7 @@ def _note_usage(notes: AnswerNotes, raw: msgspec.Raw) -> None:
     cached = usage.cache_read_input_tokens if details is None else details.cached_tokens
     prompt = usage.prompt_tokens
     if prompt is None and usage.input_tokens is not None:
-        # The Messages API counts cached tokens beside the others, the Responses API among them.
+        # The Messages API counts cached tokens apart from the others, the Responses API among them.
         prompt = usage.input_tokens + (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
     if prompt is not None:
         notes.prompt_tokens = prompt

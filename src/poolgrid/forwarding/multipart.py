@@ -40,13 +40,23 @@ def boundary_of(content_type: bytes) -> bytes | None:
     return None if found is None else (found[1] or found[2])
 
 
-def model_of_query(query: bytes) -> str | None:
-    """Return the parameter ``model``, the last one as servers take it."""
+def model_of_query(query: bytes) -> str:
+    """Return the parameter ``model``, the last one as servers take it; empty where there is none."""
     try:
         found = parse_qsl(query.decode("latin-1"), keep_blank_values=True, max_num_fields=MAX_QUERY_FIELDS)
     except ValueError:
-        return None
-    return dict(found).get("model")
+        return ""
+    return dict(found).get("model", "")
+
+
+def model_of_form(body: bytes, content_type: bytes) -> str:
+    """Return the field ``model`` of a whole form; empty where there is none within the bounds."""
+    boundary = boundary_of(content_type)
+    if boundary is None:
+        return ""
+    fields = FormFields(boundary)
+    fields.feed(body[:MAX_FORM_BYTES])
+    return fields.values.get("model", "")
 
 
 class FormFields:
