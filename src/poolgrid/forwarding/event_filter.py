@@ -14,7 +14,8 @@ Figures of the forms, of vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM 1.4:
 - vLLM writes its ``system_fingerprint`` into the chunk with usage where there is one, else into the last chunk of each
   choice. The event with a finish reason therefore waits for the one behind it, which vLLM writes at once.
 - SGLang sends the ids of a chat at its end, with ``x-sglext-ids-framed: 1`` as an event of that name.
-- ``"usage":null`` with each chunk is OpenAI's form of ``include_usage``. SGLang writes it unasked, vLLM never.
+- ``"usage":null`` with each chunk is OpenAI's form of ``include_usage``. SGLang writes it unasked in most chunks,
+  trtllm-serve in those of text completions, vLLM never: of these three it is never to be cut.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class Asked:
     null_usage: bool = False
     """``include_usage`` of a server that then writes ``"usage":null`` with each chunk: it is cut."""
     token_ids: TokenIds = TokenIds.KEPT
-    """``return_token_ids``."""
+    """``return_token_ids``. Not to be asked for a text completion with ``echo``: vLLM 0.32 and 0.33 then leave the
+    prompt out of its text."""
     sglext_ids: tuple[str, ...] = ()
     """``input_ids`` by ``return_input_ids_in_sglext``, ``output_ids`` by ``return_output_ids_in_sglext``."""
 
