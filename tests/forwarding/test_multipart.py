@@ -141,6 +141,15 @@ def test_a_form_beyond_a_bound_is_not_read_on(body: bytes) -> None:
     assert fields.values == {}
 
 
+def test_a_long_value_costs_no_memory() -> None:
+    fields = FormFields(BOUNDARY)
+    fields.feed(form([(b"model", None, b"")], end=b"")[: -len(BOUNDARY) - 4])
+    for _ in range(50):
+        fields.feed(b"m" * 1000)
+
+    assert len(fields._rest) <= MAX_VALUE_BYTES + 1000
+
+
 def test_a_file_costs_a_search_and_no_memory() -> None:
     fields = FormFields(BOUNDARY)
     fields.feed(form([(b"file", b"a", b"")], end=b"")[: -len(BOUNDARY) - 4])

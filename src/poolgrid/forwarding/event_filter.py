@@ -187,7 +187,7 @@ class EventFilter:
         self._is_passing = False
         """Within an event beyond the bound."""
         self._tail = b""
-        """The last bytes of that event."""
+        """The last byte of that event."""
         self._has_returns = False
         """Lines end in carriage returns."""
         self._newline: bytes | None = None
@@ -242,13 +242,14 @@ class EventFilter:
         if self._is_passing:
             end = self._end_of(self._tail + data, 0) - len(self._tail)
             if end < 0:
-                self._tail = (self._tail + data)[-3:]
+                self._tail = data[-1:]
                 return data
             pieces.append(data[:end])
             data = data[end:]
             self._is_passing = False
         held = self._held
-        at, start = 0, max(0, len(held) - 3)
+        # The first of the two line ends may have come before.
+        at, start = 0, max(0, len(held) - 1)
         held += data
         while (end := self._end_of(held, start)) >= 0:
             block = bytes(held[at:end])
@@ -263,7 +264,7 @@ class EventFilter:
         del held[:at]
         if len(held) > MAX_EVENT_BYTES:
             self._note_name(held)
-            self._is_passing, self._tail = True, bytes(held[-3:])
+            self._is_passing, self._tail = True, bytes(held[-1:])
         if self._is_passing or not held.strip(b"\r\n"):
             pieces.append(bytes(held))
             held.clear()
