@@ -109,6 +109,7 @@ def test_a_key_in_a_websockets_subprotocol_is_left_out(value: bytes, kept: bytes
 def test_a_value_with_a_line_break_passes_in_neither_direction(value: bytes) -> None:
     assert request_headers([(b"x-a", value)]) == []
     assert answer_headers([(b"x-a", value)]) == []
+    assert upgrade_headers([(b"connection", b"upgrade"), (b"upgrade", value), (b"x-b", b"1")]) == [(b"x-b", b"1")]
 
 
 @pytest.mark.parametrize("name", sorted(DIGESTS))

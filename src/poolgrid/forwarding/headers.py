@@ -48,6 +48,8 @@ it."""
 DIGESTS: Final = frozenset({b"content-length", b"content-md5", b"digest", b"content-digest", b"repr-digest", b"etag"})
 """Of the bytes of a body: untrue when something was taken out of it."""
 
+_OF_THE_SENDER: Final = HOP_BY_HOP | SET_BY_SENDER | KEYS
+_NO_FURTHER_NAMES: Final = HOP_BY_HOP | {b"close"}
 _LINE_BREAK = re.compile(rb"[\r\n\x00]")
 
 
@@ -61,13 +63,16 @@ def request_headers(
         added: Lines that poolgrid sets, the server's key among them; they replace the client's of the same name.
         client_key: The key that the client was authenticated by. A line of any name that holds it is left out.
     """
-    received = list(received)
-    left_out = HOP_BY_HOP | SET_BY_SENDER | KEYS | _named_in_connection(received) | {name.lower() for name, _ in added}
+    received = _without_line_breaks(received)
+    left_out = _OF_THE_SENDER
+    others = _named_in_connection(received).union(name.lower() for name, _ in added)
+    if others:
+        left_out = left_out | others
     key = client_key if client_key is not None and len(client_key) >= KEY_BYTES_MIN else None
-    kept = []
+    kept: list[Header] = []
     for name, value in received:
         plain = name.lower()
-        if plain in left_out or _LINE_BREAK.search(value):
+        if plain in left_out:
             continue
         if plain == b"sec-websocket-protocol" and KEY_IN_SUBPROTOCOL in value:
             kept += _without_key(name, value)
@@ -80,7 +85,7 @@ def upgrade_headers(
     received: Iterable[Header], added: Sequence[Header] = (), client_key: bytes | None = None
 ) -> list[Header]:
     """Return the lines of a request for another protocol: as ``request_headers``, and the upgrade itself."""
-    received = list(received)
+    received = _without_line_breaks(received)
     upgrade = [(name, value) for name, value in received if name.lower() == b"upgrade"]
     kept = request_headers(received, added, client_key)
     return [*kept, (b"connection", b"upgrade"), *upgrade] if upgrade else kept
@@ -94,13 +99,9 @@ def answer_headers(received: Iterable[Header], secret: bytes = b"", *, is_body_c
         secret: The key that poolgrid sends to the server; empty if it has none.
         is_body_changed: Whether something was taken out of the body, so that its length and digests are untrue.
     """
-    received = list(received)
+    received = _without_line_breaks(received)
     left_out = HOP_BY_HOP | _named_in_connection(received) | (DIGESTS if is_body_changed else frozenset())
-    return [
-        (name, blotted(value, secret))
-        for name, value in received
-        if name.lower() not in left_out and not _LINE_BREAK.search(value)
-    ]
+    return [(name, blotted(value, secret)) for name, value in received if name.lower() not in left_out]
 
 
 def blotted(text: bytes, secret: bytes) -> bytes:
@@ -123,10 +124,18 @@ def _forms(key: bytes) -> tuple[bytes, ...]:
     return tuple(sorted({key, plain, plain.replace(b"/", b"\\/")}, key=len, reverse=True))
 
 
-def _named_in_connection(received: Iterable[Header]) -> frozenset[bytes]:
-    return frozenset(
-        item.lower() for name, value in received if name.lower() == b"connection" for item in _items(value)
-    )
+def _named_in_connection(received: list[Header]) -> frozenset[bytes]:
+    """Further names; those of ``HOP_BY_HOP`` and ``close`` are no lines that would pass."""
+    found = [item.lower() for name, value in received if name.lower() == b"connection" for item in _items(value)]
+    return frozenset(found) - _NO_FURTHER_NAMES if found else frozenset()
+
+
+def _without_line_breaks(received: Iterable[Header]) -> list[Header]:
+    """What would be two lines is none."""
+    received = list(received)
+    if _LINE_BREAK.search(b"".join([value for _, value in received])) is None:
+        return received
+    return [(name, value) for name, value in received if _LINE_BREAK.search(value) is None]
 
 
 def _without_key(name: bytes, value: bytes) -> list[Header]:
