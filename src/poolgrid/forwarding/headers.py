@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from typing import Final
 
@@ -81,45 +81,38 @@ def request_headers(
     return [*kept, *added]
 
 
-def upgrade_headers(
-    received: Iterable[Header], added: Sequence[Header] = (), client_key: bytes | None = None
+def response_headers(
+    received: Iterable[Header], server_keys: Collection[bytes] = (), *, is_body_changed: bool = False
 ) -> list[Header]:
-    """Return the lines of a request for another protocol: as ``request_headers``, and the upgrade itself."""
-    received = _without_line_breaks(received)
-    upgrade = [(name, value) for name, value in received if name.lower() == b"upgrade"]
-    kept = request_headers(received, added, client_key)
-    return [*kept, (b"connection", b"upgrade"), *upgrade] if upgrade else kept
-
-
-def answer_headers(received: Iterable[Header], secret: bytes = b"", *, is_body_changed: bool = False) -> list[Header]:
-    """Return the lines for the client, with the server's key blotted out.
+    """Return the lines for the client, with the servers' keys blotted out.
 
     Args:
         received: The server's lines, in its order.
-        secret: The key that poolgrid sends to the server; empty if it has none.
+        server_keys: Keys that poolgrid sends to servers.
         is_body_changed: Whether something was taken out of the body, so that its length and digests are untrue.
     """
     received = _without_line_breaks(received)
     left_out = HOP_BY_HOP | _named_in_connection(received) | (DIGESTS if is_body_changed else frozenset())
-    return [(name, blotted(value, secret)) for name, value in received if name.lower() not in left_out]
+    return [(name, blotted(value, server_keys)) for name, value in received if name.lower() not in left_out]
 
 
-def blotted(text: bytes, secret: bytes) -> bytes:
-    """Return the text with stars in place of a key, as it is and as JSON writes it; its length stays.
+def blotted(text: bytes, keys: Collection[bytes]) -> bytes:
+    """Return the text with stars in place of each key, as it is and as JSON writes it; its length stays.
 
     For header lines, and for what of an answer a client or a log gets.
     """
-    if not secret:
-        return text
-    for form in _forms(secret):
-        if form in text:
-            text = text.replace(form, b"*" * len(form))
+    for key in sorted(keys, key=len, reverse=True) if len(keys) > 1 else keys:
+        for form in _forms(key):
+            if form in text:
+                text = text.replace(form, b"*" * len(form))
     return text
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def _forms(key: bytes) -> tuple[bytes, ...]:
     """The longest first: it contains the others."""
+    if not key:
+        return ()
     plain = json.dumps(key.decode("latin-1"), ensure_ascii=False)[1:-1].encode("latin-1")
     return tuple(sorted({key, plain, plain.replace(b"/", b"\\/")}, key=len, reverse=True))
 

@@ -40,23 +40,13 @@ def boundary_of(content_type: bytes) -> bytes | None:
     return None if found is None else (found[1] or found[2])
 
 
-def model_of_query(query: bytes) -> str:
-    """Return the parameter ``model``, the last one as servers take it; empty where there is none."""
+def model_of_query(query: bytes) -> str | None:
+    """Return the parameter ``model``, the last one as servers take it."""
     try:
         found = parse_qsl(query.decode("latin-1"), keep_blank_values=True, max_num_fields=MAX_QUERY_FIELDS)
     except ValueError:
-        return ""
-    return dict(found).get("model", "")
-
-
-def model_of_form(body: bytes, content_type: bytes) -> str:
-    """Return the field ``model`` of a whole form; empty where there is none within the bounds."""
-    boundary = boundary_of(content_type)
-    if boundary is None:
-        return ""
-    fields = FormFields(boundary)
-    fields.feed(body[:MAX_FORM_BYTES])
-    return fields.values.get("model", "")
+        return None
+    return dict(found).get("model")
 
 
 class FormFields:
@@ -79,8 +69,8 @@ class FormFields:
         """Read the next bytes of the body."""
         if self.is_done:
             return
+        self._rest += data[: MAX_FORM_BYTES - self._bytes]
         self._bytes += len(data)
-        self._rest += data
         while not self.is_done and (self._read_head() if self._is_in_head else self._read_value()):
             pass
         self.is_done = self.is_done or self._bytes > MAX_FORM_BYTES
