@@ -144,6 +144,18 @@ PAIRS = [
         VLLM,
         id="a-text-like-a-member-stays",
     ),
+    pytest.param(
+        event({"prompt_token_ids": [9], **chunk([choice("a", token_ids=[1])])}),
+        event({"prompt_token_ids": None, **chunk([choice("a", token_ids=None)])}),
+        VLLM,
+        id="ids-before-the-choices",
+    ),
+    pytest.param(
+        event(chunk([choice(None, token_ids=[1])])),
+        event(chunk([choice(None)])),
+        SGLANG,
+        id="sglang-event-without-text",
+    ),
     pytest.param(event(chunk([], usage=USAGE)), b"", VLLM, id="usage-only"),
     pytest.param(b'data: {"choices": [ ], "usage" : {"prompt_tokens": 3}}\n\n', b"", VLLM, id="usage-only-with-spaces"),
     pytest.param(event(chunk([], usage=None)), event(chunk([], usage=None)), VLLM, id="no-choices-and-no-usage"),
@@ -193,7 +205,7 @@ PAIRS = [
         event(chunk([], usage=None, sglext={"routed_experts": "x", "input_ids": [1], "output_ids": [[2]]})),
         event(chunk([], usage=None, sglext={"routed_experts": "x"})),
         SGLANG,
-        id="sglang-ids-beside-what-the-client-asked",
+        id="sglang-ids-next-to-what-the-client-asked",
     ),
     pytest.param(
         event(chunk([], sglext={"input_ids": [1], "output_ids": [[2]]})),
@@ -337,6 +349,25 @@ def test_a_fingerprint_in_the_dropped_chunk_is_put_back(
     wanted = b"".join([event(chunk([choice("a")])), *passed, DONE]).replace(b"\n", line_end)
 
     assert run(data, VLLM, size=size)[0] == wanted
+
+
+def test_a_fingerprint_of_null_is_not_put_back() -> None:
+    last, dropped = event(chunk([choice("b", "stop")])), event(chunk([], usage=USAGE, system_fingerprint=None))
+
+    assert run(last + dropped, VLLM)[0] == last
+
+
+def test_blank_lines_behind_an_event_are_passed_at_once() -> None:
+    events, data = EventFilter(AnswerForm.CHAT, VLLM), event(chunk([choice("a")]))
+
+    assert events.feed(data + b"\n") == data + b"\n"
+    assert events.is_between_events
+
+
+def test_an_event_behind_the_last_one_does_not_reopen_the_stream() -> None:
+    late = event({"type": "response.vendor", "response": {"id": "resp_1"}})
+
+    assert run(b"".join(responses("completed")) + late, Asked(), AnswerForm.RESPONSES)[1].has_ended
 
 
 def test_a_finish_reason_waits_for_one_event_only() -> None:

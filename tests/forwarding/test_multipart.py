@@ -111,9 +111,10 @@ def test_a_form_is_read_up_to_a_bound() -> None:
     file = b"x" * (MAX_FORM_BYTES - 300)
     assert read(form([(b"file", b"a", file), (b"model", None, b"m")]), 4096).values == {"model": "m"}
 
-    longer = read(form([(b"file", b"a", file + b"x" * 10_000), (b"model", None, b"m")]), 4096)
-    assert longer.is_done
-    assert longer.values == {}
+    for size in (0, 4096):
+        longer = read(form([(b"file", b"a", file + b"x" * 10_000), (b"model", None, b"m")]), size)
+        assert longer.is_done
+        assert longer.values == {}
 
 
 @pytest.mark.parametrize(
@@ -138,6 +139,15 @@ def test_a_form_beyond_a_bound_is_not_read_on(body: bytes) -> None:
 
     fields.feed(b"\r\n\r\n\r\n" + form([(b"model", None, b"m")]))
     assert fields.values == {}
+
+
+def test_a_long_value_costs_no_memory() -> None:
+    fields = FormFields(BOUNDARY)
+    fields.feed(form([(b"model", None, b"")], end=b"")[: -len(BOUNDARY) - 4])
+    for _ in range(50):
+        fields.feed(b"m" * 1000)
+
+    assert len(fields._rest) <= MAX_VALUE_BYTES + 1000
 
 
 def test_a_file_costs_a_search_and_no_memory() -> None:

@@ -40,7 +40,7 @@ _decode_key = msgspec.json.Decoder(str).decode
 _value_end = json.JSONDecoder().raw_decode
 
 
-class Member(NamedTuple):
+class BodyMember(NamedTuple):
     """Where a member of an object lies: its key, its value, and the comma behind it."""
 
     name: str
@@ -54,7 +54,9 @@ class Member(NamedTuple):
 class Fields:
     """The members of a JSON object in its own bytes."""
 
-    def __init__(self, body: bytes, opening: int, values: dict[str, msgspec.Raw], members: list[Member] | None) -> None:
+    def __init__(
+        self, body: bytes, opening: int, values: dict[str, msgspec.Raw], members: list[BodyMember] | None
+    ) -> None:
         self.body = body
         self.opening = opening
         """The offset behind the opening brace."""
@@ -63,7 +65,7 @@ class Fields:
         self._read = members
 
     @cached_property
-    def members(self) -> list[Member]:
+    def members(self) -> list[BodyMember]:
         """In the body's order, repeated keys included.
 
         Raises:
@@ -226,10 +228,10 @@ def _pieces(fields: Fields, text: bytes, changes: Mapping[str, bytes], gone: set
     return pieces
 
 
-def _walk(body: bytes, opening: int, end_of_value: Callable[[str, int], int]) -> list[Member]:
+def _walk(body: bytes, opening: int, end_of_value: Callable[[str, int], int]) -> list[BodyMember]:
     """The members from the opening brace to the closing one, where ``end_of_value`` knows how long a value is."""
     at = _SPACE.match(body, opening).end()  # type: ignore[union-attr]  # it matches nothing too
-    members: list[Member] = []
+    members: list[BodyMember] = []
     if body.startswith(b"}", at):
         return members
     while True:
@@ -248,13 +250,13 @@ def _walk(body: bytes, opening: int, end_of_value: Callable[[str, int], int]) ->
         if after is None:
             raise _OutOfStepError(end)
         comma_end = after.start(1) + 1 if after[1] != b"}" else end
-        members.append(Member(name, at, start, end, comma_end))
+        members.append(BodyMember(name, at, start, end, comma_end))
         if after[1] == b"}":
             return members
         at = after.end()
 
 
-def _members_by_python(body: bytes, opening: int, reason: str) -> list[Member]:
+def _members_by_python(body: bytes, opening: int, reason: str) -> list[BodyMember]:
     """The members by Python's parser, which reads the bytes as Latin-1: its offsets are then those of the bytes.
 
     Raises:

@@ -14,7 +14,8 @@ Figures of the forms, of vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM 1.4:
 - vLLM writes its ``system_fingerprint`` into the chunk with usage where there is one, else into the last chunk of each
   choice. The event with a finish reason therefore waits for the one behind it, which vLLM writes at once.
 - SGLang sends the ids of a chat at its end, with ``x-sglext-ids-framed: 1`` as an event of that name.
-- ``"usage":null`` with each chunk is OpenAI's form of ``include_usage``. SGLang writes it unasked, vLLM never.
+- ``"usage":null`` with each chunk is OpenAI's form of ``include_usage``. SGLang writes it unasked in most chunks,
+  trtllm-serve in those of text completions, vLLM never: of these three it is never to be cut.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class Asked:
     null_usage: bool = False
     """``include_usage`` of a server that then writes ``"usage":null`` with each chunk: it is cut."""
     token_ids: TokenIds = TokenIds.KEPT
-    """``return_token_ids``."""
+    """``return_token_ids``. Not to be asked for a text completion with ``echo``: vLLM 0.32 and 0.33 then leave the
+    prompt out of its text."""
     sglext_ids: tuple[str, ...] = ()
     """``input_ids`` by ``return_input_ids_in_sglext``, ``output_ids`` by ``return_output_ids_in_sglext``."""
 
@@ -185,7 +187,7 @@ class EventFilter:
         self._is_passing = False
         """Within an event beyond the bound."""
         self._tail = b""
-        """The last bytes of that event."""
+        """The last byte of that event."""
         self._has_returns = False
         """Lines end in carriage returns."""
         self._newline: bytes | None = None
@@ -240,13 +242,14 @@ class EventFilter:
         if self._is_passing:
             end = self._end_of(self._tail + data, 0) - len(self._tail)
             if end < 0:
-                self._tail = (self._tail + data)[-3:]
+                self._tail = data[-1:]
                 return data
             pieces.append(data[:end])
             data = data[end:]
             self._is_passing = False
         held = self._held
-        at, start = 0, max(0, len(held) - 3)
+        # The first of the two line ends may have come before.
+        at, start = 0, max(0, len(held) - 1)
         held += data
         while (end := self._end_of(held, start)) >= 0:
             block = bytes(held[at:end])
@@ -261,7 +264,7 @@ class EventFilter:
         del held[:at]
         if len(held) > MAX_EVENT_BYTES:
             self._note_name(held)
-            self._is_passing, self._tail = True, bytes(held[-3:])
+            self._is_passing, self._tail = True, bytes(held[-1:])
         if self._is_passing or not held.strip(b"\r\n"):
             pieces.append(bytes(held))
             held.clear()
@@ -452,7 +455,7 @@ def _note_usage(notes: AnswerNotes, raw: msgspec.Raw) -> None:
     cached = usage.cache_read_input_tokens if details is None else details.cached_tokens
     prompt = usage.prompt_tokens
     if prompt is None and usage.input_tokens is not None:
-        # The Messages API counts cached tokens beside the others, the Responses API among them.
+        # The Messages API counts cached tokens apart from the others, the Responses API among them.
         prompt = usage.input_tokens + (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
     if prompt is not None:
         notes.prompt_tokens = prompt

@@ -48,6 +48,8 @@ it."""
 DIGESTS: Final = frozenset({b"content-length", b"content-md5", b"digest", b"content-digest", b"repr-digest", b"etag"})
 """Of the bytes of a body: untrue when something was taken out of it."""
 
+_OF_THE_SENDER: Final = HOP_BY_HOP | SET_BY_SENDER | KEYS
+_NO_FURTHER_NAMES: Final = HOP_BY_HOP | {b"close"}
 _LINE_BREAK = re.compile(rb"[\r\n\x00]")
 
 
@@ -61,13 +63,16 @@ def request_headers(
         added: Lines that poolgrid sets, the server's key among them; they replace the client's of the same name.
         client_key: The key that the client was authenticated by. A line of any name that holds it is left out.
     """
-    received = list(received)
-    left_out = HOP_BY_HOP | SET_BY_SENDER | KEYS | _named_in_connection(received) | {name.lower() for name, _ in added}
+    received = _without_line_breaks(received)
+    left_out = _OF_THE_SENDER
+    others = _named_in_connection(received).union(name.lower() for name, _ in added)
+    if others:
+        left_out = left_out | others
     key = client_key if client_key is not None and len(client_key) >= KEY_BYTES_MIN else None
-    kept = []
+    kept: list[Header] = []
     for name, value in received:
         plain = name.lower()
-        if plain in left_out or _LINE_BREAK.search(value):
+        if plain in left_out:
             continue
         if plain == b"sec-websocket-protocol" and KEY_IN_SUBPROTOCOL in value:
             kept += _without_key(name, value)
@@ -79,25 +84,24 @@ def request_headers(
 def response_headers(
     received: Iterable[Header], server_keys: Collection[bytes] = (), *, is_body_changed: bool = False
 ) -> list[Header]:
-    """Return the lines for the client, with the server's keys blotted out.
+    """Return the lines for the client, with the servers' keys blotted out.
 
     Args:
         received: The server's lines, in its order.
         server_keys: Keys that poolgrid sends to servers.
         is_body_changed: Whether something was taken out of the body, so that its length and digests are untrue.
     """
-    received = list(received)
+    received = _without_line_breaks(received)
     left_out = HOP_BY_HOP | _named_in_connection(received) | (DIGESTS if is_body_changed else frozenset())
-    return [
-        (name, blotted(value, server_keys))
-        for name, value in received
-        if name.lower() not in left_out and not _LINE_BREAK.search(value)
-    ]
+    return [(name, blotted(value, server_keys)) for name, value in received if name.lower() not in left_out]
 
 
 def blotted(text: bytes, keys: Collection[bytes]) -> bytes:
-    """Return the text with stars in place of each key, as it is and as JSON writes it; its length stays."""
-    for key in sorted(keys, key=len, reverse=True):
+    """Return the text with stars in place of each key, as it is and as JSON writes it; its length stays.
+
+    For header lines, and for what of an answer a client or a log gets.
+    """
+    for key in sorted(keys, key=len, reverse=True) if len(keys) > 1 else keys:
         for form in _forms(key):
             if form in text:
                 text = text.replace(form, b"*" * len(form))
@@ -106,17 +110,25 @@ def blotted(text: bytes, keys: Collection[bytes]) -> bytes:
 
 @lru_cache(maxsize=64)
 def _forms(key: bytes) -> tuple[bytes, ...]:
-    """The longest first, which contains the others."""
+    """The longest first: it contains the others."""
     if not key:
         return ()
     plain = json.dumps(key.decode("latin-1"), ensure_ascii=False)[1:-1].encode("latin-1")
     return tuple(sorted({key, plain, plain.replace(b"/", b"\\/")}, key=len, reverse=True))
 
 
-def _named_in_connection(received: Iterable[Header]) -> frozenset[bytes]:
-    return frozenset(
-        item.lower() for name, value in received if name.lower() == b"connection" for item in _items(value)
-    )
+def _named_in_connection(received: list[Header]) -> frozenset[bytes]:
+    """Further names; those of ``HOP_BY_HOP`` and ``close`` are no lines that would pass."""
+    found = [item.lower() for name, value in received if name.lower() == b"connection" for item in _items(value)]
+    return frozenset(found) - _NO_FURTHER_NAMES if found else frozenset()
+
+
+def _without_line_breaks(received: Iterable[Header]) -> list[Header]:
+    """What would be two lines is none."""
+    received = list(received)
+    if _LINE_BREAK.search(b"".join([value for _, value in received])) is None:
+        return received
+    return [(name, value) for name, value in received if _LINE_BREAK.search(value) is None]
 
 
 def _without_key(name: bytes, value: bytes) -> list[Header]:

@@ -69,8 +69,8 @@ class FormFields:
         """Read the next bytes of the body."""
         if self.is_done:
             return
+        self._rest += data[: MAX_FORM_BYTES - self._bytes]
         self._bytes += len(data)
-        self._rest += data
         while not self.is_done and (self._read_head() if self._is_in_head else self._read_value()):
             pass
         self.is_done = self.is_done or self._bytes > MAX_FORM_BYTES

@@ -1,6 +1,6 @@
 """Which request targets clients may use at a server behind poolgrid, and what is known of these.
 
-Clients may use everything under ``/v1`` and ``/v2`` but what changes or inspects a server, and a list of paths beside.
+Clients may use everything under ``/v1`` and ``/v2`` but what changes or inspects a server, and a list of further paths.
 All else of a server is for operators: a route that a later version adds outside of ``/v1`` is closed by default.
 
 A target is compared in a plain form: percent-decoded until it stays the same, without parameters, repeated or trailing
@@ -29,9 +29,9 @@ REMEMBERED_TARGETS: Final = 1024
 class TargetAccess(Enum):
     """Whose requests a target is for."""
 
-    CLIENT = "clients"
-    OPERATOR = "operators"
-    REFUSED = "nobody: the target is malformed"
+    CLIENT = "a path of clients"
+    OPERATOR = "a path of operators"
+    REFUSED = "a malformed target"
 
 
 class ModelPlace(Enum):
@@ -91,7 +91,7 @@ CLIENT_ROUTES: Final = {
     "/v1/classify": ClientRoute("classifies", ("input",)),
     "/v1/rerank": ClientRoute("ranks", ("query", "documents")),
     "/v2/rerank": ClientRoute("ranks", ("query", "documents")),
-    "/rerank": ClientRoute("ranks; vLLM and trtllm-serve have it beside /v1", ("query", "documents")),
+    "/rerank": ClientRoute("ranks; vLLM and trtllm-serve", ("query", "documents")),
     "/score": ClientRoute("scores; vLLM", ("text_1", "text_2")),
     "/classify": ClientRoute("classifies; vLLM and SGLang", ("input",)),
     "/pooling": ClientRoute("pools; vLLM", ("input",)),
