@@ -59,6 +59,9 @@ CROWDED: Final = "its sessions fill its cache"
 NO_ADAPTER: Final = "it does not serve the adapter"
 """Filter reason of a worker for requests with an adapter that others of its model serve."""
 
+NOT_THE_MAKER: Final = "its server did not make what the request continues"
+"""Filter reason of a worker for requests that continue what one engine server keeps."""
+
 _NO_WORKERS: Final[frozenset[WorkerKey]] = frozenset()
 
 STRETCHES_PER_TURN: Final = 8
@@ -339,6 +342,9 @@ class Chooser:
         found: Mapping[WorkerKey, str] = self._links.unreachable if request.carrier is None else {}
         if full:
             found = {**found, **full}
+        if request.only_worker:
+            others = (key for key in self._projection.fleet.workers if key.worker_id != request.only_worker)
+            found = {**found, **dict.fromkeys(others, NOT_THE_MAKER)}
         if request.lora_name:
             found = {**found, **self._without_adapter(request)}
         if routed is not None and (routed.tried or routed.unable or routed.crowded):

@@ -401,7 +401,10 @@ class RouterService:
                 continue
             slot = index.slot(worker.key)
             ledger.ensure_slot(slot)
-            rank = worker.draining or worker.key in self._full.at(self._clock.monotonic_ms()), float(ledger.requests[slot])
+            rank = (
+                worker.draining or worker.key in self._full.at(self._clock.monotonic_ms()),
+                float(ledger.requests[slot]),
+            )
             if url not in found or rank < found[url][:2]:
                 found[url] = (*rank, worker)
         return [_place(worker) for _, _, worker in sorted(found.values(), key=lambda each: each[:2])]

@@ -236,7 +236,10 @@ class _Server(asyncio.Protocol):
             chunks = self._events.output(prompt, tokens - 1, chunks)
         usage = b""
         if wanted.stream_options.include_usage:
-            usage = b'data: {"id":"x","object":"%s","created":1,"model":"bench","choices":[],"usage":%s}\n\n' % (kind, counts)
+            usage = b'data: {"id":"x","object":"%s","created":1,"model":"bench","choices":[],"usage":%s}\n\n' % (
+                kind,
+                counts,
+            )
         last = event.replace(b'"finish_reason":null', b'"finish_reason":"length"') + usage + b"data: [DONE]\n\n"
         head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         end = b"%x\r\n%s\r\n0\r\n\r\n" % (len(last), last)

@@ -22,6 +22,7 @@ import msgspec
 from poolgrid.frontend.request_body import RequestIds
 from poolgrid.inference import InferenceRequest
 from poolgrid.process.clock import Clock
+from poolgrid.proxy.prompt_reading import PromptReader, PromptReading
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import Fleet
 from poolgrid.router.core.inputs import Booked, PromptComputed, Released, Renewed, WorkerWanted
@@ -31,7 +32,6 @@ from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import ONE_LEG_ROLES, WHOLE_ROLES
 from poolgrid.router.core.stream_health import TOKENS_MIN
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
-from poolgrid.proxy.prompt_reading import PromptReader, PromptReading
 from poolgrid.router.service import RouterService
 from poolgrid.wire.identifiers import Role, WorkerKey, dispatch_id
 

@@ -23,12 +23,12 @@ from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.process.clock import Clock
 from poolgrid.process.log_lines import Complaints
 from poolgrid.process.tasks import Restart, cancel_all, supervised
+from poolgrid.proxy.prompt_reading import PromptReader
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.endpoint_picker import envoy_messages as envoy
 from poolgrid.router.endpoint_picker.exchange import PickerExchange, ProtocolError
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.endpoint_picker.picker import Booking, Picker
-from poolgrid.proxy.prompt_reading import PromptReader
 from poolgrid.router.endpoint_picker.stream_table import StreamTable
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings

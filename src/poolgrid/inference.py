@@ -131,6 +131,8 @@ class InferenceRequest(msgspec.Struct, eq=False):
     """What happens to the client's request, for one whose trace is kept; shared by all its sequences."""
     carrier: Carrier | None = None
     """What takes it to an engine server; ``None`` = it goes over the request plane."""
+    only_worker: str = ""
+    """The one worker that can serve it, whose engine server made what it continues; empty = any may."""
     by_text: bool = False
     """Whether ``token_ids`` are bytes of the prompt's text, whose tokens are not known: four stand for a token."""
 

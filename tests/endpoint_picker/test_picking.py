@@ -14,13 +14,13 @@ from prometheus_client import CollectorRegistry
 from poolgrid.frontend.request_body import RequestIds
 from poolgrid.http.http_settings import HttpLimits
 from poolgrid.inference import InferenceRequest
+from poolgrid.proxy.prompt_reading import PromptReader, PromptReading
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.endpoint_picker import envoy_messages as envoy
 from poolgrid.router.endpoint_picker.exchange import TAIL_BYTES, AnswerReader, PickerExchange, ProtocolError
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.endpoint_picker.picker import Picker
-from poolgrid.proxy.prompt_reading import PromptReader, PromptReading
 from poolgrid.router.endpoint_picker.stream_table import StreamTable
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.router.service import RouterService

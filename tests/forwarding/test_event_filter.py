@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from poolgrid.forwarding.event_filter import (
     MAX_ERROR_CHARACTERS,
     MAX_EVENT_BYTES,
-    AnswerForm,
     AnswerNotes,
-    Asked,
+    ApiForm,
     EventFilter,
+    ServerExtras,
     TokenIds,
     filter_answer,
 )
 
-VLLM = Asked(usage=True, token_ids=TokenIds.NULL)
-SGLANG = Asked(usage=True, token_ids=TokenIds.ABSENT, sglext_ids=("input_ids", "output_ids"))
+VLLM = ServerExtras(usage=True, token_ids=TokenIds.NULL)
+SGLANG = ServerExtras(usage=True, token_ids=TokenIds.ABSENT, sglext_ids=("input_ids", "output_ids"))
 DONE = b"data: [DONE]\n\n"
 
 USAGE = {
@@ -52,7 +52,7 @@ def choice(text: str | None, finish: str | None = None, *, index: int = 0, **mor
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish, **more}
 
 
-def run(data: bytes, asked: Asked, form: AnswerForm = AnswerForm.CHAT, size: int = 0) -> tuple[bytes, AnswerNotes]:
+def run(data: bytes, asked: ServerExtras, form: ApiForm = ApiForm.CHAT, size: int = 0) -> tuple[bytes, AnswerNotes]:
     """The whole stream through the filter, in pieces of ``size`` bytes or at once."""
     stream = EventFilter(form, asked)
     pieces = [data[at : at + size] for at in range(0, len(data), size)] if size else [data]
@@ -169,18 +169,6 @@ PAIRS = [
         id="sglang-writes-null-usage-unasked",
     ),
     pytest.param(
-        event(chunk([choice("a")], usage=None, x=1)),
-        event(chunk([choice("a")], x=1)),
-        Asked(usage=True, null_usage=True),
-        id="null-usage",
-    ),
-    pytest.param(
-        b'data: {"usage" : null, "choices": [{"usage":null}]}\n\n',
-        b'data: { "choices": [{"usage":null}]}\n\n',
-        Asked(usage=True, null_usage=True),
-        id="null-usage-with-spaces",
-    ),
-    pytest.param(
         event(chunk([choice("a", matched_stop=None, token_ids=[1, 2])])),
         event(chunk([choice("a", matched_stop=None)])),
         SGLANG,
@@ -210,7 +198,7 @@ PAIRS = [
     pytest.param(
         event(chunk([], sglext={"input_ids": [1], "output_ids": [[2]]})),
         event(chunk([], sglext={"output_ids": [[2]]})),
-        Asked(sglext_ids=("input_ids",)),
+        ServerExtras(sglext_ids=("input_ids",)),
         id="sglang-ids-of-the-prompt-only",
     ),
     pytest.param(
@@ -245,7 +233,7 @@ PAIRS = [
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
 @pytest.mark.parametrize(("data", "passed", "asked"), PAIRS)
 def test_what_poolgrid_asked_for_is_taken_out(
-    data: bytes, passed: bytes, asked: Asked, line_end: bytes, size: int
+    data: bytes, passed: bytes, asked: ServerExtras, line_end: bytes, size: int
 ) -> None:
     kept = event(chunk([choice("안녕")]))
     whole = (kept + data + kept).replace(b"\n", line_end)
@@ -254,13 +242,15 @@ def test_what_poolgrid_asked_for_is_taken_out(
 
 
 @pytest.mark.parametrize(("data", "passed", "asked"), PAIRS)
-def test_an_event_without_its_blank_line_is_filtered_at_the_end(data: bytes, passed: bytes, asked: Asked) -> None:
+def test_an_event_without_its_blank_line_is_filtered_at_the_end(
+    data: bytes, passed: bytes, asked: ServerExtras
+) -> None:
     if data.rstrip(b"\n"):
         assert run(data.rstrip(b"\n"), asked)[0] == passed.rstrip(b"\n")
 
 
 @st.composite
-def streams(draw: st.DrawFn) -> tuple[bytes, bytes, Asked]:
+def streams(draw: st.DrawFn) -> tuple[bytes, bytes, ServerExtras]:
     """A stream, what is to come of it, and what was asked for: of the events above, and of texts of any kind."""
     asked = draw(st.sampled_from([VLLM, SGLANG]))
     known = [pair.values for pair in PAIRS if pair.values[2] is asked and pair.id != "blank-lines"]
@@ -289,11 +279,11 @@ def streams(draw: st.DrawFn) -> tuple[bytes, bytes, Asked]:
     cuts=st.lists(st.integers(0, 2000), max_size=20),
 )
 def test_the_answer_does_not_depend_on_where_the_stream_is_split(
-    stream: tuple[bytes, bytes, Asked], line_end: bytes, cuts: list[int]
+    stream: tuple[bytes, bytes, ServerExtras], line_end: bytes, cuts: list[int]
 ) -> None:
     data, wanted, asked = stream[0].replace(b"\n", line_end), stream[1].replace(b"\n", line_end), stream[2]
     places = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
-    events, whole = EventFilter(AnswerForm.CHAT, asked), EventFilter(AnswerForm.CHAT, asked)
+    events, whole = EventFilter(ApiForm.CHAT, asked), EventFilter(ApiForm.CHAT, asked)
     passed = b"".join(events.feed(data[a:b]) for a, b in pairwise(places)) + events.finish()
 
     assert passed == wanted
@@ -306,11 +296,11 @@ def test_the_answer_does_not_depend_on_where_the_stream_is_split(
         st.sampled_from([b"\r", b"\n", b"data: ", b"data:", b":", b'{"choices":[]}', b"event: x", b"\xec", b'"usage"'])
     ).map(b"".join),
     cuts=st.lists(st.integers(0, 60), max_size=8),
-    form=st.sampled_from(AnswerForm),
-    asked=st.sampled_from([Asked(), VLLM, SGLANG]),
+    form=st.sampled_from(ApiForm),
+    asked=st.sampled_from([ServerExtras(), VLLM, SGLANG]),
 )
 def test_any_bytes_without_what_was_asked_pass_as_they_are(
-    data: bytes, cuts: list[int], form: AnswerForm, asked: Asked
+    data: bytes, cuts: list[int], form: ApiForm, asked: ServerExtras
 ) -> None:
     places = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
     events = EventFilter(form, asked)
@@ -358,7 +348,7 @@ def test_a_fingerprint_of_null_is_not_put_back() -> None:
 
 
 def test_blank_lines_behind_an_event_are_passed_at_once() -> None:
-    events, data = EventFilter(AnswerForm.CHAT, VLLM), event(chunk([choice("a")]))
+    events, data = EventFilter(ApiForm.CHAT, VLLM), event(chunk([choice("a")]))
 
     assert events.feed(data + b"\n") == data + b"\n"
     assert events.is_between_events
@@ -367,26 +357,26 @@ def test_blank_lines_behind_an_event_are_passed_at_once() -> None:
 def test_an_event_behind_the_last_one_does_not_reopen_the_stream() -> None:
     late = event({"type": "response.vendor", "response": {"id": "resp_1"}})
 
-    assert run(b"".join(responses("completed")) + late, Asked(), AnswerForm.RESPONSES)[1].has_ended
+    assert run(b"".join(responses("completed")) + late, ServerExtras(), ApiForm.RESPONSES)[1].has_ended
 
 
 def test_a_finish_reason_waits_for_one_event_only() -> None:
     last, dropped = event(chunk([choice("b", "stop")])), event(chunk([], usage=USAGE))
-    events = EventFilter(AnswerForm.CHAT, VLLM)
+    events = EventFilter(ApiForm.CHAT, VLLM)
     assert events.feed(last) == b""
     assert events.feed(dropped) == last
     assert events.feed(DONE) == DONE
 
-    without_usage = EventFilter(AnswerForm.CHAT, VLLM)
+    without_usage = EventFilter(ApiForm.CHAT, VLLM)
     assert without_usage.feed(last) == b""
     assert without_usage.finish() == last
 
-    unasked = EventFilter(AnswerForm.CHAT, Asked(token_ids=TokenIds.NULL))
+    unasked = EventFilter(ApiForm.CHAT, ServerExtras(token_ids=TokenIds.NULL))
     assert unasked.feed(last) == last
 
 
 def test_nothing_is_held_where_nothing_was_asked_for() -> None:
-    events = EventFilter(AnswerForm.CHAT)
+    events = EventFilter(ApiForm.CHAT)
 
     for piece in (b"da", b"ta: x\n", b"\ndata: \xec", b"\x95"):
         assert events.feed(piece) is piece
@@ -394,7 +384,7 @@ def test_nothing_is_held_where_nothing_was_asked_for() -> None:
 
 
 def test_a_whole_event_is_out_before_the_next_begins() -> None:
-    events = EventFilter(AnswerForm.CHAT, VLLM)
+    events = EventFilter(ApiForm.CHAT, VLLM)
     first = event(chunk([choice("a")]))
 
     assert events.feed(first + b"data: {") == first
@@ -410,7 +400,7 @@ def test_an_event_beyond_the_bound_passes_unparsed_and_unheld(size: int, line_en
     small = event(chunk([choice("a", token_ids=[1])])).replace(b"\n", line_end)
     wanted = event(chunk([choice("a", token_ids=None)])).replace(b"\n", line_end)
     data = large + small
-    events = EventFilter(AnswerForm.CHAT, VLLM)
+    events = EventFilter(ApiForm.CHAT, VLLM)
 
     passed = b""
     for at in range(0, len(data), size):
@@ -430,7 +420,7 @@ def test_an_event_within_the_bound_is_changed() -> None:
 
 def test_a_long_event_costs_no_search_from_its_beginning_for_each_piece() -> None:
     data = b"data: " + b"x" * (MAX_EVENT_BYTES - 100) + b"\n\n"
-    events = EventFilter(AnswerForm.CHAT, VLLM)
+    events = EventFilter(ApiForm.CHAT, VLLM)
     pieces = [data[at : at + 512] for at in range(0, len(data), 512)]
     began = time.perf_counter()
     for piece in pieces:
@@ -495,7 +485,7 @@ def responses(end: str, **more: Any) -> list[bytes]:
 
 STREAMS = [
     pytest.param(
-        AnswerForm.CHAT,
+        ApiForm.CHAT,
         [
             event(chunk([choice("", token_ids=None)], prompt_token_ids=[1, 2])),
             event(chunk([choice("a", token_ids=[3, 4])])),
@@ -507,31 +497,31 @@ STREAMS = [
         id="vllm-chat",
     ),
     pytest.param(
-        AnswerForm.CHAT,
+        ApiForm.CHAT,
         [event(chunk([choice("a")])), event(chunk([choice("b", "stop")]))],
         AnswerNotes("chatcmpl-1", finish_reason="stop"),
         id="no-end-mark",
     ),
     pytest.param(
-        AnswerForm.CHAT,
+        ApiForm.CHAT,
         [event(chunk([choice("a")])), event({"error": {"message": "worker lost", "code": 500}}), DONE],
         AnswerNotes("chatcmpl-1", error="worker lost", has_ended=True),
         id="error-in-a-stream",
     ),
     pytest.param(
-        AnswerForm.CHAT,
+        ApiForm.CHAT,
         [event({"object": "error", "message": "out of memory", "code": 500})],
         AnswerNotes(error="out of memory"),
         id="flat-error",
     ),
     pytest.param(
-        AnswerForm.CHAT,
+        ApiForm.CHAT,
         [event({"error": "short"}), DONE],
         AnswerNotes(error="short", has_ended=True),
         id="error-of-a-string",
     ),
     pytest.param(
-        AnswerForm.CHAT,
+        ApiForm.CHAT,
         [
             event(chunk([choice("a")], usage={"prompt_tokens": -4})),
             event(chunk([choice("b")], usage={"prompt_tokens": "x"})),
@@ -541,33 +531,33 @@ STREAMS = [
         AnswerNotes("chatcmpl-1"),
         id="odd-usage-is-unknown",
     ),
-    pytest.param(AnswerForm.MESSAGES, MESSAGES, AnswerNotes("msg_1", 31, 16, 5, "end_turn", True), id="messages"),
+    pytest.param(ApiForm.MESSAGES, MESSAGES, AnswerNotes("msg_1", 31, 16, 5, "end_turn", True), id="messages"),
     pytest.param(
-        AnswerForm.MESSAGES,
+        ApiForm.MESSAGES,
         [*MESSAGES[:2], event({"type": "error", "error": {"type": "overloaded_error", "message": "busy"}}, "error")],
         AnswerNotes("msg_1", 31, None, 0, error="busy"),
         id="messages-error",
     ),
     pytest.param(
-        AnswerForm.RESPONSES,
+        ApiForm.RESPONSES,
         responses("completed"),
         AnswerNotes("resp_1", 31, 16, 5, "completed", True),
         id="responses",
     ),
     pytest.param(
-        AnswerForm.RESPONSES,
+        ApiForm.RESPONSES,
         responses("incomplete", incomplete_details={"reason": "max_output_tokens"}),
         AnswerNotes("resp_1", 31, 16, 5, "incomplete", True),
         id="responses-incomplete",
     ),
     pytest.param(
-        AnswerForm.RESPONSES,
+        ApiForm.RESPONSES,
         responses("failed", error={"code": "server_error", "message": "no"}),
         AnswerNotes("resp_1", 31, 16, 5, "failed", True, "no"),
         id="responses-failed",
     ),
     pytest.param(
-        AnswerForm.RESPONSES,
+        ApiForm.RESPONSES,
         [*responses("completed")[:2], event({"type": "error", "code": "x", "message": "bad"}, "error"), DONE],
         AnswerNotes("resp_1", error="bad", has_ended=True),
         id="responses-error-event",
@@ -576,19 +566,21 @@ STREAMS = [
 
 
 @pytest.mark.parametrize("size", [0, 13])
-@pytest.mark.parametrize("asked", [Asked(token_ids=TokenIds.NULL), VLLM])
+@pytest.mark.parametrize("asked", [ServerExtras(token_ids=TokenIds.NULL), VLLM])
 @pytest.mark.parametrize(("form", "events", "notes"), STREAMS)
-def test_a_stream_is_noted(form: AnswerForm, events: list[bytes], notes: AnswerNotes, asked: Asked, size: int) -> None:
+def test_a_stream_is_noted(
+    form: ApiForm, events: list[bytes], notes: AnswerNotes, asked: ServerExtras, size: int
+) -> None:
     assert run(b"".join(events), asked, form, size)[1] == notes
 
 
 @pytest.mark.parametrize(("form", "events", "notes"), [p for p in STREAMS if p.id != "vllm-chat"])
 def test_a_stream_of_which_nothing_was_asked_is_noted_and_passed(
-    form: AnswerForm, events: list[bytes], notes: AnswerNotes
+    form: ApiForm, events: list[bytes], notes: AnswerNotes
 ) -> None:
     data = b"".join(events)
 
-    assert run(data, Asked(), form, size=5) == (data, notes)
+    assert run(data, ServerExtras(), form, size=5) == (data, notes)
 
 
 def test_the_last_event_is_known_by_its_name_however_long_it_is() -> None:
@@ -596,7 +588,7 @@ def test_the_last_event_is_known_by_its_name_however_long_it_is() -> None:
     last = event({"type": "response.completed", "response": {**RESPONSE, "output": text}}, "response.completed")
 
     for size in (0, 50_000):
-        assert run(last, Asked(), AnswerForm.RESPONSES, size)[1].has_ended
+        assert run(last, ServerExtras(), ApiForm.RESPONSES, size)[1].has_ended
 
 
 def test_an_error_is_noted_within_a_bound() -> None:
@@ -607,7 +599,7 @@ def test_an_error_is_noted_within_a_bound() -> None:
 
 WHOLE = [
     pytest.param(
-        AnswerForm.CHAT,
+        ApiForm.CHAT,
         VLLM,
         packed(
             {"id": "c", "choices": [choice("a", "stop", token_ids=[1, 2])], "usage": USAGE, "prompt_token_ids": [7]}
@@ -617,15 +609,15 @@ WHOLE = [
         id="vllm-chat",
     ),
     pytest.param(
-        AnswerForm.CHAT,
-        Asked(token_ids=TokenIds.ABSENT),
+        ApiForm.CHAT,
+        ServerExtras(token_ids=TokenIds.ABSENT),
         packed({"id": "c", "choices": [choice("a", "stop", prompt_token_ids=[7], response_token_ids=[1, 2])]}),
         packed({"id": "c", "choices": [choice("a", "stop")]}),
         AnswerNotes("c", finish_reason="stop", has_ended=True, output_ids=2, prompt_token_ids=b"[7]"),
         id="sglang-chat-ids",
     ),
     pytest.param(
-        AnswerForm.CHAT,
+        ApiForm.CHAT,
         SGLANG,
         packed(
             {"id": "c", "choices": [choice("a", "stop")], "sglext": {"input_ids": [7], "output_ids": [[1, 2], [3]]}}
@@ -635,7 +627,7 @@ WHOLE = [
         id="sglang-chat-sglext",
     ),
     pytest.param(
-        AnswerForm.CHAT,
+        ApiForm.CHAT,
         VLLM,
         b'{ "id":"c", "choices" : [ {"logprobs":{"a":-Infinity}, "token_ids": [1, 2 ] , "finish_reason":"stop"} ] , '
         b'"usage": {"prompt_tokens":3}, "x":1.0 }\n',
@@ -645,8 +637,8 @@ WHOLE = [
         id="minus-infinity",
     ),
     pytest.param(
-        AnswerForm.MESSAGES,
-        Asked(),
+        ApiForm.MESSAGES,
+        ServerExtras(),
         packed(
             {
                 "id": "msg",
@@ -660,26 +652,26 @@ WHOLE = [
         id="messages",
     ),
     pytest.param(
-        AnswerForm.RESPONSES,
-        Asked(),
+        ApiForm.RESPONSES,
+        ServerExtras(),
         packed({"id": "resp", "status": "completed", "error": None, "usage": RESPONSE_USAGE}),
         None,
         AnswerNotes("resp", 31, 16, 5, "completed", True),
         id="responses",
     ),
     pytest.param(
-        AnswerForm.CHAT,
+        ApiForm.CHAT,
         VLLM,
         packed({"error": {"message": "no", "code": 400}}),
         None,
         AnswerNotes(has_ended=True, error="no"),
         id="error",
     ),
-    pytest.param(AnswerForm.CHAT, VLLM, b"RIFF\xff\xfe", None, AnswerNotes(), id="no-json"),
-    pytest.param(AnswerForm.CHAT, VLLM, b"[1,2]", None, AnswerNotes(), id="an-array"),
-    pytest.param(AnswerForm.CHAT, VLLM, b'{"choices":[' + b"[" * 100_000, None, AnswerNotes(), id="deep"),
+    pytest.param(ApiForm.CHAT, VLLM, b"RIFF\xff\xfe", None, AnswerNotes(), id="no-json"),
+    pytest.param(ApiForm.CHAT, VLLM, b"[1,2]", None, AnswerNotes(), id="an-array"),
+    pytest.param(ApiForm.CHAT, VLLM, b'{"choices":[' + b"[" * 100_000, None, AnswerNotes(), id="deep"),
     pytest.param(
-        AnswerForm.CHAT,
+        ApiForm.CHAT,
         VLLM,
         packed({"id": "c", "choices": [1], "token_ids": "x"}),
         None,
@@ -691,7 +683,7 @@ WHOLE = [
 
 @pytest.mark.parametrize(("form", "asked", "body", "passed", "notes"), WHOLE)
 def test_a_whole_answer_is_noted_and_filtered(
-    form: AnswerForm, asked: Asked, body: bytes, passed: bytes | None, notes: AnswerNotes
+    form: ApiForm, asked: ServerExtras, body: bytes, passed: bytes | None, notes: AnswerNotes
 ) -> None:
     assert filter_answer(form, body, asked) == (body if passed is None else passed, notes)
 
@@ -701,7 +693,7 @@ def test_the_event_of_a_token_costs_microseconds() -> None:
     data = event(chunk([choice(" token", token_ids=[1234])]))
     took = []
     for _ in range(5):
-        events = EventFilter(AnswerForm.CHAT, VLLM)
+        events = EventFilter(ApiForm.CHAT, VLLM)
         began = time.perf_counter()
         for _ in range(1000):
             events.feed(data)

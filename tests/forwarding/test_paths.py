@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.forwarding.event_filter import AnswerForm
+from poolgrid.forwarding.event_filter import ApiForm
 from poolgrid.forwarding.paths import (
     CLIENT_ROUTES,
     MAX_DECODINGS,
@@ -138,10 +138,10 @@ def test_every_stateful_collection_names_its_ids() -> None:
 @pytest.mark.parametrize(
     ("target", "prompt", "answer", "model"),
     [
-        (b"/v1/chat/completions", ("messages",), AnswerForm.CHAT, ModelPlace.BODY),
-        (b"/v1/completions/", ("prompt",), AnswerForm.CHAT, ModelPlace.BODY),
-        (b"/v1/messages?beta=true", ("system", "messages"), AnswerForm.MESSAGES, ModelPlace.BODY),
-        (b"/v1/responses", ("instructions", "input"), AnswerForm.RESPONSES, ModelPlace.BODY),
+        (b"/v1/chat/completions", ("messages",), ApiForm.CHAT, ModelPlace.BODY),
+        (b"/v1/completions/", ("prompt",), ApiForm.CHAT, ModelPlace.BODY),
+        (b"/v1/messages?beta=true", ("system", "messages"), ApiForm.MESSAGES, ModelPlace.BODY),
+        (b"/v1/responses", ("instructions", "input"), ApiForm.RESPONSES, ModelPlace.BODY),
         (b"/v1/audio/transcriptions", (), None, ModelPlace.FORM),
         (b"/v1/realtime?model=m", (), None, ModelPlace.QUERY),
         (b"/v1/models/a/b", (), None, ModelPlace.PATH),
@@ -149,7 +149,7 @@ def test_every_stateful_collection_names_its_ids() -> None:
     ],
 )
 def test_what_is_known_of_a_path(
-    target: bytes, prompt: tuple[str, ...], answer: AnswerForm | None, model: ModelPlace
+    target: bytes, prompt: tuple[str, ...], answer: ApiForm | None, model: ModelPlace
 ) -> None:
     route = read_target(target).route
 

@@ -44,7 +44,7 @@ _ABSENT: Final = msgspec.Raw()
 _COUNT = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 
 
-class AnswerForm(StrEnum):
+class ApiForm(StrEnum):
     """Of which API an answer is."""
 
     CHAT = "chat"
@@ -62,14 +62,12 @@ class TokenIds(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ServerExtras:
     """What poolgrid asked the server for, and the client did not."""
 
     usage: bool = False
     """``include_usage``: the chunk with usage alone is dropped, and the fingerprint in it put back. Not to be asked
     for a client that sets ``continuous_usage_stats``: its chunks would then have usage, or not, by the server."""
-    null_usage: bool = False
-    """``include_usage`` of a server that then writes ``"usage":null`` with each chunk: it is cut."""
     token_ids: TokenIds = TokenIds.KEPT
     """``return_token_ids``. Not to be asked for a text completion with ``echo``: vLLM 0.32 and 0.33 then leave the
     prompt out of its text."""
@@ -77,7 +75,7 @@ class Asked:
     """``input_ids`` by ``return_input_ids_in_sglext``, ``output_ids`` by ``return_output_ids_in_sglext``."""
 
 
-NOTHING: Final = Asked()
+NOTHING: Final = ServerExtras()
 
 
 @dataclass(slots=True)
@@ -173,14 +171,14 @@ _ENDS = {"response.completed", "response.incomplete", "response.failed", "messag
 class EventFilter:
     """One stream of events, from the server to the client."""
 
-    def __init__(self, form: AnswerForm, asked: Asked = NOTHING) -> None:
+    def __init__(self, form: ApiForm, asked: ServerExtras = NOTHING) -> None:
         self.notes = AnswerNotes()
         self._asked = asked
         self._only_notes = asked == NOTHING
         self._event: Callable[[bytes], bytes] = {
-            AnswerForm.CHAT: self._chat_event,
-            AnswerForm.MESSAGES: self._messages_event,
-            AnswerForm.RESPONSES: self._responses_event,
+            ApiForm.CHAT: self._chat_event,
+            ApiForm.MESSAGES: self._messages_event,
+            ApiForm.RESPONSES: self._responses_event,
         }[form]
         self._takes_ids = asked.token_ids is not TokenIds.KEPT
         self._held = bytearray()
@@ -315,8 +313,6 @@ class EventFilter:
                     self._fingerprint = bytes(answer.system_fingerprint) or None
                     return b""
                 is_last = asked.usage and any(choice.finish_reason for choice in answer.choices or ())
-        if asked.null_usage and usage >= 0:
-            event = _without_null_usage(event, usage)
         if self._takes_ids:
             event = self._without_ids(event, finish)
             if asked.token_ids is TokenIds.NULL and event.find(_WITHOUT_DELTA) >= 0:
@@ -379,14 +375,14 @@ class EventFilter:
         return b"" if is_empty else event
 
 
-def filter_answer(form: AnswerForm, body: bytes, asked: Asked = NOTHING) -> tuple[bytes, AnswerNotes]:
+def filter_answer(form: ApiForm, body: bytes, asked: ServerExtras = NOTHING) -> tuple[bytes, AnswerNotes]:
     """A whole JSON answer for the client, and what it reports."""
     notes = AnswerNotes()
     answer = _read(body)
     if answer is None:
         return body, notes
     notes.has_ended = True
-    notes.finish_reason = answer.stop_reason if form is AnswerForm.MESSAGES else answer.status
+    notes.finish_reason = answer.stop_reason if form is ApiForm.MESSAGES else answer.status
     _note_chat(notes, answer)
     with suppress(ValueError):
         if asked.token_ids is not TokenIds.KEPT and body.find(_IDS) >= 0:
@@ -533,18 +529,6 @@ def _cut_sglext(data: bytes, names: tuple[str, ...], notes: AnswerNotes) -> byte
 def _data_of(event: bytes) -> bytes:
     """The data of an event, its lines joined as clients join them."""
     return b"\n".join(found[2] or b"" for found in _DATA_LINE.finditer(event))
-
-
-def _without_null_usage(event: bytes, usage: int) -> bytes:
-    start, end = usage - 1, usage + len(b'"usage":null')
-    if event.startswith(b'],"usage":null', start - 1) and event.find(_USAGE, end) < 0:
-        return event[:start] + event[end:]
-    return _with_data(event, _cut_null_usage)
-
-
-def _cut_null_usage(data: bytes) -> bytes:
-    fields = top_level(data)
-    return edit(fields, removed=("usage",)) if fields.value("usage") == b"null" else data
 
 
 def _with_fingerprint(event: bytes, fingerprint: bytes) -> bytes:

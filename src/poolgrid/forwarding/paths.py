@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 from urllib.parse import unquote_to_bytes
 
-from poolgrid.forwarding.event_filter import AnswerForm
+from poolgrid.forwarding.event_filter import ApiForm
 
 MAX_DECODINGS: Final = 3
 """Rounds of percent-decoding. Proxies in front add one at most; each further one is an attempt to hide a path."""
@@ -51,7 +51,7 @@ class ClientRoute(NamedTuple):
     """Why clients may use it."""
     prompt: tuple[str, ...] = ()
     """Members of the JSON body that make up the prompt, in its order."""
-    answer: AnswerForm | None = None
+    answer: ApiForm | None = None
     """The API of its answers, where they report tokens."""
     model: ModelPlace = ModelPlace.BODY
 
@@ -78,14 +78,14 @@ class RequestTarget:
 
 
 CLIENT_ROUTES: Final = {
-    "/v1/chat/completions": ClientRoute("generates", ("messages",), AnswerForm.CHAT),
-    "/v1/chat/completions/batch": ClientRoute("generates", ("messages",), AnswerForm.CHAT),
-    "/v1/completions": ClientRoute("generates", ("prompt",), AnswerForm.CHAT),
-    "/v1/messages": ClientRoute("generates", ("system", "messages"), AnswerForm.MESSAGES),
-    "/v1/responses": ClientRoute("generates", ("instructions", "input"), AnswerForm.RESPONSES),
+    "/v1/chat/completions": ClientRoute("generates", ("messages",), ApiForm.CHAT),
+    "/v1/chat/completions/batch": ClientRoute("generates", ("messages",), ApiForm.CHAT),
+    "/v1/completions": ClientRoute("generates", ("prompt",), ApiForm.CHAT),
+    "/v1/messages": ClientRoute("generates", ("system", "messages"), ApiForm.MESSAGES),
+    "/v1/responses": ClientRoute("generates", ("instructions", "input"), ApiForm.RESPONSES),
     "/v1/decisions": ClientRoute("scores candidates", ("input",)),
     "/v1/systemone": ClientRoute("scores candidates", ("instructions", "state")),
-    "/v1/embeddings": ClientRoute("pools", ("input",), AnswerForm.CHAT),
+    "/v1/embeddings": ClientRoute("pools", ("input",), ApiForm.CHAT),
     "/v2/embed": ClientRoute("pools", ("texts",)),
     "/v1/score": ClientRoute("scores", ("text_1", "text_2")),
     "/v1/classify": ClientRoute("classifies", ("input",)),
@@ -96,10 +96,8 @@ CLIENT_ROUTES: Final = {
     "/classify": ClientRoute("classifies; vLLM and SGLang", ("input",)),
     "/pooling": ClientRoute("pools; vLLM", ("input",)),
     "/generative_scoring": ClientRoute("scores; vLLM", ("query", "items")),
-    "/inference/v1/generate": ClientRoute("generates from token ids; vLLM", ("token_ids",), AnswerForm.CHAT),
-    "/invocations": ClientRoute(
-        "the SageMaker form of chat and others; vLLM and SGLang", ("messages",), AnswerForm.CHAT
-    ),
+    "/inference/v1/generate": ClientRoute("generates from token ids; vLLM", ("token_ids",), ApiForm.CHAT),
+    "/invocations": ClientRoute("the SageMaker form of chat and others; vLLM and SGLang", ("messages",), ApiForm.CHAT),
     "/cohere/v2/chat": ClientRoute("generates; vLLM", ("messages",)),
     "/cohere/v2/chat/render": ClientRoute("renders the client's own prompt; vLLM"),
     "/tokenize": ClientRoute("tokenizes the client's own text; vLLM and SGLang"),

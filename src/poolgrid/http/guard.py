@@ -32,7 +32,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from poolgrid.http.browser_requests import shown
-from poolgrid.http.client_probe import CONTINUE, ClientProbe
+from poolgrid.http.client_probe import ClientProbe
 from poolgrid.http.connections import HttpConnections, Queue, source_of
 from poolgrid.http.request_framing import (
     EMPTY_LINE,

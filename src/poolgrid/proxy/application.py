@@ -17,12 +17,14 @@ from msgspec import Raw, Struct
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from poolgrid.forwarding.headers import request_headers
+from poolgrid.forwarding.model_list import merge_model_lists
 from poolgrid.forwarding.multipart import FormFields, boundary_of, model_of_query
 from poolgrid.forwarding.paths import ModelPlace, RequestTarget, TargetAccess, read_target
 from poolgrid.frontend.access.gate import AccessGate, GateKeys, PathClass, caller_of, is_upgrade, key_of
 from poolgrid.frontend.access.tenants import CacheDomains
 from poolgrid.frontend.errors import RequestError, dialect_of
 from poolgrid.frontend.metrics import FrontendMetrics
+from poolgrid.frontend.preparation import model_not_found
 from poolgrid.frontend.request_body import BodyReader, RequestIds, receive_body, too_large
 from poolgrid.frontend.session_fields import hint_of_members
 from poolgrid.frontend.settings import FrontendSettings
@@ -33,10 +35,13 @@ from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import Restart, cancel_all, supervised
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.proxy.changes import Changes, is_streamed, make_changes
+from poolgrid.proxy.collector import collect
 from poolgrid.proxy.engine_server import EngineServer
 from poolgrid.proxy.exchange import CLIENT_LEFT, SILENCE_LOOKS, SILENCE_S, ForwardExchange
 from poolgrid.proxy.ports import ForwardBackend, ServerPlace
 from poolgrid.proxy.prompt_reading import UNLIMITED, PromptReader, members_of
+from poolgrid.proxy.server_connection import AnswerFailed
+from poolgrid.proxy.server_state import ServerState, collection_of, named_state
 from poolgrid.proxy.tunnel import TUNNELS_MAX, Tunnel
 
 log = logging.getLogger(__name__)
@@ -51,8 +56,11 @@ ENDPOINTS: Final = {
 }
 """Values of the ``endpoint`` label."""
 
+MODELS: Final = "/v1/models"
+
 OTHER_ENDPOINT: Final = "other"
 """Of all other paths: clients can name any number of them."""
+
 
 class Understood(Struct, frozen=True):
     """What of a request matters here."""
@@ -102,6 +110,7 @@ class ForwardApplication:
         self._tracing = tracing
         self._own_paths = own_paths
         self._servers: dict[str, EngineServer] = {}
+        self.state = ServerState()
         self._open: set[ForwardExchange] = set()
         self._tunnels: set[Tunnel] = set()
         self._has_keys = keys is not None
@@ -130,8 +139,41 @@ class ForwardApplication:
             await _answer(scope, send, RequestError(403, "operator_only", message))
         elif is_upgrade(scope):
             await self._tunnel(scope, send)
+        elif scope["method"] in ("GET", "HEAD") and (target.path + "/").startswith(MODELS + "/"):
+            await self._list_models(scope, send, exact_path(scope, target)[len(MODELS) + 1 :])
         else:
             await ForwardExchange(self, scope, receive, send, target, endpoint_of(target.path)).run()
+
+    async def _list_models(self, scope: Scope, send: Send, name: str) -> None:
+        """Answer with the models of all servers, each card as its server wrote it, or with the card of one."""
+        caller = caller_of(scope)
+        answers = await asyncio.gather(*map(self._models_of, self.backend.places("")))
+        merged = merge_model_lists((url, body) for url, body in answers if body is not None)
+        body: bytes | None = merged.body
+        if name:
+            body = merged.cards.get(name) if caller is None or caller.may_use(name) else None
+        elif caller is not None and not all(map(caller.may_use, merged.cards)):
+            allowed = [card for each, card in merged.cards.items() if caller.may_use(each)]
+            body = b'{"object":"list","data":[' + b",".join(allowed) + b"]}"
+        if body is None:
+            await _answer(scope, send, model_not_found(name, [each for each in merged.cards]))
+            return
+        if not merged.cards:
+            await _answer(scope, send, RequestError(503, "no_worker", "no server answers now; try again later"))
+            return
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        wanted = next((value for key, value in scope["headers"] if key == b"x-request-id"), None)
+        headers.append((b"x-request-id", str(self.request_ids.wanted(wanted)).encode()))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+
+    async def _models_of(self, place: ServerPlace) -> tuple[str, bytes | None]:
+        try:
+            status, body = await collect(self.server(place.url), b"GET", b"/v1/models")
+        except (AnswerFailed, OSError, TimeoutError) as error:
+            log.warning("asking %s for its models: %s", place.url, str(error) or "no answer in time")
+            return place.url, None
+        return place.url, body if status == 200 else None
 
     # -- the life of a request -----------------------------------------------------------------------------------------
 
@@ -224,9 +266,33 @@ class ForwardApplication:
             model = model_of_query(scope["query_string"]) or ""
         route = target.route
         if not model and route is not None and route.model is ModelPlace.PATH:
-            model = target.path.rpartition("/")[2]
+            model = exact_path(scope, target)[len(MODELS) + 1 :]
         has_prompt = scope["method"] == "POST" and route is not None and bool(route.prompt) and bool(values)
         return Understood(target, model, is_streamed(values), has_prompt, values)
+
+    def places(self, model: str) -> Sequence[ServerPlace]:
+        """Return the servers for a request that is not booked: those of its model, or any where it names none."""
+        return self.backend.places(self._served(model)) or self.backend.places("")
+
+    async def place_of_state(self, exchange: ForwardExchange) -> ServerPlace | None:
+        """Return the server that made what a request continues, ``None`` for one that continues nothing.
+
+        Raises ``RequestError`` where no server of the pool has it.
+        """
+        target = exchange.target
+        named = named_state(exchange.values)
+        if target.state_id is not None:
+            collection = collection_of(target.path)
+            named = collection, exact_path(exchange.scope, target)[len(collection) + 1 :].partition("/")[0]
+        if named is None:
+            return None
+        collection, state_id = named
+        places = [(place, self.server(place.url)) for place in self.backend.places("")]
+        found = await self.state.find(collection, state_id, places)
+        if found is None:
+            message = f"no server of the pool has {state_id[:80]!r}: it was never made, has expired, or its server is gone"
+            raise RequestError(404, "not_found", message)
+        return found
 
     async def prepare(self, exchange: ForwardExchange, asked: Understood, body: bytes) -> InferenceRequest:
         """Return a request as the router chooses for it, with its tenant's share; raises ``RequestError``, ``Refused``."""
@@ -317,9 +383,7 @@ class ForwardApplication:
         if error is not None:
             await _answer(scope, send, error)
 
-    async def _open_tunnel(
-        self, scope: Scope, guard: Guard, places: Sequence[ServerPlace]
-    ) -> RequestError | None:
+    async def _open_tunnel(self, scope: Scope, guard: Guard, places: Sequence[ServerPlace]) -> RequestError | None:
         """Run a tunnel to its end; return why there is none."""
         endpoint = endpoint_of(scope["path"])
         for place in places:
@@ -357,10 +421,16 @@ async def _answer(scope: Scope, send: Send, error: RequestError) -> None:
     await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
 
 
-def class_of(path: str, metrics_need_key: bool) -> PathClass:
-    """Return who may ask for a path of an engine server."""
-    access = read_target(path.encode("utf-8", "surrogateescape")).access
+def class_of(scope: Scope, metrics_need_key: bool) -> PathClass:
+    """Return who may send a request to an engine server."""
+    access = read_target(scope["raw_path"]).access
     return PathClass.OPERATOR if access is TargetAccess.OPERATOR else PathClass.TENANT
+
+
+def exact_path(scope: Scope, target: RequestTarget) -> str:
+    """Return a path as the client wrote it where only the case differs from its plain form, in which ids are lost."""
+    path: str = scope["path"]
+    return path if path.lower() == target.path else target.path
 
 
 def target_of(scope: Scope) -> bytes:
@@ -384,7 +454,15 @@ def _text(value: Raw | None) -> str:
         return ""
 
 
-GUIDES: Final = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "text")
+GUIDES: Final = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "text",
+)
 MEDIA: Final = (b'"image_url"', b'"input_image"', b'"video_url"', b'"audio_url"', b'"input_audio"', b'"image"')
 
 
@@ -395,7 +473,12 @@ def features_of(values: Mapping[str, Raw], body: bytes) -> list[str]:
         return name in values and bytes(values[name]) not in (b"null", b"false")
 
     def has_guide(name: str) -> bool:
-        return given(name) and not (name in ("response_format", "text") and b"json" not in bytes(values[name]) and b"grammar" not in bytes(values[name]) and b"regex" not in bytes(values[name]))
+        return given(name) and not (
+            name in ("response_format", "text")
+            and b"json" not in bytes(values[name])
+            and b"grammar" not in bytes(values[name])
+            and b"regex" not in bytes(values[name])
+        )
 
     found = []
     if any(map(has_guide, GUIDES)):

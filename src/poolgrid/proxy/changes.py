@@ -9,7 +9,8 @@ import msgspec
 from msgspec import Raw, Struct
 
 from poolgrid.forwarding.body_edit import edit
-from poolgrid.forwarding.event_filter import NOTHING, Asked
+from poolgrid.forwarding.event_filter import NOTHING, ServerExtras
+from poolgrid.frontend.errors import RequestError
 
 COUNTS_ON_DEMAND: Final = frozenset(("/v1/chat/completions", "/v1/completions"))
 """Paths of APIs whose streams have counts only with ``stream_options.include_usage``."""
@@ -17,19 +18,17 @@ COUNTS_ON_DEMAND: Final = frozenset(("/v1/chat/completions", "/v1/completions"))
 KNOWN_KINDS: Final = frozenset(("vllm", "sglang", "trtllm-serve"))
 """Servers that take ``include_usage``; of others it is not known."""
 
-NULL_USAGE_KINDS: Final = frozenset(("trtllm-serve",))
-"""Servers that write ``"usage":null`` with each chunk once ``include_usage`` is set."""
-
 
 class Changes(Struct, frozen=True):
     """A request's body as the server gets it, and what of the answer is not for the client."""
 
     body: bytes
-    asked: Asked = NOTHING
+    asked: ServerExtras = NOTHING
 
 
 class _StreamOptions(Struct):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 def _is_true(value: Raw | None) -> bool:
@@ -42,7 +41,8 @@ def is_streamed(values: Mapping[str, Raw]) -> bool:
 
 
 def _counts(values: Mapping[str, Raw]) -> bool | None:
-    """Return whether a body asks for counts; ``None`` for options that cannot be read, which the server judges."""
+    """Return whether a body asks for counts; ``None`` where that is not to be changed: for options that cannot be read,
+    which the server judges, and for counts in each chunk, which depend on it."""
     options = values.get("stream_options")
     if options is None:
         return False
@@ -50,7 +50,9 @@ def _counts(values: Mapping[str, Raw]) -> bool | None:
         found = msgspec.json.decode(options, type=_StreamOptions | None)
     except msgspec.MsgspecError:
         return None
-    return found is not None and bool(found.include_usage)
+    if found is None:
+        return False
+    return None if found.continuous_usage_stats else bool(found.include_usage)
 
 
 def make_changes(
@@ -59,14 +61,14 @@ def make_changes(
     """Return the changes to a request of ``POST path`` for a server of a kind.
 
     ``salt`` is the tenant's part of the caches, ``priority_max`` the highest priority that it may ask for; engines run
-    lower numbers first.
+    lower numbers first. Raises ``RequestError`` for a body that cannot be made the tenant's.
     """
     fields: dict[str, bytes] = {}
     nested: dict[str, dict[str, bytes]] = {}
     asked = NOTHING
     if path in COUNTS_ON_DEMAND and kind in KNOWN_KINDS and is_streamed(values) and _counts(values) is False:
         nested["stream_options"] = {"include_usage": b"true"}
-        asked = Asked(usage=True, null_usage=kind in NULL_USAGE_KINDS)
+        asked = ServerExtras(usage=True)
     if salt:
         fields["cache_salt"] = msgspec.json.encode(salt)
     if priority_max is not None and (priority := _number(values.get("priority"))) is not None:
@@ -75,8 +77,10 @@ def make_changes(
         return Changes(body)
     try:
         return Changes(edit(body, fields, nested), asked)
-    except ValueError:
-        return Changes(body)  # the server refuses it in its own words
+    except ValueError as error:
+        if fields:
+            raise RequestError(400, "invalid_json", f"reading the request body: {error}") from None
+        return Changes(body)
 
 
 def _number(value: Raw | None) -> int | None:

@@ -23,6 +23,7 @@ sends no end of its connections."""
 
 KEEP_ALIVE_INTERVAL_S: Final = 5
 
+
 class EngineServer:
     """The connections to one server."""
 
@@ -86,6 +87,10 @@ def probe_when_idle(transport: asyncio.BaseTransport) -> None:
     if found is None:
         return
     found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", KEEP_ALIVE_IDLE_S), ("TCP_KEEPINTVL", KEEP_ALIVE_INTERVAL_S), ("TCP_KEEPCNT", 3)):
+    for name, value in (
+        ("TCP_KEEPIDLE", KEEP_ALIVE_IDLE_S),
+        ("TCP_KEEPINTVL", KEEP_ALIVE_INTERVAL_S),
+        ("TCP_KEEPCNT", 3),
+    ):
         if hasattr(socket, name):
             found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

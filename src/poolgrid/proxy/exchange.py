@@ -19,15 +19,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from msgspec import Raw
 from starlette.types import Receive, Scope, Send
 
-from poolgrid.forwarding.event_filter import AnswerForm, AnswerNotes, EventFilter, filter_answer
+from poolgrid.forwarding.event_filter import AnswerNotes, ApiForm, EventFilter, filter_answer
 from poolgrid.forwarding.headers import blotted, request_headers, response_headers
-from poolgrid.forwarding.paths import RequestTarget
+from poolgrid.forwarding.paths import STATEFUL_COLLECTIONS, RequestTarget
 from poolgrid.frontend.access.gate import CALLER, key_of
 from poolgrid.frontend.access.meter import limit_headers
 from poolgrid.frontend.access.tenants import Caller
@@ -62,9 +62,9 @@ SILENCE_LOOKS: Final = 6
 
 SILENCE_COMMENT: Final = b": keep-alive\n\n"
 
-SILENCE_EVENTS: Final[Mapping[AnswerForm | None, bytes]] = {
-    AnswerForm.MESSAGES: b'event: ping\ndata: {"type": "ping"}\n\n',
-    AnswerForm.RESPONSES: b'event: keepalive\ndata: {"type": "keepalive"}\n\n',
+SILENCE_EVENTS: Final[Mapping[ApiForm | None, bytes]] = {
+    ApiForm.MESSAGES: b'event: ping\ndata: {"type": "ping"}\n\n',
+    ApiForm.RESPONSES: b'event: keepalive\ndata: {"type": "keepalive"}\n\n',
 }
 """By API: Anthropic's clients and Codex count events, not comments."""
 
@@ -159,7 +159,7 @@ class ForwardExchange:
     _has_output = False
     _has_left = False
     _filter: EventFilter | None = None
-    _form: AnswerForm | None = None
+    _form: ApiForm | None = None
     """Of which API the answer is; ``None`` for one whose counts are not looked for."""
     _whole: bytearray | None = None
     """An answer that is no stream, as far as it is kept for its counts."""
@@ -178,7 +178,7 @@ class ForwardExchange:
         self._application = application
         self.target = target
         self.endpoint = endpoint
-        self._scope = scope
+        self.scope = scope
         self.receive = receive
         self._send = send
         self.headers: list[tuple[bytes, bytes]] = scope["headers"]
@@ -229,7 +229,9 @@ class ForwardExchange:
                 self.name,
                 extra=about(request_id=str(self.name), trace_id=trace_id),
             )
-            await self._refuse(RequestError(500, "internal_error", "forwarding the request failed; see the router's log"))
+            await self._refuse(
+                RequestError(500, "internal_error", "forwarding the request failed; see the router's log")
+            )
         finally:
             guard.source = None
             self._give_up()
@@ -240,23 +242,27 @@ class ForwardExchange:
         body = await application.read_body(self)
         if body is None:
             raise ClientLeft
-        asked = application.understand(self._scope, self.target, self.header_values, body)
+        asked = application.understand(self.scope, self.target, self.header_values, body)
         self.body, self.values = body, asked.values
         self.model = asked.model
         self.is_streamed = asked.is_streamed
         if self._caller is not None and asked.model:
             self._caller.check_model(asked.model)
+        place = await application.place_of_state(self)
         if asked.has_prompt:
             self._form = self.target.route.answer if self.target.route is not None else None
             self._request = request = await application.prepare(self, asked, body)
             request.carrier = self
             request.trace = self.trace
+            if place is not None:
+                request.only_worker = place.worker.worker_id
             self._queued_s = asyncio.get_running_loop().time()
             self._stream = await application.backend.submit(request)
             self._queued_s = None
         else:
             self._sent_body = body
-            await self._send_anywhere(asked.model)
+            places = application.places(asked.model) if place is None else [place]
+            await self._send_anywhere(places)
         await self._pass_on()
 
     def has_left(self) -> bool:
@@ -305,12 +311,13 @@ class ForwardExchange:
 
     # -- attempts ------------------------------------------------------------------------------------------------------
 
-    async def _send_anywhere(self, model: str) -> None:
-        """Send a request that is no work for the router's books to the least busy server, to the next one if it is
+    async def _send_anywhere(self, places: Sequence[ServerPlace]) -> None:
+        """Send a request that is no work for the router's books to the first of some servers, to the next one if it is
         away."""
-        places = self._application.backend.places(model) or self._application.backend.places("")
         if not places:
-            raise RequestError(503, "no_worker", "no server is known now; try again later", headers=((b"retry-after", b"1"),))
+            raise RequestError(
+                503, "no_worker", "no server is known now; try again later", headers=((b"retry-after", b"1"),)
+            )
         for place in places:
             self._failure = None
             self._attempt(place)
@@ -345,7 +352,7 @@ class ForwardExchange:
             connection.abort()
 
     def _send_on(self, server: EngineServer, connection: ServerConnection) -> None:
-        scope, place = self._scope, self._place
+        scope, place = self.scope, self._place
         assert place is not None, "an attempt has a place"
         if self._request is not None and self._kind != place.kind:
             self._change(self._request, place)
@@ -382,7 +389,9 @@ class ForwardExchange:
             return
         log.warning("request %s: %s", self.name, error, extra=about(request_id=str(self.name)))
         self.finish_reason = FinishReason.ERROR
-        self._report(TokenDelta(self._dispatch_id, 0, b"", FinishReason.ERROR, error=str(error), refusal=RefusalKind.BROKEN))
+        self._report(
+            TokenDelta(self._dispatch_id, 0, b"", FinishReason.ERROR, error=str(error), refusal=RefusalKind.BROKEN)
+        )
 
     def _report(self, delta: TokenDelta) -> None:
         if self._request is not None:
@@ -404,10 +413,10 @@ class ForwardExchange:
 
     def _take_head(self, status: int, headers: HeaderList, is_chunked: bool) -> None:
         self._answer_status, self._answer_headers = status, headers
-        self._is_raw = is_chunked and self._scope["http_version"] == "1.1" and self._scope["method"] != "HEAD"
+        self._is_raw = is_chunked and self.scope["http_version"] == "1.1" and self.scope["method"] != "HEAD"
         if self._filter is not None and (status != 200 or not self._is_event_stream()):
             self._filter = None
-        if self._filter is None and self._request is not None and status == 200:
+        if self._filter is None and status == 200 and (self._request is not None or self._makes_state):
             self._whole = bytearray()
         self._wake()
 
@@ -534,8 +543,10 @@ class ForwardExchange:
     def _end_well(self) -> None:
         """Report the end of an answer that is whole."""
         if self._whole is not None:
-            _, self._notes = filter_answer(self._form or AnswerForm.CHAT, bytes(self._whole))
+            _, self._notes = filter_answer(self._form or ApiForm.CHAT, bytes(self._whole))
         self.cached_tokens = self._notes.cached_tokens
+        if self._makes_state and self._notes.response_id is not None and self._place is not None:
+            self._application.state.note(self._notes.response_id, self._place.url)
         is_well = self._answer_status < 400
         self.finish_reason = FinishReason.STOP if is_well else FinishReason.ERROR
         self._report_end(self.finish_reason, "" if is_well else f"the server answered {self._answer_status}")
@@ -565,7 +576,7 @@ class ForwardExchange:
                 await self._answer_without_server(self._last)
                 return
             await self._wait()
-        is_head_request = self._scope["method"] == "HEAD"
+        is_head_request = self.scope["method"] == "HEAD"
         if not self.has_head:
             await self._send_head(self._answer_status, self._answer_headers)
         elif self._answer_status != 200:
@@ -751,7 +762,7 @@ class ForwardExchange:
         if self._caller is not None:
             headers += limit_headers(self._caller.standing(self._application.clock.monotonic_ms()))
         await self._send({"type": "http.response.start", "status": error.status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": b"" if self._scope["method"] == "HEAD" else body})
+        await self._send({"type": "http.response.body", "body": b"" if self.scope["method"] == "HEAD" else body})
 
     def _give_up(self) -> None:
         """Take the request off its server and its router, unless it is over there."""
@@ -772,6 +783,11 @@ class ForwardExchange:
     @property
     def notes(self) -> AnswerNotes:
         return self._notes
+
+    @property
+    def _makes_state(self) -> bool:
+        """Whether what the answer describes stays at its server under an id."""
+        return self.scope["method"] == "POST" and self.target.path in STATEFUL_COLLECTIONS
 
     @property
     def is_dispatched(self) -> bool:

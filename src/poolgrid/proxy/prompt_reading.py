@@ -99,7 +99,7 @@ TEXT_FIELDS: Final = ("tools", "system", "instructions", "messages", "input", "p
 """Fields whose bytes are a prompt's text, in the order in which templates write them: what stays the same in a
 conversation comes first."""
 
-CLOSING: Final = b" \t\r\n]}\""
+CLOSING: Final = b' \t\r\n]}"'
 """Bytes that end a list or a string, and that the next turn of a conversation has in another place."""
 
 TEXT_BYTES_MAX: Final = 1 << 20

@@ -92,11 +92,12 @@ class AccessGate:
     """ASGI middleware: authenticates, counts requests in and out, and puts the ``Caller`` into the scope."""
 
     def __init__(
-        self, app: ASGIApp, keys: GateKeys, classify: Callable[[str, bool], PathClass] = path_class
+        self, app: ASGIApp, keys: GateKeys, classify: Callable[[Scope, bool], PathClass] | None = None
     ) -> None:
-        """``classify`` returns who may ask for a path, given that and whether metrics need a key."""
+        """``classify`` returns who may send a request, given its scope and whether metrics need a key; by default that
+        is decided by ``path_class``."""
         self._app = app
-        self._classify = classify
+        self._classify = classify or _class_of
         self._keys, self._metrics, self._clock, self._metrics_need_key, self._request_ids = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,7 +107,7 @@ class AccessGate:
             await self._app(scope, receive, send)
             return
         tenants = self._keys.tenants()
-        needed = self._classify(scope["path"], self._metrics_need_key)
+        needed = self._classify(scope, self._metrics_need_key)
         if needed is PathClass.OPEN:
             await self._app(scope, receive, send)
             return
@@ -159,6 +160,10 @@ class AccessGate:
         await send({"type": "http.response.start", "status": error.status, "headers": headers})
         sent = body if scope["method"] != "HEAD" else b""
         await send({"type": "http.response.body", "body": sent, "more_body": False})
+
+
+def _class_of(scope: Scope, metrics_need_key: bool) -> PathClass:
+    return path_class(scope["path"], metrics_need_key)
 
 
 def is_upgrade(scope: Scope) -> bool:

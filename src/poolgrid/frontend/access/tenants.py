@@ -231,7 +231,9 @@ class Caller:
 
         Takes ``prompt_tokens`` from the token rate. Raises ``Refused`` (403, 429).
         """
-        self.admit_using(_features(requests[0]) if self._rules.features is not None else (), requests, prompt_tokens, now_ms)
+        self.admit_using(
+            _features(requests[0]) if self._rules.features is not None else (), requests, prompt_tokens, now_ms
+        )
 
     def admit_using(
         self, features: Iterable[str], requests: Sequence[InferenceRequest], prompt_tokens: int, now_ms: float

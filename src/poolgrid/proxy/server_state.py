@@ -1,0 +1,95 @@
+"""Which server made what only it has: responses, conversations, files, batches, videos.
+
+An id says nothing of its server, and it may have been made through another router. So what passes here is remembered,
+and for an id that is not known every server is asked, which answers without its engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+from msgspec import Raw
+
+from poolgrid.forwarding.paths import STATE_MEMBERS, STATEFUL_COLLECTIONS
+from poolgrid.proxy.collector import collect
+from poolgrid.proxy.engine_server import EngineServer
+from poolgrid.proxy.ports import ServerPlace
+from poolgrid.proxy.server_connection import AnswerFailed
+
+IDS_MAX: Final = 100_000
+"""Ids that are remembered, the ones used last; for others servers are asked."""
+
+ASKED_MAX: Final = 64
+"""Servers that are asked about one id: each costs a request."""
+
+COLLECTION_OF: Final = {
+    "previous_response_id": "/v1/responses",
+    "conversation": "/v1/conversations",
+    "input_file_id": "/v1/files",
+}
+"""By member of a body: where a server is asked for its id."""
+
+
+class ServerState:
+    """What a router knows of such ids."""
+
+    def __init__(self) -> None:
+        self._url_of: OrderedDict[str, str] = OrderedDict()
+
+    def note(self, state_id: str, url: str) -> None:
+        """Remember which server made an id."""
+        self._url_of[state_id] = url
+        self._url_of.move_to_end(state_id)
+        if len(self._url_of) > IDS_MAX:
+            self._url_of.popitem(last=False)
+
+    async def find(
+        self, collection: str, state_id: str, places: Sequence[tuple[ServerPlace, EngineServer]]
+    ) -> ServerPlace | None:
+        """Return the server that has an id; ``None`` when none of the pool has."""
+        url = self._url_of.get(state_id)
+        for place, _ in places:
+            if place.url == url:
+                return place
+        target = f"{collection}/{state_id}".encode("latin-1", "replace")
+        asked = places[:ASKED_MAX]
+        answers = await asyncio.gather(*(_has(server, target) for _, server in asked))
+        for (place, _), has in zip(asked, answers, strict=True):
+            if has:
+                self.note(state_id, place.url)
+                return place
+        return None
+
+
+async def _has(server: EngineServer, target: bytes) -> bool:
+    try:
+        status, _ = await collect(server, b"GET", target)
+    except (AnswerFailed, OSError, TimeoutError):
+        return False
+    return status == 200
+
+
+def collection_of(path: str) -> str:
+    """Return the collection that a path with an id is in."""
+    return next((each for each in STATEFUL_COLLECTIONS if path.startswith(each + "/")), "")
+
+
+def named_state(values: Mapping[str, Raw]) -> tuple[str, str] | None:
+    """Return collection and id that a body continues, if it does."""
+    for member in STATE_MEMBERS:
+        value = values.get(member)
+        if value is None:
+            continue
+        try:
+            found = msgspec.json.decode(value)
+        except msgspec.MsgspecError:
+            continue
+        if isinstance(found, dict):
+            found = found.get("id")
+        if isinstance(found, str) and found:
+            return COLLECTION_OF[member], found
+    return None
