@@ -185,22 +185,15 @@ def test_second_turn_of_claude_code_reuses_what_an_engine_alone_would() -> None:
         with Process("up", "--engine-url", front.url, *options) as up, httpx.Client(timeout=30) as client:
             url = up.wait_ready().url
 
-            def cached_through_poolgrid(turns: list[dict[str, str]], tag: str) -> int:
+            def cached(at: str, turns: list[dict[str, str]], tag: str) -> int:
                 line = f"x-anthropic-billing-header: cc_version=2.1.332; cc_entrypoint=cli; cch={tag};"
                 blocks = [{"type": "text", "text": text} for text in (line, system)]
                 body = {"model": "tiny", "max_tokens": 4, "system": blocks, "messages": turns}
-                return int(client.post(f"{url}/v1/messages", json=body).json()["usage"]["cache_read_input_tokens"])
+                return int(client.post(f"{at}/v1/messages", json=body).json()["usage"]["cache_read_input_tokens"])
 
-            def cached_alone(turns: list[dict[str, str]]) -> int:
-                messages = [{"role": "system", "content": system}, *turns]
-                prompt = client.post(f"{url}/tokenize", json={"model": "tiny", "messages": messages}).json()["tokens"]
-                body = {"model": "tiny", "max_tokens": 4, "prompt": prompt, "stream": False}
-                answer = client.post(f"{alone.url}/v1/completions", json=body).json()
-                return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-
-            assert cached_through_poolgrid(first, "36ee5") == 0
-            assert cached_alone(first) == 0
-            through_poolgrid = cached_through_poolgrid(second, "0aaa9f")
-            assert through_poolgrid == cached_alone(second) > 100
+            assert cached(url, first, "36ee5") == 0
+            assert cached(alone.url, first, "36ee5") == 0
+            through_poolgrid = cached(url, second, "0aaa9f")
+            assert through_poolgrid == cached(alone.url, second, "0aaa9f") > 100
             status, errors = up.stop()
             assert status == 0, errors

@@ -92,22 +92,3 @@ def test_a_budget_is_of_all_prompts_that_are_kept_at_a_time(pool: Process) -> No
         kept = [ask(number).cache_write_tokens for number in range(4)]
     assert kept[-1] == 0
     assert 0 < sum(kept) <= BUDGET_TOKENS
-
-
-def test_usage_says_that_an_engine_without_retention_keeps_nothing(tmp_path: Path) -> None:
-    keys = tmp_path / "keys.json"
-    key_file.write(keys, KeyDocument(1, "5" * 64, {"rich": tenant(RICH, kept_tokens_max=BUDGET_TOKENS)}))
-    with servers_in_thread(Options(block_size=16)) as running:
-        front = ("--engine-url", running.servers[0].url, "--model-path", str(TINY_MODEL_PATH))
-        with Process("up", *front, "--port", "0", "--api-keys", str(keys)) as up:
-            up.wait_ready()
-            with openai.OpenAI(base_url=f"{up.url}/v1", api_key=RICH, max_retries=0) as client:
-                usage = client.chat.completions.create(
-                    model="tiny",
-                    messages=[{"role": "user", "content": TEXT}],
-                    max_tokens=2,
-                    prompt_cache_retention="24h",
-                ).usage
-    assert usage is not None
-    assert usage.prompt_tokens_details is not None
-    assert usage.prompt_tokens_details.cache_write_tokens == 0

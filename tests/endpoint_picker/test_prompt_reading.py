@@ -131,28 +131,33 @@ def test_several_prompts_count_together_and_the_first_one_is_compared() -> None:
     assert (found.isl, len(found.request.token_ids)) == (5, 12)
 
 
+ITEM = {"input": [{"role": "user", "content": "x"}, {"type": "item_reference", "id": "msg_1"}]}
+
+
 @pytest.mark.parametrize(
-    ("path", "body", "why"),
+    ("path", "body", "why", "has_text"),
     [
-        ("/v1/embeddings", {"model": "tiny", "input": "x"}, "another API"),
-        ("/v1/completions", b"{", "invalid_json"),
-        ("/v1/completions", b"\xff\xfe", "invalid_json"),
-        ("/v1/completions", {"model": "other", "prompt": "x"}, "model_not_found"),
-        ("/v1/completions", {"model": "tiny", "prompt": "word " * 9000}, "context_length_exceeded"),
-        ("/v1/chat/completions", {"model": "tiny", "messages": []}, "invalid_value"),
-        *(
-            ("/v1/responses", {"model": "tiny", "input": "x", **kept}, "unsupported_parameter")
-            for kept in (
-                {"previous_response_id": "resp_1"},
-                {"conversation": "conv_1"},
-                {"prompt": {"id": "pmpt_1"}},
-                {"input": [{"role": "user", "content": "x"}, {"type": "item_reference", "id": "msg_1"}]},
-            )
-        ),
-        ("/v1/responses", {"model": "tiny", "input": []}, "invalid_value"),
+        ("/v1/embeddings", {"model": "tiny", "input": "a text"}, "another API", True),
+        ("/v1/completions", b"{", "invalid_json", False),
+        ("/v1/completions", b"\xff\xfe", "invalid_json", False),
+        ("/v1/completions", {"model": "other", "prompt": "a text"}, "model_not_found", False),
+        ("/v1/chat/completions", {"model": "tiny", "messages": []}, "invalid_value", False),
+        ("/v1/responses", {"model": "tiny", "input": "a text", "previous_response_id": "r"}, "unsupported_parameter", True),
+        ("/v1/responses", {"model": "tiny", "input": "a text", "conversation": "c"}, "unsupported_parameter", True),
+        ("/v1/responses", {"model": "tiny", **ITEM}, "unsupported_parameter", True),
+        ("/v1/responses", {"model": "tiny", "input": []}, "invalid_value", False),
     ],
 )
-def test_what_cannot_be_read_is_no_error_of_ours(path: str, body: Any, why: str) -> None:
+def test_what_cannot_be_tokenized_is_no_error_and_counts_by_its_text_if_it_has_any(
+    path: str, body: Any, why: str, has_text: bool
+) -> None:
     found = read(path, body)
-    assert found.request is None
     assert found.why == why
+    assert (found.request is not None) is has_text
+    assert found.request is None or found.request.by_text
+
+
+def test_a_prompt_that_is_too_long_for_the_model_is_left_to_its_server() -> None:
+    found = read("/v1/completions", {"model": "tiny", "prompt": "word " * 9000})
+    assert found.request is not None
+    assert not found.request.by_text

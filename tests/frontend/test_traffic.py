@@ -97,8 +97,17 @@ def test_on_demand_each_request_is_a_line_whatever_the_log_level(caplog: pytest.
 
 
 def test_requests_under_way_count_and_an_idle_front_end_is_silent(caplog: pytest.LogCaptureFixture) -> None:
-    traffic: Traffic = Traffic(False, lambda: over, lambda request: got, lambda request: ended(name=request))
+    traffic = Traffic(False, lambda: over)
     got, over = TokenTotals(100, 0, 0), TokenTotals()
+
+    class Running:
+        def account(self) -> TokenTotals:
+            return got
+
+        def line(self) -> EndedRequest:
+            return ended()
+
+    one = Running()
 
     looks: asyncio.Queue[None] = asyncio.Queue()
 
@@ -112,12 +121,12 @@ def test_requests_under_way_count_and_an_idle_front_end_is_silent(caplog: pytest
         await looks.get()
         await looks.get()
         assert caplog.records == []
-        traffic.running.add("one")
+        traffic.running.add(one)
         got = TokenTotals(100, 64, 9)
         await looks.get()
         await looks.get()  # what was looked at before is said by now
         assert traffic.totals() == Totals(0, 1, got)
-        traffic.end("one")
+        traffic.end(one)
         over = got
         report.cancel()
         with contextlib.suppress(asyncio.CancelledError):

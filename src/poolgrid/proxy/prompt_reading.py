@@ -99,6 +99,11 @@ TEXT_FIELDS: Final = ("tools", "system", "instructions", "messages", "input", "p
 """Fields whose bytes are a prompt's text, in the order in which templates write them: what stays the same in a
 conversation comes first."""
 
+PLAIN_FIELDS: Final = frozenset(
+    ("model", "messages", "prompt", "tools", "stream", "stream_options", "max_tokens", "temperature", "top_p", "seed")
+)
+"""Fields of nearly every body, each of which has one meaning here and at engines: a body of these is read as it is."""
+
 CLOSING: Final = b' \t\r\n]}"'
 """Bytes that end a list or a string, and that the next turn of a conversation has in another place."""
 
@@ -151,7 +156,7 @@ class PromptReader:
         """
         if values is None:
             values = members_of(body)
-        reading = await self._by_tokens(path.partition("?")[0], body, request_id)
+        reading = await self._by_tokens(path.partition("?")[0], body, request_id, values)
         if reading.request is not None:
             return reading
         model, lora_name = self._named(values)
@@ -175,7 +180,9 @@ class PromptReader:
         found = self._preparation.served(name)
         return ("", "") if found is None else (found[0].name, found[1])
 
-    async def _by_tokens(self, path: str, body: bytes, request_id: str) -> PromptReading:
+    async def _by_tokens(
+        self, path: str, body: bytes, request_id: str, values: Mapping[str, Raw]
+    ) -> PromptReading:
         known = self._prepare.get(path)
         if known is None:
             return PromptReading("", None, why="another API")
@@ -183,11 +190,8 @@ class PromptReader:
         try:
             if len(body) > SHORT_BYTES:
                 await check_shape(body, self._values_max, self._tokenization)
-            try:
-                job = prepare(body)
-            except (RequestError, msgspec.MsgspecError):
-                # A field that is the server's business, or is refused by it, need not keep the prompt from being read.
-                job = prepare(msgspec.json.encode(decoder.decode(body)))
+            # A field that is the server's business, or is refused by it, need not keep the prompt from being read.
+            job = prepare(body if PLAIN_FIELDS.issuperset(values) else msgspec.json.encode(decoder.decode(body)))
             if job.media:
                 return PromptReading(job.served.name, None, why="media")
             self._domains.claim(job, None, ())

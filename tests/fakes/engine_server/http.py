@@ -32,7 +32,7 @@ class Reply:
         self.streaming = False
 
     async def whole(self, status: int, value: Any, kind: str = "application/json", headers: str = "") -> None:
-        body = value if isinstance(value, bytes) else json.dumps(value).encode()
+        body = value if isinstance(value, bytes) else json.dumps(value, separators=(",", ":")).encode()
         head = f"HTTP/1.1 {status} said\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
         self._writer.write(head.encode() + body)
         await self._writer.drain()
@@ -46,9 +46,9 @@ class Reply:
         self._writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
         await self._writer.drain()
 
-    async def event(self, value: Any, torn: bool = False) -> None:
-        data = value if isinstance(value, bytes) else json.dumps(value).encode()
-        data = b"data: " + data + b"\n\n"
+    async def event(self, value: Any, torn: bool = False, name: str = "") -> None:
+        data = value if isinstance(value, bytes) else json.dumps(value, separators=(",", ":")).encode()
+        data = (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"
         # Torn: a piece of an event a packet, as slow networks deliver it.
         parts = [data[: len(data) // 2], data[len(data) // 2 :]] if torn else [data]
         for part in parts:

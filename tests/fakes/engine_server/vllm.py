@@ -11,20 +11,58 @@ import base64
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import zmq.asyncio
 from xxhash import xxh3_64_intdigest
 
-from poolgrid.wire.hashing import pack_tokens
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.multimodal import digest_media
 from tests.consolidator.pub_engine import PubEngine
 from tests.fakes.engine_server.cache import PagedCache, Running
 from tests.fakes.engine_server.http import Cut, HttpServer, Reply, Request
 
 VOCABULARY = 4096
+DEFAULT_TOKENS = 16
+"""Of an answer whose request names no number."""
+
 IMAGE_TOKEN = 4100
 """The token that stands for a picture; no text has it, and no answer."""
+
+
+@cache
+def tiny_model() -> PromptModel:
+    """The tokenizer and the template of the models that tests serve."""
+    return PromptModel.load(TINY_MODEL_PATH)
+
+
+def tokenized(text: str) -> list[int]:
+    return list(unpack_tokens(tiny_model().encode(text)))
+
+
+def rendered(messages: list[dict[str, Any]]) -> list[int]:
+    """The prompt of a chat; parts of a content are joined."""
+    plain = [
+        {**each, "content": "".join(part.get("text", "") for part in each["content"])}
+        if isinstance(each.get("content"), list)
+        else each
+        for each in messages
+    ]
+    template = tiny_model().template
+    assert template is not None
+    return tokenized(template.render(plain, add_generation_prompt=True))
+
+
+def system_of(system: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """The first message of a Messages request; vLLM leaves Claude Code's billing line out."""
+    if not system:
+        return []
+    texts = [system] if isinstance(system, str) else [block["text"] for block in system]
+    kept = "".join(text for text in texts if not text.startswith("x-anthropic-billing-header"))
+    return [{"role": "system", "content": kept}]
 
 
 def next_token(tokens: list[int]) -> int:
@@ -280,9 +318,14 @@ class VllmServer:
             await reply.whole(200, self._sources())
         elif path == "/v1/completions":
             await self._complete(request, reply)
-        elif path == "/v1/chat/completions" and options.render is not None:
+        elif path == "/v1/chat/completions":
             body = request.json()
-            body.update(prompt=options.render(body["messages"]), is_chat=True)
+            body.update(prompt=(options.render or rendered)(body["messages"]), is_chat=True)
+            await self._answer_to(request, reply, body, ())
+        elif path == "/v1/messages":
+            body = request.json()
+            system = system_of(body.get("system"))
+            body.update(prompt=(options.render or rendered)([*system, *body["messages"]]), is_message=True)
             await self._answer_to(request, reply, body, ())
         elif path == "/reset_prefix_cache":
             await self.reset_prefix_cache()
@@ -361,7 +404,10 @@ class VllmServer:
         await self._answer_to(request, reply, body, media)
 
     async def _complete(self, request: Request, reply: Reply) -> None:
-        await self._answer_to(request, reply, request.json(), ())
+        body = request.json()
+        if isinstance(body["prompt"], str):
+            body["prompt"] = tokenized(body["prompt"])
+        await self._answer_to(request, reply, body, ())
 
     async def _answer_to(
         self, request: Request, reply: Reply, body: dict[str, Any], media: tuple[tuple[int, int, str], ...]
@@ -378,7 +424,8 @@ class VllmServer:
             await reply.whole(*self.faults.statuses.popleft())
             return
         options = self.options
-        prompt, count = body["prompt"], body["max_tokens"]
+        prompt = body["prompt"]
+        count = body["max_tokens"] = body.get("max_tokens") or body.get("max_completion_tokens") or DEFAULT_TOKENS
         if self.died:
             error = {"message": "EngineCore encountered an issue.", "type": "InternalServerError", "code": 500}
             await reply.whole(500, {"error": error})
@@ -462,7 +509,7 @@ class VllmServer:
             if body.get("stream") and (last or len(pending) == options.tokens_per_chunk):
                 choice = self._choice(body, pending, "length" if last else None)
                 choice["prompt_token_ids"] = sequence.tokens[:prompt_tokens] if first else None
-                await reply.event({"id": "cmpl-1", "choices": [choice]}, options.torn)
+                await self._event(body, reply, choice, first, prompt_tokens, cached)
                 pending, first = [], False
             if number + 1 == cut_after:
                 raise Cut
@@ -472,9 +519,10 @@ class VllmServer:
         if options.details:
             usage["prompt_tokens_details"] = {"cached_tokens": cached}
         if body.get("stream"):
-            await reply.event({"id": "cmpl-1", "choices": [], "usage": usage}, options.torn)
-            await reply.event(b"[DONE]")
-            await reply.end()
+            await self._end_stream(body, reply, usage)
+            return
+        if body.get("is_message"):
+            await reply.whole(200, self._message(body, usage, [{"type": "text", "text": "?" * count}]))
             return
         choice = self._choice(body, made, "length")
         if body.get("prompt_logprobs") is not None:
@@ -486,7 +534,53 @@ class VllmServer:
                     for token in prompt[1:]
                 ),
             ]
-        await reply.whole(200, {"id": "cmpl-1", "choices": [choice], "usage": usage, "kv_transfer_params": left})
+        answer = {**self._head(body, "chat.completion"), "choices": [choice], "usage": usage}
+        await reply.whole(200, {**answer, "kv_transfer_params": left})
+
+    def _head(self, body: dict[str, Any], kind: str) -> dict[str, Any]:
+        kind = kind if body.get("is_chat") else "text_completion"
+        return {"id": "chatcmpl-1" if body.get("is_chat") else "cmpl-1", "object": kind, "created": 5, "model": body["model"]}
+
+    def _message(self, body: dict[str, Any], usage: dict[str, Any], content: list[Any]) -> dict[str, Any]:
+        cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+        counts = {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "output_tokens": usage["completion_tokens"],
+            "cache_read_input_tokens": cached,
+        }
+        said = {"id": "chatcmpl-1", "type": "message", "role": "assistant", "model": body["model"], "content": content}
+        return {**said, "stop_reason": "max_tokens" if content else None, "stop_sequence": None, "usage": counts}
+
+    async def _event(
+        self, body: dict[str, Any], reply: Reply, choice: dict[str, Any], first: bool, prompt_tokens: int, cached: int
+    ) -> None:
+        torn = self.options.torn
+        if not body.get("is_message"):
+            await reply.event({**self._head(body, "chat.completion.chunk"), "choices": [choice]}, torn)
+            return
+        if first:
+            usage = {"prompt_tokens": prompt_tokens, "completion_tokens": 0}
+            begun = {"type": "message_start", "message": self._message(body, usage, [])}
+            await reply.event(begun, torn, "message_start")
+            block = {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+            await reply.event(block, torn, "content_block_start")
+        delta = {"type": "text_delta", "text": choice["text"]}
+        await reply.event({"type": "content_block_delta", "index": 0, "delta": delta}, torn, "content_block_delta")
+
+    async def _end_stream(self, body: dict[str, Any], reply: Reply, usage: dict[str, Any]) -> None:
+        torn = self.options.torn
+        if body.get("is_message"):
+            await reply.event({"type": "content_block_stop", "index": 0}, torn, "content_block_stop")
+            said = self._message(body, usage, [])
+            delta = {"stop_reason": "max_tokens", "stop_sequence": None}
+            await reply.event({"type": "message_delta", "delta": delta, "usage": said["usage"]}, torn, "message_delta")
+            await reply.event({"type": "message_stop"}, torn, "message_stop")
+        else:
+            if (body.get("stream_options") or {}).get("include_usage"):
+                counted = {**self._head(body, "chat.completion.chunk"), "choices": [], "usage": usage}
+                await reply.event(counted, torn)
+            await reply.event(b"[DONE]")
+        await reply.end()
 
     def _choice(self, body: dict[str, Any], tokens: list[int], finish: str | None) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": 0, "text": "?" * len(tokens), "finish_reason": finish, "logprobs": None}
