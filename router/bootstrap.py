@@ -123,6 +123,7 @@ async def serve(
             service,
             readiness(service, completeness),
             lambda: endpoints(service),
+            stop,
             lambda: troubles(service, recorder, completeness),
             consolidator.data_dir,
         )
