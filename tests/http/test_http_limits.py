@@ -791,6 +791,7 @@ def test_a_client_that_takes_its_answer_slowly_is_not_cut(run: Run) -> None:
                     # More of what waits is on its way to the client whenever it has taken some.
                     now_s += FOREVER_S
                     [connection] = table.stuck
+                    assert isinstance(connection, Guard)
                     unsent_bytes = connection.transport.get_write_buffer_size()
                     if unsent_bytes < connection._unsent_bytes:
                         table.tick(now_s)

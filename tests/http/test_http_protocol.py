@@ -7,7 +7,6 @@ import gc
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,7 @@
-"""One HTTP/1.1 connection: the guard between its socket and uvicorn's protocol, which reads requests and writes answers.
+"""One HTTP/1.1 connection: the guard between its socket and uvicorn's protocol, which reads requests, writes answers.
 
-uvicorn's protocol lacks limits on what a client may cost before and after its request, so the guard has each callback of
-the socket first. Towards uvicorn it is the transport.
+uvicorn's protocol lacks limits on what a client may cost before and after its request, so the guard has each callback
+of the socket first. To uvicorn it is the transport.
 
 Rules
     1. A connection is in the table of its server (``poolgrid.http.connections``) from its first moment to its last, in
@@ -24,15 +24,16 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
+from http import HTTPStatus
 from typing import Any, Final, Protocol, cast
 
 import msgspec
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from poolgrid.http.browser_requests import shown
-from poolgrid.http.client_probe import CONTINUE, ClientProbe
+from poolgrid.http.client_probe import ClientProbe
 from poolgrid.http.connections import HttpConnections, Queue, source_of
 from poolgrid.http.request_framing import (
     EMPTY_LINE,
@@ -224,7 +225,7 @@ class Guard(asyncio.Protocol):
         if self.is_busy and self._inner is not None:
             self._inner.shutdown()
         else:
-            self.transport.close()
+            self._close()
 
     def pause_writing(self) -> None:
         """Begin to count the time: the client does not take its answer."""
@@ -462,7 +463,7 @@ class Guard(asyncio.Protocol):
         self._body = None
         self._count()
         if self._is_full:
-            # uvicorn reads on when it is asked for more, and nobody asks behind the end: no one would see a client leave.
+            # uvicorn reads on when it is asked for more, and behind the end it is not: a client could leave unseen.
             self.resume_reading()
         if at < size:
             self._hold(data[at:])
@@ -483,7 +484,7 @@ class Guard(asyncio.Protocol):
         elif (body.left_bytes or body.received_bytes) > SKIPPED_BYTES_MAX:
             self._refuse(413, "unread_body", "")
 
-    def _feed(self, data: bytes | memoryview) -> bool:
+    def _feed(self, data: bytes | bytearray | memoryview) -> bool:
         """Give bytes to uvicorn; return whether they were HTTP."""
         if self._inner is None:
             return False
@@ -679,7 +680,7 @@ class Guard(asyncio.Protocol):
         """Write an answer in the shape of every error of the applications; no request has come whole to have a name."""
         kind = "server_error" if status >= 500 else "invalid_request_error"
         body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": reason}})
-        lines = [STATUS_LINE[status]]
+        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n".encode()]
         lines += [b"%b: %b\r\n" % header for header in self._server_state.default_headers]
         if status == 503:
             lines.append(b"retry-after: 1\r\n")

@@ -31,7 +31,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import uvicorn
 from prometheus_client import CollectorRegistry
@@ -325,8 +325,10 @@ class HttpServer:
         return made(config=self._config, server_state=self._uvicorn.server_state, app_state={})
 
     async def serve_until_quiet(self) -> None:
-        """Serve on while clients still come, for a part of the time that ``stop`` may take; each connection ends with its
-        next answer."""
+        """Serve while clients still come, for a part of the time that ``stop`` may take.
+
+        Each connection ends with its next answer.
+        """
         self.connections.is_ending = True
         now_s = asyncio.get_running_loop().time
         self._ends_s = now_s() + self._stop_timeout_s
