@@ -172,7 +172,7 @@ class HttpConnections:
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
-    def make_room(self, connection: TrackedConnection, source: str, now_s: float) -> None:
+    def make_room(self, connection: object, source: str, now_s: float) -> None:
         """Let bodies go that began first, until the rest fits; ``connection`` from ``source`` has just got more."""
         while self.unfinished_bytes > self.limits.unfinished_bytes:
             first = self.bodies.first()
