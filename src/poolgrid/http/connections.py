@@ -16,17 +16,19 @@ Rules
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import logging
 import resource
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
 from poolgrid.http.browser_requests import AllowedHosts
 from poolgrid.http.http_settings import HttpLimits
 from poolgrid.process.instruments import Counter, Gauge
+
+if TYPE_CHECKING:
+    from poolgrid.http.guard import Guard
 
 log = logging.getLogger(__name__)
 
@@ -44,40 +46,10 @@ SOURCE_PREFIX_V6 = 64
 """Bits of an IPv6 address that name one site: every machine there has the rest of them to itself."""
 
 
-class TrackedConnection(Protocol):
-    """What the table needs of a connection: ``poolgrid.http.guard.Guard``, which imports this."""
-
-    transport: asyncio.Transport
-
-    def is_draining(self) -> bool:
-        """Return whether the client has taken some of what waits for it since this was last asked."""
-        ...
-
-    def time_out(self, now_s: float) -> None:
-        """Close, or answer 408: the time of the queue it is in is over."""
-        ...
-
-    def close_idle(self) -> None:
-        """Close without an answer, for a connection that has no request."""
-        ...
-
-    def abort_body(self) -> None:
-        """Forget the unfinished body and answer 503."""
-        ...
-
-    def body_deadline_s(self, since_s: float, now_s: float) -> float:
-        """Return when the body that began at ``since_s`` must be whole, given what has come of it."""
-        ...
-
-    def shutdown(self) -> None:
-        """End after the request in flight."""
-        ...
-
-
-class Queue(dict[TrackedConnection, float]):
+class Queue(dict["Guard", float]):
     """Connections in the order of their coming, with the time of it."""
 
-    def first(self) -> TrackedConnection | None:
+    def first(self) -> Guard | None:
         return next(iter(self), None)
 
 
@@ -95,7 +67,7 @@ class HttpConnections:
         self.hosts = hosts
         self.is_ending = False
         """Each connection ends with its next answer."""
-        self.open: set[TrackedConnection] = set()
+        self.open: set[Guard] = set()
         self.idle = Queue()
         """Waiting for a further request."""
         self.heads = Queue()
@@ -172,7 +144,7 @@ class HttpConnections:
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
-    def make_room(self, connection: object, source: str, now_s: float) -> None:
+    def make_room(self, connection: Guard, source: str, now_s: float) -> None:
         """Let bodies go that began first, until the rest fits; ``connection`` from ``source`` has just got more."""
         while self.unfinished_bytes > self.limits.unfinished_bytes:
             first = self.bodies.first()

@@ -34,7 +34,7 @@ from uvicorn.server import ServerState
 from poolgrid.http.browser_requests import shown
 from poolgrid.http.client_probe import ClientProbe
 from poolgrid.http.connections import HttpConnections, Queue, source_of
-from poolgrid.http.request_framing import ChunkedBody, SizedBody, unchunked
+from poolgrid.http.request_framing import announced_body, offers_upgrade, unchunked
 from poolgrid.http.request_reader import RequestReader, SocketReading
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,6 @@ class Guard(asyncio.Protocol):
     """The client's connection has gone."""
     address = ""
     """What the connection is counted by, while it is counted."""
-    is_made = False
     transport: asyncio.Transport
     _inner: HttpToolsProtocol | None = None
     """uvicorn's protocol, until it is done with this connection."""
@@ -96,14 +95,12 @@ class Guard(asyncio.Protocol):
     _tunnel: tuple[Callable[[bytes], None], Callable[[], None]] | None = None
     is_discarding = False
     _is_feeding = False
-    """uvicorn is reading: what it writes meanwhile is its own answer to what is not HTTP."""
+    """uvicorn is called: what it does with its transport meanwhile is its own answer to what is not HTTP."""
     _is_invalid = False
-    _is_detaching = False
     _paused_s = 0.0
     """When the body was last seen waiting for its application, not for its client."""
     _unsent_bytes = 0
     _probe: ClientProbe | None = None
-    _scheme = "http"
     client = "an unknown address"
 
     def __init__(
@@ -129,12 +126,9 @@ class Guard(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
         self._reading = SocketReading(self.transport)
         self._reader = RequestReader(self.table, self._loop, self._reading)
-        self.is_made = True
         peer = transport.get_extra_info("peername")
         if isinstance(peer, tuple):
             self.client = str(peer[0])
-        if transport.get_extra_info("sslcontext") is not None:
-            self._scheme = "https"
         table = self.table
         table.open.add(self)
         if not self.address:
@@ -163,7 +157,7 @@ class Guard(asyncio.Protocol):
         self.wait_in(None)
         self.table.stuck.pop(self, None)
         self.table.open.discard(self)
-        self._leave()
+        self.leave()
         if self._probe is not None:
             self._probe.stop()
             self._probe = None
@@ -177,7 +171,8 @@ class Guard(asyncio.Protocol):
         reader = self._reader
         is_unanswered = (reader.is_busy and not self.is_answering) or reader.turn is not None
         is_waiting = is_unanswered and reader.body is None and self._tunnel is None
-        if self.is_discarding or not is_waiting or not self._knows_chunks or self._scheme != "http":
+        is_encrypted = self.transport.get_extra_info("sslcontext") is not None
+        if self.is_discarding or not is_waiting or not self._knows_chunks or is_encrypted:
             return False
         self._reading.has_ended = True
         self._probe = ClientProbe(self._loop, self.transport, lambda: not reader.is_busy or self.is_answering)
@@ -227,7 +222,7 @@ class Guard(asyncio.Protocol):
 
     def close(self) -> None:
         """Close the connection when the client has what was written."""
-        if not (self._is_feeding or self._is_detaching or self.is_lost):
+        if not (self._is_feeding or self.is_lost):
             self.finish()
 
     def abort(self) -> None:
@@ -292,19 +287,11 @@ class Guard(asyncio.Protocol):
             return False
         self._unchunks = False
         self._knows_chunks = scope["http_version"] == "1.1"
-        is_upgrade = b"upgrade" in fields and _is_upgrade(headers)
+        is_upgrade = offers_upgrade(headers, fields)
         if self.table.is_ending or not self._knows_chunks or is_upgrade:
             self._inner.shutdown()
-        body: SizedBody | ChunkedBody | None = None
-        length = fields.get(b"content-length", b"0")
-        if is_upgrade:
-            pass  # what follows is the other protocol's
-        elif b"transfer-encoding" in fields:
-            # uvicorn adds trailers to its list, long after the head was checked.
-            scope["headers"] = headers[:]
-            body = ChunkedBody(self.table.limits.head_bytes)
-        elif length != b"0" and int(length):  # llhttp has checked it
-            body = SizedBody(int(length))
+        scope["headers"] = headers[:]  # uvicorn adds trailers to its list, long after the head was checked
+        body = None if is_upgrade else announced_body(fields, self.table.limits.head_bytes)
         self._reader.open_body(body, self)
         if self._reading.has_ended and (self._reader.body is not None or not self._knows_chunks):
             self.finish()  # no more of it will come, or the client cannot be probed
@@ -356,7 +343,8 @@ class Guard(asyncio.Protocol):
         self._allowed_host = host
         return True
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Be counted out, at the latest when the connection is lost."""
         if self.address:
             self.table.leave(self.address)
             self.address = ""
@@ -396,7 +384,7 @@ class Guard(asyncio.Protocol):
 
     def close_idle(self) -> None:
         """Close without an answer, and be counted out at once."""
-        self._leave()
+        self.leave()
         self.finish()
 
     def abort_body(self) -> None:
@@ -429,12 +417,6 @@ class Guard(asyncio.Protocol):
             return data.replace(CHUNKED_LINE, b"", 1)
         return data
 
-    def fail(self, status: int, code: str, message: str) -> None:
-        """End the request in flight for an application that cannot: with an answer, or by the end of the connection
-        where one has begun."""
-        if self._inner is not None:
-            self.refuse(status, code, message, is_noted=True)
-
     def refuse_invalid(self) -> None:
         """Refuse what is not HTTP."""
         self._is_invalid = False
@@ -442,6 +424,8 @@ class Guard(asyncio.Protocol):
 
     def refuse(self, status: int, reason: str, message: str, is_noted: bool = False) -> None:
         """Answer unless there is an answer already, and end the connection when the client has had time to read it."""
+        if self._inner is None:
+            return
         if not is_noted:
             self.table.note(reason, self.client, self._loop.time())
         reader = self._reader
@@ -480,10 +464,10 @@ class Guard(asyncio.Protocol):
         """Let go of uvicorn's protocol: to it the connection is lost."""
         inner, self._inner = self._inner, None
         if inner is not None:
-            self._is_detaching = True  # it closes its transport then
+            self._is_feeding = True
             # Without an error also where there is one: uvicorn's timer of the connection would be left behind.
             inner.connection_lost(None)
-            self._is_detaching = False
+            self._is_feeding = False
 
 
 class GuardedApplication:
@@ -498,10 +482,11 @@ class GuardedApplication:
             try:
                 await self._app(scope, receive, send)
             except asyncio.CancelledError:
-                guard.fail(503, "not_ready", SERVER_ENDS)
+                guard.refuse(503, "not_ready", SERVER_ENDS, is_noted=True)
             except Exception as error:
                 log.error("the application failed: this is a bug", exc_info=error)
-                guard.fail(500, "internal_error", "serving the request failed; the log has the details")
+                message = "serving the request failed; the log has the details"
+                guard.refuse(500, "internal_error", message, is_noted=True)
             finally:
                 guard.end_request()
 
@@ -522,9 +507,3 @@ def guard_of(scope: Scope) -> Guard | None:
     """Return the guard of a request; ``None`` under another server."""
     guard: Guard | None = scope.get("state", {}).get("guard")
     return guard
-
-
-def _is_upgrade(headers: list[tuple[bytes, bytes]]) -> bool:
-    """Return whether llhttp takes what follows a head with ``upgrade`` for another protocol."""
-    connection = b",".join(value for name, value in headers if name == b"connection")
-    return b"upgrade" in [token.strip().lower() for token in connection.split(b",")]

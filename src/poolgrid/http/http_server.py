@@ -197,8 +197,7 @@ class FairAcceptor:
             )
         except BaseException as error:
             connection.close()
-            if not protocol.is_made:
-                self._table.leave(source)
+            protocol.leave()
             if not isinstance(error, OSError):  # ssl.SSLError is one
                 raise
             self._table.note("tls_handshake", source, self._loop.time())

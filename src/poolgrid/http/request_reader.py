@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
-from poolgrid.http.connections import HttpConnections, Queue
+from poolgrid.http.connections import HttpConnections
 from poolgrid.http.request_framing import (
     EMPTY_LINE,
     SLICE_PIECES,
@@ -22,6 +22,9 @@ from poolgrid.http.request_framing import (
     SizedBody,
     without_upgrade,
 )
+
+if TYPE_CHECKING:
+    from poolgrid.http.guard import Guard
 
 SKIPPED_BYTES_MAX: Final = 64 * 2**20
 """Most that is read and dropped of a body whose request is answered; twice the largest body, by default."""
@@ -68,52 +71,8 @@ class SocketReading:
                 self._transport.resume_reading()
 
 
-class RequestSink(Protocol):
-    """What requests are handed on to: ``poolgrid.http.guard.Guard``, which imports this."""
-
-    is_discarding: bool
-    """Nothing more is read of the connection."""
-    client: str
-    """The address of the client."""
-
-    def begin(self, head: bytes) -> None:
-        """Take a whole head; ``RequestReader.open_body`` follows when its application is called."""
-        ...
-
-    def feed(self, data: bytes | bytearray | memoryview) -> bool:
-        """Take a part of the body; return whether it is HTTP."""
-        ...
-
-    def end_request(self) -> None:
-        """Wait for the next request."""
-        ...
-
-    def refuse(self, status: int, reason: str, message: str) -> None:
-        """Answer for a request that breaks a limit, and end the connection."""
-        ...
-
-    def refuse_invalid(self) -> None:
-        """The same for what is not HTTP."""
-        ...
-
-    def finish(self) -> None:
-        """Close the connection."""
-        ...
-
-    def shutdown(self) -> None:
-        """End after the request in flight."""
-        ...
-
-    def wait_in(self, queue: Queue | None) -> None:
-        """Have the connection wait in a queue of the table."""
-        ...
-
-
 class RequestReader:
-    """Reads the requests of one connection.
-
-    It does not keep what it hands them on to, which keeps this: no circle is left when the connection ends.
-    """
+    """Reads the requests of one connection, and does not keep its guard: no circle is left when the connection ends."""
 
     held: bytearray | None = None
     """A part of a head, or what follows the request in flight, or what of a body is left for the next slice."""
@@ -140,35 +99,35 @@ class RequestReader:
         self._loop = loop
         self._reading = reading
 
-    def receive(self, data: bytes, sink: RequestSink) -> None:
+    def receive(self, data: bytes, guard: Guard) -> None:
         """Hand on what belongs to the request in flight; hold what follows it."""
         if self.body is not None and self.turn is None:
-            self._read_body(data, sink)
+            self._read_body(data, guard)
         elif self.is_busy or self.turn is not None:
-            self._hold(data, sink)
+            self._hold(data, guard)
         else:
-            self._read_head(data, sink)
+            self._read_head(data, guard)
 
-    def open_body(self, body: SizedBody | ChunkedBody | None, sink: RequestSink) -> None:
+    def open_body(self, body: SizedBody | ChunkedBody | None, guard: Guard) -> None:
         """Begin with the body of a request whose application is to be called; ``None`` = it has none."""
         self.is_starting = False
         held, self.held = self.held, None
         if body is not None:
             self.body = body
-            self._read_body(held or b"", sink)
+            self._read_body(held or b"", guard)
         elif held is not None:
-            self._hold(held, sink)
+            self._hold(held, guard)
         if self._reading.is_paused:
             self._unblock()
 
-    def end(self, sink: RequestSink) -> bool:
+    def end(self, guard: Guard) -> bool:
         """Take note that the application has returned; return whether there is more to read of what came."""
         self.is_busy = False
         if self.body is not None:
-            self._settle(sink)
+            self._settle(guard)
         elif self.held is not None:
             # Later: the application may have failed, which has to be answered first.
-            self.turn = self._loop.call_soon(self._read_held, sink)
+            self.turn = self._loop.call_soon(self._read_held, guard)
         else:
             return False
         return True
@@ -192,7 +151,7 @@ class RequestReader:
 
     # -- heads ---------------------------------------------------------------------------------------------------------
 
-    def _read_head(self, data: bytes, sink: RequestSink) -> None:
+    def _read_head(self, data: bytes, guard: Guard) -> None:
         """Hand on a head when it is whole."""
         whole: bytes | bytearray = data
         if self.held is not None:
@@ -207,26 +166,26 @@ class RequestReader:
         is_whole = end >= len(EMPTY_LINE)
         limit = self._limits.head_bytes
         if (end if is_whole else len(whole)) + self.head_bytes > limit:
-            sink.refuse(431, "head_too_large", f"reading a request: its head has more than {limit} bytes, the limit")
+            guard.refuse(431, "head_too_large", f"reading a request: its head has more than {limit} bytes, the limit")
         elif not is_whole and _REQUEST_LINE.match(whole) is None:
-            sink.refuse_invalid()
+            guard.refuse_invalid()
         elif is_whole:
             self.held = bytearray(memoryview(whole)[end:]) if end < len(whole) else None
-            self._begin(bytes(whole[:end]), sink)
+            self._begin(bytes(whole[:end]), guard)
         elif self._reading.has_ended:
-            sink.finish()  # no more will come
+            guard.finish()  # no more will come
         else:
             if whole is not self.held:
                 self.held = bytearray(whole) if whole else None
             self._searched = max(0, len(whole) - len(EMPTY_LINE) + 1)
             self._count()
-            sink.wait_in(self._table.heads)
+            guard.wait_in(self._table.heads)
 
-    def _begin(self, head: bytes, sink: RequestSink) -> None:
+    def _begin(self, head: bytes, guard: Guard) -> None:
         fields = head.count(b"\n") - 2
         if fields > self._limits.headers:
             message = f"reading a request: it has {fields} header fields, allowed are {self._limits.headers}"
-            sink.refuse(431, "head_too_large", message)
+            guard.refuse(431, "head_too_large", message)
             return
         if b"\r\nupgrade:" in head.lower():
             head = without_upgrade(head)
@@ -234,23 +193,23 @@ class RequestReader:
         if self._held_bytes:
             self._count()
         self.is_busy = self.is_starting = True
-        sink.begin(head)
+        guard.begin(head)
 
-    def _read_held(self, sink: RequestSink) -> None:
+    def _read_held(self, guard: Guard) -> None:
         """Begin the next request of those that wait, or read the next slice of a body."""
         self.turn = None
         if self.body is not None:
             held, self.held = self.held, None
-            self._read_body(held or b"", sink)
+            self._read_body(held or b"", guard)
         else:
-            self._read_head(b"", sink)
-        if not sink.is_discarding:
+            self._read_head(b"", guard)
+        if not guard.is_discarding:
             self._count()
             self._unblock()
 
     # -- bodies --------------------------------------------------------------------------------------------------------
 
-    def _read_body(self, data: bytes | bytearray, sink: RequestSink) -> None:
+    def _read_body(self, data: bytes | bytearray, guard: Guard) -> None:
         """Hand on what belongs to the body, a slice of it at most."""
         body = self.body
         assert body is not None, "it is not whole"
@@ -260,54 +219,54 @@ class RequestReader:
             while at < size and not body.is_whole and body.pieces < SLICE_PIECES:
                 end = body.take(data, at)
                 is_short = end - at == size or end - at <= COPIED_BYTES_MAX
-                if not sink.feed(data[at:end] if is_short else memoryview(data)[at:end]):
+                if not guard.feed(data[at:end] if is_short else memoryview(data)[at:end]):
                     return
                 at = end
         except InvalidBodyError as error:
-            sink.refuse(400, error.reason, error.message)
+            guard.refuse(400, error.reason, error.message)
             return
         if not body.is_whole:
             if at < size:
                 self.held = bytearray(memoryview(data)[at:])
                 self._reading.block(True)
-                self.turn = self._loop.call_soon(self._read_held, sink)
-            self._settle(sink)
+                self.turn = self._loop.call_soon(self._read_held, guard)
+            self._settle(guard)
             return
         self.body = None
         self._count()
         # uvicorn reads on when its application asks for more. Behind the end it does not, and a client left unseen.
         self._reading.fill(False)
         if at < size:
-            self._hold(data[at:], sink)
+            self._hold(data[at:], guard)
         if self.is_busy:
-            sink.wait_in(None)
+            guard.wait_in(None)
         else:
-            sink.end_request()
+            guard.end_request()
 
-    def _settle(self, sink: RequestSink) -> None:
+    def _settle(self, guard: Guard) -> None:
         """Count and time a body that is not whole."""
         body, table = self.body, self._table
         assert body is not None, "it is not whole"
-        sink.wait_in(table.bodies)
+        guard.wait_in(table.bodies)
         self._count()
         if self.is_busy:
-            table.make_room(sink, sink.client, self._loop.time())
+            table.make_room(guard, guard.client, self._loop.time())
         elif (body.left_bytes or body.received_bytes) > SKIPPED_BYTES_MAX:
-            sink.refuse(413, "unread_body", "")
+            guard.refuse(413, "unread_body", "")
 
     # -- what waits ----------------------------------------------------------------------------------------------------
 
-    def _hold(self, data: bytes | bytearray, sink: RequestSink) -> None:
+    def _hold(self, data: bytes | bytearray, guard: Guard) -> None:
         """Keep what comes behind a request in flight, or before its application is called."""
         if self._is_last:
             return
         if not (self.is_starting or self.turn is not None or self._table.has_room(len(data))):
             # A client that pipelines must be ready to send its requests again (RFC 9112, 9.3.2).
-            self._table.note("unfinished_bytes", sink.client, self._loop.time())
+            self._table.note("unfinished_bytes", guard.client, self._loop.time())
             self.held = None
             self._count()
             self._is_last = True
-            sink.shutdown()
+            guard.shutdown()
             return
         if self.held is None:
             self.held = bytearray()
