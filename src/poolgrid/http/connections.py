@@ -16,19 +16,17 @@ Rules
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import resource
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 
 from poolgrid.http.browser_requests import AllowedHosts
 from poolgrid.http.http_settings import HttpLimits
 from poolgrid.process.instruments import Counter, Gauge
-
-if TYPE_CHECKING:
-    from poolgrid.http.guard import Guard
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +44,23 @@ SOURCE_PREFIX_V6 = 64
 """Bits of an IPv6 address that name one site: every machine there has the rest of them to itself."""
 
 
-class Queue(dict["Guard", float]):
+class TrackedConnection(Protocol):
+    """What the table needs of a connection: ``poolgrid.http.guard.Guard``, which explains each."""
+
+    transport: asyncio.Transport
+
+    def is_draining(self) -> bool: ...
+    def time_out(self, now_s: float) -> None: ...
+    def close_idle(self) -> None: ...
+    def abort_body(self) -> None: ...
+    def body_deadline_s(self, since_s: float, now_s: float) -> float: ...
+    def shutdown(self) -> None: ...
+
+
+class Queue(dict[TrackedConnection, float]):
     """Connections in the order of their coming, with the time of it."""
 
-    def first(self) -> Guard | None:
+    def first(self) -> TrackedConnection | None:
         return next(iter(self), None)
 
 
@@ -67,7 +78,7 @@ class HttpConnections:
         self.hosts = hosts
         self.is_ending = False
         """Each connection ends with its next answer."""
-        self.open: set[Guard] = set()
+        self.open: set[TrackedConnection] = set()
         self.idle = Queue()
         """Waiting for a further request."""
         self.heads = Queue()
@@ -144,7 +155,7 @@ class HttpConnections:
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
-    def make_room(self, connection: Guard, source: str, now_s: float) -> None:
+    def make_room(self, connection: TrackedConnection, source: str, now_s: float) -> None:
         """Let bodies go that began first, until the rest fits; ``connection`` from ``source`` has just got more."""
         while self.unfinished_bytes > self.limits.unfinished_bytes:
             first = self.bodies.first()

@@ -461,7 +461,7 @@ class Guard(asyncio.Protocol):
             source.client_gone()
 
     def _detach(self) -> None:
-        """Let go of uvicorn's protocol: to it the connection is lost."""
+        """Release uvicorn's protocol: to it the connection is lost."""
         inner, self._inner = self._inner, None
         if inner is not None:
             self._is_feeding = True

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
-from poolgrid.http.connections import HttpConnections
+from poolgrid.http.connections import HttpConnections, Queue, TrackedConnection
 from poolgrid.http.request_framing import (
     EMPTY_LINE,
     SLICE_PIECES,
@@ -22,9 +22,6 @@ from poolgrid.http.request_framing import (
     SizedBody,
     without_upgrade,
 )
-
-if TYPE_CHECKING:
-    from poolgrid.http.guard import Guard
 
 SKIPPED_BYTES_MAX: Final = 64 * 2**20
 """Most that is read and dropped of a body whose request is answered; twice the largest body, by default."""
@@ -71,6 +68,21 @@ class SocketReading:
                 self._transport.resume_reading()
 
 
+class RequestSink(TrackedConnection, Protocol):
+    """What a reader needs of a connection: ``poolgrid.http.guard.Guard``, which explains each."""
+
+    is_discarding: bool
+    client: str
+
+    def begin(self, head: bytes) -> None: ...
+    def feed(self, data: bytes | bytearray | memoryview) -> bool: ...
+    def end_request(self) -> None: ...
+    def refuse(self, status: int, reason: str, message: str) -> None: ...
+    def refuse_invalid(self) -> None: ...
+    def finish(self) -> None: ...
+    def wait_in(self, queue: Queue | None) -> None: ...
+
+
 class RequestReader:
     """Reads the requests of one connection, and does not keep its guard: no circle is left when the connection ends."""
 
@@ -99,7 +111,7 @@ class RequestReader:
         self._loop = loop
         self._reading = reading
 
-    def receive(self, data: bytes, guard: Guard) -> None:
+    def receive(self, data: bytes, guard: RequestSink) -> None:
         """Hand on what belongs to the request in flight; hold what follows it."""
         if self.body is not None and self.turn is None:
             self._read_body(data, guard)
@@ -108,7 +120,7 @@ class RequestReader:
         else:
             self._read_head(data, guard)
 
-    def open_body(self, body: SizedBody | ChunkedBody | None, guard: Guard) -> None:
+    def open_body(self, body: SizedBody | ChunkedBody | None, guard: RequestSink) -> None:
         """Begin with the body of a request whose application is to be called; ``None`` = it has none."""
         self.is_starting = False
         held, self.held = self.held, None
@@ -120,7 +132,7 @@ class RequestReader:
         if self._reading.is_paused:
             self._unblock()
 
-    def end(self, guard: Guard) -> bool:
+    def end(self, guard: RequestSink) -> bool:
         """Take note that the application has returned; return whether there is more to read of what came."""
         self.is_busy = False
         if self.body is not None:
@@ -151,7 +163,7 @@ class RequestReader:
 
     # -- heads ---------------------------------------------------------------------------------------------------------
 
-    def _read_head(self, data: bytes, guard: Guard) -> None:
+    def _read_head(self, data: bytes, guard: RequestSink) -> None:
         """Hand on a head when it is whole."""
         whole: bytes | bytearray = data
         if self.held is not None:
@@ -181,7 +193,7 @@ class RequestReader:
             self._count()
             guard.wait_in(self._table.heads)
 
-    def _begin(self, head: bytes, guard: Guard) -> None:
+    def _begin(self, head: bytes, guard: RequestSink) -> None:
         fields = head.count(b"\n") - 2
         if fields > self._limits.headers:
             message = f"reading a request: it has {fields} header fields, allowed are {self._limits.headers}"
@@ -195,7 +207,7 @@ class RequestReader:
         self.is_busy = self.is_starting = True
         guard.begin(head)
 
-    def _read_held(self, guard: Guard) -> None:
+    def _read_held(self, guard: RequestSink) -> None:
         """Begin the next request of those that wait, or read the next slice of a body."""
         self.turn = None
         if self.body is not None:
@@ -209,7 +221,7 @@ class RequestReader:
 
     # -- bodies --------------------------------------------------------------------------------------------------------
 
-    def _read_body(self, data: bytes | bytearray, guard: Guard) -> None:
+    def _read_body(self, data: bytes | bytearray, guard: RequestSink) -> None:
         """Hand on what belongs to the body, a slice of it at most."""
         body = self.body
         assert body is not None, "it is not whole"
@@ -243,7 +255,7 @@ class RequestReader:
         else:
             guard.end_request()
 
-    def _settle(self, guard: Guard) -> None:
+    def _settle(self, guard: RequestSink) -> None:
         """Count and time a body that is not whole."""
         body, table = self.body, self._table
         assert body is not None, "it is not whole"
@@ -256,7 +268,7 @@ class RequestReader:
 
     # -- what waits ----------------------------------------------------------------------------------------------------
 
-    def _hold(self, data: bytes | bytearray, guard: Guard) -> None:
+    def _hold(self, data: bytes | bytearray, guard: RequestSink) -> None:
         """Keep what comes behind a request in flight, or before its application is called."""
         if self._is_last:
             return
