@@ -232,6 +232,29 @@ async def test_a_diverted_connection_is_the_applications_own(caplog: pytest.LogC
     assert not caplog.records
 
 
+async def test_a_tunnel_hears_that_its_client_does_not_read() -> None:
+    source = Source()
+
+    async def tunnel(guard: Guard, scope: Scope, receive: Receive, send: Send) -> None:
+        def pour(data: bytes) -> None:
+            while not source.paused.is_set():
+                guard.write(b"x" * 2**16)
+
+        guard.source = source
+        guard.divert(pour, lambda: source.told.append("lost"))
+
+    async with serving(tunnel) as server:
+        reader, writer = await connected(server)
+        writer.write(b"GET /t HTTP/1.1\r\nhost: a\r\nconnection: Upgrade\r\nupgrade: websocket\r\n\r\n")
+        await asyncio.sleep(0.01)
+        writer.write(b"pour")
+        await source.paused.wait()
+        while not source.resumed.is_set():
+            await reader.read(2**20)
+        writer.transport.abort()
+    assert source.told == ["pause", "resume", "gone", "lost"]
+
+
 async def test_a_tunnel_is_cut_at_the_end_of_the_server() -> None:
     lost = asyncio.Event()
 

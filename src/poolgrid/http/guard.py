@@ -232,7 +232,7 @@ class Guard(asyncio.Protocol):
 
     def divert(self, receive: Callable[[bytes], None], lost: Callable[[], None]) -> None:
         """Give all further bytes of the client to ``receive``, those that have come at once, and none to uvicorn:
-        ``send`` does nothing from now on. ``lost`` is called when the connection ends."""
+        ``send`` does nothing from now on. ``lost`` is called when the connection ends; ``source`` stays until then."""
         if self.is_lost:
             lost()
             return
@@ -300,8 +300,10 @@ class Guard(asyncio.Protocol):
 
     def end_request(self) -> None:
         """Take note that the application has returned: begin what waits, or wait for the next request."""
+        if self._tunnel is not None:
+            return
         self.source = None
-        if self.is_discarding or self._tunnel is not None:
+        if self.is_discarding:
             self._reader.is_busy = False
         elif self.transport.is_closing():
             self.finish()

@@ -287,6 +287,7 @@ class HttpServer:
             ws="none",
             lifespan="off",
             interface="asgi3",
+            workers=1,  # not WEB_CONCURRENCY's
             # What it says of single requests that are not HTTP is counted by the guard.
             log_config=None,
             log_level=logging.ERROR,
