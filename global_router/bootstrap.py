@@ -148,7 +148,7 @@ async def serve(
             use_document()
 
         configuration.listen(on_reload)
-        app = process.open_app(service, service.view.missing, service.view.endpoints)
+        app = process.open_app(service, service.view.missing, service.view.endpoints, stop)
         add_global_router_endpoints(app, service, awake)
         background: list[asyncio.Task[None]] = []
         opened.push_async_callback(cancel_all, background)

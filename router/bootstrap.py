@@ -124,6 +124,7 @@ async def serve(
             service,
             readiness(service, completeness),
             lambda: endpoints(service),
+            stop,
             lambda: troubles(service, recorder, completeness),
             consolidator.data_dir,
         )

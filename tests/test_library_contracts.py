@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 ROOT = Path(__file__).parents[1]
 
 BOUNDED = {
-    "httptools": "the HTTP parser's callbacks (src/poolgrid/http/request_parser.py)",
+    "httptools": "the HTTP parser's callbacks (src/poolgrid/http/request_framing.py)",
     "jinja2": "contexts and macros (src/poolgrid/frontend/chat_template.py)",
     "msgspec": "the words of its validation errors (src/poolgrid/frontend/schema.py)",
     "pydantic": "the types and words of its validation errors (global_router/core/document/reader.py)",

@@ -57,7 +57,7 @@ def test_a_function_of_the_event_stream_exists(name: str) -> None:
 def test_what_writes_an_answer_counts_for_writing() -> None:
     frames = [
         "_Exchange.answer (poolgrid/frontend/inference_endpoint.py:9)",
-        "HttpExchange.answer (poolgrid/http/exchange.py:9)",
+        "RequestResponseCycle.send (uvicorn/protocols/http/httptools_impl.py:9)",
     ]
 
     assert group_of([*frames, "write (uvloop/handles/stream.pyx:1)"]) == "write"

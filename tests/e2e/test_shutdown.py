@@ -59,8 +59,8 @@ class Client(threading.Thread):
 
 
 @contextmanager
-def router_with_room_for_two() -> Iterator[Process]:
-    with Process("router", "--port", "0", "--worker-queue-factor", "1", *_timeout()) as router:
+def router_with_room_for_two(timeout_s: float = TIMEOUT_S) -> Iterator[Process]:
+    with Process("router", "--port", "0", "--worker-queue-factor", "1", *_timeout(timeout_s)) as router:
         router.wait_ready()
         with slow_worker(router.word("ingest")):
             eventually("the worker is reachable", lambda: len(ready_workers(router.url)) == 1)
@@ -85,8 +85,8 @@ def global_router_with_room_for_two(directory: Path) -> Iterator[Process]:
                 yield front
 
 
-def _timeout() -> tuple[str, str]:
-    return "--shutdown-timeout-ms", str(TIMEOUT_S * 1000)
+def _timeout(timeout_s: float = TIMEOUT_S) -> tuple[str, str]:
+    return "--shutdown-timeout-ms", str(timeout_s * 1000)
 
 
 @contextmanager
@@ -164,3 +164,32 @@ def test_one_who_never_sends_the_rest_of_its_request_is_cut_in_time() -> None:
             assert time.monotonic() - began_s <= TIMEOUT_S + PROCESS_S
     assert status == 0, errors
     assert "Traceback" not in errors, errors
+
+
+def test_a_router_that_is_to_end_is_not_ready_first_and_serves_on_until_it_is_left_alone() -> None:
+    with router_with_room_for_two(4 * TIMEOUT_S) as router:
+        host, port = router.url.removeprefix("http://").split(":")
+        stream = Client(router.url, {**LONG, "stream": True})
+        assert stream.begun.wait(60)
+        with httpx.Client(base_url=router.url, timeout=30) as kept:
+            assert kept.get("/ready").status_code == 200
+            router.signal(signal.SIGTERM)
+            eventually("it is not ready", lambda: kept.get("/ready").status_code == 503)
+            assert kept.get("/ready?role=aggregated").status_code == 503
+            answer = kept.post("/v1/completions", json={**LONG, "max_tokens": 1})
+            assert answer.status_code == 200
+            assert answer.headers["connection"] == "close"
+        eventually("it takes no connections", lambda: not _connects(host, int(port)))
+        assert stream.is_alive(), "what it has goes on"
+        stream.ended()
+        status, errors = router.stop()
+    assert status == 0, errors
+    assert "Traceback" not in errors, errors
+
+
+def _connects(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port)).close()
+    except ConnectionRefusedError:
+        return False
+    return True

@@ -32,6 +32,7 @@ from poolgrid.http.guard import Guard
 from poolgrid.http.http_server import STOOD_STILL_S, HttpServer
 from poolgrid.http.http_settings import HttpLimits, HttpSettings
 from poolgrid.http.request_framing import SLICE_BYTES, SLICE_PIECES, ChunkedBody
+from poolgrid.http.request_reader import RequestReader
 from poolgrid.transport.security import SecuritySettings, Tls
 from tests.http.test_http_protocol import Source
 
@@ -433,15 +434,15 @@ def test_one_that_is_refused_amid_a_body_and_stays_is_cut(run: Run, monkeypatch:
 @pytest.mark.parametrize("piece", [b"x", b"\r\n\r\n"], ids=["of one byte", "of an empty line"])
 def test_a_body_of_tiny_chunks_is_read_in_slices(run: Run, piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    genuine = Guard._read_body
+    genuine = RequestReader._read_body
 
-    def read(self: Guard, data: bytes | bytearray) -> None:
-        body = self._body
+    def read(self: RequestReader, data: bytes | bytearray, sink: Guard) -> None:
+        body = self.body
         assert isinstance(body, ChunkedBody)
-        genuine(self, data)
+        genuine(self, data, sink)
         taken.append(body.pieces)
 
-    monkeypatch.setattr(Guard, "_read_body", read)
+    monkeypatch.setattr(RequestReader, "_read_body", read)
     count = 50_000
     chunk = b"%x\r\n%b\r\n" % (len(piece), piece)
 
@@ -791,6 +792,7 @@ def test_a_client_that_takes_its_answer_slowly_is_not_cut(run: Run) -> None:
                     # More of what waits is on its way to the client whenever it has taken some.
                     now_s += FOREVER_S
                     [connection] = table.stuck
+                    assert isinstance(connection, Guard)
                     unsent_bytes = connection.transport.get_write_buffer_size()
                     if unsent_bytes < connection._unsent_bytes:
                         table.tick(now_s)

@@ -55,6 +55,7 @@ from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.frontend.tokenizer_endpoints import add_tokenizer_endpoints
 from poolgrid.frontend.traffic import Traffic
 from poolgrid.http.browser_requests import SAFE_METHODS, foreign_origin
+from poolgrid.http.guard import SERVER_ENDS
 from poolgrid.inference import InferenceBackend, Refused, ServedModel
 from poolgrid.process.clock import Clock, SystemClock
 from poolgrid.process.lifecycle import GroupPlace
@@ -210,6 +211,7 @@ def create_app(
     settings: FrontendSettings,
     registry: CollectorRegistry,
     ready: Readiness = _always_ready,
+    is_ending: Callable[[], bool] = lambda: False,
     endpoints: Endpoints = tuple,
     troubles: Callable[[], Sequence[str]] = lambda: (),
     clock: Clock | None = None,
@@ -223,7 +225,8 @@ def create_app(
 
     ``models`` gives the prompt model of each served model by name; ``registry`` receives ``poolgrid_frontend_*`` and is
     what ``/metrics`` answers with; ``troubles`` says in
-    ``/health`` what is wrong while requests are served; ``id_prefix`` makes request ids unique among processes, and is
+    ``/health`` what is wrong while requests are served; ``/ready`` is 503 once the process ``is_ending``, though it
+    serves requests for a moment more; ``id_prefix`` makes request ids unique among processes, and is
     random by default; ``place`` is this process's among those that share the port, which divide the limits of
     tenants; ``data_dir`` is where responses are kept that outlive the process; ``tracing`` keeps traces of
     inference requests; ``shared`` is what the routers of a pool share, in place of
@@ -328,7 +331,7 @@ def create_app(
     add_tokenizer_endpoints(app, preparation, counted, tokenization, bodies, media, domains)
     add_kept_response_endpoints(app, kept, lambda request: owner_of(caller_of(request.scope)))
     add_result_endpoints(app, videos, lambda request: owner_of(caller_of(request.scope)))
-    _add_health(app, backend, ready, endpoints, troubles)
+    _add_health(app, backend, lambda: SERVER_ENDS if is_ending() else ready(), is_ending, endpoints, troubles)
     _add_metrics(app, registry)
     _add_error_shape(app, metrics, settings.isolate_tenants)
     return app
@@ -450,6 +453,7 @@ def _add_health(
     app: FastAPI,
     backend: InferenceBackend,
     ready: Readiness,
+    is_ending: Callable[[], bool],
     endpoints: Endpoints,
     troubles: Callable[[], Sequence[str]],
 ) -> None:
@@ -474,7 +478,7 @@ def _add_health(
         model: Annotated[str | None, Query(max_length=256, description="Of this model; any by default.")] = None,
     ) -> dict[str, str]:
         """Answer 200 when requests can be served, else 503 with what is missing."""
-        asked = role is not None or model is not None
+        asked = (role is not None or model is not None) and not is_ending()
         missing = _without_worker(endpoints, role, model) if asked else ready()
         if missing is None:
             return {"status": "ready"}

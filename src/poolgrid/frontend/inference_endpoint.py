@@ -436,9 +436,9 @@ class InferenceExchange:
         self.begin(200, headers)
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
-    async def write(self, body: bytes) -> None:
-        if not self.done:
-            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+    def write(self, body: bytes) -> Awaitable[None]:
+        """Return what writes a part of the answer: a coroutine around it would cost as much as the part."""
+        return _nothing() if self.done else self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         self.done = True
@@ -857,6 +857,10 @@ _STREAM_HEADERS: list[tuple[bytes, bytes]] = [
     # Reverse proxies of nginx's family collect a response otherwise.
     (b"x-accel-buffering", b"no"),
 ]
+
+
+async def _nothing() -> None:
+    """Write nothing."""
 
 
 _HINT_HEADERS: Final = {name.encode(): name for name in HINT_HEADERS}

@@ -45,33 +45,16 @@ SOURCE_PREFIX_V6 = 64
 
 
 class TrackedConnection(Protocol):
-    """What the table needs of a connection: ``poolgrid.http.guard.Guard``, which imports this."""
+    """What the table needs of a connection: ``poolgrid.http.guard.Guard``, which explains each."""
 
     transport: asyncio.Transport
 
-    def is_draining(self) -> bool:
-        """Return whether the client has taken some of what waits for it since this was last asked."""
-        ...
-
-    def time_out(self, now_s: float) -> None:
-        """Close, or answer 408: the time of the queue it is in is over."""
-        ...
-
-    def close_idle(self) -> None:
-        """Close without an answer, for a connection that has no request."""
-        ...
-
-    def abort_body(self) -> None:
-        """Forget the unfinished body and answer 503."""
-        ...
-
-    def body_deadline_s(self, since_s: float, now_s: float) -> float:
-        """Return when the body that began at ``since_s`` must be whole, given what has come of it."""
-        ...
-
-    def shutdown(self) -> None:
-        """End after the request in flight."""
-        ...
+    def is_draining(self) -> bool: ...
+    def time_out(self, now_s: float) -> None: ...
+    def close_idle(self) -> None: ...
+    def abort_body(self) -> None: ...
+    def body_deadline_s(self, since_s: float, now_s: float) -> float: ...
+    def shutdown(self) -> None: ...
 
 
 class Queue(dict[TrackedConnection, float]):

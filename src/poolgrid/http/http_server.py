@@ -197,8 +197,7 @@ class FairAcceptor:
             )
         except BaseException as error:
             connection.close()
-            if not protocol.is_made:
-                self._table.leave(source)
+            protocol.leave()
             if not isinstance(error, OSError):  # ssl.SSLError is one
                 raise
             self._table.note("tls_handshake", source, self._loop.time())
@@ -226,6 +225,9 @@ SHUTDOWN_GRACE_S = 1.0
 QUIET_S = 0.25
 """A server that is to end serves until so long has passed without a new connection or a complete answer. Balancers that
 probe ``/ready`` meanwhile send nothing more."""
+
+COMING_SHARE = 0.25
+"""Part of the shutdown time in which new clients are served; the rest is for the answers that are open."""
 
 IDLE_LOOK_S = 0.02
 """Between two looks at whether everything has finished."""
@@ -285,6 +287,7 @@ class HttpServer:
             ws="none",
             lifespan="off",
             interface="asgi3",
+            workers=1,  # not WEB_CONCURRENCY's
             # What it says of single requests that are not HTTP is counted by the guard.
             log_config=None,
             log_level=logging.ERROR,
@@ -322,15 +325,18 @@ class HttpServer:
         return made(config=self._config, server_state=self._uvicorn.server_state, app_state={})
 
     async def serve_until_quiet(self) -> None:
-        """Serve on while clients still come, for half of the time that ``stop`` may take; each connection ends with its
-        next answer."""
+        """Serve while clients still come, for a part of the time that ``stop`` may take.
+
+        Each connection ends with its next answer.
+        """
         self.connections.is_ending = True
         now_s = asyncio.get_running_loop().time
         self._ends_s = now_s() + self._stop_timeout_s
+        until_s = now_s() + self._stop_timeout_s * COMING_SHARE
         seen = None
         while self._acceptor is not None:
             before, seen = seen, (self._acceptor.accepted, self._uvicorn.server_state.total_requests)
-            pause_s = min(QUIET_S, self._ends_s - self._stop_timeout_s / 2 - now_s())
+            pause_s = min(QUIET_S, until_s - now_s())
             if seen == before or pause_s <= 0:
                 return
             await asyncio.sleep(pause_s)

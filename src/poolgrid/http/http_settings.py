@@ -65,7 +65,10 @@ class HttpSettings(SecuritySettings):
         _DEFAULTS.keep_alive_timeout_s * 1000,
         gt=0,
         le=86_400_000,
-        description="Close a connection that is idle for this time. Set it above the proxy's own idle timeout.",
+        description=(
+            "Close a connection that is idle for this time. Keep it above the idle timeout of proxies and clients: "
+            "60 s is common, Google's load balancer has 600 s."
+        ),
     )
     max_connections: int = Field(
         _DEFAULTS.connections,

@@ -12,9 +12,12 @@ Rules
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, Final
 
 import httptools
+
+from poolgrid.http.browser_requests import Headers
 
 EMPTY_LINE: Final = b"\r\n\r\n"
 
@@ -119,6 +122,22 @@ class ChunkedBody:
 
     def on_message_complete(self) -> None:
         self.is_whole = True
+
+
+def announced_body(fields: Mapping[bytes, bytes], trailer_bytes: int) -> SizedBody | ChunkedBody | None:
+    """Return the body that the fields of a head announce, which llhttp has checked; ``None`` = there is none."""
+    if b"transfer-encoding" in fields:
+        return ChunkedBody(trailer_bytes)
+    length_bytes = int(fields.get(b"content-length", 0))
+    return SizedBody(length_bytes) if length_bytes else None
+
+
+def offers_upgrade(headers: Headers, fields: Mapping[bytes, bytes]) -> bool:
+    """Return whether llhttp takes what follows a head for another protocol."""
+    if b"upgrade" not in fields:
+        return False
+    connection = b",".join(value for name, value in headers if name == b"connection")
+    return b"upgrade" in [token.strip().lower() for token in connection.split(b",")]
 
 
 def unchunked(data: bytes) -> bytes:

@@ -136,15 +136,18 @@ class RouterProcess:
         service: Service,
         ready: Readiness,
         endpoints: Endpoints,
+        stop: asyncio.Event,
         troubles: Callable[[], list[str]] = list,
         data_dir: Path | None = None,
     ) -> Application:
+        """Open the application, which is not ready once ``stop`` is set."""
         app = create_app(
             service,
             {self.prompt_model.name: self.prompt_model},
             settings=self.frontend,
             registry=self.registry,
             ready=ready,
+            is_ending=stop.is_set,
             endpoints=endpoints,
             troubles=troubles,
             clock=self.clock,
@@ -161,7 +164,10 @@ class RouterProcess:
         open_report(self.opened, app.traffic, lambda: service.queue.view().requests, self.clock)
         return app
 
-    def open_server(self, app: ASGIApp, end_requests: Callable[[], None]) -> RouterServers:
+    def open_server(
+        self, app: ASGIApp, end_requests: Callable[[], None], listener: socket.socket | int | None = None
+    ) -> RouterServers:
+        """Open the HTTP servers; ``listener`` is a socket that is bound already, or its file descriptor."""
         return open_server(
             self.opened,
             self.settings,
@@ -170,6 +176,7 @@ class RouterProcess:
             end_requests,
             has_keys=self.frontend.api_keys is not None,
             place=self.place,
+            listener=listener,
         )
 
     async def serve_requests(self, app: Application, service: Service, stop: asyncio.Event) -> None:
