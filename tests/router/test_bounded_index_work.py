@@ -17,7 +17,6 @@ from poolgrid.router.core import (
     block_map,
     intrusive_lru,
     lower_tiers,
-    orphans,
     prefix_index,
     run_forest,
     run_map,
@@ -42,7 +41,6 @@ MODULES = (
     block_map,
     block_locator,
     lower_tiers,
-    orphans,
     prefix_index,
     run_forest,
     run_map,
@@ -120,7 +118,7 @@ def a_life(blocks: int) -> dict[str, int]:
     for _ in range(blocks // PATH_BLOCKS):
         chain = [randomness.getrandbits(64) for _ in range(BLOCKS_PER_CALL + 1)]
         work.count(index.store, workers[2], chain[0], chain[1:])
-    assert index._orphans.entries > blocks // 10
+    assert index._reach.waiting.entries == blocks // PATH_BLOCKS
     index.drop(workers[2])
     while index.sweeps:
         store_a_path()
@@ -166,8 +164,7 @@ def test_what_python_does_by_itself_is_bounded_by_the_size_of_a_shard_and_of_a_r
     assert max(len(run.blocks) for run in index._reach.forest.ages) <= SLICE
     for each in (
         index._reach.edges,
-        index._orphans._by_hash,
-        index._orphans._below,
+        index._reach.waiting,
         index.lower.host,
         index.lower.disk,
     ):
