@@ -14,7 +14,8 @@ Rules
        ago. A session that was not used for ``IDLE_MAX_MS`` goes when another one comes.
     5. A session with one turn is kept as the events of that turn (``_OnlyTurn``). Its record is made when it is read,
        or when a second turn begins: most requests belong to no program, and no other turn follows.
-    6. What a client has kept counts until its time is over, or the session's last footprint goes.
+    6. At most ``RUNNING_MAX`` turns of a session run; beyond it the oldest is not followed any more.
+    7. What a client has kept counts until its time is over, or the session's last footprint goes.
 
 How many prompt tokens the clients of each tenant have kept at a time, as sums over the session table.
 
@@ -134,6 +135,13 @@ _GOES_ON: Final = frozenset(("prefilled", "encoded", "migrated"))
 SessionKey = tuple[int, str]
 """Tenant and name."""
 
+_Rank = tuple[str, int]
+"""A worker's id and rank: a plain tuple, which is made in a fifth of the time."""
+
+RUNNING_MAX: Final = 64
+"""Turns of one session that run at a time: a program with many branches has dozens, and each takes a tenth of a
+kilobyte."""
+
 SHARES_SPARE: Final = 64
 """Entries of the heap of tenants beyond two for each, after which it is rebuilt."""
 
@@ -183,7 +191,8 @@ class _OnlyTurn(msgspec.Struct, eq=False, gc=False):
 class _Entry(msgspec.Struct, eq=False, gc=False):
     """A session of the table."""
 
-    running: tuple[Turn, ...]
+    running: dict[str, Turn]
+    """By dispatch, the oldest first."""
     only: _OnlyTurn | None = None
     whole: SessionRecord | None = None
     """The record, from when it was first wanted on."""
@@ -223,6 +232,10 @@ class SessionTable:
         """A heap of how many sessions tenants have, at most; both numbers negated."""
         self._turns: dict[str, Turn] = {}
         """Running turns, by dispatch."""
+        self._turns_on: dict[_Rank, dict[str, Turn]] = {}
+        """The same by worker."""
+        self._left_on: dict[_Rank, dict[SessionKey, None]] = {}
+        """Sessions with a footprint, by worker: a cache that is cleared costs what was in it."""
         self.gaps: tuple[Gap, Gap, Gap] = NO_GAPS
         """Of all sessions together, for those that have none of their own yet."""
         self.kept = KeptPrompts()
@@ -254,7 +267,7 @@ class SessionTable:
 
     def running_of(self, session: SessionRecord) -> list[Turn]:
         entry = self._sessions.get((session.tenant, session.name))
-        return [] if entry is None else list(entry.running)
+        return [] if entry is None else list(entry.running.values())
 
     def state(self, session: SessionRecord) -> str:
         """Return ``running``, ``waiting`` (all its running turns wait in their engines) or ``idle``."""
@@ -322,11 +335,11 @@ class SessionTable:
         if dispatch_id in self._turns:
             self._withdraw(dispatch_id)
         turn = Turn(dispatch_id, given.tenant, given.session, record.worker_id, record.dp_rank, given.tail)
-        self._turns[dispatch_id] = turn
         entry = self._sessions.get(key)
         if entry is None:
             self._make_room(now_ms)
-            entry = _Entry((turn,), _OnlyTurn(event, turn, now_ms, now_ms))
+            entry = _Entry({}, _OnlyTurn(event, turn, now_ms, now_ms))
+            self._run(entry, turn)
             self._add(key, entry)
             if given.keep_tokens:
                 self._keep_prompt(entry.own(), given, now_ms)
@@ -336,8 +349,8 @@ class SessionTable:
         session = entry.own()
         is_same = session.request_id == request_id
         if is_same:
-            for before in [each for each in entry.running if request_of(each.request_id) == request_id]:
-                self._withdraw(before.request_id)
+            for before in [each for each in entry.running if request_of(each) == request_id]:
+                self._withdraw(before)
         else:
             if session.ending and not session.running:
                 kind = TurnEnding.TOOL if given.after_tool else TurnEnding(session.ending)
@@ -348,7 +361,9 @@ class SessionTable:
         if given.anchor and not (is_same and session.tails):
             tail = Tail(request_id, given.tail, given.anchor, event.isl, given.residual)
             session.tails = (*session.tails, tail)[-SESSION_TAILS_MAX:]
-        entry.running += (turn,)
+        if len(entry.running) >= RUNNING_MAX:
+            self._withdraw(next(iter(entry.running)))
+        self._run(entry, turn)
         session.last_ms, session.isl = now_ms, event.isl
         session.running += 1
         if given.keep_tokens:
@@ -367,10 +382,40 @@ class SessionTable:
 
     def _take(self, turn: Turn) -> _Entry:
         """Remove a running turn and return its session, which is known as long as it has one."""
-        del self._turns[turn.request_id]
         entry = self._sessions[turn.tenant, turn.session]
-        entry.running = tuple([each for each in entry.running if each is not turn])
+        del entry.running[turn.request_id]
+        self._stop(turn)
         return entry
+
+    def _run(self, entry: _Entry, turn: Turn) -> None:
+        entry.running[turn.request_id] = self._turns[turn.request_id] = turn
+        worker = (turn.worker_id, turn.dp_rank)
+        on_worker = self._turns_on.get(worker)
+        if on_worker is None:
+            on_worker = self._turns_on[worker] = {}
+        on_worker[turn.request_id] = turn
+
+    def _stop(self, turn: Turn) -> None:
+        del self._turns[turn.request_id]
+        worker = (turn.worker_id, turn.dp_rank)
+        on_worker = self._turns_on[worker]
+        del on_worker[turn.request_id]
+        if not on_worker:
+            del self._turns_on[worker]
+
+    def _leave(self, key: SessionKey, worker: _Rank) -> None:
+        """Note that a session has a footprint on a worker."""
+        left = self._left_on.get(worker)
+        if left is None:
+            left = self._left_on[worker] = {}
+        left[key] = None
+
+    def _lift(self, key: SessionKey, worker: _Rank) -> None:
+        """Note that a session has none there any more."""
+        left = self._left_on[worker]
+        del left[key]
+        if not left:
+            del self._left_on[worker]
 
     def _learn_gap(self, session: SessionRecord, kind: TurnEnding, now_ms: int) -> None:
         gap_ms = min(GAP_MAX_MS, max(0, now_ms - session.ended_ms))
@@ -404,15 +449,20 @@ class SessionTable:
         if only is not None:
             only.last_ms, only.is_over = now_ms, True
             only.ending = reason if reason in ENDINGS else ""
+            if turn.blocks:
+                self._leave((turn.tenant, turn.session), (turn.worker_id, turn.dp_rank))
             return
         session = entry.own()
         if turn.blocks:
-            worker, left = (turn.worker_id, turn.dp_rank), session.footprints
+            key, worker, left = (turn.tenant, turn.session), (turn.worker_id, turn.dp_rank), session.footprints
             if left and (left[0].worker_id, left[0].dp_rank) == worker:
                 left = left[1:]  # no worker has two
-            elif left:
-                left = tuple(each for each in left if (each.worker_id, each.dp_rank) != worker)
+            else:
+                left = tuple([each for each in left if (each.worker_id, each.dp_rank) != worker])
+                for each in left[SESSION_FOOTPRINTS_MAX - 1 :]:
+                    self._lift(key, (each.worker_id, each.dp_rank))
                 left = left[: SESSION_FOOTPRINTS_MAX - 1]
+                self._leave(key, worker)
             session.footprints = (Footprint(*worker, turn.blocks, turn.tail), *left)
         session.last_ms = now_ms
         session.running = running = max(0, session.running - 1)
@@ -442,27 +492,24 @@ class SessionTable:
 
     def lost(self, record: JournalRecord, event: object) -> None:
         """Forget what was on a worker that left, or begins again."""
-        for turn in [each for each in self._turns.values() if (each.worker_id, each.dp_rank) == record.worker]:
+        for turn in list(self._turns_on.get((record.worker_id, record.dp_rank), {}).values()):
             turn.blocks = 0
             self._end(turn, "lost", record.recorded_ms)
         self.cleared(record, event)
 
     def cleared(self, record: JournalRecord, event: object) -> None:
         worker = (record.worker_id, record.dp_rank)
-        for entry in self._sessions.values():
-            only = entry.only
-            if only is not None:
-                if only.is_over and (only.turn.worker_id, only.turn.dp_rank) == worker:
-                    only.turn.blocks = 0
+        for key in self._left_on.pop(worker, ()):
+            entry = self._sessions[key]
+            if entry.only is not None:
+                entry.only.turn.blocks = 0
                 continue
-            footprints = entry.record.footprints
-            if any((each.worker_id, each.dp_rank) == worker for each in footprints):
-                left = tuple(each for each in footprints if (each.worker_id, each.dp_rank) != worker)
-                session = entry.own()
-                session.footprints = left
-                if not left and session.kept_tokens:
-                    session.kept_tokens = session.kept_until_ms = 0
-                    self.kept.drop(session.tenant, session.name)
+            session = entry.own()
+            left = tuple([each for each in session.footprints if (each.worker_id, each.dp_rank) != worker])
+            session.footprints = left
+            if not left and session.kept_tokens:
+                session.kept_tokens = session.kept_until_ms = 0
+                self.kept.drop(session.tenant, session.name)
 
     # -- bounds ----------------------------------------------------------------------------------------------------
 
@@ -521,9 +568,15 @@ class SessionTable:
     def _forget(self, key: SessionKey) -> None:
         """Forget a session with its running turns, of which some may have lost their end with their worker's events."""
         entry = self._sessions.pop(key)
-        for turn in entry.running:
-            del self._turns[turn.request_id]
+        for turn in entry.running.values():
+            self._stop(turn)
         tenant, name = key
+        only = entry.only
+        if only is None:
+            for each in entry.record.footprints:
+                self._lift(key, (each.worker_id, each.dp_rank))
+        elif only.is_over and only.turn.blocks:
+            self._lift(key, (only.turn.worker_id, only.turn.dp_rank))
         if entry.whole is not None and entry.whole.kept_tokens:
             self.kept.drop(tenant, name)
         if not self._of_tenant:
@@ -542,20 +595,21 @@ class SessionTable:
 
     def load(self, snapshot: SessionsSnapshot) -> None:
         """Replace all by a snapshot; a larger one than fits keeps its latest sessions."""
-        self._sessions.clear()
-        self._of_tenant.clear()
+        for held in (self._sessions, self._of_tenant, self._turns, self._turns_on, self._left_on):
+            held.clear()
         self._shares.clear()
         self.kept = KeptPrompts()
         for session in snapshot.sessions[-self._capacity :]:
-            self._add((session.tenant, session.name), _Entry((), whole=session, is_shared=True))
+            key = (session.tenant, session.name)
+            self._add(key, _Entry({}, whole=session, is_shared=True))
+            for each in session.footprints:
+                self._leave(key, (each.worker_id, each.dp_rank))
             if session.kept_tokens:
                 self.kept.keep(session.tenant, session.name, session.kept_tokens, session.kept_until_ms)
-        self._turns.clear()
         for turn in snapshot.turns:
             entry = self._sessions.get((turn.tenant, turn.session))
             if entry is not None:
-                self._turns[turn.request_id] = running = _copy(turn)
-                entry.running += (running,)
+                self._run(entry, _copy(turn))
         self.gaps = snapshot.gaps
 
 
