@@ -261,7 +261,7 @@ class EventBatch(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class JournalRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One entry of a pool's journal: an accepted batch, consolidated, at its offset."""
+    """One entry of a pool's journal: an accepted batch or a part of a large one, consolidated, at its offset."""
 
     offset: U64
     worker_id: Identifier
@@ -274,6 +274,8 @@ class JournalRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Wall clock of the consolidator when it accepted the batch."""
     events: Annotated[list[AnyEvent], Meta(max_length=EVENTS_PER_BATCH_MAX)]
     source: Identifier = "worker"
+    more: bool = False
+    """Whether the batch continues in a later record; the source's cursor moves with the last."""
 
     @property
     def worker(self) -> WorkerKey:
