@@ -189,17 +189,31 @@ class Holdings:
                 return until
 
     def remove_reached(self, run: Run, going: array[int], at: int, bit: int) -> int:
-        """Remove a block of a run, and what goes next as far as that is the run backwards; return how many went."""
+        """Remove a block of a run, and what goes next as far as the run has it there, backwards or forwards.
+
+        Returns how many went.
+        """
         sequence_hash = going[at]
+        forward = 0
         if run.blocks[-1] != sequence_hash:
-            run = self.reach.split(run, run.blocks.index(sequence_hash) + 1)
+            place = run.blocks.index(sequence_hash)
+            end = place + 1
+            if at + 1 < len(going) and run.blocks[end] == going[at + 1]:
+                # In the order of the path: all of it goes at once.
+                part = run.blocks[place : place + len(going) - at]
+                forward = common_prefix(part, going[at : at + len(part)])
+                end = place + forward
+            if end < len(run.blocks):
+                run = self.reach.split(run, end)
         blocks = run.blocks
         child = run.child
         if child is not None:
             self.reach.breaks(run, bit)
         held = len(blocks)
-        most = min(held, len(going) - at)
-        count = common_prefix(blocks[: -most - 1 : -1], going[at : at + most])
+        count = forward
+        if not forward:
+            most = min(held, len(going) - at)
+            count = common_prefix(blocks[: -most - 1 : -1], going[at : at + most])
         rest = run.mask ^ bit
         if not rest:
             self.reach.set_waiting(run)
@@ -218,7 +232,7 @@ class Holdings:
             if len(child.blocks) > 1:
                 self.reach.no_edge(child.blocks[0], child)
             if count > 1:
-                self.reach.no_edge(sequence_hash, run)
+                self.reach.no_edge(moved[-1], run)
             child.blocks[:0] = moved
             child.parent = blocks[-1]
             self.reach.places.take(run, moved)
