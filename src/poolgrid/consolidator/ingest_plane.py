@@ -98,7 +98,7 @@ class IngestPlane:
                         raise DecodeError("a worker's message", f"{len(frames)} frames, expected are 3")
                     peer, tag, payload = frames
                     if tag == BATCH_FRAME:
-                        if self._share.muted and not self._share.hears(peer, monotonic_ms()):
+                        if self._share.muted and not self._begun and not self._share.hears(peer, monotonic_ms()):
                             continue
                         if len(payload) <= ALIKE_BYTES:
                             batch = codec.event_batch.decode(payload)
@@ -155,7 +155,7 @@ class IngestPlane:
         return self._begun is None
 
     def _mute(self, peer: bytes, core: Consolidator, turn: ConsolidatorTurn) -> None:
-        self._begun = None
+        """Mute a worker; what was begun of it is taken in to its end, so that it is not sent again for ever."""
         core.mute(peer, MUTE_MS, turn)
 
     def reply(self, turn: ConsolidatorTurn) -> None:
