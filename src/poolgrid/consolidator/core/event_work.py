@@ -24,8 +24,8 @@ from poolgrid.wire.events import (
     SnapshotEnded,
 )
 
-PART_UNITS: Final = 8192
-"""Of one record: a router applies it between two tokens of an answer."""
+PART_UNITS: Final = 2048
+"""Of one record, which a router applies in one go: a request takes some forty turns of its loop."""
 
 UNITS_PER_MS: Final = 1000
 
@@ -37,7 +37,7 @@ CLEAR_UNITS: Final = 4096
 
 HASH_BYTES: Final = 8
 
-UNITS_PER_HASH: Final[Mapping[type[Any], int]] = {BlocksStored: 1, BlocksRemoved: 8, BlocksShared: 1, BlocksReleased: 1}
+UNITS_PER_HASH: Final[Mapping[type[Any], int]] = {BlocksStored: 1, BlocksRemoved: 16, BlocksShared: 1, BlocksReleased: 1}
 """Blocks that go from the middle of others cost ten times as much as those that come."""
 
 _BLOCKS: Final = frozenset(UNITS_PER_HASH)
