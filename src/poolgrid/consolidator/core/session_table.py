@@ -15,17 +15,20 @@ Rules
     5. A session with one turn is kept as the events of that turn (``_OnlyTurn``). Its record is made when it is read,
        or when a second turn begins: most requests belong to no program, and no other turn follows.
     6. At most ``RUNNING_MAX`` turns of a session run; beyond it the oldest is not followed any more.
-    7. What a client has kept counts until its time is over, or the session's last footprint goes.
+    7. What a client has kept counts until its time is over, or the last footprint of the session goes that kept it; also
+       when the session is forgotten, as engines keep it all the same.
 
-How many prompt tokens the clients of each tenant have kept at a time, as sums over the session table.
+How many prompt tokens the clients of each tenant have kept at a time.
 
-A session counts with the longest of its prompts that is still to be kept: a later one repeats the earlier.
+A prompt is known by its last whole block, which names all before it: the same prompt counts once, whatever sessions
+keep it. One that begins with an earlier one (``SessionTurn.repeats``) takes its place. All others count by themselves,
+also those of one session, and what two have in common twice.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import islice
 from typing import Any, Final
@@ -49,6 +52,7 @@ from poolgrid.wire.sessions import (
     NO_GAPS,
     Footprint,
     Gap,
+    KeptPrompt,
     SessionRecord,
     SessionsSnapshot,
     SessionTurn,
@@ -58,64 +62,95 @@ from poolgrid.wire.sessions import (
     TurnEnding,
 )
 
+SessionKey = tuple[int, str]
+"""Tenant and name."""
+
 DUE_SPARE: Final = 64
-"""Entries of the heap beyond two for each session, after which it is rebuilt."""
+"""Entries of the heap beyond two for each prompt, after which it is rebuilt."""
 
 
-class _Kept(msgspec.Struct, eq=False):
-    """What one tenant has kept."""
-
-    tokens: int = 0
-    sessions: dict[str, tuple[int, int]] = {}
-    """By name: tokens, and until when."""
+PROMPTS_MAX: Final = 65_536
+"""Kept prompts of a pool, a hundred bytes each; beyond it the one that ends first counts no more."""
 
 
 class KeptPrompts:
     """Sums by tenant. An entry that has ended is removed at the next read, by the reader's time."""
 
-    def __init__(self) -> None:
-        self._of: dict[int, _Kept] = {}
-        self._due: list[tuple[int, int, str]] = []
-        """A heap of ends; one that its session has moved on from counts for nothing."""
-        self._sessions = 0
+    def __init__(self, prompts_max: int = PROMPTS_MAX) -> None:
+        self._prompts_max = prompts_max
+        self._prompts: dict[tuple[int, int], KeptPrompt] = {}
+        """By tenant and tail, in the order in which they were kept."""
+        self._tokens: dict[int, int] = {}
+        """Sums by tenant."""
+        self._of_session: dict[SessionKey, dict[int, None]] = {}
+        self._due: list[tuple[int, int, int]] = []
+        """A heap of ends, with tenant and tail; one that its prompt has moved on from counts for nothing."""
 
-    def keep(self, tenant: int, session: str, tokens: int, until_ms: int) -> None:
-        """Take note of what a session has kept from now on."""
-        kept = self._of.get(tenant)
-        if kept is None:
-            kept = self._of[tenant] = _Kept()
-        before = kept.sessions.get(session)
-        self._sessions += before is None
-        kept.tokens += tokens - (0 if before is None else before[0])
-        kept.sessions[session] = (tokens, until_ms)
-        heappush(self._due, (until_ms, tenant, session))
-        if len(self._due) > 2 * self._sessions + DUE_SPARE:
-            self._due = [
-                (each[1], of, name) for of, all_of in self._of.items() for name, each in all_of.sessions.items()
-            ]
+    def __iter__(self) -> Iterator[KeptPrompt]:
+        return iter(self._prompts.values())
+
+    def keep(self, turn: SessionTurn, now_ms: int) -> None:
+        """Take note of what a turn has kept from now on."""
+        tokens, until_ms = turn.keep_tokens, now_ms + turn.keep_ms
+        for tail in {turn.repeats, turn.tail}:
+            before = self._prompts.get((turn.tenant, tail))
+            if before is not None:
+                if before.until_ms > now_ms:
+                    tokens, until_ms = max(tokens, before.tokens), max(until_ms, before.until_ms)
+                self._remove(before)
+        self.add(KeptPrompt(turn.tenant, turn.session, turn.tail, tokens, until_ms))
+
+    def add(self, prompt: KeptPrompt) -> None:
+        """Enter a prompt whose block none has kept."""
+        tenant, tail = prompt.tenant, prompt.tail
+        self._prompts[tenant, tail] = prompt
+        self._tokens[tenant] = self._tokens.get(tenant, 0) + prompt.tokens
+        key = (tenant, prompt.session)
+        tails = self._of_session.get(key)
+        if tails is None:
+            tails = self._of_session[key] = {}
+        tails[tail] = None
+        heappush(self._due, (prompt.until_ms, tenant, tail))
+        if len(self._due) > 2 * len(self._prompts) + DUE_SPARE:
+            self._due = [(each.until_ms, each.tenant, each.tail) for each in self]
             heapify(self._due)
+        while len(self._prompts) > self._prompts_max:
+            self._end_next()
 
     def drop(self, tenant: int, session: str) -> None:
         """Forget what a session has kept, if it has anything."""
-        kept = self._of.get(tenant)
-        before = None if kept is None else kept.sessions.pop(session, None)
-        if kept is None or before is None:
-            return
-        self._sessions -= 1
-        kept.tokens -= before[0]
-        if not kept.sessions:
-            del self._of[tenant]
+        for tail in list(self._of_session.get((tenant, session), ())):
+            self._remove(self._prompts[tenant, tail])
 
-    def others(self, tenant: int, session: str, now_ms: int) -> int:
-        """Return the tokens that the tenant's other sessions have kept at a time (Unix)."""
-        due = self._due
-        while due and due[0][0] <= now_ms:
-            until_ms, of, name = heappop(due)
-            kept = self._of.get(of)
-            if kept is not None and kept.sessions.get(name, (0, 0))[1] == until_ms:
-                self.drop(of, name)
-        kept = self._of.get(tenant)
-        return 0 if kept is None else kept.tokens - kept.sessions.get(session, (0, 0))[0]
+    def _remove(self, prompt: KeptPrompt) -> None:
+        tenant, key = prompt.tenant, (prompt.tenant, prompt.session)
+        del self._prompts[tenant, prompt.tail]
+        self._tokens[tenant] -= prompt.tokens
+        if not self._tokens[tenant]:
+            del self._tokens[tenant]
+        tails = self._of_session[key]
+        del tails[prompt.tail]
+        if not tails:
+            del self._of_session[key]
+
+    def _end_next(self) -> None:
+        until_ms, tenant, tail = heappop(self._due)
+        prompt = self._prompts.get((tenant, tail))
+        if prompt is not None and prompt.until_ms == until_ms:
+            self._remove(prompt)
+
+    def tokens(self, tenant: int, now_ms: int) -> int:
+        """Return the tokens that a tenant has kept at a time (Unix)."""
+        while self._due and self._due[0][0] <= now_ms:
+            self._end_next()
+        return self._tokens.get(tenant, 0)
+
+    def begins(self, tenant: int, path: Sequence[int]) -> KeptPrompt | None:
+        """Return the longest prompt that a tenant has kept and that a path begins with."""
+        if tenant not in self._tokens:
+            return None
+        prompts = self._prompts
+        return next((prompts[tenant, block] for block in reversed(path) if (tenant, block) in prompts), None)
 
 
 CAPACITY: Final = 8192
@@ -131,9 +166,6 @@ ENDINGS: Final = frozenset(map(str, TurnEnding))
 _PLACE: Final = {ending: place for place, ending in enumerate(TurnEnding)}
 _GOES_ON: Final = frozenset(("prefilled", "encoded", "migrated"))
 """Finish reasons of a dispatch after which another one continues its turn."""
-
-SessionKey = tuple[int, str]
-"""Tenant and name."""
 
 _Rank = tuple[str, int]
 """A worker's id and rank: a plain tuple, which is made in a fifth of the time."""
@@ -332,6 +364,8 @@ class SessionTable:
     def began(self, record: JournalRecord, event: TurnBegan) -> None:
         given, now_ms, dispatch_id = event.turn, record.recorded_ms, event.request_id
         key = (given.tenant, given.session)
+        if given.keep_tokens:
+            self.kept.keep(given, now_ms)
         if dispatch_id in self._turns:
             self._withdraw(dispatch_id)
         turn = Turn(dispatch_id, given.tenant, given.session, record.worker_id, record.dp_rank, given.tail)
@@ -341,8 +375,6 @@ class SessionTable:
             entry = _Entry({}, _OnlyTurn(event, turn, now_ms, now_ms))
             self._run(entry, turn)
             self._add(key, entry)
-            if given.keep_tokens:
-                self._keep_prompt(entry.own(), given, now_ms)
             return
         request_id = request_of(dispatch_id)
         self._keep(key)
@@ -366,15 +398,6 @@ class SessionTable:
         self._run(entry, turn)
         session.last_ms, session.isl = now_ms, event.isl
         session.running += 1
-        if given.keep_tokens:
-            self._keep_prompt(session, given, now_ms)
-
-    def _keep_prompt(self, session: SessionRecord, turn: SessionTurn, now_ms: int) -> None:
-        """Count what a turn has kept; of a session's prompts that are kept, the longest."""
-        before = session.kept_tokens if session.kept_until_ms > now_ms else 0
-        session.kept_tokens = max(before, turn.keep_tokens)
-        session.kept_until_ms = max(session.kept_until_ms, now_ms + turn.keep_ms)
-        self.kept.keep(session.tenant, session.name, session.kept_tokens, session.kept_until_ms)
 
     def _withdraw(self, dispatch_id: str) -> None:
         session = self._take(self._turns[dispatch_id]).own()
@@ -503,13 +526,13 @@ class SessionTable:
             entry = self._sessions[key]
             if entry.only is not None:
                 entry.only.turn.blocks = 0
+                self.kept.drop(*key)
                 continue
             session = entry.own()
             left = tuple([each for each in session.footprints if (each.worker_id, each.dp_rank) != worker])
             session.footprints = left
-            if not left and session.kept_tokens:
-                session.kept_tokens = session.kept_until_ms = 0
-                self.kept.drop(session.tenant, session.name)
+            if not left:
+                self.kept.drop(*key)
 
     # -- bounds ----------------------------------------------------------------------------------------------------
 
@@ -570,17 +593,15 @@ class SessionTable:
         entry = self._sessions.pop(key)
         for turn in entry.running.values():
             self._stop(turn)
-        tenant, name = key
         only = entry.only
         if only is None:
             for each in entry.record.footprints:
                 self._lift(key, (each.worker_id, each.dp_rank))
         elif only.is_over and only.turn.blocks:
             self._lift(key, (only.turn.worker_id, only.turn.dp_rank))
-        if entry.whole is not None and entry.whole.kept_tokens:
-            self.kept.drop(tenant, name)
         if not self._of_tenant:
             return
+        tenant, name = key
         names = self._of_tenant[tenant]
         del names[name]
         if not names:
@@ -591,7 +612,8 @@ class SessionTable:
     def freeze(self) -> SessionsSnapshot:
         for entry in self._sessions.values():
             entry.is_shared = True
-        return SessionsSnapshot(list(self), [_copy(each) for each in self._turns.values()], self.gaps)
+        turns = [_copy(each) for each in self._turns.values()]
+        return SessionsSnapshot(list(self), turns, self.gaps, list(self.kept))
 
     def load(self, snapshot: SessionsSnapshot) -> None:
         """Replace all by a snapshot; a larger one than fits keeps its latest sessions."""
@@ -604,12 +626,12 @@ class SessionTable:
             self._add(key, _Entry({}, whole=session, is_shared=True))
             for each in session.footprints:
                 self._leave(key, (each.worker_id, each.dp_rank))
-            if session.kept_tokens:
-                self.kept.keep(session.tenant, session.name, session.kept_tokens, session.kept_until_ms)
         for turn in snapshot.turns:
             entry = self._sessions.get((turn.tenant, turn.session))
             if entry is not None:
                 self._run(entry, _copy(turn))
+        for prompt in snapshot.kept:
+            self.kept.add(prompt)
         self.gaps = snapshot.gaps
 
 
