@@ -19,12 +19,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
+from poolgrid.consolidator.core.event_work import units_of
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import BulkWork
 from poolgrid.router.core.inputs import RecordsArrived, SnapshotArrived
 from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, SnapshotLoad
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.wire.events import BlocksRemoved, BlocksStored, JournalRecord
+from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.feed import BlockChain, WorkerState
 from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
 
@@ -33,14 +34,11 @@ log: Final = logging.getLogger(__name__)
 RESYNC_MS = 1000.0
 """Shortest time between two requests for a snapshot: one of a large pool is seconds of work for all processes."""
 
-SLICE_BYTES: Final = 12 * 1024
-"""Hashes of records that are applied in one go, each record with ``RECORD_BYTES`` more, unless one has more by itself:
-half a millisecond."""
+SLICE_UNITS: Final = 2048
+"""Work of records that are applied in one go (``event_work``), unless one is more by itself: a millisecond or two."""
 
-RECORD_BYTES: Final = 256
-"""A record is as much work as this many bytes of hashes."""
-
-BLOCK_EVENTS: Final = (BlocksStored, BlocksRemoved)
+RECORD_UNITS: Final = 32
+"""A record is as much work, besides its events."""
 
 ARRIVED_RECORDS_MAX: Final = 100_000
 """Records that wait for a snapshot or for their slice; beyond it the router does nothing else until fewer wait."""
@@ -191,12 +189,9 @@ class JournalApplier:
 
 def _leading(records: Collection[JournalRecord]) -> int:
     """Return how many of some records are applied in one go: one at least."""
-    left = SLICE_BYTES
+    left = SLICE_UNITS
     for count, record in enumerate(records):
-        left -= RECORD_BYTES
-        for event in record.events:
-            if isinstance(event, BLOCK_EVENTS):
-                left -= len(event.sequence_hashes)
+        left -= RECORD_UNITS + units_of(record.events)
         if left < 0 and count:
             return count
     return len(records)

@@ -24,6 +24,12 @@ AFTER_TOOL: Final = tuple(TurnEnding).index(TurnEnding.TOOL)
 RETURN_MAX_MS: Final = 60_000
 """Blocks are kept no longer than a session keeps its place in the working set."""
 
+UNREPORTED_MS: Final = 10_000
+"""After this time a turn has begun, or was refused."""
+
+UNREPORTED_MAX: Final = 1024
+"""Turns that are to be kept and have not begun; of more nothing is kept."""
+
 SHORT_TOKENS: Final = 64
 """Prompts up to this length begin no session by themselves: computing so many takes 1 ms of a step of 17 (Dynamo's
 published times), so there is no KV to wait for, to keep or to return to."""
@@ -36,6 +42,8 @@ class SessionNaming:
         self._sessions = projection.sessions
         self._lineage = projection.lineage
         self._wall_ms = wall_ms
+        self._unreported: dict[str, tuple[int, str, int, int]] = {}
+        """What is to be kept of turns whose start is not in the journal yet: tenant, session, tokens, since when."""
 
     def turn_of(self, request: InferenceRequest, path: Sequence[int], block_size: int) -> SessionTurn | None:
         """Return the turn that a request would be, dispatched now; ``None`` for a short prompt without a name."""
@@ -58,32 +66,51 @@ class SessionNaming:
             return_ms = gap.limit_ms if gap.limit_ms <= RETURN_MAX_MS else 0
         tail = path[-1] if path else 0
         turn = SessionTurn(name, tenant, parent, hint.after_tool, tail, anchor, residual, return_ms)
-        return self._keeping(turn, request) if request.kept_tokens_max and request.retention is None else turn
+        return self._keeping(turn, request, path) if request.kept_tokens_max and request.retention is None else turn
 
     def follows(self, request: InferenceRequest) -> Known | None:
         """Return the turn that a request's session has dispatched last, where lineage has found that session."""
         turn = request.turn
         return None if turn is None else self._lineage.latest(turn.tenant, turn.session)
 
-    def _keeping(self, turn: SessionTurn, request: InferenceRequest) -> SessionTurn:
-        """Return a turn with what its client has kept, as far as the tenant's budget has room next to others.
+    def _keeping(self, turn: SessionTurn, request: InferenceRequest, path: Sequence[int]) -> SessionTurn:
+        """Return a turn with what its client has kept, as far as the tenant's budget has room next to the rest.
 
-        Engines always compute the last token of a prompt. Turns whose start is not in the pool's journal yet are not
-        counted: those that come at once may exceed the budget.
+        Engines always compute the last token of a prompt, and keep whole blocks. What this router has named and the
+        pool's journal does not report yet counts as well; what other routers name at the same time does not.
         """
-        others = self._sessions.kept.others(turn.tenant, turn.session, self._wall_ms())
-        tokens = min(len(request.token_ids) // TOKEN_BYTES - 1, request.kept_tokens_max - others)
-        if tokens <= 0:
+        if not request.session.keep_ms or not path:
             return turn
-        # Longer than the table knows a session that does nothing, its tokens would not count any more.
-        return msgspec.structs.replace(turn, keep_ms=min(request.session.keep_ms, IDLE_MAX_MS), keep_tokens=tokens)
+        now_ms, kept, unreported = self._wall_ms(), self._sessions.kept, self._unreported
+        for request_id, (tenant, session, _, since_ms) in list(unreported.items()):
+            if since_ms + UNREPORTED_MS <= now_ms or self._is_reported(tenant, session, request_id):
+                del unreported[request_id]
+        unreported.pop(request.request_id, None)
+        total = kept.tokens(turn.tenant, now_ms)
+        total += sum(tokens for tenant, _, tokens, _ in unreported.values() if tenant == turn.tenant)
+        earlier = kept.begins(turn.tenant, path)
+        room = request.kept_tokens_max - total + (0 if earlier is None else earlier.tokens)
+        tokens = min(len(request.token_ids) // TOKEN_BYTES - 1, room)
+        if tokens <= 0 or len(unreported) >= UNREPORTED_MAX:
+            return turn
+        unreported[request.request_id] = (turn.tenant, turn.session, tokens, now_ms)
+        keep_ms = min(request.session.keep_ms, IDLE_MAX_MS)
+        repeats = 0 if earlier is None else earlier.tail
+        return msgspec.structs.replace(turn, keep_ms=keep_ms, keep_tokens=tokens, repeats=repeats)
+
+    def _is_reported(self, tenant: int, session: str, request_id: str) -> bool:
+        """Return whether the journal has a turn: it runs, or is the last of its session."""
+        if request_id in self._sessions.turns:
+            return True
+        known = self._sessions.get(tenant, session)
+        return known is not None and known.request_id == request_id
 
     @staticmethod
     def placed(request: InferenceRequest, card: WorkerCard) -> None:
         """Keep nothing of a turn on a worker whose engine cannot: its client is told what was kept."""
         turn = request.turn
         if turn is not None and turn.keep_tokens and not card.takes_retention:
-            request.turn = msgspec.structs.replace(turn, keep_ms=0, keep_tokens=0)
+            request.turn = msgspec.structs.replace(turn, keep_ms=0, keep_tokens=0, repeats=0)
 
     def is_later(self, turn: SessionTurn | None) -> bool | None:
         """Return whether a turn continues another of its session, or of its parent; ``None`` = no turn is known."""

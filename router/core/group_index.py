@@ -17,6 +17,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from operator import and_
 from typing import Final
 
@@ -164,18 +165,16 @@ class GroupIndex:
 
     def _able(self, group: KvGroup, path: Sequence[int], begin: int, end: int) -> list[int]:
         """Return, for each depth behind ``begin`` up to ``end``, the workers whose group can be resumed there."""
-        stride, needed = group.stride_blocks, group.needed_blocks
+        stride = group.stride_blocks
         # In blocks of the group: at the depths first to last, which need those from first - needed on.
         first, last = begin // stride + 1, end // stride
+        if last < first:
+            return [0] * (end - begin)
+        needed = min(group.needed_blocks, last)  # all that there are
         masks = [ALL] * max(0, needed - first) + self._holders(
             group, path[(max(1, first - needed + 1) * stride) - 1 : last * stride : stride]
         )
-        # Every mask with the next, those two with the next two, and so on, until each stands for all that is needed.
-        covered = 1
-        while covered < needed:
-            step = min(covered, needed - covered)
-            masks = list(map(and_, masks, masks[step:]))
-            covered += step
+        masks = _covered(masks, needed)
         if stride == 1:
             return masks
         able = [0] * (end - begin)
@@ -218,3 +217,24 @@ class GroupIndex:
 
     def size_bytes(self) -> int:
         return sum(held.size_bytes() for held in self._places.values()) + 88 * len(self)
+
+
+def _covered(masks: list[int], needed: int) -> list[int]:
+    """Return, for each place that has ``needed`` masks from there on, what is in all of these."""
+    covered = 1
+    while covered < min(needed, FIRST_PLACES):
+        # Every mask with the next, those two with the next two, and so on.
+        step = min(covered, needed - covered)
+        masks = list(map(and_, masks, masks[step:]))
+        covered += step
+    if covered == needed:
+        return masks
+    # Of a long window: in pieces as long as what is left of it, each from its beginning on and from its end back.
+    width = needed - covered + 1
+    ahead: list[int] = []
+    back: list[int] = []
+    for at in range(0, len(masks), width):
+        piece = masks[at : at + width]
+        ahead += accumulate(piece, and_)
+        back += [*accumulate(reversed(piece), and_)][::-1]
+    return list(map(and_, back, ahead[width - 1 :]))

@@ -48,7 +48,6 @@ from poolgrid.consolidator.core.sharded_map import KEY_BITS, SHARD_ENTRIES
 from poolgrid.router.core.block_locator import GONE
 from poolgrid.router.core.group_index import GroupIndex
 from poolgrid.router.core.lower_tiers import LowerTiers, TierOverlap, add_bits
-from poolgrid.router.core.orphans import Orphans
 from poolgrid.router.core.run_forest import Run
 from poolgrid.router.core.run_map import RUN_BLOCKS_MAX, RunMap, common_prefix
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, GroupsReported
@@ -112,125 +111,112 @@ class Holdings:
     ``PrefixIndex`` decides the usual cases of its calls itself; what cuts runs or brings orphans back is decided here.
     """
 
-    def __init__(self, reach: RunMap, orphans: Orphans, lower: LowerTiers) -> None:
+    def __init__(self, reach: RunMap, lower: LowerTiers) -> None:
         self.reach = reach
-        self.orphans = orphans
         self.lower = lower
         self.contradictions = 0
         """Not counted yet by the index."""
 
     def store(self, bit: int, parent: int | None, hashes: array[int]) -> int:
         """Store a chain for one worker; return how many blocks the worker did not hold before."""
+        reach = self.reach
         run: Run | None = None
         position = 0
         if parent is not None:
-            run = self.reach.run_of(parent, bit)
-            if run is None:
-                return self._store_orphans(bit, parent, hashes)
-            position = run.blocks.index(parent) + 1
-        if self.orphans.entries and self.orphans.concern(hashes):
-            return self._store_among_orphans(bit, parent, hashes)
+            run = reach.holder(parent, bit)
+            if run is not None:
+                position = run.blocks.index(parent) + 1
+            if run is None or not run.mask & bit:
+                reach.broken |= bit
+                if run is not None and position < len(run.blocks) and run.blocks[position] == hashes[0]:
+                    run = reach.split(run, position)
         at = 0
         stored = 0
         end = len(hashes)
         while at < end:
             if run is not None and position < len(run.blocks):
                 # Held already: skip what the chain shares with the rest of its run.
-                shared = common_prefix(run.blocks[position : position + end - at], hashes[at:])
-                if not shared:
-                    # It branches off, and nothing below a block that is not resident can be resident.
-                    return stored + self._add_blocks(bit, run, parent, hashes[at:])
-                at += shared
-                position += shared
-            else:
-                below = self.reach.child(parent, hashes[at])
-                if below is None:
-                    return stored + self._add_blocks(bit, run, parent, hashes[at:])
-                run = below
-                position = 0
+                shared = 0
                 if run.mask & bit:
+                    rest = run.blocks[position : position + end - at]
+                    shared = common_prefix(rest, hashes[at : at + len(rest)])
+                if shared:
+                    at += shared
+                    position += shared
+                    parent = hashes[at - 1]
                     continue
-                blocks = run.blocks
-                part = hashes[at : at + len(blocks)]
-                position = len(blocks) if blocks == part else common_prefix(blocks, part)
-                if position < len(blocks):
-                    run = self.reach.split(run, position)
-                run.mask |= bit
-                run.used = True
-                at += position
-                stored += position
+            else:
+                below = reach.child(parent, hashes[at])
+                if below is not None:
+                    run = below
+                    position = 0
+                    if run.mask & bit:
+                        continue
+                    blocks = run.blocks
+                    part = hashes[at : at + len(blocks)]
+                    position = len(blocks) if blocks == part else common_prefix(blocks, part)
+                    if position < len(blocks):
+                        run = reach.split(run, position)
+                    run.mask |= bit
+                    run.used = True
+                    at += position
+                    stored += position
+                    parent = hashes[at - 1]
+                    continue
+            # It branches off.
+            until = self._make_way(hashes, at, run)
+            run = reach.add_run(bit, run, parent, hashes[at:until])
+            if run is None:
+                self.contradictions += 1
+                break
+            stored += until - at
+            at = until
             parent = hashes[at - 1]
+            position = len(run.blocks)
         return stored
 
-    def _add_blocks(self, bit: int, above: Run | None, parent: int | None, blocks: array[int]) -> int:
-        added = self.reach.add_blocks(bit, above, parent, blocks)
-        if added < len(blocks):
-            self.contradictions += 1
-        return added
+    def _make_way(self, hashes: array[int], at: int, above: Run | None) -> int:
+        """Return up to where a chain can be one run: the first block that runs wait for, which then continue it.
 
-    def _store_orphans(self, bit: int, parent: int, hashes: Sequence[int]) -> int:
-        """Keep blocks apart whose worker does not hold the block before them; reach resumes where it can."""
-        stored = 0
-        orphans = self.orphans
-        for sequence_hash in hashes:
-            if not orphans.mask(sequence_hash) & bit:
-                if orphans.add(sequence_hash, bit, parent):
-                    stored += 1
-                else:
-                    self.contradictions += 1
-            parent = sequence_hash
-        return stored
-
-    def _store_among_orphans(self, bit: int, parent: int | None, hashes: Sequence[int]) -> int:
-        """Store block by block, bringing orphans back into reach where the chain reconnects them."""
-        stored = 0
-        orphans = self.orphans
-        pending: list[tuple[int | None, int]] = []
-        for sequence_hash in hashes:
-            pending.append((parent, sequence_hash))
-            while pending:
-                before, block = pending.pop()
-                above = None if before is None else self.reach.run_of(before, bit)
-                if above is None or before is None or above.blocks[-1] == before:
-                    run = self.reach.child(before, block)
-                else:
-                    following = above.blocks.index(before) + 1
-                    run = above if above.blocks[following] == block else None
-                if run is None or not run.mask & bit:
-                    if run is None:
-                        if not self.reach.add_run(bit, above, before, array("Q", (block,))):
-                            self.contradictions += 1
-                            return stored
-                    else:
-                        if len(run.blocks) > 1:
-                            run = self.reach.split(run, 1)
-                        run.mask |= bit
-                        run.used = True
-                    orphan = orphans.get(block)
-                    if orphan is not None and orphan.mask & bit:
-                        orphans.clear(orphan, bit)
-                    else:
-                        stored += 1
-                pending.extend((block, each) for each in orphans.below(block, bit))
-            parent = sequence_hash
-        return stored
+        Runs in its way that stand for nothing are deleted.
+        """
+        reach = self.reach
+        while True:
+            until = min(len(hashes), at + RUN_BLOCKS_MAX)
+            if reach.waiting.entries:
+                until = next((place + 1 for place in range(at, until) if hashes[place] in reach.waiting), until)
+            if not (reach.yields(hashes[at], above) or reach.yields(hashes[until - 1], above)):
+                return until
 
     def remove_reached(self, run: Run, going: array[int], at: int, bit: int) -> int:
-        """Remove a block of a run, and what goes next as far as that is the run backwards; return how many went."""
+        """Remove a block of a run, and what goes next as far as the run has it there, backwards or forwards.
+
+        Returns how many went.
+        """
         sequence_hash = going[at]
+        forward = 0
         if run.blocks[-1] != sequence_hash:
-            run = self.reach.split(run, run.blocks.index(sequence_hash) + 1)
+            place = run.blocks.index(sequence_hash)
+            end = place + 1
+            if at + 1 < len(going) and run.blocks[end] == going[at + 1]:
+                # In the order of the path: all of it goes at once.
+                part = run.blocks[place : place + len(going) - at]
+                forward = common_prefix(part, going[at : at + len(part)])
+                end = place + forward
+            if end < len(run.blocks):
+                run = self.reach.split(run, end)
         blocks = run.blocks
         child = run.child
         if child is not None:
-            for each in [each for each in _siblings(child) if each.mask & bit]:
-                self._demote(each, bit)
-            child = run.child
+            self.reach.breaks(run, bit)
         held = len(blocks)
-        most = min(held, len(going) - at)
-        count = common_prefix(blocks[: -most - 1 : -1], going[at : at + most])
+        count = forward
+        if not forward:
+            most = min(held, len(going) - at)
+            count = common_prefix(blocks[: -most - 1 : -1], going[at : at + most])
         rest = run.mask ^ bit
         if not rest:
+            self.reach.set_waiting(run)
             self.reach.shorten(run, count)
         elif count == held:
             run.mask = rest
@@ -246,7 +232,7 @@ class Holdings:
             if len(child.blocks) > 1:
                 self.reach.no_edge(child.blocks[0], child)
             if count > 1:
-                self.reach.no_edge(sequence_hash, run)
+                self.reach.no_edge(moved[-1], run)
             child.blocks[:0] = moved
             child.parent = blocks[-1]
             self.reach.places.take(run, moved)
@@ -258,22 +244,6 @@ class Holdings:
             assert tail is not None, "a run that was split has no tail"
             tail.mask = rest
         return count
-
-    def _demote(self, top: Run, bit: int) -> None:
-        """Take a worker's blocks out of reach, from a run on downwards: an ancestor of theirs is gone."""
-        pending = [top]
-        while pending:
-            run = pending.pop()
-            if run.child is not None:
-                pending.extend(child for child in _siblings(run.child) if child.mask & bit)
-            parent = run.parent
-            assert parent is not None, "a run without a parent lost its ancestor"
-            for block in run.blocks:
-                self.orphans.demote(block, bit, parent)
-                parent = block
-            run.mask ^= bit
-            if not run.mask:
-                self.reach.delete(run)
 
     def store_lower(self, bit: int, hashes: Sequence[int], tier: Tier) -> int:
         """Store blocks on a tier below the device; return how many that tier did not have of the worker."""
@@ -290,15 +260,14 @@ class Holdings:
             if run is not None and position < len(run.blocks) and run.blocks[position] == sequence_hash:
                 position += 1
                 continue
-            if reaches:
+            if reaches or self.reach.broken & bit:
                 run = self.reach.run_of(sequence_hash, bit)
                 if run is not None:
                     position = run.blocks.index(sequence_hash) + 1
                     continue
-                # Nor is in reach what is behind it.
+                # Nor is held what is behind it, but by a worker that holds blocks without those before.
                 reaches = False
-            if not self.orphans.mask(sequence_hash) & bit:
-                add_bits(lower.off_device, sequence_hash, bit)
+            add_bits(lower.off_device, sequence_hash, bit)
         return added
 
     def holdings_from(self, bit: int, first: int, entries: int) -> tuple[list[tuple[int, Tier]], int]:
@@ -306,14 +275,13 @@ class Holdings:
         while entries > 0 and first < HASHES_END:
             blocks, runs, end = self.reach.places.shard_from(first)
             held = [h for h, run in zip(blocks, runs, strict=True) if h >= first and run.mask & bit]
-            looked = self.orphans.held_between(bit, first, end, held)
             held.sort()
             if self.lower.in_use:
                 for h in held:
                     found.extend((h, tier) for tier in self.lower.tiers_of(h, bit))
             else:
                 found.extend((h, Tier.DEVICE) for h in held)
-            entries -= len(blocks) + looked + 1
+            entries -= len(blocks) + 1
             first = end
         return found, first
 
@@ -337,10 +305,9 @@ class PrefixIndex:
         self._first_depth = first_depth
         self._max_blocks = sys.maxsize if budget_bytes is None else budget_bytes // BYTES_PER_BLOCK
         self._reach = RunMap(shard_entries, first_depth)
-        self._orphans = Orphans(min(shard_entries, SHARD_ENTRIES))
         self.lower = LowerTiers(min(shard_entries, SHARD_ENTRIES))
         self.groups = GroupIndex(self._max_blocks)
-        self._holdings = Holdings(self._reach, self._orphans, self.lower)
+        self._holdings = Holdings(self._reach, self.lower)
         self._slots: dict[WorkerKey, int] = {}
         self._workers: list[WorkerKey | None] = []
         self._held: list[int] = []
@@ -410,7 +377,7 @@ class PrefixIndex:
             self.lower.onboard(bit, hashes)
         if type(hashes) is not array:
             hashes = array("Q", hashes)
-        edges, orphans = self._reach.edges, self._orphans
+        edges, waiting = self._reach.edges, self._reach.waiting
         shards, shift, key_mask = edges.view
         first, last = hashes[0], hashes[-1]
         count = len(hashes)
@@ -420,7 +387,7 @@ class PrefixIndex:
             first & key_mask in shards[first >> shift]
             or last & key_mask in shard
             or (parent is not None and (above is None or not above.mask & bit or above.blocks[-1] != parent))
-            or (orphans.entries and orphans.concern(hashes))
+            or (waiting.entries and any(each in waiting for each in hashes))
             or count > RUN_BLOCKS_MAX
         ):
             holdings = self._holdings
@@ -428,6 +395,11 @@ class PrefixIndex:
             if holdings.contradictions:
                 self.counters.contradictions += holdings.contradictions
                 holdings.contradictions = 0
+            if self._reach.yielded:
+                self.counters.contradictions += 1
+                for blocks, mask in self._reach.yielded:
+                    self._forget(blocks, mask)
+                self._reach.yielded.clear()
         elif (
             above is not None
             and above.mask == bit
@@ -473,7 +445,7 @@ class PrefixIndex:
             counters.repeated_stores += count - stored
         if self._dead or self._sweeping:
             self._sweep_slice(SWEPT_PER_CALL + SWEPT_PER_BLOCK * count)
-        if self._reach.blocks + orphans.entries > self._max_blocks:
+        if self._reach.blocks > self._max_blocks:
             self._evict(EVICTION_SLICE_BLOCKS + 4 * count)
 
     def remove(self, worker: WorkerKey, hashes: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
@@ -488,7 +460,7 @@ class PrefixIndex:
             hashes, lowered, unknown = lower.take_off(bit, hashes, tier)
             self._lower_blocks[slot] -= lowered
             self.counters.unknown_removes += unknown
-        edges, places, orphans = self._reach.edges, self._reach.places, self._orphans
+        edges, places = self._reach.edges, self._reach.places
         removed = at = 0
         count = len(hashes)
         in_order = hashes if type(hashes) is array else array("Q", hashes)
@@ -527,10 +499,6 @@ class PrefixIndex:
                     if held > 2:
                         self._reach.set_edge(blocks[-1], run, run)
                     continue
-            elif orphans.entries and (orphan := orphans.get(sequence_hash)) is not None and orphan.mask & bit:
-                orphans.clear(orphan, bit)
-                removed += 1
-                continue
             else:
                 run = self._reach.inside(sequence_hash, bit)
                 if run is None:
@@ -539,11 +507,13 @@ class PrefixIndex:
             removed += gone
             at += gone - 1
         self._held[slot] -= removed
+        if self._reach.broken and not self._held[slot]:
+            self._reach.broken &= ~bit
         self.counters.blocks_removed += removed
         self.counters.unknown_removes += count - removed
         if self._dead or self._sweeping:
             self._sweep_slice(SWEPT_PER_CALL + SWEPT_PER_BLOCK * count)
-        if self._reach.blocks + orphans.entries > self._max_blocks:
+        if self._reach.blocks > self._max_blocks:
             # Blocks that went out of reach for one worker, and not for others, take room twice.
             self._evict(EVICTION_SLICE_BLOCKS + 4 * count)
 
@@ -582,7 +552,7 @@ class PrefixIndex:
 
         Freed at once, a million blocks block the event loop for a tenth of a second.
         """
-        for each in (self.lower, self._reach, self._orphans, self.groups):
+        for each in (self.lower, self._reach, self.groups):
             entries = each.discard(entries)
         return entries <= 0
 
@@ -648,13 +618,12 @@ class PrefixIndex:
         return tuple(self._slots)
 
     def __len__(self) -> int:
-        """Return how many blocks are resident; one that some hold in reach and others out of reach counts twice."""
-        return self._reach.blocks + self._orphans.entries
+        """Return how many blocks are resident."""
+        return self._reach.blocks
 
     def size_bytes(self) -> int:
         """Return a close estimate: the maps exactly, 40 bytes a block for its key and place in its run."""
-        orphans = self._orphans.size_bytes() + 32 * self._orphans.entries
-        return self._reach.size_bytes() + orphans + self.lower.size_bytes() + self.groups.size_bytes()
+        return self._reach.size_bytes() + self.lower.size_bytes() + self.groups.size_bytes()
 
     # -- sweeping and eviction -------------------------------------------------------------------------------------
 
@@ -675,9 +644,8 @@ class PrefixIndex:
         ages = self._reach.forest.ages
         if not self._sweeping:
             self._sweeping, self._dead = self._dead, 0
-            # Newest first: a run must not go before those that continue it. What is new meanwhile has no dead holder.
+            # Newest first: what is new meanwhile has no dead holder.
             ages.begin_walk()
-            self._orphans.begin_sweep()
             self.lower.begin_sweep()
             self.groups.begin_sweep()
         dead = self._sweeping
@@ -688,23 +656,16 @@ class PrefixIndex:
                 if not run.mask:
                     left -= len(run.blocks)
                     self._reach.delete(run)
-        left = self._orphans.sweep(dead, left)
         left = self.groups.sweep(dead, self.lower.sweep(dead, left))
         self._swept_too_far = max(0, -left)
         if left > 0:
+            self._reach.broken &= ~dead
             self._free_slots.extend(slots_of(dead))
             self._sweeping = 0
 
     def _evict(self, slice_blocks: int) -> None:
         """Evict until within budget, a bounded number of blocks."""
-        orphans = self._orphans
-        excess = self._reach.blocks + orphans.entries - self._max_blocks
-        while excess > 0 and slice_blocks > 0 and (orphan := orphans.oldest) is not None:
-            mask = orphan.mask
-            orphans.clear(orphan, mask)
-            self._forget_evicted([orphan.sequence_hash], mask)
-            excess -= 1
-            slice_blocks -= 1
+        excess = self._reach.blocks - self._max_blocks
         runs = self._reach.forest
         chances = SECOND_CHANCES
         while excess > 0 and slice_blocks > 0 and (run := runs.oldest_leaf) is not None:
@@ -718,9 +679,11 @@ class PrefixIndex:
             gone = self._reach.shorten(run, count, evicted=True)
             excess -= count
             slice_blocks -= count
-            self._forget_evicted(gone, run.mask)
+            self._forget(gone, run.mask)
+            self.counters.evicted_blocks += count
 
-    def _forget_evicted(self, blocks: Sequence[int], mask: int) -> None:
+    def _forget(self, blocks: Sequence[int], mask: int) -> None:
+        """Take note that blocks are gone for their holders, though none of these removed them."""
         for slot in slots_of(mask & self._live):
             self._held[slot] -= len(blocks)
         if self.lower.in_use:
@@ -728,12 +691,10 @@ class PrefixIndex:
                 for lower in self.lower.forget(block, mask):
                     for slot in slots_of(lower & self._live):
                         self._lower_blocks[slot] -= 1
-        self.counters.evicted_blocks += len(blocks)
 
 
 _CONTENTS = (
     "_reach",
-    "_orphans",
     "lower",
     "groups",
     "_holdings",
@@ -755,10 +716,3 @@ def slots_of(mask: int) -> Iterator[int]:
         lowest = mask & -mask
         yield lowest.bit_length() - 1
         mask ^= lowest
-
-
-def _siblings(run: Run | None) -> Iterator[Run]:
-    """Yield a run and those to its right, which continue the same block."""
-    while run is not None:
-        yield run
-        run = run.right

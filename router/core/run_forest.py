@@ -1,7 +1,8 @@
 """Runs of blocks as a forest: which run continues which, which is older, and which are leaves.
 
 Rules
-    1. A child is newer than its parent: a walk from the newest run to the oldest meets children before parents.
+    1. Runs whose parent is gone, or was never there, are linked to each other as those of a parent are. ``RunMap`` has
+       the first of them, and gives them to their parent once that comes.
     2. A leaf is a run without children. Leaves have an order of their own, by when they became leaves: at its old end
        is what to evict first.
     3. All links lie in the runs themselves. Adding, splitting and removing a run takes the same time in any forest,
@@ -72,6 +73,16 @@ class RunForest:
                 run.right = first
                 first.left = run
             above.child = run
+        self.append_leaf(run)
+
+    def give_children(self, run: Run, child: Run) -> None:
+        """Put runs below one that has none: the first, which the others follow to its right."""
+        self._no_leaf(run)
+        run.child = child
+
+    def take_children(self, run: Run) -> None:
+        """Cut all that continues a run off; it is the newest leaf."""
+        run.child = None
         self.append_leaf(run)
 
     def cut_tail(self, run: Run, at: int) -> Run:

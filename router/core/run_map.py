@@ -1,4 +1,4 @@
-"""The blocks that workers can reach from the beginning of a path: runs, found by their first and last block.
+"""The blocks that workers hold: runs, found by their first and last block.
 
 ``poolgrid.router.core.prefix_index`` has the rules.
 """
@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
+from poolgrid.consolidator.core.sharded_map import SHARD_ENTRIES, ShardedMap
 from poolgrid.router.core.block_locator import BlockLocator
 from poolgrid.router.core.block_map import BlockMap
 from poolgrid.router.core.run_forest import RUN_BYTES, Run, RunForest
@@ -23,30 +24,39 @@ putting them in order about a millisecond."""
 NEAR: Final = 8
 """Blocks of a path that a leap looks at, at each place, for one that is the first or last of a run."""
 
+SIBLINGS_SEEN: Final = 16
+"""Runs that continue a block which are asked whether a worker holds one of them; of more it is taken to."""
+
 HOPS: Final = 16
 """Runs in a row that a look-up passes one by one though no worker's part of the path ends there; then it leaps."""
 
 
 class RunMap:
-    """Runs in reach, their edges, and where each block is."""
+    """Runs, their edges, and where each block is."""
 
     def __init__(self, shard_entries: int, first_depth: int) -> None:
         self.edges = BlockMap(shard_entries, first_depth)
         self.places = BlockLocator(min(shard_entries, PLACES_SHARD_ENTRIES), first_depth)
         self.blocks = 0
-        """How many blocks are in reach."""
+        """How many blocks are held; one that workers hold in different runs counts twice."""
         self.crossed = False
         """Whether two runs had the same block as their first or last, so that ``edges`` may lack one."""
         self.forest = RunForest()
+        self.waiting: ShardedMap[Run] = ShardedMap(min(shard_entries, SHARD_ENTRIES))
+        """By a block that nobody holds, the first of the runs that continue it; the others follow to its right."""
+        self.broken = 0
+        """Workers that may hold a run without the block before it: all that do, and others until they hold nothing."""
+        self.yielded: list[tuple[array[int], int]] = []
+        """Blocks that went because what was stored contradicts them, with their holders, for the index to count."""
 
     def size_bytes(self) -> int:
         """Return a close estimate: the maps exactly, 40 bytes a block for its key and place in its run."""
-        maps = self.edges.size_bytes() + self.places.size_bytes()
+        maps = self.edges.size_bytes() + self.places.size_bytes() + self.waiting.size_bytes()
         return maps + 32 * self.edges.entries + 9 * self.blocks + RUN_BYTES * self.forest.ages.entries
 
     def discard(self, entries: int) -> int:
         """Free this many entries of a discarded map; return how many of the number are left over."""
-        entries = self.places.discard(self.edges.discard(entries))
+        entries = self.places.discard(self.edges.discard(self.waiting.discard(entries)))
         while entries > 0 and (run := self.forest.discard_newest()) is not None:
             self.blocks -= len(run.blocks)
             entries -= len(run.blocks) + 1
@@ -65,21 +75,27 @@ class RunMap:
         run = shards[block >> shift].get(block & key_mask)
         if self.crossed:
             run = self.child(None, block)
-        if run is None or not (mask := run.mask & live):
+        if run is None or run.parent is not None or not (mask := run.mask & live):
             return []
         last = len(path) - 1
         blocks = run.blocks
         if len(blocks) > last and blocks[last] == path[last]:
             return [(last + 1, mask)]
-        block = path[last]
-        high = shards[block >> shift].get(block & key_mask)
-        high_mask = high.mask if high is not None else 0
-        if high_mask & mask == mask:
-            return [(last + 1, mask)]
+        hops = patience = HOPS
+        high_mask = 0
+        if mask & self.broken:
+            # Of these workers a run says nothing about those before it.
+            hops = patience = len(path)
+        else:
+            block = path[last]
+            high = shards[block >> shift].get(block & key_mask)
+            if high is not None:
+                high_mask = high.mask
+                if high_mask & mask == mask:
+                    return [(last + 1, mask)]
         at = 0 if blocks[0] == path[0] else -blocks.index(path[0])
         # From run to run: behind a path's part of one comes the first block of the next, or nothing with a holder.
         groups: list[tuple[int, int]] = []
-        hops = patience = HOPS
         while True:
             end = at + len(blocks)
             if end > last:
@@ -95,7 +111,7 @@ class RunMap:
                 below = shards[block >> shift].get(block & key_mask)
                 if self.crossed:
                     below = self.child(blocks[-1], block)
-                if below is None:
+                if below is None or below.parent != blocks[-1]:
                     break
             rest = below.mask & mask
             if rest == mask:
@@ -152,6 +168,25 @@ class RunMap:
         run = self.edges.get(block)
         return run if run is not None and run.mask & bit else self.inside(block, bit)
 
+    def holder(self, block: int, bit: int) -> Run | None:
+        """Return the run that a block is in, one that a worker holds if there is one."""
+        run = self.edges.get(block)
+        if run is not None and run.mask & bit:
+            return run
+        found = [each for each in self.places.where(block) if block in each.blocks]
+        return next((each for each in found if each.mask & bit), run if run is not None else found[0] if found else None)
+
+    def breaks(self, run: Run, bit: int) -> None:
+        """Note that a worker loses the last block of a run, and perhaps holds what continues it."""
+        child = run.child
+        for _ in range(SIBLINGS_SEEN):
+            if child is None:
+                return
+            if child.mask & bit:
+                break
+            child = child.right
+        self.broken |= bit
+
     def inside(self, block: int, bit: int) -> Run | None:
         """Return the run that a block is in and certain workers hold, where no edge has it; it takes microseconds."""
         return next((run for run in self.places.where(block) if run.mask & bit and block in run.blocks), None)
@@ -165,24 +200,15 @@ class RunMap:
                 run = next((each for each in found if each.parent == parent and each.blocks[0] == block), None)
         return run
 
-    def add_blocks(self, bit: int, above: Run | None, parent: int | None, blocks: array[int]) -> int:
-        """Add new blocks below ``parent``, any block of ``above``; return how many there was nothing against."""
-        if len(blocks) <= RUN_BLOCKS_MAX:
-            return len(blocks) if self.add_run(bit, above, parent, blocks) else 0
-        for at in range(0, len(blocks), RUN_BLOCKS_MAX):
-            part = blocks[at : at + RUN_BLOCKS_MAX]
-            if not self.add_run(bit, above, parent, part):
-                return at
-            parent = part[-1]
-            above = self.edges.get(parent)
-        return len(blocks)
+    def add_run(self, bit: int, above: Run | None, parent: int | None, blocks: array[int]) -> Run | None:
+        """Add new blocks, few enough for a run, behind a block of ``above``; return the run that ends with them.
 
-    def add_run(self, bit: int, above: Run | None, parent: int | None, blocks: array[int]) -> bool:
-        """Add new blocks, few enough for a run, behind a block of ``above``; refuse (False) what contradicts edges."""
+        What contradicts edges is refused (``None``). None but the last may be a block that runs wait for.
+        """
         edges = self.edges
         first, last = blocks[0], blocks[-1]
         if first in edges or last in edges or len(set(blocks)) != len(blocks):
-            return False
+            return None
         if above is not None and above.blocks[-1] != parent:
             assert parent is not None
             above = self.split(above, above.blocks.index(parent) + 1)
@@ -199,13 +225,60 @@ class RunMap:
             above.used = True
             self.places.add(above, blocks)
             self.set_edge(last, above)
-            return True
+            self._continue(above)
+            return above
         run = Run(parent, blocks[:], bit)
         self.set_edge(first, run)
         if first != last:
             self.set_edge(last, run)
         self.forest.add(run, above)
         self.places.enter(run)
+        if above is None and parent is not None:
+            after = self.waiting.get(parent)
+            if after is not None:
+                run.right = after
+                after.left = run
+            self.waiting[parent] = run
+        self._continue(run)
+        return run
+
+    def _continue(self, run: Run) -> None:
+        """Put the runs that waited for the last block of a run without children below it."""
+        if self.waiting.entries:
+            last = run.blocks[-1]
+            child = self.waiting.get(last)
+            if child is not None:
+                del self.waiting[last]
+                self.forest.give_children(run, child)
+
+    def set_waiting(self, run: Run) -> None:
+        """Have all that continues the last block of a run wait: that block goes."""
+        child = run.child
+        if child is None:
+            return
+        self.forest.take_children(run)
+        last = run.blocks[-1]
+        others = self.waiting.get(last)
+        self.waiting[last] = child
+        if others is not None:
+            # Another run has the same last block, which contradicts one of them.
+            end = child
+            while end.right is not None:
+                end = end.right
+            end.right = others
+            others.left = end
+
+    def yields(self, edge: int, above: Run | None) -> bool:
+        """Delete the run of an edge if none of its holders has the block before it: it contradicts what others hold."""
+        run = self.edges.get(edge)
+        if run is None or run is above or run.parent is None:
+            return False
+        before = self.above(run) if run.left is None else self.holder(run.parent, run.mask)
+        if before is not None and before.mask & run.mask:
+            return False
+        self.yielded.append((run.blocks[:], run.mask))
+        self.broken |= run.mask
+        self.delete(run)
         return True
 
     def split(self, run: Run, at: int) -> Run:
@@ -217,8 +290,13 @@ class RunMap:
             moved = tail = self.forest.cut_tail(run, at)
             front = run
         else:
+            parent = run.parent
+            waits = self._waits_first(run)
             moved = front = self.forest.cut_front(run, at, self.above(run))
             tail = run
+            if waits:
+                assert parent is not None
+                self.waiting[parent] = front
         self.places.take(run, moved.blocks)
         self.places.enter(moved)
         for part in (front, tail):
@@ -273,7 +351,8 @@ class RunMap:
             edges.entries -= 1
 
     def above(self, run: Run) -> Run | None:
-        if run.parent is None or run.left is not None:
+        """Return the run whose ``child`` a run is."""
+        if run.parent is None or run.left is not None or self._waits_first(run):
             return None
         above = self.edges.get(run.parent)
         if above is not None and above.child is run:
@@ -281,8 +360,13 @@ class RunMap:
         # It is gone, or another run has the same edge: a link to one that is gone must not stay.
         return next((each for each in self.places.where(run.parent) if each.child is run), None)
 
+    def _waits_first(self, run: Run) -> bool:
+        """Return whether a run is the first of those that wait for a block."""
+        return bool(self.waiting.entries and run.parent is not None and self.waiting.get(run.parent) is run)
+
     def delete(self, run: Run) -> None:
-        """Delete a run without holders; its children, which cannot have holders either, follow in their turn."""
+        """Delete a run; what continues it waits for its last block."""
+        self.set_waiting(run)
         self.blocks -= len(run.blocks)
         self.no_edge(run.blocks[0], run)
         self.no_edge(run.blocks[-1], run)
@@ -290,6 +374,12 @@ class RunMap:
         self.places.leave(run)
 
     def unlink(self, run: Run, evicted: bool = False) -> None:
+        if self._waits_first(run):
+            assert run.parent is not None
+            if run.right is None:
+                del self.waiting[run.parent]
+            else:
+                self.waiting[run.parent] = run.right
         self.forest.remove(run, self.above(run), evicted)
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.consolidator.core.session_table import GAP_MAX_MS, IDLE_MAX_MS, SessionTable
+from poolgrid.consolidator.core import session_table
+from poolgrid.consolidator.core.session_table import GAP_MAX_MS, IDLE_MAX_MS, RUNNING_MAX, SessionTable
 from poolgrid.wire import codec
 from poolgrid.wire.events import (
     AnyEvent,
@@ -23,6 +24,7 @@ from poolgrid.wire.events import (
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.limits import SESSION_FOOTPRINTS_MAX
 from poolgrid.wire.sessions import Gap, SessionRecord, SessionTurn, TurnAnswer
+from tests.counted_lines import CountedLines
 
 A, B = WorkerKey(WorkerId("a")), WorkerKey(WorkerId("b"))
 
@@ -245,3 +247,67 @@ def test_a_snapshot_and_what_follows_it_give_what_all_records_give(
     assert len(whole) <= 3
     for session in whole:
         assert session.running == len(whole.running_of(session))
+
+
+def test_an_event_costs_the_same_however_many_turns_run_and_sessions_are_known() -> None:
+    most: list[dict[str, int]] = []
+    for others in (100, 3000):
+        table, work = SessionTable(), CountedLines([session_table])
+        for number in range(others):
+            turn(table, f"other{number}", number, number, session=f"other{number}", worker=B)
+            table.apply(record(number, began(f"waits{number}", f"waits{number}"), worker=B))
+        for number in range(2 * RUNNING_MAX):
+            work.count(table.began, record(others), began(f"q{number}"))
+        work.count(table.finished, record(others), RequestFinished(f"q{2 * RUNNING_MAX - 1}", "stop"))
+        for number in range(2 * RUNNING_MAX):
+            work.count(table.began, record(others), began(f"again~{number}"))
+        work.count(table.cleared, record(others), CacheCleared())
+        work.count(table.lost, record(others), WorkerLeft(""))
+        most.append(work.most)
+
+    assert most[0] == most[1]
+
+
+def test_a_session_follows_so_many_running_turns_and_forgets_the_oldest() -> None:
+    table = SessionTable()
+    for number in range(RUNNING_MAX + 5):
+        table.apply(record(number, began(f"q{number}"), RequestStarted(f"q{number}", 100, 0, 1 + number)))
+
+    session = table.get(0, "s")
+    assert session is not None
+    assert (session.running, session.turns, len(table.turns)) == (RUNNING_MAX, RUNNING_MAX + 5, RUNNING_MAX)
+    assert "q4" not in table.turns
+    table.apply(record(900, RequestFinished("q4", "stop")))
+    assert session.footprints == ()
+    for number in range(5, RUNNING_MAX + 5):
+        table.apply(record(1000 + number, RequestFinished(f"q{number}", "stop")))
+    assert (session.running, session.ended_ms, len(table.turns)) == (0, 1000 + RUNNING_MAX + 4, 0)
+    assert len(session.footprints) == 1
+    table.apply(record(2000, WorkerLeft("")))
+    assert session.footprints == ()
+
+
+@given(st.data())
+def test_footprints_and_turns_are_known_by_their_workers_whatever_happens(data: st.DataObject) -> None:
+    table, workers = SessionTable(capacity=6), [WorkerKey(WorkerId(f"w{number}")) for number in range(12)]
+    for step in range(data.draw(st.integers(1, 40))):
+        worker = data.draw(st.sampled_from(workers))
+        request_id = data.draw(st.sampled_from(["p", "q", "q~1", "r", "s~2", "t", "u"]))
+        what = data.draw(st.integers(0, 5))
+        if what <= 1:
+            session = data.draw(st.sampled_from("abcdefgh"))
+            table.apply(record(step, began(request_id, session), RequestStarted(request_id, 9, 0, 3), worker=worker))
+        elif what <= 3:
+            table.apply(record(step, RequestFinished(request_id, "stop"), worker=worker))
+        elif what == 4:
+            table.apply(record(step, data.draw(st.sampled_from([CacheCleared(), WorkerLeft("")])), worker=worker))
+        else:
+            other = SessionTable(capacity=6)
+            other.load(table.freeze())
+            table = other
+        running = {dispatch: (each.worker_id, each.dp_rank) for dispatch, each in table.turns.items()}
+        assert {d: rank for rank, turns in table._turns_on.items() for d in turns} == running
+        left = {(p.worker_id, p.dp_rank, s.name) for s in table for p in s.footprints}
+        assert {(*rank, name) for rank, keys in table._left_on.items() for _, name in keys} == left
+        assert all(table._turns_on.values()), "a worker without turns is not kept"
+        assert all(table._left_on.values()), "a worker without footprints is not kept"

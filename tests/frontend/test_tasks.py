@@ -6,8 +6,9 @@ import asyncio
 import base64
 import io
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ import pytest
 
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
+from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.responses_api.kept import Owner
 from poolgrid.frontend.tasks import videos
 from poolgrid.frontend.tasks import videos as result_files
-from poolgrid.frontend.tasks.schema import read_form, read_video
+from poolgrid.frontend.tasks.forms import HEAD_BYTES_MAX, read_form
+from poolgrid.frontend.tasks.schema import PROMPT_CHARS_MAX, read_video
 from poolgrid.frontend.tasks.videos import ResultFiles
 from poolgrid.inference import InferenceRequest, Refused, ServedModel, StreamDelta
 from poolgrid.wire.identifiers import Stage
@@ -394,7 +397,7 @@ async def test_results_are_their_tenants_and_jobs_count_towards_its_limit(backen
 
 
 def test_the_oldest_results_go_when_there_is_no_more_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(result_files, "BYTES_MAX", 20)
+    monkeypatch.setattr(result_files, "BYTES_MAX", 2 * 2 * 7)
     files, owner = ResultFiles(tmp_path), Owner("alice", 2)
     names = [f"image_{number:032x}" for number in range(4)]
     for name in names:
@@ -432,3 +435,132 @@ def test_a_form_is_read_as_the_json_that_means_the_same() -> None:
         "guidance_scale": 1.5,
         "nvext": {"fps": 8},
     }
+
+
+HEADS = {
+    "parameters": lambda size: b'Content-Disposition: form-data; name="prompt"' + b"; a=b" * (size // 5),
+    "lines": lambda size: b'Content-Disposition: form-data; name="prompt"\r\n' + b"x-a: b\r\n" * (size // 8),
+    "folded": lambda size: b"Content-Disposition: form-data;\r\n" + b" a=b;\r\n" * (size // 7) + b' name="prompt"',
+    "escaped": lambda size: b'Content-Disposition: form-data; name="' + b"\\a" * (size // 2) + b'"',
+    "spaces": lambda size: b"Content-Disposition:" + b" " * size + b'form-data; name="prompt"',
+    "open": lambda size: b'Content-Disposition: form-data; name="' + b"a" * size,
+    "semicolons": lambda size: b"Content-Disposition: form-data" + b"; " * (size // 2) + b'name="prompt"',
+}
+
+
+@pytest.mark.parametrize("shape", HEADS)
+def test_a_form_costs_its_bytes_whatever_the_heads_of_its_fields_are(shape: str) -> None:
+    """A head of a megabyte, which took a parser of mails minutes, and the longest ones that are read."""
+    content_type = b"multipart/form-data; boundary=B"
+    began_s = time.process_time()
+    long = b"--B\r\n" + HEADS[shape](1_000_000) + b"\r\n\r\nhello\r\n--B--\r\n"
+    with pytest.raises(RequestError, match="longer than"):
+        read_form(long, content_type)
+    head = HEADS[shape](HEAD_BYTES_MAX - 100)[: HEAD_BYTES_MAX - 8]
+    with suppress(RequestError):
+        read_form((b"--B\r\n" + head + b"\r\n\r\nhello\r\n") * 60 + b"--B--\r\n", content_type)
+    with suppress(RequestError):
+        read_form(b"--B--", b"multipart/form-data; " + b"boundary=; " * 5000)
+
+    assert time.process_time() - began_s < 1.0
+
+
+def test_a_form_with_a_file_and_an_escaped_name_is_read_as_clients_write_it() -> None:
+    body = (
+        b'--B\r\nContent-Type: image/png\r\ncontent-disposition: form-data; name="input_reference"; '
+        b'filename="a;name=\\"x\\".png"\r\n\r\n\x00\r\n1\r\n'
+        b'--B\r\nContent-Disposition: form-data; filename=""; name=b\r\n\r\n\r\n'
+        b'--B\r\nContent-Disposition: form-data; name="a\\"b"\r\n\r\n--x\r\n--B--'
+    )
+
+    read = json.loads(read_form(body, b"multipart/form-data; charset=x; boundary=B; a=b"))
+
+    assert read == {"input_reference": base64.b64encode(b"\x00\r\n1").decode(), "b": "", 'a"b': "--x"}
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/images/generations", "/v1/videos"])
+async def test_no_body_is_read_where_no_model_serves_its_task(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poolgrid.frontend.tasks.schema.read_form", lambda *_: pytest.fail("it was read"))
+    async with asked(FakeBackend(work, served=MODELS[3:])) as client:
+        for body in ({"json": {"prompt": "x"}}, {"files": {"prompt": (None, "x")}}):
+            answer = await client.post(path, **body)  # type: ignore[arg-type]
+            assert answer.status_code in ((404, 415) if "files" in body and path != "/v1/videos" else (404,))
+
+
+@pytest.mark.parametrize("field", ["prompt", "negative_prompt"])
+@pytest.mark.parametrize("path", ["/v1/images/generations", "/v1/videos"])
+async def test_what_is_kept_of_a_prompt_is_bounded(backend: FakeBackend, path: str, field: str) -> None:
+    async with asked(backend) as client:
+        body = {"prompt": "x", field: "x" * (PROMPT_CHARS_MAX + 1)}
+        answer = await client.post(path, json=body)
+        assert answer.status_code == 400
+        assert field in answer.json()["error"]["message"]
+
+
+def test_descriptions_count_for_the_room_and_for_the_number_of_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(result_files, "BYTES_MAX", 10_000)
+    monkeypatch.setattr(result_files, "RESULTS_MAX", 30)
+    files, large, many = ResultFiles(tmp_path), Owner("large", 1), Owner("many", 3)
+    for number in range(40):
+        files.keep(large, f"video_{number:032x}", b'{"status": "queued", "prompt": "%s"}' % (b"x" * 3000))
+        files.keep(many, f"video_{number:032x}", b"{}")
+
+    kept = {owner.name: len(list(files._folder(owner).glob("*.json"))) for owner in (large, many)}
+    assert kept == {"large": 3, "many": 10}
+
+
+def test_a_page_of_videos_reads_what_it_shows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, owner = ResultFiles(tmp_path), Owner("alice", 1)
+    names = []
+    for number in range(20):
+        names.append(result_files.new_id("video"))
+        files.keep(owner, names[-1], json.dumps({"id": names[-1], "status": "queued", "n": number}).encode())
+        files.keep(owner, result_files.new_id("image"), b"{}")
+        time.sleep(0.002)  # ids are in order by their millisecond
+    read: list[str] = []
+    describe = ResultFiles.describe
+    monkeypatch.setattr(
+        ResultFiles, "describe", lambda self, owner, name: (read.append(name), describe(self, owner, name))[1]
+    )
+
+    newest = files.page(owner, "video", 3, True, None)
+    assert newest is not None
+    assert [item["n"] for item in newest] == [19, 18, 17]
+    oldest = files.page(owner, "video", 2, False, names[4])
+    assert oldest is not None
+    assert [item["n"] for item in oldest] == [5, 6]
+    assert files.page(owner, "video", 2, False, "video_none") is None
+    assert len(read) == 5
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+@pytest.mark.parametrize(
+    ("said", "served"),
+    [
+        ("image/png", "image/png"),
+        ("video/mp4", "video/mp4"),
+        ("text/html", "application/octet-stream"),
+        ("image/svg+xml", "application/octet-stream"),
+        ("image/png; x=<script>", "application/octet-stream"),
+        ("IMAGE/PNG\r\nset-cookie: a=b", "application/octet-stream"),
+        ("", "application/octet-stream"),
+    ],
+)
+async def test_a_result_is_no_page_of_the_router_whatever_its_worker_says_it_is(
+    kind: str, said: str, served: str
+) -> None:
+    backend = FakeBackend(lambda _: done(TaskResult((b"<script>alert(1)</script>",), said)), served=MODELS)
+    async with asked(backend) as client:
+        body = {"prompt": "x", "response_format": "url"}
+        path = "/v1/images/generations" if kind == "image" else "/v1/videos"
+        answer = await client.post(path, json=body)
+        content = await client.get(answer.json()["data"][0]["url"])
+
+    assert content.content == b"<script>alert(1)</script>"
+    assert content.headers["content-type"] == served
+    assert content.headers["x-content-type-options"] == "nosniff"
+    assert "sandbox" in content.headers["content-security-policy"]
+    assert content.headers["content-disposition"] == ("inline" if served == said else "attachment")
+    assert "set-cookie" not in content.headers

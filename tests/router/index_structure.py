@@ -19,9 +19,9 @@ V = TypeVar("V")
 def assert_sound(index: PrefixIndex) -> None:
     """Check runs, links, counts and shards against each other."""
     runs = list(index._reach.forest.ages)
-    ages = {id(run): age for age, run in enumerate(runs)}
     assert index._reach.forest.ages.entries == len(runs)
     by_last = {run.blocks[-1]: run for run in runs}
+    sound = index._live & ~index._reach.broken
     for run in runs:
         assert run.mask, "a run without holders"
         assert 0 < len(run.blocks) <= RUN_BLOCKS_MAX
@@ -34,12 +34,19 @@ def assert_sound(index: PrefixIndex) -> None:
             child = child.right
         assert not children or children[0].left is None
         assert all(one.right is other and other.left is one for one, other in pairwise(children))
+        assert run.blocks[-1] not in index._reach.waiting, "runs wait for a block that is there"
         for each in children:
-            assert ages[id(each)] > ages[id(run)], "a child that is older than its parent"
             assert each.parent == run.blocks[-1]
-            assert not each.mask & ~run.mask, "a holder without the block before"
+            assert not each.mask & ~run.mask & sound, "a holder without the block before"
         if run.parent is not None:
-            assert _is_child(run, by_last[run.parent]), "a run that its parent does not know"
+            above = by_last.get(run.parent)
+            assert above is not None or not run.mask & sound, "a holder without the block before"
+            first = index._reach.waiting.get(run.parent) if above is None else above.child
+            assert _is_among(run, first), "a run that its parent does not know"
+    parents = {run.parent for run in runs if run.parent is not None}
+    assert {block for block, _ in index._reach.waiting.items()} == parents - by_last.keys()
+    for _, waiting in index._reach.waiting.items():
+        assert waiting.left is None
     assert index._reach.blocks == sum(len(run.blocks) for run in runs)
     assert index._reach.edges.entries == sum(1 if len(run.blocks) == 1 else 2 for run in runs)
     # Each block is found by its bare hash; asked before what is fresh is handed out.
@@ -58,34 +65,20 @@ def assert_sound(index: PrefixIndex) -> None:
         leaf = leaf.newer_leaf
     assert len(leaves) == len({id(each) for each in leaves})
     assert {id(each) for each in leaves} == {id(run) for run in runs if run.child is None}
-    known = {id(None), id(end), *ages}
+    known = {id(None), id(end), *map(id, runs)}
     for run in runs:
         named = (run.child, run.left, run.right, run.older_leaf, run.newer_leaf)
         assert all(id(each) in known for each in named), "a run names one that is gone, and keeps it alive"
 
-    orphans = list(index._orphans)
-    assert index._orphans.entries == len(orphans)
-    below: dict[int, set[int]] = {}
-    for orphan in orphans:
-        assert orphan.mask
-        assert index._orphans.get(orphan.sequence_hash) is orphan
-        below.setdefault(orphan.parent, set()).add(orphan.sequence_hash)
-        held = index._reach.run_of(orphan.sequence_hash)
-        assert held is None or not held.mask & orphan.mask, "a block in reach and out of it"
-    assert len(index._orphans._below) == len(below)
-    for parent, blocks in below.items():
-        assert set(index._orphans.below(parent, -1)) == blocks
-
     lower = index.lower
     assert_sound_map(index._reach.edges)
-    for orphan_map in (index._orphans._by_hash, index._orphans._below):
-        assert_sound_map(orphan_map)
+    assert_sound_map(index._reach.waiting)
     for lower_map in (lower.host, lower.disk, lower.off_device):
         assert_sound_map(lower_map)
 
 
-def _is_child(run: Run, above: Run) -> bool:
-    child = above.child
+def _is_among(run: Run, child: Run | None) -> bool:
+    """Tell whether a run is one of several that continue the same block."""
     while child is not None and child is not run:
         child = child.right
     return child is run
@@ -121,7 +114,6 @@ def dump(index: PrefixIndex, worker: WorkerKey) -> list[BlockChain]:
     for run in index._reach.forest.ages:
         if run.mask >> slot & 1:
             parents.update(zip(run.blocks, (run.parent, *run.blocks), strict=False))
-    parents.update((orphan.sequence_hash, orphan.parent) for orphan in index._orphans if orphan.mask >> slot & 1)
     held = holdings(index, worker)
     return [chain for tier in Tier for chain in _chains({h: None for h in parents if h in held[tier]}, parents, tier)]
 

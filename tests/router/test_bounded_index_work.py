@@ -17,13 +17,14 @@ from poolgrid.router.core import (
     block_map,
     intrusive_lru,
     lower_tiers,
-    orphans,
     prefix_index,
     run_forest,
     run_map,
 )
 from poolgrid.router.core.prefix_index import BYTES_PER_BLOCK, PrefixIndex
 from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
+from tests.counted_lines import CountedLines
+from tests.router.index_structure import assert_sound
 
 SLICE = 32
 SHARD_ENTRIES = 64
@@ -42,7 +43,6 @@ MODULES = (
     block_map,
     block_locator,
     lower_tiers,
-    orphans,
     prefix_index,
     run_forest,
     run_map,
@@ -50,34 +50,6 @@ MODULES = (
 )
 
 FILES = {module.__file__ for module in MODULES}
-
-
-class Work:
-    """The most lines that one call took, by the name of the call."""
-
-    def __init__(self) -> None:
-        self.most: dict[str, int] = {}
-        self._lines = 0
-
-    def count(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Make a call and count its lines."""
-        self._lines = 0
-        before = sys.gettrace()
-        sys.settrace(self._enter)
-        try:
-            result = call(*arguments)
-        finally:
-            sys.settrace(before)
-        name = call.__name__
-        self.most[name] = max(self.most.get(name, 0), self._lines)
-        return result
-
-    def _enter(self, frame: FrameType, event: str, argument: object) -> Any:
-        return self._line if frame.f_code.co_filename in FILES else None
-
-    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
-        self._lines += 1
-        return self._line
 
 
 @contextmanager
@@ -98,7 +70,7 @@ def a_life(blocks: int) -> dict[str, int]:
     randomness = random.Random(1)
     workers = [WorkerKey(WorkerId(f"w{number}")) for number in range(8)]
     index = PrefixIndex(blocks * BYTES_PER_BLOCK, sweep_slice_entries=SLICE, shard_entries=SHARD_ENTRIES, first_depth=3)
-    work = Work()
+    work = CountedLines(MODULES)
     system_prompt = [randomness.getrandbits(64) for _ in range(16)]
     for worker in workers:
         index.store(worker, None, system_prompt)
@@ -120,7 +92,7 @@ def a_life(blocks: int) -> dict[str, int]:
     for _ in range(blocks // PATH_BLOCKS):
         chain = [randomness.getrandbits(64) for _ in range(BLOCKS_PER_CALL + 1)]
         work.count(index.store, workers[2], chain[0], chain[1:])
-    assert index._orphans.entries > blocks // 10
+    assert index._reach.waiting.entries == blocks // PATH_BLOCKS
     index.drop(workers[2])
     while index.sweeps:
         store_a_path()
@@ -166,8 +138,7 @@ def test_what_python_does_by_itself_is_bounded_by_the_size_of_a_shard_and_of_a_r
     assert max(len(run.blocks) for run in index._reach.forest.ages) <= SLICE
     for each in (
         index._reach.edges,
-        index._orphans._by_hash,
-        index._orphans._below,
+        index._reach.waiting,
         index.lower.host,
         index.lower.disk,
     ):
@@ -196,3 +167,141 @@ def test_blocks_that_an_engine_evicts_from_the_end_take_no_call_each() -> None:
     assert called == ["remove", "shorten", "take", "_write", "no_edge", "set_edge"]
     assert index.find(path) == [(1, 1 << index.slot(worker))]
     assert (len(index), index.counters.blocks_removed) == (1, 999)
+
+
+A, B = WorkerKey(WorkerId("a")), WorkerKey(WorkerId("b"))
+ROOT = 1
+
+
+def a_chain(index: PrefixIndex, source: random.Random, blocks: int) -> None:
+    index.store(A, ROOT, [source.getrandbits(64) for _ in range(blocks)])
+
+
+def a_chain_of_forks(index: PrefixIndex, source: random.Random, blocks: int) -> None:
+    parent = ROOT
+    for _ in range(blocks):
+        block = source.getrandbits(64)
+        index.store(A, parent, [block])
+        index.store(A, parent, [source.getrandbits(64)])
+        parent = block
+
+
+def many_children(index: PrefixIndex, source: random.Random, blocks: int) -> None:
+    for _ in range(blocks):
+        index.store(A, ROOT, [source.getrandbits(64)])
+
+
+def a_chain_that_others_hold_in_part(index: PrefixIndex, source: random.Random, blocks: int) -> None:
+    path = [ROOT, *(source.getrandbits(64) for _ in range(blocks))]
+    index.store(A, None, path)
+    for number in range(8):
+        index.store(WorkerKey(WorkerId(f"w{number}")), None, path[: (number + 1) * blocks // 8])
+
+
+def children_of_others(index: PrefixIndex, source: random.Random, blocks: int) -> None:
+    for _ in range(blocks):
+        index.store(B, ROOT, [source.getrandbits(64)])
+
+
+def a_chain_on_all_tiers(index: PrefixIndex, source: random.Random, blocks: int) -> None:
+    path = [source.getrandbits(64) for _ in range(blocks)]
+    for tier in Tier:
+        index.store(A, ROOT, path, tier)
+
+
+@pytest.mark.parametrize(
+    "below",
+    [
+        a_chain,
+        a_chain_of_forks,
+        many_children,
+        a_chain_that_others_hold_in_part,
+        children_of_others,
+        a_chain_on_all_tiers,
+    ],
+)
+@pytest.mark.parametrize("tiers", [[Tier.DEVICE], list(Tier)], ids=["device", "all tiers"])
+def test_a_block_that_goes_and_comes_back_costs_the_same_however_many_are_behind_it(
+    below: Callable[[PrefixIndex, random.Random, int], None], tiers: list[Tier]
+) -> None:
+    most: list[dict[str, int]] = []
+    for blocks in (100, 3000):
+        index, work = PrefixIndex(), CountedLines(MODULES)
+        for tier in tiers:
+            index.store(A, None, [ROOT], tier)
+        below(index, random.Random(1), blocks)
+        held = index.held_blocks(A)
+        for _ in range(3):
+            for tier in tiers:
+                work.count(index.remove, A, [ROOT], tier)
+            assert index.held_blocks(A) == held - 1
+            assert not any(mask & 1 for _, mask in index.find([ROOT]))
+            for tier in tiers:
+                work.count(index.store, A, None, [ROOT], tier)
+            assert index.held_blocks(A) == held
+        assert_sound(index)
+        most.append(work.most)
+
+    for name, lines in most[1].items():
+        assert lines <= most[0][name] + 60, most
+
+
+def test_a_parent_that_comes_and_goes_costs_another_worker_nothing_of_what_waits_for_it() -> None:
+    most: list[dict[str, int]] = []
+    for blocks in (100, 3000):
+        index, work, source = PrefixIndex(), CountedLines(MODULES), random.Random(1)
+        for _ in range(blocks):
+            index.store(A, ROOT, [source.getrandbits(64)])
+        for _ in range(3):
+            work.count(index.store, B, None, [ROOT])
+            work.count(index.remove, B, [ROOT])
+        assert_sound(index)
+        most.append(work.most)
+
+    assert most[0] == most[1]
+
+
+@pytest.mark.parametrize("every", [2, 16, 1000])
+def test_a_long_chain_costs_its_blocks_whatever_it_meets_on_its_way(every: int) -> None:
+    """Runs that waited, or that other workers hold in part, cut it; each cut costs the same."""
+    lines: list[float] = []
+    for blocks in (2000, 16_000):
+        source, work = random.Random(1), CountedLines(MODULES)
+        waited_for, cut = PrefixIndex(), PrefixIndex()
+        chain = [source.getrandbits(64) for _ in range(blocks)]
+        for at in range(every, blocks, every):
+            waited_for.store(A, chain[at - 1], [chain[at]])
+            cut.store(B, chain[at - 1], [source.getrandbits(64)])
+        for index in (waited_for, cut):
+            work.count(index.store, A, None, chain)
+            assert index.overlap(chain, A).blocks == blocks
+            assert_sound(index)
+        lines.append(work.most["store"] / blocks)
+
+    assert lines[1] <= 1.2 * lines[0] + 0.1
+
+
+@pytest.mark.parametrize("order", ["from the root", "from the end", "every second", "shuffled"])
+def test_blocks_that_go_in_any_order_cost_the_same_each_however_long_their_chain_is(order: str) -> None:
+    lines: list[float] = []
+    for blocks in (2000, 16_000):
+        source, work, index = random.Random(1), CountedLines(MODULES), PrefixIndex()
+        chain = [source.getrandbits(64) for _ in range(blocks)]
+        index.store(A, None, chain)
+        match order:
+            case "from the root":
+                gone = chain
+            case "from the end":
+                gone = chain[::-1]
+            case "every second":
+                gone = chain[::2]
+            case _:
+                gone = source.sample(chain, blocks)
+        work.count(index.remove, A, gone)
+        assert index.held_blocks(A) == blocks - len(gone)
+        assert_sound(index)
+        lines.append(work.most["remove"] / len(gone))
+
+    assert lines[1] <= 1.2 * lines[0] + 0.5
+    if order in ("from the root", "from the end"):
+        assert lines[1] < 1, "what goes in order goes by the run"

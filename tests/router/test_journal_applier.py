@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from poolgrid.consolidator.core.feed_reader import FeedReader, FeedState
 from poolgrid.consolidator.ports import PoolListener
+from poolgrid.consolidator.core.event_work import EVENT_UNITS
 from poolgrid.process import tasks
 from poolgrid.process.clock import SystemClock
 from poolgrid.router import journal_applier
@@ -22,7 +23,7 @@ from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, Hole, Projection
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Selector
-from poolgrid.router.journal_applier import ARRIVED_RECORDS_MAX, RECORD_BYTES, SLICE_BYTES
+from poolgrid.router.journal_applier import ARRIVED_RECORDS_MAX, RECORD_UNITS, SLICE_UNITS
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.router.service import RouterService
@@ -38,7 +39,7 @@ from tests.router.fleet_builder import decided, load_snapshot, make_card, stored
 from tests.router.index_structure import holdings
 
 BLOCKS_PER_CHAIN = 64
-RECORDS_PER_SLICE = SLICE_BYTES // (RECORD_BYTES + 8 * BLOCKS_PER_CHAIN)
+RECORDS_PER_SLICE = SLICE_UNITS // (RECORD_UNITS + EVENT_UNITS + BLOCKS_PER_CHAIN)
 """Of ``a_record``."""
 
 
@@ -177,7 +178,7 @@ def test_a_large_snapshot_is_loaded_in_slices_beside_the_state_that_serves() -> 
 
 def test_a_record_of_many_blocks_is_a_slice_of_its_own_however_few_there_are() -> None:
     async def scenario(scene: Scene) -> None:
-        paths = 2 * SLICE_BYTES // (8 * BLOCKS_PER_CHAIN)
+        paths = 2 * SLICE_UNITS // BLOCKS_PER_CHAIN
         large = [
             JournalRecord(1 + at, "w", 0, 1, at, 0, 0, [stored(a_path(at * paths + each)) for each in range(paths)])
             for at in range(3)

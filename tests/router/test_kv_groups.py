@@ -7,6 +7,7 @@ order.
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,15 +20,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.consolidator.core.pool_state import MemberRank, PoolState
+from poolgrid.kv_events import translation
 from poolgrid.kv_events.pub import decode_pub
 from poolgrid.kv_events.translation import EngineTranslator
+from poolgrid.router.core import group_index
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import BYTES_PER_BLOCK, PrefixIndex
 from poolgrid.router.core.projection import Projection
+from poolgrid.wire import codec
+from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import (
     AnyEvent,
     CacheCleared,
-    EventBatch,
     GroupsReported,
     JournalRecord,
     KvGroup,
@@ -35,7 +39,9 @@ from poolgrid.wire.events import (
 )
 from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes
 from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
+from poolgrid.wire.limits import WINDOW_BLOCKS_MAX
 from tests.consolidator.pub_engine import frame_of
+from tests.counted_lines import CountedLines
 from tests.examples import examples
 from tests.real_vllm.hybrid import FrameReader
 from tests.real_vllm.servers import BLOCK_SIZE
@@ -188,7 +194,7 @@ class Pool:
         worker = self.state.workers[engine.key]
         taking = MemberRank(worker.key, worker.epoch, worker.card)
         taking.presence, taking.groups = _copy_of(self.state, engine.key)
-        out, _, _ = taking.take(EventBatch(*engine.key, engine.epoch, engine.seq, 0, events), True, False)
+        out, _, _ = taking.take("worker", events, True)
         self.record(engine, out)
 
     def restart_engine(self, engine: Engine) -> None:
@@ -365,3 +371,59 @@ def test_what_is_promised_is_what_the_engine_reused(kind: str, group: KvGroup) -
     assert any(b"BlockRemoved" in each for each in frames)
     assert too_many > 0, "full attention alone promises what cannot be resumed"
     assert reused > 10 * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+@pytest.mark.parametrize("needed", [1, 2, 63, 64, 65, 100, 499, 500, 501, WINDOW_BLOCKS_MAX])
+def test_a_window_of_any_length_is_found_and_costs_no_more_than_the_prompt(needed: int, stride: int) -> None:
+    index, source = PrefixIndex(), random.Random(needed)
+    worker = WorkerKey(WorkerId("w"))
+    bit = 1 << index.slot(worker)
+    path = [source.getrandbits(64) for _ in range(500)]
+    index.groups.report(bit, GroupsReported((KvGroup(needed, stride),), has_full_attention=False))
+    of_group = path[stride - 1 :: stride]
+    lacking = {source.randrange(len(of_group)) for _ in range(source.choice([0, 1, 3]))}
+    index.groups.store(bit, 1, [each for at, each in enumerate(of_group) if at not in lacking], Tier.DEVICE)
+    work = CountedLines([group_index])
+
+    found = work.count(index.find, path)
+
+    places = [end for end in range(1, len(of_group) + 1) if lacking.isdisjoint(range(max(0, end - needed), end))]
+    assert found == ([(places[-1] * stride, bit)] if places else [])
+    assert work.most["find"] < 20_000
+
+
+@pytest.mark.parametrize(
+    "report",
+    [[[1, 0]], [[1, WINDOW_BLOCKS_MAX + 1]], [[WINDOW_BLOCKS_MAX + 1]], [[-1]], [[2**32 - 1]]],
+    ids=["no stride", "a long stride", "a long window", "a negative window", "a window without end"],
+)
+def test_groups_that_cannot_be_cost_their_sender_alone(report: list[list[int]]) -> None:
+    batch = msgspec.msgpack.encode(["w", 0, 1, 0, 0, [["GroupsReported", report]], "worker"])
+    with pytest.raises(DecodeError, match="an event batch"):
+        codec.event_batch.decode(batch)
+
+
+def test_an_engine_with_a_window_without_end_needs_all_that_there_is() -> None:
+    pool = Pool([1])
+    [engine] = pool.engines
+    prompt = PROMPTS[0]
+    full, window = engine.store(prompt, 0, BLOCKS, set(), False)
+    pool.frame(engine, [full, {**window, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 2**32 - 1}])
+
+    assert pool.state.workers[engine.key].groups == GroupsReported((KvGroup(WINDOW_BLOCKS_MAX),))
+    assert pool.promised(prompt) == [BLOCKS - 1]
+
+
+def test_a_message_of_ever_new_groups_is_read_once() -> None:
+    """One event a group, more groups than are told apart: each event costs the same, however long the message is."""
+    lines: list[float] = []
+    for size in (400, 4000):
+        engine, translator = Pool([0]).engines[0], EngineTranslator(BLOCK, 10_000)
+        [stored] = engine.store(PROMPTS[0], 0, 1, set(), False)
+        events = decode_pub(frame_of([{**stored, "group_idx": number} for number in range(size)])).events
+        work = CountedLines([translation])
+        work.count(translator.translate, events)
+        lines.append(work.most["translate"] / size)
+
+    assert lines[1] <= lines[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from poolgrid.consolidator.core.session_table import IDLE_MAX_MS
@@ -10,10 +12,11 @@ from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.session_naming import RETURN_MAX_MS, SHORT_TOKENS, SessionNaming
+from poolgrid.wire.events import RequestFinished, TurnBegan
 from poolgrid.wire.requests import KvRetention
 from poolgrid.wire.sessions import SessionTurn, tenant_key
 from tests.consolidator.test_kept_prompts import begin
-from tests.consolidator.test_session_table import turn
+from tests.consolidator.test_session_table import record, turn
 from tests.frontend.inference_requests import like
 from tests.router.fleet_builder import make_card
 from tests.router.test_service import REQUEST
@@ -34,12 +37,13 @@ def kept(
     session: str = "s",
     retention: KvRetention | None = None,
     keep_ms: int = 300_000,
+    path: Sequence[int] = (1, 2, 3),
 ) -> tuple[int, int]:
     """Return how long the first how many tokens of a session's next prompt are to be kept."""
     hint = SessionHint(session, keep_ms=keep_ms)
     request = like(REQUEST, session=hint, token_ids=bytes(4 * tokens), tenant="acme", retention=retention)
     request.kept_tokens_max = budget
-    turn = SessionNaming(projection, lambda: 20).turn_of(request, [], 16)
+    turn = SessionNaming(projection, lambda: 20).turn_of(request, path, 16)
     assert turn is not None
     return turn.keep_ms, turn.keep_tokens
 
@@ -97,12 +101,64 @@ def test_a_prompt_is_kept_as_far_as_its_tenants_budget_has_room() -> None:
     assert kept(projection, 64, keep_ms=24 * IDLE_MAX_MS) == (IDLE_MAX_MS, 64), "as long as an idle session is known"
     assert kept(projection, 1000, retention=KvRetention()) == (0, 0), "what the request says itself counts"
 
-    begin(projection.sessions, "other", 0, 50, 1000, tenant=tenant_key("acme"))
-    assert kept(projection, 60) == (300_000, 10)
-    assert kept(projection, 60, session="other") == (300_000, 60), "its own prompt before is part of this one"
-    assert kept(projection, 50) == (0, 0)
-    begin(projection.sessions, "stranger", 0, 900, 1000, tenant=tenant_key("stranger"))
+    assert kept(projection, 1000, path=()) == (0, 0), "no whole block"
+
+    begin(projection.sessions, "other", 0, 2, 50, 1000, tenant=tenant_key("acme"))
+    assert kept(projection, 60, path=(7, 8, 9)) == (300_000, 10)
+    assert kept(projection, 60, session="other", path=(7, 8, 9)) == (300_000, 10), "another prompt of the same session"
+    assert kept(projection, 60) == (300_000, 60), "the prompt before is part of this one"
+    assert kept(projection, 50, path=(7, 8, 9)) == (0, 0)
+    begin(projection.sessions, "stranger", 0, 9, 900, 1000, tenant=tenant_key("stranger"))
     assert kept(projection, 1000) == (300_000, 99)
+
+
+@pytest.mark.parametrize("sessions", ["one", "many"])
+def test_prompts_that_come_at_once_or_one_after_the_other_are_kept_up_to_the_budget(sessions: str) -> None:
+    projection = Projection(PrefixIndex(), LoadLedger())
+    naming, table, tenant = SessionNaming(projection, lambda: 20), projection.sessions, tenant_key("acme")
+    turns: list[SessionTurn] = []
+    for number in range(40):
+        name = "s" if sessions == "one" else f"s{number}"
+        request = like(
+            REQUEST,
+            request_id=f"r{number}",
+            session=SessionHint(name, keep_ms=300_000),
+            token_ids=bytes(4 * 1000),
+            tenant="acme",
+        )
+        request.kept_tokens_max = 2048
+        named = naming.turn_of(request, [10 * number + 1, 10 * number + 2], 16)
+        assert named is not None
+        again = naming.turn_of(request, [10 * number + 1, 10 * number + 2], 16)
+        assert again == named, "a request that is placed again is counted once"
+        turns.append(named)
+        if number % 2:  # the journal reports half of them at once
+            table.apply(record(20, TurnBegan(f"r{number}", 1000, named)))
+
+    assert sum(each.keep_tokens for each in turns) == 2048
+    assert table.kept.tokens(tenant, 20) <= 2048
+
+
+def test_the_turns_of_one_conversation_are_kept_one_in_the_other() -> None:
+    projection = Projection(PrefixIndex(), LoadLedger())
+    naming, now_ms = SessionNaming(projection, lambda: 20), 20
+    path: list[int] = []
+    for number in range(1, 20):
+        path = [*path, number]
+        request = like(
+            REQUEST,
+            request_id=f"r{number}",
+            session=SessionHint("s", keep_ms=300_000),
+            token_ids=bytes(4 * 100 * number),
+            tenant="acme",
+        )
+        request.kept_tokens_max = 2048
+        named = naming.turn_of(request, path, 100)
+        assert named is not None
+        assert named.keep_tokens == 100 * number - 1
+        assert named.repeats == (path[-2] if number > 1 else 0)
+        projection.sessions.apply(record(now_ms, TurnBegan(f"r{number}", 100 * number, named)))
+        projection.sessions.apply(record(now_ms, RequestFinished(f"r{number}", "stop")))
 
 
 @pytest.mark.parametrize("takes_retention", [False, True])

@@ -120,6 +120,7 @@ from poolgrid.wire.selection import (
 from poolgrid.wire.sessions import (
     Footprint,
     Gap,
+    KeptPrompt,
     SessionRecord,
     SessionsSnapshot,
     SessionTurn,
@@ -381,12 +382,11 @@ GOLDEN: dict[tuple[str, str], Any] = {
                     (Gap(2, 900, 300), Gap(), Gap()),
                     (Footprint("w1", 0, 7, U64_MAX),),
                     (Tail("r-1", 5, 4, 100, 3, 120, 7),),
-                    96,
-                    1_700_000_300_123,
                 )
             ],
             [Turn("r-1", U64_MAX, "s-1", "w1", 0, 5, 7, 96)],
             (Gap(2, 900, 300), Gap(), Gap()),
+            [KeptPrompt(U64_MAX, "s-1", 5, 96, 1_700_000_300_123)],
         ),
     ),
     ("to_pool", "select, smallest"): Select(1, "r-1", "tiny", Stage.WHOLE, 100),
@@ -601,7 +601,7 @@ class TestEvolution:
             ("to_worker", Generate("r-1", b"", Sampling(1)), 9),
             ("from_worker", Pong(1, 2), 1),
             ("from_worker", KvOffered("t", True), 2),
-            ("journal_record", JournalRecord(0, "w1", 0, 0, 0, 0, 0, []), 1),
+            ("journal_record", JournalRecord(0, "w1", 0, 0, 0, 0, 0, []), 2),
         ],
     )
     def test_missing_trailing_fields_take_their_defaults(self, name: str, value: Any, dropped: int) -> None:

@@ -27,7 +27,7 @@ from poolgrid.kv_events.cache_events import AnyEngineEvent, Removed, Stored, Upd
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, GroupsReported, KvGroup
 from poolgrid.wire.hashing import TOKEN_BYTES, pack_hashes
 from poolgrid.wire.identifiers import Tier
-from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, GROUPS_PER_WORKER_MAX
+from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, GROUPS_PER_WORKER_MAX, WINDOW_BLOCKS_MAX
 
 EngineGroup = tuple[int, int | None]
 """Window and number of a group of layers."""
@@ -35,8 +35,8 @@ EngineGroup = tuple[int, int | None]
 WAITING_MAX = 1024
 """Blocks of a group without a name; beyond it the oldest are not claimed. Events of one step name each other."""
 
-BLOCKS_MAX = 2**32 - 1
-"""No prompt is as long; the wire carries no more."""
+ENGINE_GROUPS_MAX = 64
+"""Groups of layers that are told apart; models have up to a dozen. Of more nothing is promised."""
 
 NOT_RESUMABLE = KvGroup(0)
 
@@ -87,6 +87,9 @@ class OtherGroups:
             if engine_group in self._group_of:
                 continue
             needs = self._needs_of(engine_group[0])
+            if len(self._group_of) >= ENGINE_GROUPS_MAX:
+                self._groups.setdefault(NOT_RESUMABLE, _WireGroup(len(self._groups) + 1))
+                continue
             if needs not in self._groups and len(self._groups) >= GROUPS_PER_WORKER_MAX - 1:
                 needs = NOT_RESUMABLE
             group = self._groups.setdefault(needs, _WireGroup(len(self._groups) + 1))
@@ -101,7 +104,7 @@ class OtherGroups:
         if window < 0 or window == self._largest:
             return KvGroup(1)
         # The token that is computed next sees window - 1 tokens before it.
-        return KvGroup(min(max(1, -(-(window - 1) // self._block_size)), BLOCKS_MAX))
+        return KvGroup(min(max(1, -(-(window - 1) // self._block_size)), WINDOW_BLOCKS_MAX))
 
     def clear(self) -> None:
         self._waiting.clear()
@@ -120,7 +123,8 @@ class OtherGroups:
             # An event without a number, where groups have some, is about all of them.
             is_of_all = event.layer_group_id is None and engine_group not in self._group_of
             for each in self._group_of if is_of_all else (engine_group,):
-                self._apply(event, each, name_of)
+                if each in self._group_of:
+                    self._apply(event, each, name_of)
         for (engine_group, engine_hash), tier in list(self._waiting.items()):
             name = name_of(engine_hash)
             if name is not None:

@@ -1,14 +1,22 @@
-"""Messages pushed by workers: received in a turn of the core, answered once they are in the journal; and leases."""
+"""Messages pushed by workers: received in a turn of the core, answered once they are in the journal; and leases.
+
+A batch that is much work is taken in part by part, each a record, with turns for all else in between; messages behind it
+wait. A worker that takes more than its share of the loop is muted for a while (``core.loop_share``).
+"""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import zmq
 
 from poolgrid.consolidator.core.consolidator import Consolidator, ConsolidatorTurn
+from poolgrid.consolidator.core.event_work import CLEARS, UNITS_PER_MS, parts_of, units_of
+from poolgrid.consolidator.core.loop_share import MUTE_MS, LoopShare
 from poolgrid.consolidator.feed_publisher import FeedPublisher
 from poolgrid.consolidator.service_context import ServiceContext
 from poolgrid.process.clock import Clock
@@ -17,6 +25,7 @@ from poolgrid.process.tasks import SLICE_MS, BulkWork
 from poolgrid.transport.zmq_socket import BatchSocket, message_sender
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.events import AnyEvent, EventBatch
 from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME, LOADING_FRAME
 from poolgrid.wire.limits import FRAME_BYTES_MAX
 
@@ -29,6 +38,13 @@ BATCH_BYTES_MAX = FRAME_BYTES_MAX - 1024 * 1024
 
 INGEST_QUEUE_MAX = 10_000
 """Messages that ZMQ keeps per worker while we are busy; then the worker's socket blocks and its outbox fills."""
+
+ALIKE_EVENTS: Final = 4
+ALIKE_BYTES: Final = 8192
+"""A batch of so few events in so few bytes is taken in without a look at what it costs: about as much as any."""
+
+FLOOD_MESSAGES: Final = 32
+"""Messages of one wake-up from which on it is counted who sent them: of fewer no loop is ever full."""
 
 LEASE_PUT_OFF_MAX = 1000
 """How often leases are looked at a millisecond later because messages are still unread; each time some of them are."""
@@ -58,6 +74,9 @@ class IngestPlane:
         self._context = context
         self._core: Consolidator
         self._lease_put_off = 0
+        self._share = LoopShare()
+        self._begun: tuple[bytes, EventBatch, list[list[AnyEvent]], int] | None = None
+        """The message that is taken in part by part, its parts, and how many of them are."""
 
     def start(self, core: Consolidator) -> None:
         self._core = core
@@ -79,10 +98,16 @@ class IngestPlane:
                         raise DecodeError("a worker's message", f"{len(frames)} frames, expected are 3")
                     peer, tag, payload = frames
                     if tag == BATCH_FRAME:
-                        if len(payload) > BATCH_BYTES_MAX:
-                            size = len(payload)
-                            raise DecodeError("an event batch", f"{size} bytes, allowed are at most {BATCH_BYTES_MAX}")
-                        core.batch(peer, codec.event_batch.decode(payload), turn)
+                        if self._share.muted and not self._begun and not self._share.hears(peer, monotonic_ms()):
+                            continue
+                        if len(payload) <= ALIKE_BYTES:
+                            batch = codec.event_batch.decode(payload)
+                            if len(batch.events) <= ALIKE_EVENTS and CLEARS.isdisjoint(map(type, batch.events)):
+                                core.batch(peer, batch, turn)
+                                continue
+                        if not self._take_batch(core, turn, peer, payload, ends_ms):
+                            self.inbox.give_back(messages[at:])
+                            break
                     elif tag == LOADING_FRAME:
                         self._feed.note_loading(codec.loading_worker.decode(payload))
                     elif tag == CONTROL_FRAME:
@@ -93,6 +118,45 @@ class IngestPlane:
                     self._context.undecodable(f"{shown_peer(frames[0])} on the ingest plane", error)
 
         self._take_turn(work)
+        if len(messages) >= FLOOD_MESSAGES:
+            now_ms = monotonic_ms()
+            each_ms = (now_ms - ends_ms + SLICE_MS) / len(messages)
+            for sender, count in Counter([frames[0] for frames in messages]).items():
+                if self._share.spend(sender, count * each_ms, now_ms):
+                    self._take_turn(partial(self._mute, sender))
+
+    def _take_batch(
+        self, core: Consolidator, turn: ConsolidatorTurn, peer: bytes, payload: bytes, ends_ms: float
+    ) -> bool:
+        """Take in a batch, or what there is time for of one; return whether that was all of it."""
+        began_ms = self._running_clock.monotonic_ms()
+        units = 0
+        if self._begun is not None and self._begun[0] is payload:
+            _, batch, parts, taken = self._begun
+        else:
+            if len(payload) > BATCH_BYTES_MAX:
+                size = len(payload)
+                raise DecodeError("an event batch", f"{size} bytes, allowed are at most {BATCH_BYTES_MAX}")
+            batch = codec.event_batch.decode(payload)
+            taken = 0
+            parts = parts_of(batch.events)
+            units = sum(map(units_of, parts))
+        self._begun = None
+        now_ms = began_ms
+        while taken < len(parts):
+            if taken and now_ms >= ends_ms:
+                self._begun = (payload, batch, parts, taken)
+                break
+            core.batch(peer, batch, turn, parts[taken], taken + 1 < len(parts))
+            taken += 1
+            now_ms = self._running_clock.monotonic_ms()
+        if self._share.spend(peer, max(now_ms - began_ms, units / UNITS_PER_MS), now_ms):
+            self._mute(peer, core, turn)
+        return self._begun is None
+
+    def _mute(self, peer: bytes, core: Consolidator, turn: ConsolidatorTurn) -> None:
+        """Mute a worker; what was begun of it is taken in to its end, so that it is not sent again for ever."""
+        core.mute(peer, MUTE_MS, turn)
 
     def reply(self, turn: ConsolidatorTurn) -> None:
         for peer, reply in turn.replies:

@@ -138,7 +138,7 @@ class GuideCompiler:
         if self._closed:
             raise CompilerLost("this server ends")
         limits = (str(self._limits.compile_ms), str(self._limits.step_ms))
-        command = (sys.executable, "-m", "poolgrid.frontend.guide_compiler", *limits)
+        command = (sys.executable, "-P", "-m", "poolgrid.frontend.guide_compiler", *limits)
         ours, theirs = Pipe()
         try:
             with theirs:

@@ -28,7 +28,7 @@ from poolgrid.kv_events.pub import UNKNOWN_KIND, EngineEvent, EngineRemoved, Eng
 from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared, GroupsReported, KvGroup
 from poolgrid.wire.hashing import BASE_SEED, TOKEN_BYTES, block_hashes, pack_hashes, sequence_hashes
 from poolgrid.wire.identifiers import Tier
-from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, GROUPS_PER_WORKER_MAX
+from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, GROUPS_PER_WORKER_MAX, WINDOW_BLOCKS_MAX
 
 RootSeed = Callable[[bytes], int | None]
 """Returns which seed (LoRA and salt) a chain without a seed of its own was hashed with, by the tokens of its first
@@ -112,6 +112,7 @@ class EngineTranslator:
     def translate(self, events: list[EngineEvent]) -> list[AnyEvent]:
         out: list[AnyEvent] = []
         named = self._look_ahead(events) if len(self._groups) > 1 else _NOTHING_NAMED
+        are_met = False
         for event in events if len(events) == 1 else self._chains(events):
             kind = type(event)
             if kind is EngineStored:
@@ -119,7 +120,8 @@ class EngineTranslator:
                     self._store_only(event, self._only, out)  # type: ignore[arg-type]
                     continue
                 group = self._group_of.get(event.group)  # type: ignore[union-attr]
-                if group is None or not self._is_reported:
+                if (group is None or not self._is_reported) and not are_met:
+                    are_met = True  # those of the whole message that can be
                     self._meet_all(events, out)
                     named = self._look_ahead(events) if len(self._groups) > 1 else _NOTHING_NAMED
                     group = self._group_of.get(event.group)  # type: ignore[union-attr]
@@ -207,7 +209,8 @@ class EngineTranslator:
         if not window:
             return KvGroup(1)
         # The token that is computed next sees window - 1 tokens before it.
-        return KvGroup(max(1, -(-(window - 1) // event.block_size)), stride)
+        needed = max(1, -(-(window - 1) // event.block_size))
+        return KvGroup(min(needed, WINDOW_BLOCKS_MAX), min(stride, WINDOW_BLOCKS_MAX))
 
     def _lack(self, group: _WireGroup, out: list[AnyEvent]) -> None:
         """Take back what a group holds: one that it has besides has nothing yet."""

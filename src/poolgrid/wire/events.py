@@ -29,7 +29,7 @@ from poolgrid.wire.identifiers import (
     WorkerId,
     WorkerKey,
 )
-from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX, GROUPS_PER_WORKER_MAX
+from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX, GROUPS_PER_WORKER_MAX, WINDOW_BLOCKS_MAX
 from poolgrid.wire.sessions import SessionTurn, TurnAnswer
 
 
@@ -203,9 +203,9 @@ class KvGroup(msgspec.Struct, array_like=True, frozen=True, gc=False):
     Layers with a sliding window need the last blocks before the boundary, layers with a state the last one.
     """
 
-    needed_blocks: U32
+    needed_blocks: Annotated[int, Meta(ge=0, le=WINDOW_BLOCKS_MAX)]
     """Blocks before the boundary, fewer where the prompt has fewer; 0 = not known, nothing can be resumed."""
-    stride_blocks: U32 = 1
+    stride_blocks: Annotated[int, Meta(ge=1, le=WINDOW_BLOCKS_MAX)] = 1
     """Blocks of the index in a block of the group: it is held under the last of them, and can be resumed only there."""
 
 
@@ -261,7 +261,7 @@ class EventBatch(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class JournalRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One entry of a pool's journal: an accepted batch, consolidated, at its offset."""
+    """One entry of a pool's journal: an accepted batch or a part of a large one, consolidated, at its offset."""
 
     offset: U64
     worker_id: Identifier
@@ -274,6 +274,8 @@ class JournalRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Wall clock of the consolidator when it accepted the batch."""
     events: Annotated[list[AnyEvent], Meta(max_length=EVENTS_PER_BATCH_MAX)]
     source: Identifier = "worker"
+    more: bool = False
+    """Whether the batch continues in a later record; the source's cursor moves with the last."""
 
     @property
     def worker(self) -> WorkerKey:

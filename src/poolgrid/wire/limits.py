@@ -160,6 +160,9 @@ DRAIN_TIMEOUT_MS_MAX = 86_400_000
 GROUPS_PER_WORKER_MAX = 15
 """KV groups of a worker besides full attention that differ in what they need; models have one to three."""
 
+WINDOW_BLOCKS_MAX = PROMPT_TOKENS_MAX
+"""Blocks before a boundary that a KV group needs, and blocks of the index in one of a group: no prompt has more."""
+
 POOL_MODELS_MAX = 1024
 """Models that one pool may report."""
 

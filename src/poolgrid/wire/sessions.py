@@ -61,6 +61,8 @@ class SessionTurn(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The same as the client asks for it, for the first ``keep_tokens`` of the prompt."""
     keep_tokens: U32 = 0
     """As many as its tenant's budget has room for; 0 = none are kept."""
+    repeats: U64 = 0
+    """``tail`` of an earlier prompt of the tenant that is kept and that this one begins with: both count once; 0 = none."""
 
 
 class TurnAnswer(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -153,10 +155,6 @@ class SessionRecord(msgspec.Struct, array_like=True, gc=False):
     """The worker of the latest turn first."""
     tails: Annotated[tuple[Tail, ...], Meta(max_length=SESSION_TAILS_MAX)] = ()
     """Of its latest turns, the latest last."""
-    kept_tokens: U32 = 0
-    """The most of a prompt that its client has kept (``SessionTurn.keep_tokens``)."""
-    kept_until_ms: U64 = 0
-    """Counted from when that turn began."""
 
 
 class Turn(msgspec.Struct, array_like=True, gc=False):
@@ -174,6 +172,18 @@ class Turn(msgspec.Struct, array_like=True, gc=False):
     cached_tokens: U32 = 0
 
 
+class KeptPrompt(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A prompt that a client has kept."""
+
+    tenant: U64
+    session: Identifier
+    """That kept it last."""
+    tail: U64
+    """Its last whole block, which stands for all before."""
+    tokens: U32
+    until_ms: U64
+
+
 class SessionsSnapshot(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """All sessions of a pool, in the order in which they were last used, and what was learned beyond them."""
 
@@ -181,6 +191,7 @@ class SessionsSnapshot(msgspec.Struct, array_like=True, frozen=True, gc=False):
     turns: list[Turn] = []
     gaps: tuple[Gap, Gap, Gap] = NO_GAPS
     """Of all sessions together."""
+    kept: list[KeptPrompt] = []
 
 
 NO_SESSIONS = SessionsSnapshot()

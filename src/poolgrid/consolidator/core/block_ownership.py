@@ -52,8 +52,8 @@ CHAIN_BLOCKS_MAX = 2048
 TIERS = len(Tier)
 
 PIECES_MAX = 6
-"""A stored chain that known blocks cut into more pieces than this is passed on whole, duplicates included: a record
-must stay below the number of events that the contract allows."""
+"""A stored chain that known blocks cut into more pieces than this is passed on whole, duplicates included: they cost a
+reader more than blocks that it knows."""
 
 
 class BlockOwnership:

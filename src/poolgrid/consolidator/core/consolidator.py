@@ -5,8 +5,9 @@ Rules for this file:
 1. Everything that happens goes through a ``ConsolidatorTurn``: the caller opens one, hands in messages, and gets back
    records and replies. **The shell appends the records to the journal first; only then do replies leave and records
    get published.** An acknowledgement therefore always means "in the journal".
-2. Every accepted batch becomes exactly one record, also when nothing of it is news: the record moves the cursor that a
-   restarted consolidator will know. Offsets have no holes.
+2. Every accepted batch becomes a record, also when nothing of it is news: the record moves the cursor that a restarted
+   consolidator will know. A large one becomes several (``event_work``), and the last moves the cursor: a consolidator
+   that restarts in between gets the batch again, and it ends in the same state. Offsets have no holes.
 3. An epoch ends before the next begins: a new epoch writes ``WorkerLeft`` and ``WorkerJoined`` before anything of the
    new epoch. A batch of an earlier epoch is refused.
 4. A gap is never skipped. The only batch accepted out of turn is one that restates the whole cache
@@ -25,10 +26,11 @@ What may join: see ``compatibility``. Limits: ``ConsolidatorLimits``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from poolgrid.consolidator.core.event_work import parts_of
 from poolgrid.consolidator.core.pool_state import (
     BLOCKS_PER_WORKER_MAX,
     MemberRank,
@@ -123,14 +125,6 @@ def _contradiction(card: WorkerCard, other_key: WorkerKey, other: WorkerCard) ->
 LIVE = StreamState.LIVE
 """Found once, not in the enumeration for each batch."""
 
-EVENTS_TO_SPLIT_MAX = EVENTS_PER_BATCH_MAX // 8
-"""Events of a batch up to which each may become several in the record without breaking the contract's limit. In larger
-ones (a snapshot in one piece) a stored chain stays one event, blocks that readers know included."""
-
-EVENTS_BESIDE_OTHERS_MAX = EVENTS_PER_BATCH_MAX // 2 - 1024
-"""Events of a batch of a worker with several sources: a removed event may become two, one for the blocks that another
-source still holds; the rest is room for what a restatement takes back."""
-
 SOURCES_PER_WORKER_MAX = 8
 """Event sources of one worker rank, its own stream included; engines and block managers have two or three."""
 
@@ -183,6 +177,7 @@ class Tally:
     lease_expiries: int = 0
     lost_requests: int = 0
     stale: int = 0
+    muted: int = 0
 
 
 class MemberJoined(NamedTuple):
@@ -231,6 +226,8 @@ class _Link:
     behind_seq: int = -1
     """The latest batch that is known to exist; the stream has a hole until it is taken in."""
     behind_since_ms: float = 0.0
+    muted_until_ms: float = 0.0
+    """Before, what it sends is dropped unread."""
     lag_ms: int = 0
 
 
@@ -266,8 +263,15 @@ class Consolidator:
         else:
             self._goodbye(peer, message, turn)
 
-    def batch(self, peer: bytes, batch: EventBatch, turn: ConsolidatorTurn) -> None:
-        """Take in a batch that a worker pushed."""
+    def batch(
+        self,
+        peer: bytes,
+        batch: EventBatch,
+        turn: ConsolidatorTurn,
+        part: list[AnyEvent] | None = None,
+        more: bool = False,
+    ) -> None:
+        """Take in a batch that a worker pushed, or the next ``part`` of one, behind which there may be more."""
         # A plain tuple finds what a WorkerKey was stored under, and costs less to make.
         name = (batch.worker_id, batch.dp_rank)
         worker = self.pool.workers.get(name)  # type: ignore[call-overload]
@@ -286,7 +290,7 @@ class Consolidator:
                 turn,
             )
             return
-        self._take(worker, batch, peer, turn)
+        self._take(worker, batch, peer, turn, batch.events if part is None else part, more)
 
     def _live(self, peer: bytes, key: WorkerKey, epoch: int, turn: ConsolidatorTurn) -> MemberRank | None:
         """Return the rank when this epoch of it is a member, else answer why not."""
@@ -416,7 +420,12 @@ class Consolidator:
         if batch.source != WORKER_SOURCE and not worker.admits(batch, self.limits.sources_per_worker_max, before):
             self.tally.refused += 1
             return False
-        return self._take(worker, batch, b"", turn, before)
+        parts = parts_of(batch.events)
+        for at, part in enumerate(parts, 1):
+            if not self._take(worker, batch, b"", turn, part, at < len(parts), before):
+                return False
+            before = []
+        return True
 
     def drop_unlisted(self, listed: Mapping[WorkerKey, Collection[str]], turn: ConsolidatorTurn) -> None:
         """Take back what the journal knows from further sources that are not followed any more."""
@@ -427,7 +436,7 @@ class Consolidator:
                 turn.remarks.append(f"worker {key}: source {source!r} is not listed any more, its blocks are dropped")
                 wall_ms = turn.now.wall_ms
                 batch = EventBatch(*key, cursor.epoch, cursor.next_seq, wall_ms, [CacheCleared()], source)
-                self._take(worker, batch, b"", turn)
+                self._take(worker, batch, b"", turn, batch.events, False)
                 self.note_stream(key, source, StreamState.ABSENT, "it is not in the sources file any more", turn)
 
     # Leases
@@ -472,9 +481,21 @@ class Consolidator:
         fold(worker.streams, CONSOLIDATOR_SOURCE, events)
         self._record(key, worker.epoch, 0, turn.now.wall_ms, events, CONSOLIDATOR_SOURCE, turn)
 
+    def mute(self, peer: bytes, for_ms: float, turn: ConsolidatorTurn) -> None:
+        """Note that a peer's batches are dropped for a while, as they cost more than its share of the loop."""
+        for key in sorted(key for key, link in self._links.items() if link.peer == peer):
+            self.tally.muted += 1
+            self._links[key].muted_until_ms = turn.now.monotonic_ms + for_ms
+            reason = f"muted for {for_ms / 1000:.0f} s: its events take more than a worker's share of the event loop"
+            turn.remarks.append(f"worker {key} is {reason}")
+            self.note_stream(key, WORKER_SOURCE, StreamState.STALE, reason, turn)
+
     def _caught_up(self, worker: MemberRank, turn: ConsolidatorTurn) -> None:
         """Note that nothing is missing of what a rank is known to have sent."""
-        self._links[worker.key].behind_seq = -1
+        link = self._links[worker.key]
+        link.behind_seq = -1
+        if turn.now.monotonic_ms < link.muted_until_ms:
+            return
         if worker.stream(WORKER_SOURCE).state in (StreamState.REPLAYING, StreamState.STALE):
             self.note_stream(worker.key, WORKER_SOURCE, StreamState.LIVE, "", turn)
 
@@ -489,7 +510,9 @@ class Consolidator:
         batch: EventBatch,
         peer: bytes,
         turn: ConsolidatorTurn,
-        before: list[AnyEvent] | None = None,
+        given: list[AnyEvent],
+        more: bool,
+        before: Sequence[AnyEvent] = (),
     ) -> bool:
         source, seq = batch.source, batch.seq
         cursor = worker.cursors[source]
@@ -518,29 +541,21 @@ class Consolidator:
         else:
             tally.refused += 1
             return False
-        if len(worker.cursors) > 1 and len(batch.events) > EVENTS_BESIDE_OTHERS_MAX:
-            self._refuse(
-                peer,
-                worker.key,
-                f"batch {batch.seq} of worker {worker.key} has {len(batch.events)} events, allowed are at most "
-                f"{EVENTS_BESIDE_OTHERS_MAX} for a worker with several sources; it was dropped",
-                turn,
-            )
-            return False
         known = worker.streams.get(source)
         is_live = known is not None and known.state is LIVE
-        events, tells, ignored = worker.take(batch, is_live, whole=len(batch.events) > EVENTS_TO_SPLIT_MAX)
+        events, tells, ignored = worker.take(source, given, is_live)
         tally.ignored_events += ignored
         if before:
             events[:0] = before
-        cursor.next_seq += 1
-        tally.batches += 1
-        tally.events += len(batch.events)
+        if not more:
+            cursor.next_seq += 1
+            tally.batches += 1
+            tally.events += len(batch.events)
         if tells or not is_live:  # else one that is live stays so
             fold(worker.streams, source, events)
         key, pool, wall_ms = worker.key, self.pool, turn.now.wall_ms
         # Positional: hot.
-        record = JournalRecord(pool.offset, *key, batch.epoch, seq, batch.time_ms, wall_ms, events, source)
+        record = JournalRecord(pool.offset, *key, batch.epoch, seq, batch.time_ms, wall_ms, events, source, more)
         turn.records.append(record)
         pool.offset += 1
         pool.sessions.apply(record)
@@ -569,6 +584,8 @@ class Consolidator:
         wanted = worker.cursors[WORKER_SOURCE].next_seq
         link = self._links[worker.key]
         now_ms = turn.now.monotonic_ms
+        if now_ms < link.muted_until_ms:
+            return
         if link.asked_seq == wanted:
             if now_ms - link.asked_ms < self.limits.resend_retry_ms:
                 return

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from poolgrid.consolidator.core.consolidator import EVENTS_TO_SPLIT_MAX, MemberJoined, MemberLeft
+from poolgrid.consolidator.core.consolidator import MemberJoined, MemberLeft
 from poolgrid.consolidator.core.pool_state import MemberRank
 from poolgrid.kv_events.follower import (
     COUNTED,
@@ -226,8 +226,7 @@ class FurtherSource:
             elif isinstance(effect, Leave):
                 self._take_back(wall_ms, out)
             elif isinstance(effect, EventBatch):
-                for at in range(0, len(effect.events), EVENTS_TO_SPLIT_MAX):
-                    self._batch(effect.events[at : at + EVENTS_TO_SPLIT_MAX], effect.time_ms, out)
+                self._batch(effect.events, effect.time_ms, out)
             else:
                 out.append(effect)
         return out

@@ -5,7 +5,7 @@ Rules for this file:
 1. ``apply`` is the only way by which records change the state, and it looks at nothing but the record.
 2. ``freeze`` at offset n, loaded, and followed by the records from n on, gives the state that all records from 0 give.
    Freezing copies nothing (``owned_blocks``), and records are applied meanwhile.
-3. A record moves the cursor of its source behind its ``seq``. Records that the consolidator writes on its own account
+3. A record moves the cursor of its source behind its ``seq``, of a batch in several records the last. Records that the consolidator writes on its own account
    (source ``consolidator``: ``WorkerJoined``, ``WorkerLeft``, requests that were lost) move none.
 
 What a record does to a worker rank:
@@ -225,23 +225,20 @@ class MemberRank:
             case _:
                 self.note(event)
 
-    def take(self, batch: EventBatch, is_live: bool, whole: bool) -> tuple[list[AnyEvent], bool, int]:
-        """Apply a batch of a source.
+    def take(self, source: str, given: Iterable[AnyEvent], is_live: bool) -> tuple[list[AnyEvent], bool, int]:
+        """Apply events of a source.
 
         Return what the journal and the readers get, whether any of it is about trust in a stream, and how
-        many events were ignored. With ``whole`` a stored chain stays one event.
+        many events were ignored.
         """
         out: list[AnyEvent] = []
-        presence, source = self.presence, batch.source
+        presence = self.presence
         tells, ignored = False, 0
         restating = self.restating or (not is_live and self.stream(source).state is StreamState.SNAPSHOTTING)
-        for event in batch.events:
+        for event in given:
             match event:
                 case BlocksStored():
-                    before = len(out)
                     presence.store(source, event, out)
-                    if whole and len(out) - before > 1:
-                        out[before:] = [event]
                 case BlocksRemoved():
                     presence.remove(source, event, out)
                 case CacheCleared():
@@ -419,7 +416,7 @@ class PoolState:
             if cursor is None:
                 cursor = worker.cursors[record.source] = Cursor(record.epoch)
             cursor.epoch = record.epoch
-            cursor.next_seq = record.seq + 1
+            cursor.next_seq = record.seq if record.more else record.seq + 1
         self.sessions.apply(record)
 
     def new_worker(self, key: WorkerKey, epoch: int, card: WorkerCard) -> MemberRank:

@@ -14,17 +14,21 @@ Rules
        ago. A session that was not used for ``IDLE_MAX_MS`` goes when another one comes.
     5. A session with one turn is kept as the events of that turn (``_OnlyTurn``). Its record is made when it is read,
        or when a second turn begins: most requests belong to no program, and no other turn follows.
-    6. What a client has kept counts until its time is over, or the session's last footprint goes.
+    6. At most ``RUNNING_MAX`` turns of a session run; beyond it the oldest is not followed any more.
+    7. What a client has kept counts until its time is over, or the last footprint of the session goes that kept it; also
+       when the session is forgotten, as engines keep it all the same.
 
-How many prompt tokens the clients of each tenant have kept at a time, as sums over the session table.
+How many prompt tokens the clients of each tenant have kept at a time.
 
-A session counts with the longest of its prompts that is still to be kept: a later one repeats the earlier.
+A prompt is known by its last whole block, which names all before it: the same prompt counts once, whatever sessions
+keep it. One that begins with an earlier one (``SessionTurn.repeats``) takes its place. All others count by themselves,
+also those of one session, and what two have in common twice.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import islice
 from typing import Any, Final
@@ -48,6 +52,7 @@ from poolgrid.wire.sessions import (
     NO_GAPS,
     Footprint,
     Gap,
+    KeptPrompt,
     SessionRecord,
     SessionsSnapshot,
     SessionTurn,
@@ -57,64 +62,95 @@ from poolgrid.wire.sessions import (
     TurnEnding,
 )
 
+SessionKey = tuple[int, str]
+"""Tenant and name."""
+
 DUE_SPARE: Final = 64
-"""Entries of the heap beyond two for each session, after which it is rebuilt."""
+"""Entries of the heap beyond two for each prompt, after which it is rebuilt."""
 
 
-class _Kept(msgspec.Struct, eq=False):
-    """What one tenant has kept."""
-
-    tokens: int = 0
-    sessions: dict[str, tuple[int, int]] = {}
-    """By name: tokens, and until when."""
+PROMPTS_MAX: Final = 65_536
+"""Kept prompts of a pool, a hundred bytes each; beyond it the one that ends first counts no more."""
 
 
 class KeptPrompts:
     """Sums by tenant. An entry that has ended is removed at the next read, by the reader's time."""
 
-    def __init__(self) -> None:
-        self._of: dict[int, _Kept] = {}
-        self._due: list[tuple[int, int, str]] = []
-        """A heap of ends; one that its session has moved on from counts for nothing."""
-        self._sessions = 0
+    def __init__(self, prompts_max: int = PROMPTS_MAX) -> None:
+        self._prompts_max = prompts_max
+        self._prompts: dict[tuple[int, int], KeptPrompt] = {}
+        """By tenant and tail, in the order in which they were kept."""
+        self._tokens: dict[int, int] = {}
+        """Sums by tenant."""
+        self._of_session: dict[SessionKey, dict[int, None]] = {}
+        self._due: list[tuple[int, int, int]] = []
+        """A heap of ends, with tenant and tail; one that its prompt has moved on from counts for nothing."""
 
-    def keep(self, tenant: int, session: str, tokens: int, until_ms: int) -> None:
-        """Take note of what a session has kept from now on."""
-        kept = self._of.get(tenant)
-        if kept is None:
-            kept = self._of[tenant] = _Kept()
-        before = kept.sessions.get(session)
-        self._sessions += before is None
-        kept.tokens += tokens - (0 if before is None else before[0])
-        kept.sessions[session] = (tokens, until_ms)
-        heappush(self._due, (until_ms, tenant, session))
-        if len(self._due) > 2 * self._sessions + DUE_SPARE:
-            self._due = [
-                (each[1], of, name) for of, all_of in self._of.items() for name, each in all_of.sessions.items()
-            ]
+    def __iter__(self) -> Iterator[KeptPrompt]:
+        return iter(self._prompts.values())
+
+    def keep(self, turn: SessionTurn, now_ms: int) -> None:
+        """Take note of what a turn has kept from now on."""
+        tokens, until_ms = turn.keep_tokens, now_ms + turn.keep_ms
+        for tail in {turn.repeats, turn.tail}:
+            before = self._prompts.get((turn.tenant, tail))
+            if before is not None:
+                if before.until_ms > now_ms:
+                    tokens, until_ms = max(tokens, before.tokens), max(until_ms, before.until_ms)
+                self._remove(before)
+        self.add(KeptPrompt(turn.tenant, turn.session, turn.tail, tokens, until_ms))
+
+    def add(self, prompt: KeptPrompt) -> None:
+        """Enter a prompt whose block none has kept."""
+        tenant, tail = prompt.tenant, prompt.tail
+        self._prompts[tenant, tail] = prompt
+        self._tokens[tenant] = self._tokens.get(tenant, 0) + prompt.tokens
+        key = (tenant, prompt.session)
+        tails = self._of_session.get(key)
+        if tails is None:
+            tails = self._of_session[key] = {}
+        tails[tail] = None
+        heappush(self._due, (prompt.until_ms, tenant, tail))
+        if len(self._due) > 2 * len(self._prompts) + DUE_SPARE:
+            self._due = [(each.until_ms, each.tenant, each.tail) for each in self]
             heapify(self._due)
+        while len(self._prompts) > self._prompts_max:
+            self._end_next()
 
     def drop(self, tenant: int, session: str) -> None:
         """Forget what a session has kept, if it has anything."""
-        kept = self._of.get(tenant)
-        before = None if kept is None else kept.sessions.pop(session, None)
-        if kept is None or before is None:
-            return
-        self._sessions -= 1
-        kept.tokens -= before[0]
-        if not kept.sessions:
-            del self._of[tenant]
+        for tail in list(self._of_session.get((tenant, session), ())):
+            self._remove(self._prompts[tenant, tail])
 
-    def others(self, tenant: int, session: str, now_ms: int) -> int:
-        """Return the tokens that the tenant's other sessions have kept at a time (Unix)."""
-        due = self._due
-        while due and due[0][0] <= now_ms:
-            until_ms, of, name = heappop(due)
-            kept = self._of.get(of)
-            if kept is not None and kept.sessions.get(name, (0, 0))[1] == until_ms:
-                self.drop(of, name)
-        kept = self._of.get(tenant)
-        return 0 if kept is None else kept.tokens - kept.sessions.get(session, (0, 0))[0]
+    def _remove(self, prompt: KeptPrompt) -> None:
+        tenant, key = prompt.tenant, (prompt.tenant, prompt.session)
+        del self._prompts[tenant, prompt.tail]
+        self._tokens[tenant] -= prompt.tokens
+        if not self._tokens[tenant]:
+            del self._tokens[tenant]
+        tails = self._of_session[key]
+        del tails[prompt.tail]
+        if not tails:
+            del self._of_session[key]
+
+    def _end_next(self) -> None:
+        until_ms, tenant, tail = heappop(self._due)
+        prompt = self._prompts.get((tenant, tail))
+        if prompt is not None and prompt.until_ms == until_ms:
+            self._remove(prompt)
+
+    def tokens(self, tenant: int, now_ms: int) -> int:
+        """Return the tokens that a tenant has kept at a time (Unix)."""
+        while self._due and self._due[0][0] <= now_ms:
+            self._end_next()
+        return self._tokens.get(tenant, 0)
+
+    def begins(self, tenant: int, path: Sequence[int]) -> KeptPrompt | None:
+        """Return the longest prompt that a tenant has kept and that a path begins with."""
+        if tenant not in self._tokens:
+            return None
+        prompts = self._prompts
+        return next((prompts[tenant, block] for block in reversed(path) if (tenant, block) in prompts), None)
 
 
 CAPACITY: Final = 8192
@@ -131,8 +167,12 @@ _PLACE: Final = {ending: place for place, ending in enumerate(TurnEnding)}
 _GOES_ON: Final = frozenset(("prefilled", "encoded", "migrated"))
 """Finish reasons of a dispatch after which another one continues its turn."""
 
-SessionKey = tuple[int, str]
-"""Tenant and name."""
+_Rank = tuple[str, int]
+"""A worker's id and rank: a plain tuple, which is made in a fifth of the time."""
+
+RUNNING_MAX: Final = 64
+"""Turns of one session that run at a time: a program with many branches has dozens, and each takes a tenth of a
+kilobyte."""
 
 SHARES_SPARE: Final = 64
 """Entries of the heap of tenants beyond two for each, after which it is rebuilt."""
@@ -183,7 +223,8 @@ class _OnlyTurn(msgspec.Struct, eq=False, gc=False):
 class _Entry(msgspec.Struct, eq=False, gc=False):
     """A session of the table."""
 
-    running: tuple[Turn, ...]
+    running: dict[str, Turn]
+    """By dispatch, the oldest first."""
     only: _OnlyTurn | None = None
     whole: SessionRecord | None = None
     """The record, from when it was first wanted on."""
@@ -223,6 +264,10 @@ class SessionTable:
         """A heap of how many sessions tenants have, at most; both numbers negated."""
         self._turns: dict[str, Turn] = {}
         """Running turns, by dispatch."""
+        self._turns_on: dict[_Rank, dict[str, Turn]] = {}
+        """The same by worker."""
+        self._left_on: dict[_Rank, dict[SessionKey, None]] = {}
+        """Sessions with a footprint, by worker: a cache that is cleared costs what was in it."""
         self.gaps: tuple[Gap, Gap, Gap] = NO_GAPS
         """Of all sessions together, for those that have none of their own yet."""
         self.kept = KeptPrompts()
@@ -254,7 +299,7 @@ class SessionTable:
 
     def running_of(self, session: SessionRecord) -> list[Turn]:
         entry = self._sessions.get((session.tenant, session.name))
-        return [] if entry is None else list(entry.running)
+        return [] if entry is None else list(entry.running.values())
 
     def state(self, session: SessionRecord) -> str:
         """Return ``running``, ``waiting`` (all its running turns wait in their engines) or ``idle``."""
@@ -319,25 +364,25 @@ class SessionTable:
     def began(self, record: JournalRecord, event: TurnBegan) -> None:
         given, now_ms, dispatch_id = event.turn, record.recorded_ms, event.request_id
         key = (given.tenant, given.session)
+        if given.keep_tokens:
+            self.kept.keep(given, now_ms)
         if dispatch_id in self._turns:
             self._withdraw(dispatch_id)
         turn = Turn(dispatch_id, given.tenant, given.session, record.worker_id, record.dp_rank, given.tail)
-        self._turns[dispatch_id] = turn
         entry = self._sessions.get(key)
         if entry is None:
             self._make_room(now_ms)
-            entry = _Entry((turn,), _OnlyTurn(event, turn, now_ms, now_ms))
+            entry = _Entry({}, _OnlyTurn(event, turn, now_ms, now_ms))
+            self._run(entry, turn)
             self._add(key, entry)
-            if given.keep_tokens:
-                self._keep_prompt(entry.own(), given, now_ms)
             return
         request_id = request_of(dispatch_id)
         self._keep(key)
         session = entry.own()
         is_same = session.request_id == request_id
         if is_same:
-            for before in [each for each in entry.running if request_of(each.request_id) == request_id]:
-                self._withdraw(before.request_id)
+            for before in [each for each in entry.running if request_of(each) == request_id]:
+                self._withdraw(before)
         else:
             if session.ending and not session.running:
                 kind = TurnEnding.TOOL if given.after_tool else TurnEnding(session.ending)
@@ -348,18 +393,11 @@ class SessionTable:
         if given.anchor and not (is_same and session.tails):
             tail = Tail(request_id, given.tail, given.anchor, event.isl, given.residual)
             session.tails = (*session.tails, tail)[-SESSION_TAILS_MAX:]
-        entry.running += (turn,)
+        if len(entry.running) >= RUNNING_MAX:
+            self._withdraw(next(iter(entry.running)))
+        self._run(entry, turn)
         session.last_ms, session.isl = now_ms, event.isl
         session.running += 1
-        if given.keep_tokens:
-            self._keep_prompt(session, given, now_ms)
-
-    def _keep_prompt(self, session: SessionRecord, turn: SessionTurn, now_ms: int) -> None:
-        """Count what a turn has kept; of a session's prompts that are kept, the longest."""
-        before = session.kept_tokens if session.kept_until_ms > now_ms else 0
-        session.kept_tokens = max(before, turn.keep_tokens)
-        session.kept_until_ms = max(session.kept_until_ms, now_ms + turn.keep_ms)
-        self.kept.keep(session.tenant, session.name, session.kept_tokens, session.kept_until_ms)
 
     def _withdraw(self, dispatch_id: str) -> None:
         session = self._take(self._turns[dispatch_id]).own()
@@ -367,10 +405,40 @@ class SessionTable:
 
     def _take(self, turn: Turn) -> _Entry:
         """Remove a running turn and return its session, which is known as long as it has one."""
-        del self._turns[turn.request_id]
         entry = self._sessions[turn.tenant, turn.session]
-        entry.running = tuple([each for each in entry.running if each is not turn])
+        del entry.running[turn.request_id]
+        self._stop(turn)
         return entry
+
+    def _run(self, entry: _Entry, turn: Turn) -> None:
+        entry.running[turn.request_id] = self._turns[turn.request_id] = turn
+        worker = (turn.worker_id, turn.dp_rank)
+        on_worker = self._turns_on.get(worker)
+        if on_worker is None:
+            on_worker = self._turns_on[worker] = {}
+        on_worker[turn.request_id] = turn
+
+    def _stop(self, turn: Turn) -> None:
+        del self._turns[turn.request_id]
+        worker = (turn.worker_id, turn.dp_rank)
+        on_worker = self._turns_on[worker]
+        del on_worker[turn.request_id]
+        if not on_worker:
+            del self._turns_on[worker]
+
+    def _leave(self, key: SessionKey, worker: _Rank) -> None:
+        """Note that a session has a footprint on a worker."""
+        left = self._left_on.get(worker)
+        if left is None:
+            left = self._left_on[worker] = {}
+        left[key] = None
+
+    def _lift(self, key: SessionKey, worker: _Rank) -> None:
+        """Note that a session has none there any more."""
+        left = self._left_on[worker]
+        del left[key]
+        if not left:
+            del self._left_on[worker]
 
     def _learn_gap(self, session: SessionRecord, kind: TurnEnding, now_ms: int) -> None:
         gap_ms = min(GAP_MAX_MS, max(0, now_ms - session.ended_ms))
@@ -404,15 +472,20 @@ class SessionTable:
         if only is not None:
             only.last_ms, only.is_over = now_ms, True
             only.ending = reason if reason in ENDINGS else ""
+            if turn.blocks:
+                self._leave((turn.tenant, turn.session), (turn.worker_id, turn.dp_rank))
             return
         session = entry.own()
         if turn.blocks:
-            worker, left = (turn.worker_id, turn.dp_rank), session.footprints
+            key, worker, left = (turn.tenant, turn.session), (turn.worker_id, turn.dp_rank), session.footprints
             if left and (left[0].worker_id, left[0].dp_rank) == worker:
                 left = left[1:]  # no worker has two
-            elif left:
-                left = tuple(each for each in left if (each.worker_id, each.dp_rank) != worker)
+            else:
+                left = tuple([each for each in left if (each.worker_id, each.dp_rank) != worker])
+                for each in left[SESSION_FOOTPRINTS_MAX - 1 :]:
+                    self._lift(key, (each.worker_id, each.dp_rank))
                 left = left[: SESSION_FOOTPRINTS_MAX - 1]
+                self._leave(key, worker)
             session.footprints = (Footprint(*worker, turn.blocks, turn.tail), *left)
         session.last_ms = now_ms
         session.running = running = max(0, session.running - 1)
@@ -442,27 +515,24 @@ class SessionTable:
 
     def lost(self, record: JournalRecord, event: object) -> None:
         """Forget what was on a worker that left, or begins again."""
-        for turn in [each for each in self._turns.values() if (each.worker_id, each.dp_rank) == record.worker]:
+        for turn in list(self._turns_on.get((record.worker_id, record.dp_rank), {}).values()):
             turn.blocks = 0
             self._end(turn, "lost", record.recorded_ms)
         self.cleared(record, event)
 
     def cleared(self, record: JournalRecord, event: object) -> None:
         worker = (record.worker_id, record.dp_rank)
-        for entry in self._sessions.values():
-            only = entry.only
-            if only is not None:
-                if only.is_over and (only.turn.worker_id, only.turn.dp_rank) == worker:
-                    only.turn.blocks = 0
+        for key in self._left_on.pop(worker, ()):
+            entry = self._sessions[key]
+            if entry.only is not None:
+                entry.only.turn.blocks = 0
+                self.kept.drop(*key)
                 continue
-            footprints = entry.record.footprints
-            if any((each.worker_id, each.dp_rank) == worker for each in footprints):
-                left = tuple(each for each in footprints if (each.worker_id, each.dp_rank) != worker)
-                session = entry.own()
-                session.footprints = left
-                if not left and session.kept_tokens:
-                    session.kept_tokens = session.kept_until_ms = 0
-                    self.kept.drop(session.tenant, session.name)
+            session = entry.own()
+            left = tuple([each for each in session.footprints if (each.worker_id, each.dp_rank) != worker])
+            session.footprints = left
+            if not left:
+                self.kept.drop(*key)
 
     # -- bounds ----------------------------------------------------------------------------------------------------
 
@@ -521,13 +591,17 @@ class SessionTable:
     def _forget(self, key: SessionKey) -> None:
         """Forget a session with its running turns, of which some may have lost their end with their worker's events."""
         entry = self._sessions.pop(key)
-        for turn in entry.running:
-            del self._turns[turn.request_id]
-        tenant, name = key
-        if entry.whole is not None and entry.whole.kept_tokens:
-            self.kept.drop(tenant, name)
+        for turn in entry.running.values():
+            self._stop(turn)
+        only = entry.only
+        if only is None:
+            for each in entry.record.footprints:
+                self._lift(key, (each.worker_id, each.dp_rank))
+        elif only.is_over and only.turn.blocks:
+            self._lift(key, (only.turn.worker_id, only.turn.dp_rank))
         if not self._of_tenant:
             return
+        tenant, name = key
         names = self._of_tenant[tenant]
         del names[name]
         if not names:
@@ -538,24 +612,26 @@ class SessionTable:
     def freeze(self) -> SessionsSnapshot:
         for entry in self._sessions.values():
             entry.is_shared = True
-        return SessionsSnapshot(list(self), [_copy(each) for each in self._turns.values()], self.gaps)
+        turns = [_copy(each) for each in self._turns.values()]
+        return SessionsSnapshot(list(self), turns, self.gaps, list(self.kept))
 
     def load(self, snapshot: SessionsSnapshot) -> None:
         """Replace all by a snapshot; a larger one than fits keeps its latest sessions."""
-        self._sessions.clear()
-        self._of_tenant.clear()
+        for held in (self._sessions, self._of_tenant, self._turns, self._turns_on, self._left_on):
+            held.clear()
         self._shares.clear()
         self.kept = KeptPrompts()
         for session in snapshot.sessions[-self._capacity :]:
-            self._add((session.tenant, session.name), _Entry((), whole=session, is_shared=True))
-            if session.kept_tokens:
-                self.kept.keep(session.tenant, session.name, session.kept_tokens, session.kept_until_ms)
-        self._turns.clear()
+            key = (session.tenant, session.name)
+            self._add(key, _Entry({}, whole=session, is_shared=True))
+            for each in session.footprints:
+                self._leave(key, (each.worker_id, each.dp_rank))
         for turn in snapshot.turns:
             entry = self._sessions.get((turn.tenant, turn.session))
             if entry is not None:
-                self._turns[turn.request_id] = running = _copy(turn)
-                entry.running += (running,)
+                self._run(entry, _copy(turn))
+        for prompt in snapshot.kept:
+            self.kept.add(prompt)
         self.gaps = snapshot.gaps
 
 

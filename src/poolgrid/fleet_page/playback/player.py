@@ -128,7 +128,7 @@ class Player:
             raise RequestError(409, "no_journal", f"playing back: there is no journal in {self._directory}")
         self.started += 1
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "poolgrid.fleet_page.playback.process"),
+            *(sys.executable, "-P", "-m", "poolgrid.fleet_page.playback.process"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )

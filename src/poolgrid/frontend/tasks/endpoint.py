@@ -30,12 +30,12 @@ from poolgrid.frontend.tasks.schema import (
     read_images,
     read_video,
 )
-from poolgrid.frontend.tasks.videos import NewVideo, ResultFiles, VideoJobs, new_id
+from poolgrid.frontend.tasks.videos import NewVideo, ResultFiles, VideoJobs, new_id, shown_type
 from poolgrid.inference import InferenceBackend, InferenceRequest, ServedModel
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.limits import MULTIMODAL_BYTES_MAX
 from poolgrid.wire.requests import Sampling
-from poolgrid.wire.tasks import TaskResult, stage_of
+from poolgrid.wire.tasks import TaskResult
 
 NO_TOKENS: Final = Sampling(1)
 """Sampling of a task, which generates no tokens."""
@@ -45,12 +45,12 @@ VECTORS_PER_STEP: Final = 16
 
 WORD: Final = {Stage.EMBEDDING: "embeddings", Stage.IMAGE: "images", Stage.VIDEO: "videos"}
 
-READERS: Final[Mapping[str, tuple[str, Reader]]] = {
-    "/v1/embeddings": ("embeddings", read_embeddings),
-    "/v1/images/generations": ("images", read_images),
-    "/v1/videos": ("videos", read_video),
+READERS: Final[Mapping[str, tuple[Stage, Reader]]] = {
+    "/v1/embeddings": (Stage.EMBEDDING, read_embeddings),
+    "/v1/images/generations": (Stage.IMAGE, read_images),
+    "/v1/videos": (Stage.VIDEO, read_video),
 }
-"""By path, the name that metrics have for the endpoint, and what reads its bodies."""
+"""By path, what is asked for there, and what reads the bodies."""
 
 Served = Callable[[str], tuple[ServedModel, str] | None]
 """Returns the model that clients mean by a name, and the adapter if it is one."""
@@ -69,8 +69,8 @@ class TaskEndpoint(InferenceEndpoint):
         **shared: Any,
     ) -> None:
         """``shared`` is what all inference endpoints are made with."""
-        name, self.read = READERS[path]
-        super().__init__(name=name, prepare=_no_prompts, **shared)
+        self.stage, self.read = READERS[path]
+        super().__init__(name=WORD[self.stage], prepare=_no_prompts, **shared)
         self.takes_forms = self.read is read_video
         self.files = files
         self.videos = videos
@@ -84,11 +84,19 @@ class TaskEndpoint(InferenceEndpoint):
     def backend(self) -> InferenceBackend:
         return self._backend
 
+    def check_served(self) -> None:
+        """Raise ``RequestError`` where no model serves these tasks, whatever a body says: it is not read then."""
+        if not self._serving():
+            what = f"{WORD[self.stage]} are served by no model now"
+            raise RequestError(404, "model_not_found", what, param="model")
+
+    def _serving(self) -> list[ServedModel]:
+        return [each for each in self._backend.models() if self.stage in each.tasks]
+
     def model_of(self, prepared: PreparedTask) -> ServedModel:
         """Return the model that serves a task; raises ``RequestError``."""
-        stage = stage_of(prepared.task)
-        serving = [each for each in self._backend.models() if stage in each.tasks]
-        names = ", ".join(each.name for each in serving) or "no model now"
+        stage, serving = self.stage, self._serving()
+        names = ", ".join(each.name for each in serving)
         if prepared.model is None:
             if len(serving) != 1:
                 raise invalid(
@@ -114,6 +122,7 @@ class TaskExchange(InferenceExchange):
         assert isinstance(endpoint, TaskEndpoint), "made by one"
         if len(body) > MULTIMODAL_BYTES_MAX:
             raise too_large(str(len(body)), MULTIMODAL_BYTES_MAX)  # a task is one message
+        endpoint.check_served()
         prepared = endpoint.read(body, self.headers.get(b"content-type", b""))
         del body
         served = endpoint.model_of(prepared)
@@ -156,7 +165,7 @@ class TaskExchange(InferenceExchange):
             return
         video = isinstance(prepared.body, VideoBody)
         rows = [await self._place(item, result.media_type, owner, where, video, created_s) for item in result.items]
-        form = result.media_type.partition("/")[2]
+        form = shown_type(result.media_type).partition("/")[2]
         if not video:
             answer = {"created": created_s, "data": rows, "output_format": form or None}
         else:

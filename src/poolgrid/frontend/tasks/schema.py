@@ -1,4 +1,4 @@
-"""The bodies of tasks, and the tasks that they ask for. A form (``multipart/form-data``) is read as the same JSON."""
+"""The bodies of tasks, and the tasks that they ask for."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import base64
 import binascii
 import re
 from collections.abc import Callable, Sequence
-from email.parser import BytesParser
-from email.policy import HTTP
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
@@ -18,13 +16,18 @@ from poolgrid.frontend.field_words import allowed, refused
 from poolgrid.frontend.media.image_headers import check_image
 from poolgrid.frontend.media.references import MediaRefused
 from poolgrid.frontend.schema import JSON_NUMBER_MAX, JSON_NUMBER_MIN, TruncatedPrompt, parse, refuse
-from poolgrid.wire.limits import EMBEDDING_INPUTS_MAX, IMAGES_PER_TASK_MAX, PROMPT_CHARS_MAX, U32_MAX
+from poolgrid.frontend.tasks.forms import read_form
+from poolgrid.wire.limits import EMBEDDING_INPUTS_MAX, IMAGES_PER_TASK_MAX, U32_MAX
 from poolgrid.wire.tasks import EmbeddingTask, Task, VisualTask
 
 SIDE_MAX: Final = 4096
 """Largest width and height in pixels: the limit that Dynamo's diffusion workers have."""
 
+PROMPT_CHARS_MAX: Final = 32_768
+"""Of a prompt of images or videos, which is kept with its results; OpenAI's own limit is 32,000."""
+
 Prompt = Annotated[str, Meta(min_length=1, max_length=PROMPT_CHARS_MAX)]
+Unwanted = Annotated[str, Meta(max_length=PROMPT_CHARS_MAX)]
 Pixels = Annotated[int, Meta(ge=1, le=SIDE_MAX)]
 Steps = Annotated[int, Meta(ge=1, le=1000)]
 Frames = Annotated[int, Meta(ge=1, le=65_536)]
@@ -51,7 +54,7 @@ class VisualNvext(Struct, kw_only=True):
 
     fps: Rate | None = None
     num_frames: Frames | None = None
-    negative_prompt: str | None = None
+    negative_prompt: Unwanted | None = None
     num_inference_steps: Steps | None = None
     guidance_scale: Guidance | None = None
     seed: Seed | None = None
@@ -69,7 +72,7 @@ class VisualBody(Struct, kw_only=True):
     size: Annotated[str, allowed("WIDTHxHEIGHT in pixels, or auto")] | None = None
     width: Pixels | None = None
     height: Pixels | None = None
-    negative_prompt: str | None = None
+    negative_prompt: Unwanted | None = None
     num_inference_steps: Steps | None = None
     guidance_scale: Guidance | None = None
     seed: Seed | None = None
@@ -237,60 +240,3 @@ def _reference(given: Any) -> bytes:
     except MediaRefused as refused:
         raise invalid("input_reference", f"input_reference: {refused}") from None
     return data
-
-
-# -- forms -------------------------------------------------------------------------------------------------------------
-
-PARTS_MAX: Final = 64
-"""Fields of a form: three times as many as there are."""
-
-_NUMBER: Final = re.compile(r"-?\d{1,19}(\.\d{1,19})?")
-_parser: Final = BytesParser(policy=HTTP)
-_TEXTS: Final = frozenset({"model", "prompt", "negative_prompt", "seconds", "size"})
-"""Fields that stay texts, whatever they look like."""
-
-
-def read_form(raw: bytes, content_type: bytes) -> bytes:
-    """Return a form as JSON; a file is base64, and ``a[b]`` is the field ``b`` of the object ``a``.
-
-    Raises ``RequestError``.
-    """
-    boundary = _parser.parsebytes(b"Content-Type: " + content_type + b"\r\n\r\n").get_boundary()
-    parts = [] if boundary is None else raw.split(f"--{boundary}".encode(), PARTS_MAX + 1)
-    if len(parts) < 2 or not parts[-1].startswith(b"--"):
-        raise RequestError(
-            400,
-            "invalid_form",
-            f"reading the request body ({len(raw)} bytes): it is not a form of up to {PARTS_MAX} fields",
-        )
-    found: dict[str, Any] = {}
-    for part in parts[1:-1]:
-        head, _, data = part.partition(b"\r\n\r\n")
-        header = _parser.parsebytes(head.strip() + b"\r\n\r\n")
-        name, data = header.get_param("name", header="content-disposition"), data.removesuffix(b"\r\n")
-        if not isinstance(name, str):
-            raise RequestError(400, "invalid_form", "reading the request body: a field of the form has no name")
-        value: Any
-        if header.get_filename() is not None:
-            value = base64.b64encode(data).decode()
-        else:
-            value = data.decode(errors="replace")
-            if name not in _TEXTS and _NUMBER.fullmatch(value):
-                value = float(value) if "." in value else int(value)
-            elif name in ("extra_params", "nvext"):
-                value = _json(name, value)
-        outer, bracket, inner = name.partition("[")
-        if bracket:
-            inside = found.setdefault(outer, {})
-            if isinstance(inside, dict):
-                inside[inner.removesuffix("]")] = value
-        else:
-            found[name] = value
-    return msgspec.json.encode(found)
-
-
-def _json(name: str, text: str) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        raise invalid(name, f"{name} is {quoted(text)}: allowed is a JSON object") from None

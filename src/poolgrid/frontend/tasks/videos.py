@@ -13,8 +13,9 @@ Results that are fetched later, by URL: files in a directory, which the HTTP pro
 Rules
     1. A result is found by its *owner* (the tenant that asked for it) and its id only: ``ID.json`` describes it,
        ``ID.bin`` is its content.
-    2. Results are kept for ``TTL_S``, and those of one owner up to its equal part of ``BYTES_MAX``; beyond that the
-       oldest go first. One that alone is larger is refused by ``RESULT_BYTES_MAX`` before.
+    2. Results are kept for ``TTL_S``, and those of one owner up to its equal part of ``BYTES_MAX``, descriptions included,
+       and of ``RESULTS_MAX``; beyond that the oldest go first. One that alone is larger is refused by
+       ``RESULT_BYTES_MAX`` before.
     3. Without a directory they are in a temporary one, which is gone with the process.
     4. A result that is forgotten stays forgotten: a process that still makes it is told so when it describes it
        again. A lock on the owner's folder holds across processes.
@@ -37,7 +38,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -46,7 +46,7 @@ from fastapi import FastAPI, Query, Request, Response
 from starlette.responses import FileResponse
 
 from poolgrid.frontend.access.tenants import CONCURRENCY_RETRY_S, Caller
-from poolgrid.frontend.errors import RequestError, quoted, refused
+from poolgrid.frontend.errors import RequestError, invalid, quoted, refused
 from poolgrid.frontend.responses_api.kept import PAGE_MAX, Owner, page_of
 from poolgrid.frontend.stream_head import REFUSAL_WAIT_S
 from poolgrid.frontend.tasks.output import TaskOutput
@@ -60,6 +60,17 @@ TTL_S: Final = 86_400.0
 
 BYTES_MAX: Final = 1024 * 1024 * 1024
 """Bytes of all results: some twenty videos of the largest size, or a thousand usual ones."""
+
+RESULTS_MAX: Final = 16_384
+"""Results of all owners: each costs a look when room is made for another."""
+
+TIME_HEX: Final = 12
+"""Leading hexadecimal digits of an id that are its time in milliseconds: ids in order are results in order."""
+
+MEDIA_TYPES: Final = frozenset(
+    ("image/png", "image/jpeg", "image/webp", "image/gif", "image/avif", "video/mp4", "video/webm", "video/x-msvideo")
+)
+"""Types as which a result is served; a worker chooses its own, and a page or a script would be of the router's origin."""
 
 _ID: Final = re.compile(r"(image|video)_[0-9a-f]{32}")
 
@@ -80,7 +91,7 @@ class ResultFiles:
         folder = self._folder(owner)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _locked(folder):
-            _place(folder / f"{result_id}.json", description, content, BYTES_MAX // max(1, owner.owners))
+            _place(folder / f"{result_id}.json", description, content, owner, is_new=True)
 
     def keep_again(self, owner: Owner, result_id: str, description: bytes, content: bytes | None = None) -> bool:
         """Describe a result again, with its content once it is made; return whether it is still wanted.
@@ -93,7 +104,7 @@ class ResultFiles:
         with _locked(path.parent):
             if not path.exists():
                 return False
-            _place(path, description, content, BYTES_MAX // max(1, owner.owners))
+            _place(path, description, content, owner)
         return True
 
     def describe(self, owner: Owner, result_id: str) -> tuple[bytes, float] | None:
@@ -127,13 +138,25 @@ class ResultFiles:
             _remove(path)
         return True
 
-    def of(self, owner: Owner, prefix: str) -> list[bytes]:
-        """Return the descriptions of an owner's results whose ids begin with ``prefix``, the oldest first."""
-        found: list[bytes] = []
-        for _, _, path in _aged(self._folder(owner)):
-            if path.name.startswith(prefix):
-                with suppress(FileNotFoundError):
-                    found.append(path.read_bytes())
+    def page(
+        self, owner: Owner, prefix: str, limit: int, newest_first: bool, after: str | None
+    ) -> list[dict[str, Any]] | None:
+        """Return the descriptions of up to so many jobs behind one of them, by age; ``None`` where that is not kept.
+
+        Only these are read.
+        """
+        names = sorted((path.stem for path in self._folder(owner).glob(f"{prefix}*.json")), reverse=newest_first)
+        if after is not None:
+            if after not in names:
+                return None
+            names = names[names.index(after) + 1 :]
+        found: list[dict[str, Any]] = []
+        for name in names:
+            described = self.describe(owner, name)
+            if described is not None and "status" in (item := msgspec.json.decode(described[0])):
+                found.append(item)
+                if len(found) == limit:
+                    break
         return found
 
     def _folder(self, owner: Owner) -> Path:
@@ -150,14 +173,18 @@ def _aged(folder: Path) -> list[tuple[float, int, Path]]:
     found: list[tuple[float, int, Path]] = []
     for path in folder.glob("*.json"):
         with suppress(FileNotFoundError):  # another process may forget it meanwhile
-            content = path.with_suffix(".bin")
-            found.append((path.stat().st_mtime, content.stat().st_size if content.exists() else 0, path))
+            content, described = path.with_suffix(".bin"), path.stat()
+            size = content.stat().st_size if content.exists() else 0
+            found.append((described.st_mtime, described.st_size + size, path))
     return sorted(found)
 
 
-def _make_room(folder: Path, budget: int) -> None:
+def _make_room(folder: Path, budget: int, results_max: int) -> None:
     """Forget the oldest results until the rest is within a budget; those that are being made are always young."""
     results = _aged(folder)
+    for _, _, path in results[: max(0, len(results) - results_max)]:
+        _remove(path)
+    results = results[-results_max:]
     used = sum(size for _, size, _ in results)
     oldest = time.time() - TTL_S
     for modified, size, path in results:
@@ -178,9 +205,12 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(opened)
 
 
-def _place(path: Path, description: bytes, content: bytes | None, budget: int) -> None:
+def _place(path: Path, description: bytes, content: bytes | None, owner: Owner, is_new: bool = False) -> None:
+    if content is not None or is_new:
+        owners = max(1, owner.owners)
+        size = len(description) + len(content or b"")
+        _make_room(path.parent, BYTES_MAX // owners - size, max(1, RESULTS_MAX // owners - 1))
     if content is not None:
-        _make_room(path.parent, budget - len(content))
         _write(path.with_suffix(".bin"), content)
     _write(path, description)
 
@@ -214,8 +244,13 @@ ENDED: Final = ("completed", "failed")
 
 
 def new_id(kind: str) -> str:
-    """Return an id of a result that no client can guess."""
-    return f"{kind}_{secrets.token_hex(16)}"
+    """Return an id of a result that no client can guess, and that is behind those before it."""
+    return f"{kind}_{time.time_ns() // 1_000_000:0{TIME_HEX}x}{secrets.token_hex(10)}"
+
+
+def shown_type(media_type: str) -> str:
+    """Return the type as which a worker's result is served."""
+    return media_type if media_type in MEDIA_TYPES else "application/octet-stream"
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,6 +426,9 @@ def not_found(kind: str, result_id: str) -> RequestError:
     )
 
 
+ALONE: Final = {"x-content-type-options": "nosniff", "content-security-policy": "sandbox; default-src 'none'"}
+"""A result is no page: nothing in it runs, or is taken for another type."""
+
 VIDEOS_PATH: Final = "/v1/videos"
 VIDEO_PATH: Final = "/v1/videos/{video_id}"
 VIDEO_CONTENT_PATH: Final = "/v1/videos/{video_id}/content"
@@ -410,7 +448,9 @@ def add_result_endpoints(app: FastAPI, jobs: VideoJobs, owner_of: Callable[[Requ
         path = await asyncio.to_thread(jobs.files.content, owner, result_id)
         if path is None:
             raise not_found(kind, result_id)
-        return FileResponse(path, media_type=described.get("media_type") or "application/octet-stream")
+        shown = shown_type(described.get("media_type") or "")
+        where = "attachment" if shown == "application/octet-stream" else "inline"
+        return FileResponse(path, media_type=shown, headers={"content-disposition": where, **ALONE})
 
     @app.get(VIDEOS_PATH, tags=["videos"])
     async def list_videos(
@@ -421,9 +461,14 @@ def add_result_endpoints(app: FastAPI, jobs: VideoJobs, owner_of: Callable[[Requ
     ) -> dict[str, Any]:
         """List the videos that are kept, and those that are being made."""
         found = owner_of(request)
-        rows = [] if found is None else await asyncio.to_thread(partial(jobs.files.of, found, "video"))
-        items = [item for item in map(msgspec.json.decode, rows) if "status" in item]
-        return page_of(sorted(items, key=lambda item: item["created_at"]), limit, order, after)
+        items: list[dict[str, Any]] | None = [] if after is None else None
+        if found is not None:
+            newest_first = order == "desc"
+            items = await asyncio.to_thread(jobs.files.page, found, "video", limit + 1, newest_first, after)
+        if items is None:
+            raise invalid("after", f"after is {quoted(after)}: allowed is the id of an item of the list")
+        # In the order of the page, whatever that is.
+        return page_of(items, limit, "asc", None)
 
     @app.get(VIDEO_PATH, tags=["videos"])
     async def get_video(request: Request, video_id: str) -> dict[str, Any]:
