@@ -211,7 +211,8 @@ class Examiner:
 
     def _has_windows(self, worker: WorkerKey) -> bool:
         index = self._projection.index
-        return bool(index.groups.reported) and index.groups.report_of(1 << index.slot(worker)) is not None
+        report = index.groups.report_of(1 << index.slot(worker)) if index.groups.reported else None
+        return report is not None and bool(report.groups)
 
     # -- views -----------------------------------------------------------------------------------------------------
 
@@ -237,6 +238,7 @@ class Examiner:
             history.foreign,
             self._has_windows(key),
             history.cleared is not None and history.own - history.cleared < WINDOW,
+            worker.events_fault,
         )
 
     def verdict(self, key: WorkerKey) -> ReuseVerdict:
@@ -249,6 +251,7 @@ class Examiner:
             history.foreign // JUDGED_EVERY,
             history.epochs,
             self._projection.trust.stream(key)[0],
+            self._projection.fleet.workers[key].events_fault,
         )
         if history.verdict is None or history.judged != state:
             history.judged, history.verdict = state, diagnose(self.evidence(key))

@@ -254,6 +254,8 @@ class WorkerCard(msgspec.Struct, array_like=True, frozen=True):
     """What that server is: ``vllm``, ``sglang``, ``trtllm-serve`` or ``openai``."""
     server_version: Identifier = ""
     """Its version as it reports it; empty = not known."""
+    cache_events_fault: Text = ""
+    """In what its engine's cache events do not fit this card, so that they are of no use; for people."""
 
 
 SHOWN_CHARS = 60
