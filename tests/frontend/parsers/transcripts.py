@@ -125,7 +125,7 @@ TRANSCRIPTS: list[Transcript] = [
         "qwen3_coder: cut in a string",
         QWEN_CODER,
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</para",
-        Answer(calls=(("get_weather", '{"city": "Paris\n</para'),)),
+        Answer(calls=(("get_weather", '{"city": "Paris\\n'),)),
     ),
     Transcript(
         "qwen3_coder: talk of tags",

@@ -178,7 +178,7 @@ class HeadedCall(_ObjectLast):
             self._read(text[len(head) :])
 
 
-_CALL_BEGUN = re.compile(r"\s*(?:(?P<name>[A-Za-z_][A-Za-z0-9_.]*)\s*(?P<open>\()?)?")
+_CALL_BEGUN = re.compile(r"\s*(?:(?P<name>[A-Za-z_][A-Za-z0-9_.-]*)\s*(?P<open>\()?)?")
 
 
 class PythonCall(_ObjectLast):

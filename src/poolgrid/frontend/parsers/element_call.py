@@ -54,6 +54,8 @@ class ElementCall(CallForm):
         self._text = ArgumentText(None)
         self._gap = ""
         self._certain: list[str] = []
+        self._begun = False
+        """Whether any of the arguments was certain."""
 
     def feed(self, text: str) -> None:
         self._buffer += text
@@ -63,10 +65,11 @@ class ElementCall(CallForm):
 
     def end(self) -> None:
         if self._state == ElementCall._read_tag and len(self._open) == 1 and self._open[0].count:
-            self.done = not self._buffer.strip(_SPACE)
+            self.done = self._begun
             self._certain.append("}" if self.done else "")
         self.failed = not self.done
-        self.left = "" if self.done else self._buffer
+        # Of a call that its client knows of, what is left is a piece of a tag.
+        self.left = "" if self._begun else self._buffer
 
     def take(self) -> str:
         text = "".join(self._certain)
@@ -74,7 +77,7 @@ class ElementCall(CallForm):
         return text
 
     def unread(self) -> str:
-        return self._text.unread() if self._state == ElementCall._read_text else ""
+        return self._gap + self._text.unread() if self._state == ElementCall._read_text else ""
 
     # Each state takes something from the buffer and returns True, or returns False when it needs more text.
 
@@ -157,7 +160,9 @@ class ElementCall(CallForm):
         at = len(self._buffer) - held_length(self._buffer, ends) if found is None else found[0]
         self._pass_on(self._text.feed(self._buffer[:at]))
         self._buffer = self._buffer[at:]
-        self.failed = self._text.failed
+        if self._text.failed:
+            self._buffer = self._text.left + self._buffer
+            self.failed = True
         if found is None or self.failed:
             return False
         self._pass_on(self._text.end())
@@ -176,6 +181,7 @@ class ElementCall(CallForm):
         if text:
             self._certain += (self._gap, text)
             self._gap = ""
+            self._begun = True
 
 
 def _is_list(schema: Mapping[str, Any], types: frozenset[str] | None, first: str) -> bool:

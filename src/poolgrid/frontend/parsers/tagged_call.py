@@ -49,6 +49,8 @@ class ArgumentText:
         self._reader: ValueReader | None = None
         self._passed = False
         """Whether anything of it was passed on."""
+        self.left = ""
+        """Text after a list or an object that has ended: white space, else it ``failed`` there."""
         self._held: list[str] = []
         self._held_chars = 0
         self._beginning = ""
@@ -81,7 +83,6 @@ class ArgumentText:
     def end(self) -> str:
         """Return the rest of the JSON; the value has ended."""
         if self._reader is not None and self._passed:
-            self.failed = self.failed or bool(self._reader.left.strip() and self._reader.done)
             return "" if self._reader.done else self._reader.closing()
         text = "".join(self._held)
         self._held.clear()
@@ -92,8 +93,9 @@ class ArgumentText:
     def unread(self) -> str:
         """Return what was taken and never will be passed on."""
         if self._reader is not None and self._passed:
-            return self._reader.unread() + self._reader.left
-        return "".join(self._held)
+            return self._reader.unread() + ("" if self._reader.done or self.failed else self._reader.left)
+        held = "".join(self._held)
+        return json_of(held)[1:-1] if self._is_text else held
 
     @property
     def _never_text(self) -> bool:
@@ -124,14 +126,16 @@ class ArgumentText:
     def _read(self, text: str) -> str:
         reader = self._reader
         assert reader is not None, "made when the value began"
-        if reader.done or reader.failed:
-            return ""
-        reader.feed(text)
+        if reader.done:
+            self.left += text
+        elif not reader.failed:
+            reader.feed(text)
+            self.left = reader.left if reader.done or reader.failed else ""
         found = reader.take()
         if found:
             self._passed = True
             self._held.clear()
-        self.failed = reader.failed and self._passed
+        self.failed = self._passed and (reader.failed or bool(self.left.strip()))
         return found
 
 
@@ -156,6 +160,8 @@ class TaggedCall(CallForm):
         self._gap = ""
         """JSON that waits for the value after it."""
         self._certain: list[str] = []
+        self._begun = False
+        """Whether any of the arguments was certain."""
 
     def feed(self, text: str) -> None:
         self._buffer += text
@@ -167,6 +173,8 @@ class TaggedCall(CallForm):
         """Become ``done`` or ``failed``: no text follows. What the schema requires must be there."""
         if self._state == TaggedCall._read_value:
             self._end_value_at_the_end()
+        if self._state == TaggedCall._next and self._is_tag_begun():
+            self._buffer = ""
         required = self._schema.get("required")
         complete = not isinstance(required, list) or all(key in self._given for key in required if isinstance(key, str))
         ended = self._state == TaggedCall._next and not self._buffer.strip(_SPACE)
@@ -175,7 +183,8 @@ class TaggedCall(CallForm):
             self._done()
         else:
             self.failed = True
-        self.left = self._buffer
+        # Of a call that its client knows of, what is left is a piece of a tag.
+        self.left = "" if self._begun else self._buffer
 
     def take(self) -> str:
         text = "".join(self._certain)
@@ -183,7 +192,7 @@ class TaggedCall(CallForm):
         return text
 
     def unread(self) -> str:
-        return self._value.unread() if self._state == TaggedCall._read_value else ""
+        return self._gap + self._value.unread() if self._state == TaggedCall._read_value else ""
 
     # Each state takes something from the buffer and returns True, or returns False when it needs more text.
 
@@ -313,12 +322,15 @@ class TaggedCall(CallForm):
     def _take_value(self, size: int) -> None:
         self._pass_on(self._value.feed(self._buffer[:size]))
         self._buffer = self._buffer[size:]
-        self.failed = self._value.failed
+        if self._value.failed:
+            self._buffer = self._value.left + self._buffer
+            self.failed = True
 
     def _pass_on(self, text: str) -> None:
         if text:
             self._certain += (self._gap, text)
             self._gap = ""
+            self._begun = True
 
     def _ends_value(self, mark: str, rest: str) -> bool | None:
         """Return whether a tag ends the value, given the text after it; ``None`` = that needs more text."""
@@ -335,18 +347,22 @@ class TaggedCall(CallForm):
         given = (*self._given, self._key)
         return isinstance(properties, Mapping) and key.strip() in properties and key.strip() not in given
 
+    def _is_tag_begun(self) -> bool:
+        """Return whether what is left is the beginning of a tag that may come."""
+        begun = self._buffer.strip(_SPACE)
+        return any(tag.startswith(begun) for tag in (self._tags.key_begin, self._tags.end, *self._tags.after))
+
     def _end_value_at_the_end(self) -> None:
         for mark in self._marks:
             if self._buffer.startswith(mark) and mark != self._tags.key_begin:
                 rest = self._buffer[len(mark) :]
-                if not rest.strip(_SPACE):
+                if _followed(rest, (self._tags.key_begin, self._tags.end, *self._tags.after)) is not False:
                     self._end_value()
                     self._buffer = ""
                     return
 
     def _end_value(self) -> None:
         self._pass_on(self._value.end())
-        self.failed = self._value.failed
         self._given.add(self._key)
         self._state = TaggedCall._next
 

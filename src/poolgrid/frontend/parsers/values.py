@@ -73,6 +73,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _NAMES = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _CLOSERS = {"{": "}", "[": "]", "(": ")"}
+_AFTER_STRINGS = ",)]}:"
+"""What may follow a string of Python; before anything else a quote is part of it: models do not always escape quotes."""
 _ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{4}|x(?P<byte>[0-9a-fA-F]{2})|(?P<one>.))", re.DOTALL)
 _PYTHON_ESCAPE = re.compile(
     r"\\(?:u[0-9a-fA-F]{4}|x(?P<byte>[0-9a-fA-F]{2})|U(?P<wide>[0-9a-fA-F]{8})|(?P<octal>[0-7]{1,3})|(?P<one>.))",
@@ -277,7 +279,15 @@ class ValueReader:
             self.failed = True
             return False
         if self._buffer.startswith(quote.closer):
-            self._buffer = self._buffer[len(quote.closer) :]
+            rest = self._buffer[len(quote.closer) :]
+            following = rest.lstrip(" \t\n\r")
+            if self._notation.python and not following:
+                return False
+            if self._notation.python and following[0] not in _AFTER_STRINGS:
+                self._text(json.dumps(quote.closer)[1:-1])
+                self._buffer = rest
+                return True
+            self._buffer = rest
             self._end_string()
             return True
         if quote.closer.startswith(self._buffer):
