@@ -137,8 +137,8 @@ def test_an_answer_cut_in_its_calls_has_the_calls_before_and_the_beginning_of_th
         ]
 
 
-TAIL_CHARS = 8
-"""The end of arguments that were cut may be a piece of a mark, an escape or a number."""
+TAIL_CHARS = 64
+"""The end of arguments that were cut may be a tag with a key, or a piece of a mark, an escape or a number."""
 
 
 @given(st.sampled_from([each.values for each in FORMS]), st.sampled_from(sorted(SAMPLES)), st.data())

@@ -65,11 +65,12 @@ class ElementCall(CallForm):
 
     def end(self) -> None:
         if self._state == ElementCall._read_tag and len(self._open) == 1 and self._open[0].count:
-            self.done = self._begun
+            self.done = self._begun and f"{self._mark}</{self._end}>".startswith(self._buffer.strip(_SPACE))
             self._certain.append("}" if self.done else "")
         self.failed = not self.done
-        # Of a call that its client knows of, what is left is a piece of a tag.
-        self.left = "" if self._begun else self._buffer
+        # Of a call that its client knows of, a piece of a tag at the end is left out.
+        piece = self._buffer.strip(_SPACE)
+        self.left = "" if self._begun and f"{self._mark}</{self._tag}>".startswith(piece) else self._buffer
 
     def take(self) -> str:
         text = "".join(self._certain)
@@ -77,7 +78,9 @@ class ElementCall(CallForm):
         return text
 
     def unread(self) -> str:
-        return self._gap + self._text.unread() if self._state == ElementCall._read_text else ""
+        if self._state == ElementCall._read_text:
+            return self._gap + self._text.unread()
+        return self._gap if self._state == ElementCall._begin_element else ""
 
     # Each state takes something from the buffer and returns True, or returns False when it needs more text.
 

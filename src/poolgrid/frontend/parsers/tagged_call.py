@@ -183,8 +183,9 @@ class TaggedCall(CallForm):
             self._done()
         else:
             self.failed = True
-        # Of a call that its client knows of, what is left is a piece of a tag.
-        self.left = "" if self._begun else self._buffer
+        # Of a call that its client knows of, a piece of a tag at the end is left out.
+        piece = self._buffer.strip(_SPACE)
+        self.left = "" if self._begun and any(mark.startswith(piece) for mark in self._marks) else self._buffer
 
     def take(self) -> str:
         text = "".join(self._certain)
@@ -192,7 +193,9 @@ class TaggedCall(CallForm):
         return text
 
     def unread(self) -> str:
-        return self._gap + self._value.unread() if self._state == TaggedCall._read_value else ""
+        if self._state == TaggedCall._read_value:
+            return self._gap + self._value.unread()
+        return self._tags.key_begin + self._key if self._state in (TaggedCall._read_key, TaggedCall._begin_value) else ""
 
     # Each state takes something from the buffer and returns True, or returns False when it needs more text.
 
@@ -271,7 +274,8 @@ class TaggedCall(CallForm):
         if found[1] != begin:
             self._buffer = self._buffer[len(found[1]) :]
         self._state = TaggedCall._begin_value
-        return True
+        self.failed = self._key.strip() in self._given
+        return not self.failed
 
     def _begin_value(self) -> bool:
         tags = self._tags
@@ -284,9 +288,6 @@ class TaggedCall(CallForm):
         elif tags.value_begin and self._expect(tags.value_begin) is None:
             return False
         self._key = self._key.strip()
-        if self._key in self._given:
-            self.failed = True
-            return False
         types = types_of(self._schema, self._key)
         if tags.text_attribute and attributes.strip():
             # The model says which it is; text that is no JSON stays text.

@@ -352,36 +352,3 @@ REQUIRED: Final = CallFormat(form="json", following="{", bare=True)
 
 NAMED: Final = CallFormat(form="given", bare=True)
 """The arguments of one function and nothing else: what guided decoding makes of a ``tool_choice`` with a name."""
-
-
-class CustomCalls:
-    """Wraps the parser of an answer: the arguments of some functions become one piece, the text of the call.
-
-    They are held until the call has ended; ``max_tokens`` bounds them as it bounds the answer.
-    """
-
-    def __init__(self, parser: OutputParser, names: Collection[str], text_of: Callable[[str], str]) -> None:
-        self._parser, self._names, self._text_of = parser, names, text_of
-        self._held: list[str] | None = None
-
-    def feed(self, text: str) -> list[AnswerPiece]:
-        return self._converted(self._parser.feed(text))
-
-    def finish(self) -> list[AnswerPiece]:
-        return [*self._converted(self._parser.finish()), *self._released()]
-
-    def _converted(self, pieces: list[AnswerPiece]) -> list[AnswerPiece]:
-        converted: list[AnswerPiece] = []
-        for piece in pieces:
-            if piece.kind is PieceKind.ARGUMENTS and self._held is not None:
-                self._held.append(piece.text)
-                continue
-            converted += self._released()
-            converted.append(piece)
-            if piece.kind is PieceKind.CALL and piece.text in self._names:
-                self._held = []
-        return converted
-
-    def _released(self) -> list[AnswerPiece]:
-        held, self._held = self._held, None
-        return [AnswerPiece(PieceKind.ARGUMENTS, self._text_of("".join(held)))] if held else []
