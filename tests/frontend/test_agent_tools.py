@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.frontend.parsers.pieces import AnswerPiece, PieceKind, joined_pieces
 from poolgrid.frontend.parsers.custom_calls import CustomCalls
+from poolgrid.frontend.parsers.pieces import AnswerPiece, PieceKind, joined_pieces
 from poolgrid.frontend.schema import CUSTOM_ARGUMENT
 from poolgrid.frontend.tools import custom_arguments, custom_text
 from tests.examples import examples

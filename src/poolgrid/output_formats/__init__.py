@@ -1,9 +1,9 @@
 """How families of models write reasoning and tool calls, as data: one file a format, read when it is asked for.
 
-A file's name is the format's; ``aliases`` are other engines' and tools' names for the same one. ``signs`` show a format:
-of one of these lists every marker stands in the chat template, or one of ``vocabulary`` was added to the vocabulary.
-Formats of a lower ``order`` are looked for first: a format whose signs are parts of others' comes later.
-``frontend.parsers`` reads these formats.
+A file's name is the format's; ``aliases`` are the names that other engines have for it. ``signs`` show a format: every
+marker of one of these lists stands in the chat template, or one of ``vocabulary`` was added to the vocabulary. Formats
+of a lower ``order`` are looked for first: a format whose signs are parts of others' comes later. ``frontend.parsers``
+reads these formats.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -148,11 +148,13 @@ CALL_NAMES = _names("tool_calls")
 
 @cache
 def reasoning_format(name: str) -> ReasoningFormat:
+    """Return the format of reasoning with this name."""
     return _read("reasoning", name, ReasoningFormat)
 
 
 @cache
 def call_format(name: str) -> CallFormat:
+    """Return the format of calls with this name."""
     return _read("tool_calls", name, CallFormat)
 
 
@@ -173,21 +175,27 @@ def call_aliases() -> dict[str, str]:
 
 
 @cache
-def _in_order(kind: str) -> tuple[tuple[str, Any], ...]:
-    formats: Sequence[tuple[str, Any]] = (
-        [(name, reasoning_format(name)) for name in REASONING_NAMES]
-        if kind == "reasoning"
-        else [(name, call_format(name)) for name in CALL_NAMES]
-    )
+def reasoning_formats() -> tuple[tuple[str, ReasoningFormat], ...]:
+    """Return all formats of reasoning in the order in which they are looked for."""
+    return _in_order([(name, reasoning_format(name)) for name in REASONING_NAMES])
+
+
+@cache
+def call_formats() -> tuple[tuple[str, CallFormat], ...]:
+    """Return all formats of calls in the order in which they are looked for."""
+    return _in_order([(name, call_format(name)) for name in CALL_NAMES])
+
+
+def _in_order(formats: Sequence[tuple[str, Format]]) -> tuple[tuple[str, Format], ...]:
     return tuple(sorted(formats, key=lambda each: (each[1].order, each[0])))
 
 
 def shown(
-    kind: Literal["reasoning", "tool_calls"], template: str, vocabulary: Collection[str]
+    formats: Sequence[tuple[str, CallFormat | ReasoningFormat]], template: str, vocabulary: Collection[str]
 ) -> list[tuple[str, tuple[str, ...]]]:
     """Return the formats that a model shows, the likeliest first, each with the markers that show it."""
     found: list[tuple[str, tuple[str, ...]]] = []
-    for name, each in _in_order(kind):
+    for name, each in formats:
         signs = next((signs for signs in each.signs if all(sign in template for sign in signs)), None)
         if signs is None:
             signs = tuple(token for token in each.vocabulary if token in vocabulary)[:1]

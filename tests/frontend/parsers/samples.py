@@ -86,7 +86,9 @@ SAMPLES: dict[str, tuple[Call, ...]] = {
         ),
     ),
     "list of objects": (
-        Call("edit", {"path": "a.py", "edits": [{"old": "x = 1", "new": "x = 2"}, {"old": "y", "new": "z", "all": True}]}),
+        Call(
+            "edit", {"path": "a.py", "edits": [{"old": "x = 1", "new": "x = 2"}, {"old": "y", "new": "z", "all": True}]}
+        ),
     ),
     "text that looks like a number": (Call("get_weather", {"city": "12"}),),
     "text that looks like a name": (Call("get_weather", {"city": "true"}),),

@@ -143,13 +143,17 @@ TAIL_CHARS = 64
 
 @given(st.sampled_from([each.values for each in FORMS]), st.sampled_from(sorted(SAMPLES)), st.data())
 @settings(max_examples=examples(60))
-def test_damaged_calls_are_read_the_same_however_they_are_cut(form: tuple[str, Writer], sample: str, data: st.DataObject) -> None:
+def test_damaged_calls_are_read_the_same_however_they_are_cut(
+    form: tuple[str, Writer], sample: str, data: st.DataObject
+) -> None:
     name, writer = form
     text = writer(SAMPLES[sample])[:400]
     for _ in range(data.draw(st.integers(1, 3))):
         a = data.draw(st.integers(0, len(text)))
         length = data.draw(st.integers(0, 12))
-        inserted = data.draw(st.sampled_from(("", "<", ">", '"', "'", "\\", "{", "}", "]", ",", "\n", text[:20], text[-20:])))
+        inserted = data.draw(
+            st.sampled_from(("", "<", ">", '"', "'", "\\", "{", "}", "]", ",", "\n", text[:20], text[-20:]))
+        )
         text = text[:a] + inserted + text[a + length :]
     whole = read(fresh(name), [text])
     assert read(fresh(name), list(text)) == whole
@@ -323,5 +327,7 @@ def test_no_name_stands_for_two_formats() -> None:
 
 
 def test_a_name_that_there_is_not_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ValueError, match=r"tool call parser: 'plamo', allowed are auto, none, apertus, cohere_command3,"):
+    with pytest.raises(
+        ValueError, match=r"tool call parser: 'plamo', allowed are auto, none, apertus, cohere_command3,"
+    ):
         OutputFormat.choose("none", "plamo", "")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from poolgrid.frontend.parsers.argument_types import as_json, types_of
 from poolgrid.frontend.parsers.call_forms import CALL_CHARS_MAX
 from poolgrid.frontend.parsers.formats import AUTO, OutputFormat
-from poolgrid.frontend.parsers.argument_types import as_json, types_of
 from poolgrid.frontend.tools import CallIds
 from tests.frontend.parsers.test_golden import read
 from tests.frontend.parsers.transcripts import GLM, TOOLS

@@ -43,7 +43,7 @@ def deepseek_v32(calls: Sequence[Call]) -> str:
         is_text = "true" if isinstance(value, str) else "false"
         return f'<｜DSML｜parameter name="{key}" string="{is_text}">{_bare(value)}</｜DSML｜parameter>\n'
 
-    return _invoked(calls, '<｜DSML｜function_calls>\n{}</｜DSML｜function_calls>', "｜DSML｜", argument)
+    return _invoked(calls, "<｜DSML｜function_calls>\n{}</｜DSML｜function_calls>", "｜DSML｜", argument)
 
 
 def _bare(value: Any) -> str:
@@ -151,9 +151,7 @@ def kimi_k3(calls: Sequence[Call]) -> str:
 def _functions(calls: Sequence[Call], begin: str, end: str, value: str) -> str:
     return "\n".join(
         f"{begin}\n<function={call.name}>\n"
-        + "".join(
-            value.replace("{key}", key).replace("{value}", _bare(given)) for key, given in call.arguments.items()
-        )
+        + "".join(value.replace("{key}", key).replace("{value}", _bare(given)) for key, given in call.arguments.items())
         + f"</function>\n{end}"
         for call in calls
     )
@@ -205,9 +203,7 @@ def cohere_command_r(calls: Sequence[Call]) -> str:
 
 
 def _python(calls: Sequence[Call]) -> list[str]:
-    return [
-        f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.arguments.items())})" for call in calls
-    ]
+    return [f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.arguments.items())})" for call in calls]
 
 
 def pythonic(calls: Sequence[Call]) -> str:

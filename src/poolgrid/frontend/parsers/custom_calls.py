@@ -18,7 +18,9 @@ BEGINNING_CHARS_MAX = 64
 """Characters within which the arguments show whether they begin with the text."""
 
 _HIGH_HALF = r"\\u[dD][89abAB][0-9a-fA-F]{2}"
-_DECODABLE = re.compile(rf'(?:[^"\\]+|{_HIGH_HALF}\\u[dD][c-fC-F][0-9a-fA-F]{{2}}|(?!{_HIGH_HALF})\\u[0-9a-fA-F]{{4}}|\\[^u])*')
+_DECODABLE = re.compile(
+    rf'(?:[^"\\]+|{_HIGH_HALF}\\u[dD][c-fC-F][0-9a-fA-F]{{2}}|(?!{_HIGH_HALF})\\u[0-9a-fA-F]{{4}}|\\[^u])*'
+)
 _LONE_HALF = re.compile(rf"{_HIGH_HALF}(?=[^\\]|\\[^u]|\\u(?![dD][c-fC-F])....)", re.DOTALL)
 
 

@@ -19,7 +19,7 @@ from poolgrid.frontend.parsers.argument_types import member_schema, own_types
 from poolgrid.frontend.parsers.call_forms import NAME_CHARS_MAX, CallForm, Declared
 from poolgrid.frontend.parsers.pieces import first_marker, held_length
 from poolgrid.frontend.parsers.tagged_call import ArgumentText
-from poolgrid.frontend.parsers.values import DEPTH_MAX, json_of
+from poolgrid.frontend.parsers.values import DEPTH_MAX, GAP_CHARS_MAX, json_of
 
 _ITEM = "item"
 _SPACE = " \t\n\r"
@@ -140,7 +140,9 @@ class ElementCall(CallForm):
         schema = member_schema(around.schema, self._tag)
         types = own_types(schema, schema)
         stripped = self._buffer.lstrip(_SPACE)
-        if not stripped or (self._mark.startswith(stripped) and stripped != self._mark):
+        if len(self._buffer) - len(stripped) > GAP_CHARS_MAX:
+            stripped = self._buffer
+        elif not stripped or (self._mark.startswith(stripped) and stripped != self._mark):
             return False
         tag = _TAG.match(stripped, len(self._mark)) if stripped.startswith(self._mark) else None
         if stripped.startswith(self._mark) and tag is None and len(stripped) <= len(self._mark) + NAME_CHARS_MAX:
@@ -148,7 +150,9 @@ class ElementCall(CallForm):
         opens = tag is not None and not tag["close"]
         empty = tag is not None and bool(tag["close"]) and types is not None and bool(types & {"array", "object"})
         if (opens or empty) and len(self._open) < DEPTH_MAX:
-            is_list = types == {"array"} if not opens or tag is None else _is_list(schema, types, tag["name"])
+            is_list = (
+                types == frozenset({"array"}) if not opens or tag is None else _is_list(schema, types, tag["name"])
+            )
             self._gap += "[" if is_list else "{"
             self._open.append(_Element(self._tag, schema, is_list))
             self._state = ElementCall._read_tag

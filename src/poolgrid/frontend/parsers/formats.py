@@ -36,8 +36,10 @@ from poolgrid.output_formats import (
     REASONING_NAMES,
     call_aliases,
     call_format,
+    call_formats,
     reasoning_aliases,
     reasoning_format,
+    reasoning_formats,
     shown,
 )
 
@@ -198,13 +200,13 @@ class OutputFormat:
         tokens that were added to the model's vocabulary; raises ``ValueError`` for a name that there is not."""
         chosen: list[str] = []
         signs: list[tuple[str, ...]] = []
-        for what, kind, name, names, aliases in (
-            ("reasoning", "reasoning", reasoning, REASONING_NAMES, reasoning_aliases),
-            ("tool call", "tool_calls", tools, CALL_NAMES, call_aliases),
+        for what, name, names, aliases, formats in (
+            ("reasoning", reasoning, REASONING_NAMES, reasoning_aliases, reasoning_formats),
+            ("tool call", tools, CALL_NAMES, call_aliases, call_formats),
         ):
             found: tuple[str, tuple[str, ...]] = ("", ())
             if name == AUTO:
-                found = next(iter(shown(kind, template, vocabulary)), found)
+                found = next(iter(shown(formats(), template, vocabulary)), found)
             elif name != NONE:
                 found = (name if name in names else aliases().get(name, ""), ())
                 if not found[0]:

@@ -22,11 +22,8 @@ from typing import Any
 from poolgrid.frontend.parsers.argument_types import STRING, as_json, types_of
 from poolgrid.frontend.parsers.call_forms import HEAD_CHARS_MAX, NAME_CHARS_MAX, CallForm, Declared
 from poolgrid.frontend.parsers.pieces import first_marker, held_length
-from poolgrid.frontend.parsers.values import HELD_VALUE_CHARS_MAX, ValueReader, json_of
+from poolgrid.frontend.parsers.values import GAP_CHARS_MAX, HELD_VALUE_CHARS_MAX, ValueReader, json_of
 from poolgrid.output_formats import Tags
-
-GAP_CHARS_MAX = 64
-"""Most white space between a tag that ends a value and the next one: it is looked at again per character."""
 
 UNDECIDED_CHARS_MAX = 64
 """Characters within which an argument shows whether it is text, a list or an object."""
@@ -195,7 +192,9 @@ class TaggedCall(CallForm):
     def unread(self) -> str:
         if self._state == TaggedCall._read_value:
             return self._gap + self._value.unread()
-        return self._tags.key_begin + self._key if self._state in (TaggedCall._read_key, TaggedCall._begin_value) else ""
+        return (
+            self._tags.key_begin + self._key if self._state in (TaggedCall._read_key, TaggedCall._begin_value) else ""
+        )
 
     # Each state takes something from the buffer and returns True, or returns False when it needs more text.
 

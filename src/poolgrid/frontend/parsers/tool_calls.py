@@ -46,7 +46,7 @@ _SPACE = " \t\n\r"
 
 
 def begun_call(format: CallFormat, opener: str, character: str, declared: Declared, name: str = "") -> CallForm:
-    """Return the form of a call that begins with a character after an opener; ``name``: its function, if it is given."""
+    """Return the form of a call that begins with a character after an opener; ``name``: its function, where given."""
     if format.form == "given":
         return GivenCall(declared, name)
     if format.form == "keyed":
@@ -67,7 +67,6 @@ def begun_call(format: CallFormat, opener: str, character: str, declared: Declar
 @cache
 def _pattern(head: str) -> re.Pattern[str]:
     return re.compile(head)
-
 
 
 class ToolCalls(StatefulParser):

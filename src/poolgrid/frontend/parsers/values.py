@@ -32,6 +32,10 @@ TOKEN_CHARS_MAX = 1024
 HELD_VALUE_CHARS_MAX = 1024 * 1024
 """Longest text that is held back to find out which type it has; a longer one is text."""
 
+GAP_CHARS_MAX = 64
+"""Most white space after a quote or a tag that is looked over to see whether that ends a value: it is looked at again
+per character."""
+
 Convert = Callable[[str, str], str | None]
 """Returns the JSON of an argument by its key and its JSON as written; ``None`` = it stays as written."""
 
@@ -74,7 +78,7 @@ _NAMES = {"True": "true", "False": "false", "None": "null", "true": "true", "fal
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _CLOSERS = {"{": "}", "[": "]", "(": ")"}
 _AFTER_STRINGS = ",)]}:"
-"""What may follow a string of Python; before anything else a quote is part of it: models do not always escape quotes."""
+"""What may follow a string of Python; before anything else a quote is part of it: models leave quotes unescaped."""
 _ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{4}|x(?P<byte>[0-9a-fA-F]{2})|(?P<one>.))", re.DOTALL)
 _PYTHON_ESCAPE = re.compile(
     r"\\(?:u[0-9a-fA-F]{4}|x(?P<byte>[0-9a-fA-F]{2})|U(?P<wide>[0-9a-fA-F]{8})|(?P<octal>[0-7]{1,3})|(?P<one>.))",
@@ -269,7 +273,7 @@ class ValueReader:
         """A string: up to its end, or a character that JSON writes otherwise."""
         quote = self._quote
         room = TOKEN_CHARS_MAX - self._held_chars if self._is_key else len(self._buffer)
-        run = _run(quote.closer[0]).match(self._buffer, 0, room)
+        run = _run(quote.closer[0], quote.escapes).match(self._buffer, 0, room)
         assert run is not None, "the pattern matches nothing, too"
         self._text(run[0])
         self._buffer = self._buffer[run.end() :]
@@ -281,9 +285,10 @@ class ValueReader:
         if self._buffer.startswith(quote.closer):
             rest = self._buffer[len(quote.closer) :]
             following = rest.lstrip(" \t\n\r")
-            if self._notation.python and not following:
+            may_be_part = self._notation.python and len(rest) - len(following) <= GAP_CHARS_MAX
+            if may_be_part and not following:
                 return False
-            if self._notation.python and following[0] not in _AFTER_STRINGS:
+            if may_be_part and following[0] not in _AFTER_STRINGS:
                 self._text(json.dumps(quote.closer)[1:-1])
                 self._buffer = rest
                 return True
@@ -446,9 +451,10 @@ class ValueReader:
 
 
 @cache
-def _run(closer: str) -> re.Pattern[str]:
-    """Return the pattern of the characters of a string that JSON writes as they are."""
-    return re.compile(rf'[^{re.escape(closer)}"\\\x00-\x1f]*')
+def _run(closer: str, escapes: bool) -> re.Pattern[str]:
+    """Return the pattern of the characters and escapes of a string that JSON writes as they are."""
+    plain = rf'[^{re.escape(closer)}"\\\x00-\x1f]*'
+    return re.compile(rf'{plain}(?:\\["\\bfnrt]{plain})*' if escapes else plain)
 
 
 def _may_grow(text: str) -> bool:
