@@ -74,6 +74,8 @@ class CallFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     form: Literal["json", "keyed", "given", "headed", "pythonic", "tagged", "elements", "harmony"]
     models: str = ""
     """Whose format it is, for people."""
+    example: str = ""
+    """How a call looks, for people."""
     aliases: tuple[str, ...] = ()
     signs: tuple[tuple[str, ...], ...] = ()
     vocabulary: tuple[str, ...] = ()
@@ -117,6 +119,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     openers: tuple[str, ...] = ()
     closers: tuple[str, ...] = ()
     models: str = ""
+    example: str = ""
     aliases: tuple[str, ...] = ()
     signs: tuple[tuple[str, ...], ...] = ()
     vocabulary: tuple[str, ...] = ()
@@ -192,13 +195,12 @@ def _in_order(formats: Sequence[tuple[str, Format]]) -> tuple[tuple[str, Format]
 
 def shown(
     formats: Sequence[tuple[str, CallFormat | ReasoningFormat]], template: str, vocabulary: Collection[str]
-) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the formats that a model shows, the likeliest first, each with the markers that show it."""
-    found: list[tuple[str, tuple[str, ...]]] = []
+) -> tuple[str, tuple[str, ...]]:
+    """Return the format that a model shows and the markers that show it; empty where it shows none."""
     for name, each in formats:
         signs = next((signs for signs in each.signs if all(sign in template for sign in signs)), None)
         if signs is None:
             signs = tuple(token for token in each.vocabulary if token in vocabulary)[:1]
         if signs and not any(marker in template for marker in each.unless):
-            found.append((name, signs))
-    return found
+            return name, signs
+    return "", ()

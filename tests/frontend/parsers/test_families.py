@@ -284,6 +284,12 @@ CALLS_ELSEWHERE = {
     "muse": "muse_glimmer",
     "qwen": "hermes",
     "qwen25": "hermes",
+    # Dynamo 1.7
+    "deepseek_v3_1": "deepseek_v3",
+    "deepseek_v3_2": "deepseek_v32",
+    "nemotron_deci": "nemotron_json",
+    "nemotron_nano": "qwen3_coder",
+    "phi4": "phi4_mini_json",
 }
 REASONING_ELSEWHERE = {
     "deepseek-r1": "deepseek_r1",
@@ -306,6 +312,9 @@ REASONING_ELSEWHERE = {
     "qwen3-thinking": "qwen3",
     "step3": "deepseek_r1",
     "step3p5": "deepseek_r1",
+    "basic": "qwen3",
+    "kimi_k25": "deepseek_r1",
+    "nemotron_deci": "qwen3",
 }
 
 

@@ -206,7 +206,7 @@ class OutputFormat:
         ):
             found: tuple[str, tuple[str, ...]] = ("", ())
             if name == AUTO:
-                found = next(iter(shown(formats(), template, vocabulary)), found)
+                found = shown(formats(), template, vocabulary)
             elif name != NONE:
                 found = (name if name in names else aliases().get(name, ""), ())
                 if not found[0]:
