@@ -31,6 +31,7 @@ docs:  ## write what is generated
 	$(PYTHON) -m lab.website.support_page > docs/support_matrix.md
 	$(PYTHON) -m lab.attacks.page
 	$(PYTHON) -m lab.website.metrics_tables
+	$(PYTHON) -m lab.website.parser_tables
 
 boards:  ## write Grafana's dashboards in deploy/grafana from their code
 	$(PYTHON) -m lab.dashboards

@@ -16,7 +16,14 @@ from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.settings import InputFile, Settings, ZmqAddress
 from poolgrid.process.tracing.settings import TraceSettings
 from poolgrid.wire.addresses import CONSOLIDATOR, EndpointName, host_problem, is_name
-from poolgrid.wire.card import NO_STEP_TIMES, ReasoningParser, StepTimes, ToolCallParser, parser_name
+from poolgrid.wire.card import (
+    NO_STEP_TIMES,
+    ReasoningParser,
+    StepTimes,
+    ToolCallParser,
+    reasoning_parser_name,
+    tool_call_parser_name,
+)
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 from poolgrid.wire.tasks import MODALITIES
 from poolgrid.workers.core.timing import TIMINGS, Timing, step_times_of, timing_model
@@ -121,10 +128,15 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
         ),
     )
 
-    @field_validator("reasoning_parser", "tool_call_parser", mode="before")
+    @field_validator("reasoning_parser", mode="before")
     @classmethod
-    def _parser_name(cls, given: object) -> object:
-        return parser_name(given)
+    def _reasoning_parser_name(cls, given: object) -> object:
+        return reasoning_parser_name(given)
+
+    @field_validator("tool_call_parser", mode="before")
+    @classmethod
+    def _tool_call_parser_name(cls, given: object) -> object:
+        return tool_call_parser_name(given)
 
     @model_validator(mode="after")
     def _check_model_cache(self) -> Self:

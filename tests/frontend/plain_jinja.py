@@ -42,12 +42,19 @@ class PlainTemplate:
         self._template = environment.from_string(source)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
     ) -> str | None:
         """Return the prompt, or ``None`` where the template fails."""
         try:
             return self._template.render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=True, **SPECIAL_TOKENS
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **SPECIAL_TOKENS,
             )
         except Exception:
             return None

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from poolgrid.frontend.parsers.custom_calls import CustomCalls
 from poolgrid.frontend.parsers.pieces import AnswerPiece, PieceKind, joined_pieces
-from poolgrid.frontend.parsers.tool_calls import CustomCalls
+from poolgrid.frontend.schema import CUSTOM_ARGUMENT
 from poolgrid.frontend.tools import custom_arguments, custom_text
 from tests.examples import examples
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
@@ -393,7 +394,7 @@ _TURNS = st.lists(
 @given(_TURNS, st.integers(1, 5))
 def test_custom_calls_are_the_same_however_the_answer_is_cut(turns: list[list[AnswerPiece]], step: int) -> None:
     pieces = [piece for turn in turns for piece in turn]
-    parser = CustomCalls(_Scripted(list(pieces)), {"custom"}, custom_text)
+    parser = CustomCalls(_Scripted(list(pieces)), {"custom"}, CUSTOM_ARGUMENT, custom_text)
     found = [piece for _ in range(0, len(pieces), step) for piece in parser.feed("x" * step)]
     expected: list[AnswerPiece] = []
     for turn in turns:
@@ -405,3 +406,25 @@ def test_custom_calls_are_the_same_however_the_answer_is_cut(turns: list[list[An
         else:
             expected += turn
     assert joined_pieces([*found, *parser.finish()]) == joined_pieces(expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "a\\n\\"b\\" \\ud83d\\ude00é"}', 'a\n"b" 😀é'),
+        ('{"input": "half \\ud83d of \\ud83d\\u0041 two"}', "half \ufffd of \ufffdA two"),
+        ('{ "input" : "a", "more": 1}', "a"),
+        ('{"input": "cut he', "cut he"),
+        ('{"input": "cut\\u00', "cut"),
+        ('{"more": 1, "input": "a"}', "a"),
+        ('{"input": 1}', '{"input": 1}'),
+        ("[1", "[1"),
+    ],
+)
+def test_the_text_of_a_custom_call_comes_as_it_is_written(arguments: str, text: str) -> None:
+    pieces = [AnswerPiece(PieceKind.CALL, "custom"), *(AnswerPiece(PieceKind.ARGUMENTS, each) for each in arguments)]
+    parser = CustomCalls(_Scripted(list(pieces)), {"custom"}, CUSTOM_ARGUMENT, custom_text)
+    streamed = "".join(piece.text for _ in pieces for piece in parser.feed("x") if piece.kind is PieceKind.ARGUMENTS)
+    rest = "".join(piece.text for piece in parser.finish())
+    assert streamed + rest == text
+    assert bool(rest) == (not arguments.replace(" ", "").startswith('{"input":"'))

@@ -18,11 +18,15 @@ import pytest
 from poolgrid.frontend.chat_template import ChatTemplate
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.frontend.parsers.formats import AUTO, OutputFormat
 from poolgrid.frontend.preparation import Preparation
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.prompts import look_up
 from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.output_formats import call_format
 from tests.frontend.fake_backend import FakeBackend
+from tests.frontend.parsers.samples import SAMPLES, SCHEMAS, USE
+from tests.frontend.parsers.test_golden import read
 from tests.frontend.plain_jinja import NOW, SPECIAL_TOKENS, PlainTemplate
 
 DIRECTORY = Path(__file__).parents[3] / "shared" / "chat_templates"
@@ -275,3 +279,43 @@ def test_no_request_fails_and_no_text_is_lost(file: Path) -> None:
             if lost:
                 faults.append(f"{name}: {sorted(lost)} lost\n{prompt}")
     assert not faults, "\n".join(faults)
+
+
+CALLED = {name: calls[0] for name, calls in SAMPLES.items() if len(calls) == 1 and calls[0].arguments}
+AMBIGUOUS = {"text that looks like JSON", "code", "html", "backslashes", "quotes"}
+"""Calls in which the templates of LFM2.5 leave quotes and backslashes unescaped."""
+
+
+@needs_templates
+@templates
+def test_a_call_that_a_template_shows_is_read_as_it_was_made(file: Path) -> None:
+    source = file.read_text()
+    chosen = OutputFormat.choose(AUTO, AUTO, source)
+    if not chosen.tools:
+        pytest.skip("the template shows no format of calls")
+    template = PlainTemplate(source)
+    tools = [
+        {"type": "function", "function": {"name": name, "description": "d", "parameters": schema}}
+        for name, schema in SCHEMAS.items()
+    ]
+    shown = 0
+    for sample, made in CALLED.items():
+        function = {"name": made.name, "arguments": dict(made.arguments)}
+        each = {"id": f"functions.{made.name}:0", "type": "function", "function": function}
+        if chosen.tools == "mistral":
+            each["id"] = "abcdef012"
+        prompt = template.render(
+            [said("user", "wuser1"), said("assistant", "", tool_calls=[each])], tools, add_generation_prompt=False
+        )
+        text = (prompt or "").rpartition("wuser1")[2]
+        if made.name not in text or (chosen.tools == "lfm2" and sample in AMBIGUOUS):
+            continue
+        shown += 1
+        if call_format(chosen.tools).bare:
+            text = text[text.index("{") :]
+        parser = OutputFormat("", chosen.tools).parser(USE) if chosen.tools != "harmony" else chosen.parser(USE)
+        assert parser is not None
+        [(name, arguments)] = read(parser, [text]).calls
+        assert (name, json.loads(arguments)) == made, text
+    if not shown:
+        pytest.skip("the template shows no calls, or fails")

@@ -167,3 +167,31 @@ def test_prompts_of_another_template_are_cut_at_its_own_delimiters() -> None:
     text = "<|im_end|>" + "word " * 400
     assert other.encode(text) == TINY.encode(text)
     assert TINY.encoder.delimiters != other.delimiters
+
+
+@pytest.mark.anyio
+async def test_the_parsers_that_a_template_shows_are_logged_with_its_marks(caplog: pytest.LogCaptureFixture) -> None:
+    template = TURNS.replace("CLOSED", "</seed:think>") + "{# <seed:think> <seed:tool_call> #}"
+    with caplog.at_level(logging.INFO):
+        await message(told("Yes.", chat_template=template))
+
+    assert (
+        "model 'tiny': reasoning parser seed_oss (by '<seed:think>'), tool-call parser seed_oss (by '<seed:tool_call>')"
+        in caplog.text
+    )
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("named", [True, False])
+async def test_a_template_whose_calls_no_parser_knows_is_reported(
+    named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = TURNS.replace("CLOSED", "") + "{% if messages[0].tool_calls %}@call{% endif %}"
+    with caplog.at_level(logging.WARNING):
+        await message(told("Yes.", chat_template=template), {"tool_call_parser": "none"} if named else {})
+
+    report = (
+        "model 'tiny': its chat template has tool_calls in a format that no parser shows: they stay content. "
+        "--tool-call-parser names a parser, or none to keep it so"
+    )
+    assert (report in caplog.text) == (not named)

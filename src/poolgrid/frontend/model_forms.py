@@ -8,6 +8,8 @@ Rules
     3. A form is made when it is first asked for, and again when the cards name another one. One is kept for each
        model.
     4. What a card names and this server cannot use is reported once and left out: the model's own is used.
+    5. The parsers of a form are logged, with the markers that showed them; so is a template whose calls or reasoning
+       no parser knows.
 """
 
 from __future__ import annotations
@@ -107,7 +109,33 @@ class ModelForms:
         except ValueError as error:
             log.error("the parsers of model %r that its workers were given are not used: %s", base.name, error)
             found = OutputFormat.choose(own_reasoning, own_tools, source, added)
+        _log_parsers(base.name, found, source, own_reasoning == AUTO, own_tools == AUTO)
         return ModelForm(base, chat, model, replace(found, turn_beginnings=_turn_beginnings(model)))
+
+
+def _log_parsers(model: str, found: OutputFormat, source: str, any_reasoning: bool, any_tools: bool) -> None:
+    log.info(
+        "model %r: reasoning parser %s, tool-call parser %s",
+        model,
+        _shown_parser(found.reasoning, found.signs[0]),
+        _shown_parser(found.tools, found.signs[1]),
+    )
+    for option, name, is_auto, message_field in (
+        ("--reasoning-parser", found.reasoning, any_reasoning, "reasoning_content"),
+        ("--tool-call-parser", found.tools, any_tools, "tool_calls"),
+    ):
+        if not name and is_auto and message_field in source:
+            log.warning(
+                "model %r: its chat template has %s in a format that no parser shows: they stay content. %s names a "
+                "parser, or none to keep it so",
+                model,
+                message_field,
+                option,
+            )
+
+
+def _shown_parser(name: str, signs: tuple[str, ...]) -> str:
+    return f"{name} (by {' and '.join(repr(sign) for sign in signs)})" if signs else name or "none"
 
 
 def template_source(model: PromptModel) -> str:

@@ -12,11 +12,12 @@ from typing import Any, Final
 
 import msgspec
 
+from poolgrid.frontend.parsers.custom_calls import CustomCalls
 from poolgrid.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind, taken_apart
-from poolgrid.frontend.parsers.tool_calls import CustomCalls
 from poolgrid.frontend.prepared_request import AnswerStart, PreparedRequest, Prompt
 from poolgrid.frontend.request_body import base_name
 from poolgrid.frontend.responses import AnswerEncoder, encode_text
+from poolgrid.frontend.schema import CUSTOM_ARGUMENT
 from poolgrid.frontend.sequence_output import PlacedLogprobs, SequenceOutput
 from poolgrid.frontend.tools import CallIds, custom_text
 
@@ -195,4 +196,4 @@ def _parser(job: PreparedRequest, prompt: Prompt) -> OutputParser:
     parser = job.output_format.parser(job.tool_use, prompt.end, guided=guided, continued=job.continued)
     assert parser is not None, "active, so there is a parser"
     custom = job.tools.custom
-    return CustomCalls(parser, custom, custom_text) if custom else parser
+    return CustomCalls(parser, custom, CUSTOM_ARGUMENT, custom_text) if custom else parser

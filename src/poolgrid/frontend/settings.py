@@ -11,7 +11,7 @@ from poolgrid.frontend.media.settings import MediaSettings
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_encoder import CACHE_BYTES_DEFAULT
 from poolgrid.process.settings import InputFile
-from poolgrid.wire.card import ReasoningParser, ToolCallParser, parser_name
+from poolgrid.wire.card import ReasoningParser, ToolCallParser, reasoning_parser_name, tool_call_parser_name
 
 TTFT_TARGET_MS = 2000.0
 """What people wait for a first word before they doubt that anything happens."""
@@ -147,10 +147,15 @@ class FrontendSettings(MediaSettings):
         ),
     )
 
-    @field_validator("reasoning_parser", "tool_call_parser", mode="before")
+    @field_validator("reasoning_parser", mode="before")
     @classmethod
-    def _parser_name(cls, given: object) -> object:
-        return parser_name(given)
+    def _reasoning_parser_name(cls, given: object) -> object:
+        return reasoning_parser_name(given)
+
+    @field_validator("tool_call_parser", mode="before")
+    @classmethod
+    def _tool_call_parser_name(cls, given: object) -> object:
+        return tool_call_parser_name(given)
 
     @property
     def max_body_values(self) -> int:

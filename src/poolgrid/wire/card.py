@@ -7,12 +7,13 @@ and the worker's own start.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Literal, get_args
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from poolgrid.output_formats import CALL_NAMES, REASONING_NAMES, call_aliases, reasoning_aliases
 from poolgrid.wire.addresses import http_url_problem, ip_endpoint_problem, zmq_endpoint_problem
 from poolgrid.wire.hashing import HASH_SPEC, stable_u64
 from poolgrid.wire.identifiers import U32, Identifier, Role, Text
@@ -64,39 +65,35 @@ def common(cards: Iterable[Sequence[Inability]]) -> tuple[Inability, ...]:
     return tuple(each for each in first if all(any(each[0] == name for name, _ in other) for other in others))
 
 
-ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "harmony"]
-ToolCallParser = Literal[
-    "auto",
-    "none",
-    "hermes",
-    "llama3_json",
-    "mistral",
-    "pythonic",
-    "deepseek_v3",
-    "kimi_k2",
-    "qwen3_coder",
-    "glm45",
-    "granite",
-    "harmony",
-]
-
 AUTO = "auto"
 """Not given: what the workers name, else what the template and the vocabulary show."""
 
-REASONING_PARSERS: tuple[str, ...] = get_args(ReasoningParser)
-TOOL_CALL_PARSERS: tuple[str, ...] = get_args(ToolCallParser)
+REASONING_PARSERS: tuple[str, ...] = (AUTO, "none", *REASONING_NAMES)
+TOOL_CALL_PARSERS: tuple[str, ...] = (AUTO, "none", *CALL_NAMES)
+
+if TYPE_CHECKING:
+    ReasoningParser = str
+    ToolCallParser = str
+else:
+    ReasoningParser = Literal[REASONING_PARSERS]
+    ToolCallParser = Literal[TOOL_CALL_PARSERS]
 
 
-PARSERS_ELSEWHERE = {"gpt_oss": "harmony", "basic": "qwen3"}
-"""Names that Dynamo has for the same formats."""
+def reasoning_parser_name(given: object) -> object:
+    """Return a parser's name as it is written here: other engines have others for the same format, or write hyphens."""
+    return _parser_name(given, REASONING_PARSERS, reasoning_aliases)
 
 
-def parser_name(given: object) -> object:
-    """Return a parser's name as it is written here: others write the same ones with hyphens, or otherwise."""
+def tool_call_parser_name(given: object) -> object:
+    """Return a parser's name as it is written here: other engines have others for the same format, or write hyphens."""
+    return _parser_name(given, TOOL_CALL_PARSERS, call_aliases)
+
+
+def _parser_name(given: object, names: Collection[str], aliases: Callable[[], Mapping[str, str]]) -> object:
     if not isinstance(given, str):
         return given
     name = given.replace("-", "_")
-    return PARSERS_ELSEWHERE.get(name, name)
+    return name if name in names else aliases().get(name, name)
 
 
 Length = Annotated[int, Meta(ge=1, le=65_536)]

@@ -14,9 +14,10 @@ import pytest
 
 from poolgrid.frontend.guides import json_guide
 from poolgrid.frontend.parsers.call_guides import any_of, within
-from poolgrid.frontend.parsers.formats import TOOL_NAMES, OutputFormat, ToolUse
+from poolgrid.frontend.parsers.formats import OutputFormat, ToolUse
 from poolgrid.frontend.parsers.pieces import PieceKind
 from poolgrid.frontend.tools import beside_calls
+from poolgrid.output_formats import CALL_NAMES, call_format
 from tests.workers.test_guided_tokens import asked, stream, text_of
 
 TOOLS: Mapping[str, Mapping[str, Any]] = {
@@ -41,7 +42,10 @@ ANSWER: dict[str, Any] = {
     "additionalProperties": False,
     "$defs": {"place": {"type": "string"}},
 }
-VARIANTS = [(name, "") for name in TOOL_NAMES] + [("mistral", "[TOOL_CALLS]f[ARGS]"), ("deepseek_v3", "```json")]
+GUIDED = [name for name in CALL_NAMES if call_format(name).guides or name == "llama3_json"]
+VARIANTS = [(name, "") for name in GUIDED] + [
+    (name, guide.template) for name in GUIDED for guide in call_format(name).guides if guide.template
+]
 
 
 @pytest.mark.parametrize(("form", "template"), VARIANTS)
@@ -125,7 +129,7 @@ def test_reasoning_is_not_looked_for_in_a_guided_call() -> None:
 
 def test_only_the_functions_that_may_be_called_are_in_the_guide() -> None:
     use = ToolUse(frozenset({"get_time"}), schemas=TOOLS)
-    for form in TOOL_NAMES:
+    for form in GUIDED:
         guide = beside_calls(json_guide(ANSWER, "p"), "p", use, OutputFormat("", form), "")
         [value] = guide.values()
         text = value.decode() if isinstance(value, bytes) else value

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from poolgrid.frontend.parsers.argument_types import as_json, types_of
 from poolgrid.frontend.parsers.call_forms import CALL_CHARS_MAX
 from poolgrid.frontend.parsers.formats import AUTO, OutputFormat
-from poolgrid.frontend.parsers.tagged_call import as_json, types_of
 from poolgrid.frontend.tools import CallIds
 from tests.frontend.parsers.test_golden import read
 from tests.frontend.parsers.transcripts import GLM, TOOLS
@@ -57,7 +58,7 @@ def test_a_schema_says_which_types_an_argument_may_have(schema: Any, types: set[
 
 
 @pytest.mark.parametrize(
-    ("text", "types", "json"),
+    ("text", "types", "written"),
     [
         ("12", {"string", "null"}, '"12"'),
         ("12", {"number"}, "12"),
@@ -85,19 +86,30 @@ def test_a_schema_says_which_types_an_argument_may_have(schema: Any, types: set[
         ("[" * 300 + "]" * 300, None, f'"{"[" * 300}{"]" * 300}"'),
     ],
 )
-def test_a_value_is_json_where_the_schema_lets_it_be(text: str, types: set[str] | None, json: str) -> None:
-    assert as_json(text, None if types is None else frozenset(types)) == json
+def test_a_value_is_json_where_the_schema_lets_it_be(text: str, types: set[str] | None, written: str) -> None:
+    assert as_json(text, None if types is None else frozenset(types)) == written
+
+
+def parts_of(text: str) -> list[list[str]]:
+    return [[text], [text[:-30], text[-30:]], [text[at : at + 5000] for at in range(0, len(text), 5000)]]
 
 
 def test_a_call_too_long_to_be_held_back_is_content() -> None:
-    head = "<tool_call>search<arg_key>q</arg_key><arg_value>"
-    text = head + "x" * (CALL_CHARS_MAX - len(head) + 100) + "</arg_value></tool_call>"
-    for parts in ([text], [text[:-30], text[-30:]], [text[at : at + 5000] for at in range(0, len(text), 5000)]):
-        parser = GLM.parser(TOOLS)
+    text = '<tool_call>{"arguments": {"q": "' + "x" * CALL_CHARS_MAX + '"}, "name": "search"}</tool_call>'
+    for parts in parts_of(text):
+        parser = OutputFormat(tools="hermes").parser(TOOLS)
         assert parser is not None
         found = read(parser, parts)
         assert found.calls == ()
         assert found.content == text
+
+
+def test_arguments_that_come_as_they_are_written_may_be_of_any_length() -> None:
+    value = "x" * (CALL_CHARS_MAX + 100)
+    for parts in parts_of(f"<tool_call>search<arg_key>q</arg_key><arg_value>{value}</arg_value></tool_call>"):
+        parser = GLM.parser(TOOLS)
+        assert parser is not None
+        assert read(parser, parts).calls == (("search", json.dumps({"q": value})),)
 
 
 def test_ids_are_as_the_models_template_wants_them() -> None:

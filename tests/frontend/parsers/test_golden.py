@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.frontend.parsers.formats import REASONING_NAMES, TOOL_NAMES, OutputFormat
+from poolgrid.frontend.parsers.formats import OutputFormat
 from poolgrid.frontend.parsers.pieces import OutputParser, PieceKind
+from poolgrid.output_formats import CALL_NAMES, REASONING_NAMES
 from tests.examples import examples
 from tests.frontend.parsers.transcripts import TOOLS, TRANSCRIPTS, Answer, Transcript
 
@@ -58,7 +59,7 @@ def test_a_transcript_may_be_cut_in_many_places(data: st.DataObject) -> None:
 
 FORMATS = [
     *(OutputFormat(reasoning=name) for name in REASONING_NAMES),
-    *(OutputFormat(tools=name) for name in TOOL_NAMES),
+    *(OutputFormat(tools=name) for name in CALL_NAMES),
     OutputFormat("qwen3", "hermes"),
     OutputFormat("harmony", "harmony"),
 ]
@@ -182,12 +183,13 @@ def damaged(text: str, data: st.DataObject) -> str:
 
 @given(st.sampled_from(sorted(CALLS)), st.sampled_from(("", "qwen3", "deepseek_r1", "mistral", "granite")), st.data())
 @settings(max_examples=examples(120))
-def test_damaged_output_loses_no_text_and_gives_no_broken_arguments(
+def test_damaged_output_loses_no_text_and_whole_output_has_whole_arguments(
     tools: str, reasoning: str, data: st.DataObject
 ) -> None:
     output = OutputFormat("harmony" if tools == "harmony" else reasoning, tools)
     prompt_end = data.draw(st.sampled_from(("", "<think>\n", "<think>\n\n</think>\n\n")))
-    text = damaged(data.draw(st.sampled_from(BEGINNINGS)) + CALLS[tools], data)
+    written = data.draw(st.sampled_from(BEGINNINGS)) + CALLS[tools]
+    text = damaged(written, data)
 
     def fresh() -> OutputParser:
         parser = output.parser(TOOLS, prompt_end)
@@ -198,22 +200,30 @@ def test_damaged_output_loses_no_text_and_gives_no_broken_arguments(
     assert read(fresh(), list(text)) == whole
     for name, arguments in whole.calls:
         assert name in TOOLS.declared
-        assert isinstance(json.loads(arguments), dict)
+        assert arguments.startswith("{")
+        assert text != written or isinstance(json.loads(arguments), dict)
     shown = whole.content + whole.reasoning + "".join(name + arguments for name, arguments in whole.calls)
     said = (HEADER.sub("", text) if tools == "harmony" else text).count("§")
     assert said <= shown.count("§") <= text.count("§"), (text, whole)
 
 
 @pytest.mark.parametrize("tools", sorted(CALLS))
-def test_a_call_cut_at_any_place_is_whole_or_content(tools: str) -> None:
+def test_a_call_cut_at_any_place_is_whole_or_the_beginning_of_one_or_content(tools: str) -> None:
     text = CALLS[tools]
+
+    def calls_in(text: str) -> tuple[tuple[str, str], ...]:
+        parser = OutputFormat("harmony" if tools == "harmony" else "", tools).parser(TOOLS)
+        assert parser is not None
+        return read(parser, [text]).calls
+
     for at in range(len(text) + 1):
-        for rest in ("", "\n", text):
-            parser = OutputFormat("harmony" if tools == "harmony" else "", tools).parser(TOOLS)
-            assert parser is not None
-            found = read(parser, [text[:at] + rest])
-            for _, arguments in found.calls:
-                assert isinstance(json.loads(arguments), dict)
+        *whole, last = calls_in(text[:at]) or [("", "{}")]
+        assert last[1].startswith("{")
+        assert at < len(text) or isinstance(json.loads(last[1]), dict)
+        assert tuple(whole) == calls_in(text)[: len(whole)]
+    for name, arguments in calls_in(text + "\n" + text):
+        assert name in TOOLS.declared
+        assert isinstance(json.loads(arguments), dict)
 
 
 @pytest.mark.parametrize("header", ["<|start|>é😀<|message|>", "<|start|>assistant text<|channel|>final<|message|>"])

@@ -125,7 +125,7 @@ TRANSCRIPTS: list[Transcript] = [
         "qwen3_coder: cut in a string",
         QWEN_CODER,
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</para",
-        Answer("<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</para"),
+        Answer(calls=(("get_weather", '{"city": "Paris\\n'),)),
     ),
     Transcript(
         "qwen3_coder: talk of tags",
@@ -213,10 +213,10 @@ TRANSCRIPTS: list[Transcript] = [
         Answer(calls=(("f", "{}"), ("g", "{}"))),
     ),
     Transcript(
-        "hermes: a call that the limit cut is content",
+        "hermes: a call that the limit cut has the arguments so far",
         HERMES,
         '<tool_call>{"name": "f", "arguments": {"a": "b',
-        Answer('<tool_call>{"name": "f", "arguments": {"a": "b'),
+        Answer(calls=(("f", '{"a": "b'),)),
     ),
     Transcript(
         "hermes: cut before the arguments",
@@ -237,8 +237,8 @@ TRANSCRIPTS: list[Transcript] = [
     Transcript(
         "hermes: arguments that stop being JSON",
         HERMES,
-        '<tool_call>{"name": "f", "arguments": {"a": 1, b: 2}}</tool_call>',
-        Answer('<tool_call>{"name": "f", "arguments": {"a": 1, b: 2}}</tool_call>'),
+        '<tool_call>{"name": "f", "arguments": {"a": 1, b: 2}}</tool_call> x',
+        Answer("x", calls=(("f", '{"a": 1, b: 2}}'),)),
     ),
     Transcript(
         "hermes: arguments that are no object",

@@ -1,5 +1,5 @@
 """Tool calls in a model's own form as parts of a structural tag: what an engine is told when calls are one of several
-things that it may write. For each form that ``tool_calls`` reads there is one here that it would read.
+things that it may write. A format's ``guides`` say how it writes them; those without one are not guided so.
 
 Parts are those of ``poolgrid.structured_output.structural_tags``. XGrammar takes repetitions (``tags_with_separator``)
 neither next to other parts nor before them, and no empty text. So several calls are written out, and of arguments in
@@ -10,11 +10,11 @@ JSON that the answer could be as well, so theirs is a schema, which goes togethe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from poolgrid.frontend.parsers.tagged_call import types_of
+from poolgrid.frontend.parsers.argument_types import types_of
+from poolgrid.output_formats import Guide
 
 CALLS_MAX = 4
 """Most calls of one answer that is guided so: each is written out in the guide once more, with all its schemas."""
@@ -25,10 +25,6 @@ WRITTEN_OUT_BYTES_MAX = 128 * 1024
 Part = dict[str, Any]
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of each function's parameters, by its name."""
-
-CallsGuide = Callable[[Schemas, bool, str], Part]
-"""Returns the part for calls of some functions: by their schemas, whether there may be several calls, and the source of
-the chat template, which shows the variant of a form that the model writes."""
 
 
 def const(text: str) -> Part:
@@ -74,83 +70,35 @@ def _arguments(schema: Mapping[str, Any]) -> Part:
     return schema_part(_object(schema))
 
 
-@dataclass(frozen=True, slots=True)
-class _JsonCalls:
-    """Calls with arguments in JSON. ``{}`` stands for the function's name, ``{json}`` for it in quotes."""
-
-    begin: str
-    end: str = ""
-    """Empty = there is no end, and one call at most."""
-    separator: str = "\n"
-    around: tuple[str, str] = ("", "")
-    number: str = ""
-    """What follows the call's number, for forms that number calls."""
-
-    def __call__(self, schemas: Schemas, several: bool, template: str) -> Part:
-        calls = [self._call(name, _arguments(schema)) for name, schema in schemas.items()]
-        made = _calls(calls, self.separator, several) if self.end else one_of(calls)
-        return _sequence(const(self.around[0]), made, const(self.around[1])) if self.around[0] else made
-
-    def _call(self, name: str, arguments: Part) -> Part:
-        begin = self.begin.replace("{json}", json.dumps(name, ensure_ascii=False)).replace("{}", name)
-        if self.number:
-            arguments = _sequence(schema_part({"type": "integer", "minimum": 0}), const(self.number), arguments)
-        return _tag(begin, arguments, self.end) if self.end else _sequence(const(begin), arguments)
+def calls_part(guide: Guide, schemas: Schemas, several: bool) -> Part:
+    """Return the part for calls of some functions, as a format writes them."""
+    made = {"json": _json_call, "tagged": _tagged_call, "pythonic": _python_call}[guide.kind]
+    calls = [made(guide, name, schema) for name, schema in schemas.items()]
+    several = several and not guide.single and bool(guide.end or guide.kind == "pythonic")
+    part = _calls(calls, guide.separator, several)
+    return _sequence(const(guide.around[0]), part, const(guide.around[1])) if guide.around[0] else part
 
 
-_CALL = '{"name": {json}, "arguments": '
-_MISTRAL = _JsonCalls(_CALL, "}", ", ", ("[TOOL_CALLS][", "]"))
-_MISTRAL_NAMED = _JsonCalls("[TOOL_CALLS]{}[ARGS]")
-_DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-_DEEPSEEK = _JsonCalls("<｜tool▁call▁begin｜>{}<｜tool▁sep｜>", "<｜tool▁call▁end｜>", around=_DEEPSEEK_SECTION)
-_DEEPSEEK_CODE = _JsonCalls(
-    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n", "\n```<｜tool▁call▁end｜>", around=_DEEPSEEK_SECTION
-)
+def _json_call(guide: Guide, name: str, schema: Mapping[str, Any]) -> Part:
+    arguments = _arguments(schema)
+    begin = guide.begin.replace("{json}", json.dumps(name, ensure_ascii=False)).replace("{}", name)
+    if guide.number:
+        arguments = _sequence(schema_part({"type": "integer", "minimum": 0}), const(guide.number), arguments)
+    return _tag(begin, arguments, guide.end) if guide.end else _sequence(const(begin), arguments)
 
 
-def mistral(schemas: Schemas, several: bool, template: str) -> Part:
-    """``[TOOL_CALLS]name[ARGS]{…}`` if the template has that, else a list."""
-    return (_MISTRAL_NAMED if "[ARGS]" in template else _MISTRAL)(schemas, several, template)
-
-
-def deepseek_v3(schemas: Schemas, several: bool, template: str) -> Part:
-    """With a code block where the template has one."""
-    return (_DEEPSEEK_CODE if "```json" in template else _DEEPSEEK)(schemas, several, template)
-
-
-def qwen3_coder(schemas: Schemas, several: bool, template: str) -> Part:
-    """``<tool_call><function=f><parameter=x>1</parameter></function></tool_call>``, a tag on each line."""
-    return _tagged(
-        schemas,
-        several,
-        call=("<tool_call>\n<function={}>\n", "</function>\n</tool_call>"),
-        value=("<parameter={}>\n", "\n</parameter>\n"),
-    )
-
-
-def glm45(schemas: Schemas, several: bool, template: str) -> Part:
-    """``<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>``, a tag on each line."""
-    return _tagged(
-        schemas,
-        several,
-        call=("<tool_call>{}\n", "</tool_call>"),
-        value=("<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n"),
-    )
-
-
-def _tagged(schemas: Schemas, several: bool, *, call: tuple[str, str], value: tuple[str, str]) -> Part:
-    calls: list[Part] = []
-    for name, schema in schemas.items():
-        required: list[Part] = []
-        optional: list[Part] = []
-        for key, inner in _properties(schema).items():
-            argument = _tag(value[0].replace("{}", key), _bare_value(schema, key, inner), value[1])
-            (required if key in schema.get("required", ()) else optional).append(argument)
-        rest = end = const(call[1])
-        for argument in reversed(optional):
-            rest = one_of([end, _sequence(argument, rest)])
-        calls.append(_sequence(const(call[0].replace("{}", name)), *required, rest))
-    return _calls(calls, "\n", several)
+def _tagged_call(guide: Guide, name: str, schema: Mapping[str, Any]) -> Part:
+    required: list[Part] = []
+    optional: list[Part] = []
+    for key, inner in _properties(schema).items():
+        value = _bare_value(schema, key, inner)
+        is_text = "false" if value["type"] == "json_schema" else "true"
+        begin = guide.value[0].replace("{}", key).replace("{text}", is_text)
+        (required if key in schema.get("required", ()) else optional).append(_tag(begin, value, guide.value[1]))
+    rest = end = const(guide.end)
+    for argument in reversed(optional):
+        rest = one_of([end, _sequence(argument, rest)])
+    return _sequence(const(guide.begin.replace("{}", name)), *required, rest)
 
 
 def _bare_value(schema: Mapping[str, Any], key: str, inner: Any) -> Part:
@@ -163,22 +111,18 @@ def _bare_value(schema: Mapping[str, Any], key: str, inner: Any) -> Part:
     return {"type": "any_text"}
 
 
-def pythonic(schemas: Schemas, several: bool, template: str) -> Part:
-    """``[f(x=1), g()]``; where a function requires nothing, all its arguments are given."""
-    tags: list[Part] = []
-    for name, schema in schemas.items():
-        properties = _properties(schema)
-        keys = [key for key in properties if key in schema.get("required", ())] or list(properties)
-        if not keys:
-            tags.append(_tag(name, const("("), ")"))
-            continue
-        parts: list[Part] = []
-        for key in keys:
-            if parts:
-                parts.append(const(f", {key}="))
-            parts.append(schema_part(_with_definitions(schema, properties[key])))
-        tags.append(_tag(f"{name}({keys[0]}=", _sequence(*parts), ")"))
-    return _sequence(const("["), _calls(tags, ", ", several), const("]"))
+def _python_call(guide: Guide, name: str, schema: Mapping[str, Any]) -> Part:
+    """``f(x=1)``; where a function requires nothing, all its arguments are given."""
+    properties = _properties(schema)
+    keys = [key for key in properties if key in schema.get("required", ())] or list(properties)
+    if not keys:
+        return _tag(name, const("("), ")")
+    parts: list[Part] = []
+    for key in keys:
+        if parts:
+            parts.append(const(f", {key}="))
+        parts.append(schema_part(_with_definitions(schema, properties[key])))
+    return _tag(f"{name}({keys[0]}=", _sequence(*parts), ")")
 
 
 def llama3_json(schemas: Schemas) -> list[dict[str, Any]]:
@@ -238,25 +182,3 @@ def _with_definitions(schema: Mapping[str, Any], inner: Any) -> Any:
     if not isinstance(inner, Mapping):
         return inner if isinstance(inner, bool) else {}
     return {**{group: schema[group] for group in ("$defs", "definitions") if group in schema}, **inner}
-
-
-_HARMONY = _JsonCalls("<|channel|>commentary to=functions.{} <|constrain|>json<|message|>", "<|call|>")
-
-CALL_GUIDES: Mapping[str, CallsGuide] = {
-    "hermes": _JsonCalls("<tool_call>\n" + _CALL, "}\n</tool_call>"),
-    "mistral": mistral,
-    "pythonic": pythonic,
-    "deepseek_v3": deepseek_v3,
-    "kimi_k2": _JsonCalls(
-        "<|tool_call_begin|>functions.{}:",
-        "<|tool_call_end|>",
-        around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-        number="<|tool_call_argument_begin|>",
-    ),
-    "qwen3_coder": qwen3_coder,
-    "glm45": glm45,
-    "granite": _JsonCalls(_CALL, "}", ", ", ("<|tool_call|>[", "]")),
-    # One message to ``functions.NAME``, after which the model's turn ends.
-    "harmony": lambda schemas, _, template: _HARMONY(schemas, False, template),
-}
-"""Those of ``llama3_json`` are JSON and have no marker."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from poolgrid.frontend.parsers.call_forms import CALL_CHARS_MAX
-from poolgrid.frontend.parsers.call_guides import CALL_GUIDES, Part
+from poolgrid.frontend.parsers.call_guides import Part, calls_part
 from poolgrid.frontend.parsers.harmony import MARKERS as HARMONY_MARKERS
 from poolgrid.frontend.parsers.harmony import Harmony
 from poolgrid.frontend.parsers.pieces import (
@@ -30,7 +30,18 @@ from poolgrid.frontend.parsers.pieces import (
     joined_pieces,
 )
 from poolgrid.frontend.parsers.reasoning import Begins, FurtherReasoning, MarkedReasoning, begins_after
-from poolgrid.frontend.parsers.tool_calls import CALL_FORMATS, REQUIRED, ToolCalls, calls_of, first_call, named
+from poolgrid.frontend.parsers.tool_calls import NAMED, REQUIRED, ToolCalls, calls_of, first_call
+from poolgrid.output_formats import (
+    CALL_NAMES,
+    REASONING_NAMES,
+    call_aliases,
+    call_format,
+    call_formats,
+    reasoning_aliases,
+    reasoning_format,
+    reasoning_formats,
+    shown,
+)
 
 
 class ReasoningAndCalls:
@@ -138,42 +149,6 @@ PROMPT_END_CHARS = 64
 """How much of the end of a prompt is looked at for an open or closed stretch of reasoning."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Reasoning:
-    """How a family of models marks reasoning. ``begins``: an answer at a turn's beginning that has neither marker."""
-
-    openers: tuple[str, ...]
-    closers: tuple[str, ...]
-    begins: Begins = Begins.OPEN
-    drops: tuple[str, ...] = ()
-
-    @property
-    def opener(self) -> str:
-        """Return the one that templates write; others are the model's own words."""
-        return self.openers[-1]
-
-    @property
-    def closer(self) -> str:
-        return self.closers[-1]
-
-
-_REASONING: Mapping[str, _Reasoning] = {
-    # DeepSeek-R1, Qwen 3 and many others
-    "deepseek_r1": _Reasoning(("<think>",), ("</think>",), Begins.REASONING),
-    "qwen3": _Reasoning(("<think>",), ("</think>",)),
-    # Granite 3.2 says it in words, 3.3 in tags.
-    "granite": _Reasoning(
-        ("Here is my thought process:", "Here's my thought process:", "<think>"),
-        ("Here is my response:", "Here's my response:", "</think>"),
-        drops=("<response>", "</response>"),
-    ),
-    "mistral": _Reasoning(("[THINK]",), ("[/THINK]",)),
-}
-
-REASONING_NAMES = (*_REASONING, HARMONY)
-TOOL_NAMES = (*CALL_FORMATS, HARMONY)
-
-
 _ANY: Mapping[str, Any] = {}
 """The schema of a function without one."""
 
@@ -214,6 +189,8 @@ class OutputFormat:
 
     reasoning: str = ""
     tools: str = ""
+    signs: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    """Of formats that ``auto`` chose the markers that show them: those of reasoning, and of calls."""
     turn_beginnings: tuple[str, ...] = ()
     """How prompts end that leave the answer to a user's message to the model; empty = not known."""
 
@@ -221,13 +198,22 @@ class OutputFormat:
     def choose(cls, reasoning: str, tools: str, template: str, vocabulary: Collection[str] = ()) -> OutputFormat:
         """Resolve ``auto`` and ``none``. ``template`` is the source of the chat template(s), ``vocabulary`` the
         tokens that were added to the model's vocabulary; raises ``ValueError`` for a name that there is not."""
-        for what, name, names in (("reasoning", reasoning, REASONING_NAMES), ("tool call", tools, TOOL_NAMES)):
-            if name not in (AUTO, NONE, *names):
-                raise ValueError(f"choosing a {what} parser: {name!r}, allowed are auto, none, {', '.join(names)}")
-        return cls(
-            _reasoning_of(template, vocabulary) if reasoning == AUTO else "" if reasoning == NONE else reasoning,
-            _tools_of(template, vocabulary) if tools == AUTO else "" if tools == NONE else tools,
-        )
+        chosen: list[str] = []
+        signs: list[tuple[str, ...]] = []
+        for what, name, names, aliases, formats in (
+            ("reasoning", reasoning, REASONING_NAMES, reasoning_aliases, reasoning_formats),
+            ("tool call", tools, CALL_NAMES, call_aliases, call_formats),
+        ):
+            found: tuple[str, tuple[str, ...]] = ("", ())
+            if name == AUTO:
+                found = shown(formats(), template, vocabulary)
+            elif name != NONE:
+                found = (name if name in names else aliases().get(name, ""), ())
+                if not found[0]:
+                    raise ValueError(f"choosing a {what} parser: {name!r}, allowed are auto, none, {', '.join(names)}")
+            chosen.append(found[0])
+            signs.append(found[1])
+        return cls(chosen[0], chosen[1], (signs[0], signs[1]))
 
     def markers(self, tools: ToolUse | None) -> frozenset[str]:
         """Return the markers that the parsers of a request must see in the text, special tokens or not."""
@@ -235,10 +221,9 @@ class OutputFormat:
             return frozenset(HARMONY_MARKERS)
         markers: set[str] = set()
         if self.reasoning:
-            known = _REASONING[self.reasoning]
-            markers.update((known.opener, known.closer, *known.drops))
+            markers.update(reasoning_format(self.reasoning).markers)
         if tools is not None and self.tools and not tools.guided:
-            markers.update(CALL_FORMATS[self.tools].markers)
+            markers.update(call_format(self.tools).markers)
         return frozenset(markers)
 
     def active(self, tools: ToolUse | None) -> bool:
@@ -267,38 +252,36 @@ class OutputFormat:
         calls: OutputParser | None = None
         beginnings: tuple[str, ...] = ()
         if tools is not None and (self.tools or guided_calls):
-            known_calls = (
-                named(tools.named) if tools.named else REQUIRED if tools.required else CALL_FORMATS[self.tools]
-            )
+            known_calls = NAMED if tools.named else REQUIRED if tools.required else call_format(self.tools)
             only_allowed = known_calls.bare and not tools.named
-            found = ToolCalls(known_calls, tools.allowed if only_allowed else tools.declared)
+            found = ToolCalls(known_calls, tools.allowed if only_allowed else tools.declared, tools.named)
             beginnings = found.beginnings
             calls = _let_through(found, tools)
         if not self.reasoning or self.reasoning == HARMONY:
             return calls
-        known = _REASONING[self.reasoning]
+        known = reasoning_format(self.reasoning)
+        opener, closer = known.openers[-1], known.closers[-1]
         if continued is None:
             new_turn = not self.turn_beginnings or prompt_end.rstrip().endswith(self.turn_beginnings)
             # Else the prompt continues a turn, after a tool's result perhaps, in which the reasoning came before.
-            begins = begins_after(prompt_end, known.opener, known.closer) or (known.begins if new_turn else Begins.OPEN)
+            begins = begins_after(prompt_end, known.openers, known.closers)
+            if begins is None:
+                begins = Begins.REASONING if known.begins_inside and new_turn else Begins.OPEN
         else:
-            inside = continued.rfind(known.opener) > continued.rfind(known.closer)
+            inside = continued.rfind(opener) > continued.rfind(closer)
             begins = Begins.REASONING if inside else Begins.CONTENT
         told: tuple[str, ...] = ()
         if guided or guided_calls:
-            told = (
-                (*_JSON, *CALL_FORMATS[self.tools].markers)
-                if tools is not None and self.tools in CALL_FORMATS
-                else _JSON
-            )
-        further = FurtherReasoning(known.opener, known.closer)
+            told = (*_JSON, *call_format(self.tools).markers) if tools is not None and self.tools else _JSON
+        further = FurtherReasoning(opener, closer)
         reasoning = MarkedReasoning(known.openers, known.closers, begins=begins, drops=known.drops, guided=told)
         return ReasoningAndCalls(reasoning, further, calls, beginnings)
 
     def calls_guide(self, tools: ToolUse, template: str) -> Part | None:
         """Return calls as a part of a structural tag; ``None`` where they are JSON without a marker, or not read."""
-        make = CALL_GUIDES.get(self.tools)
-        return None if make is None else make(tools.allowed, tools.parallel, template)
+        guides = call_format(self.tools).guides if self.tools else ()
+        guide = next((each for each in guides if each.template in template), None)
+        return None if guide is None else calls_part(guide, tools.allowed, tools.parallel)
 
 
 TURN_BEGINNING_CHARS = 32
@@ -321,45 +304,3 @@ def _let_through(calls: OutputParser, tools: ToolUse) -> OutputParser:
     if len(tools.names) < len(tools.schemas):
         calls = calls_of(tools.names, calls)
     return calls if tools.parallel else first_call(calls)
-
-
-_TOOL_SIGNS: Sequence[tuple[str, str]] = (
-    ("<|channel|>", HARMONY),
-    ("<｜tool▁call▁begin｜>", "deepseek_v3"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("<|tool_call|>", "granite"),
-    ("<|tool_call_argument_begin|>", "kimi_k2"),
-)
-"""Markers that show a format in the template or in the vocabulary, in the order in which they are looked for."""
-
-_TOOL_TEMPLATES: Sequence[tuple[Sequence[str], str]] = (
-    (("<arg_key>",), "glm45"),
-    (("<function=", "<parameter="), "qwen3_coder"),
-    (("<function=",), ""),  # another format with tags, which no parser reads
-    (("<tool_call>",), "hermes"),
-    (("<|python_start|>",), "pythonic"),
-    (("[func_name1(",), "pythonic"),
-    (("<|python_tag|>",), "llama3_json"),
-    (('"parameters"',), "llama3_json"),
-)
-"""What shows a format in the template alone."""
-
-
-def _reasoning_of(template: str, vocabulary: Collection[str]) -> str:
-    def shown(marker: str) -> bool:
-        return marker in template or marker in vocabulary
-
-    if shown("<|channel|>"):
-        return HARMONY
-    if "thought process" in template:
-        return "granite"
-    if "</think>" in template and "<｜Assistant｜>" in template:
-        return "deepseek_r1"
-    return "mistral" if shown("[THINK]") else "qwen3" if shown("</think>") else ""
-
-
-def _tools_of(template: str, vocabulary: Collection[str]) -> str:
-    for marker, name in _TOOL_SIGNS:
-        if marker in template or marker in vocabulary:
-            return name
-    return next((name for markers, name in _TOOL_TEMPLATES if all(each in template for each in markers)), "")

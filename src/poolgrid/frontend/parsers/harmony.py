@@ -6,8 +6,9 @@
 Rules
 - ``analysis`` is reasoning; ``final`` and ``commentary`` without a recipient are content; a message to ``functions.f``
   is a call of ``f`` whose body is its arguments. A message to anything else is shown as its channel says.
-- A call is passed on when it is complete. Where the request declares no such function, or the body is no JSON object,
-  the message is content, with its header.
+- A call begins once its function is known, which the request must declare, and a part of its arguments is certain; they
+  follow as they come. Before that the message is content, with its header, where the body is no JSON object. A body
+  that stops being one later follows as the model wrote it.
 - Messages of one kind are joined by a line break.
 - Without the markers the text is content; so is a header that no message follows.
 
@@ -21,16 +22,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from poolgrid.frontend.parsers.call_forms import CALL_CHARS_MAX, declared_name
+from poolgrid.frontend.parsers.call_forms import GivenCall, declared_name
 from poolgrid.frontend.parsers.pieces import (
     AnswerPiece,
     PieceKind,
     StatefulParser,
     first_marker,
     held_length,
-    strict_json,
 )
-from poolgrid.frontend.parsers.tagged_call import fitted
 
 MARKERS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>")
 
@@ -58,11 +57,15 @@ class Harmony(StatefulParser):
         super().__init__(Harmony._start)
         self._show_reasoning = reasoning
         self._declared = declared
-        self._call = ""
-        """The function that the message calls; empty = it is no call."""
-        self._call_header = ""
+        self._call: GivenCall | None = None
+        """The call that the message makes, until it has ended."""
+        self._call_begun = False
+        """Whether the client knows of the call."""
+        self._body_begun = False
+        self._broke_off = False
+        """Whether the arguments stopped being JSON: the rest of the message is passed on as it is."""
         self._call_text: list[str] = []
-        self._call_chars = 0
+        """The header and the body of a call that has not begun."""
         self._kind = PieceKind.CONTENT
         self._empty = True
         """Whether the message has no text so far."""
@@ -115,8 +118,10 @@ class Harmony(StatefulParser):
                 self._show(header + marker)
                 return True
         if name is not None:
-            self._call, self._call_header = name, header + marker
-            self._call_chars = 0
+            assert self._declared is not None, "there is a function"
+            self._call = GivenCall(self._declared, name)
+            self._call_begun = self._body_begun = self._broke_off = False
+            self._call_text = [header + marker]
             self._begin_message(PieceKind.ARGUMENTS)
         elif channel is not None and channel[1] == "analysis" and self._show_reasoning:
             self._begin_message(PieceKind.REASONING)
@@ -163,12 +168,7 @@ class Harmony(StatefulParser):
         if not text:
             return
         if self._kind is PieceKind.ARGUMENTS:
-            room = CALL_CHARS_MAX - self._call_chars
-            self._call_text.append(text[:room])
-            self._call_chars += len(text)
-            if len(text) > room:
-                self._no_call()
-                self._show(text[room:])
+            self._argue(text)
             return
         if self._empty and self._kind in self._seen:
             text = "\n" + text
@@ -176,22 +176,58 @@ class Harmony(StatefulParser):
         self._seen.add(self._kind)
         self._out.append(AnswerPiece(self._kind, text))
 
-    def _end_message(self) -> None:
-        if self._kind is not PieceKind.ARGUMENTS:
+    def _argue(self, text: str) -> None:
+        """Take text of the body of a call."""
+        call = self._call
+        if call is None:
+            text = text if self._broke_off else text.lstrip()
+            self._broke_off = self._broke_off or bool(text)
+            self._out.append(AnswerPiece(PieceKind.ARGUMENTS, text))
             return
-        text = "".join(self._call_text).strip() or "{}"
-        found = strict_json(text) if text.startswith("{") else None
-        if found is not None:
-            assert self._declared is not None, "there is a call"
-            arguments = fitted(found, self._declared[self._call])
-            self._out += [AnswerPiece(PieceKind.CALL, self._call), AnswerPiece(PieceKind.ARGUMENTS, arguments)]
+        if not self._call_begun:
+            self._call_text.append(text)
+        if not self._body_begun:
+            text = text.lstrip()
+            if not text:
+                return
+            self._body_begun = True
+        call.feed(text)
+        self._take_arguments(call)
+        if call.failed:
+            self._broken(call)
+        elif call.done:
+            self._call = None
+            self._argue(call.left)
+
+    def _take_arguments(self, call: GivenCall) -> None:
+        arguments = call.take()
+        if arguments and not self._call_begun:
+            self._call_begun = True
+            self._call_text.clear()
+            self._out.append(AnswerPiece(PieceKind.CALL, call.name))
+        self._out.append(AnswerPiece(PieceKind.ARGUMENTS, arguments))
+
+    def _broken(self, call: GivenCall) -> None:
+        """Pass on what is no JSON: as the rest of a call that has begun, else as content."""
+        self._call = None
+        self._broke_off = True
+        if self._call_begun:
+            self._out.append(AnswerPiece(PieceKind.ARGUMENTS, call.unread() + call.left))
+        else:
+            text = "".join(self._call_text)
             self._call_text.clear()
             self._kind = PieceKind.CONTENT
-        else:
-            self._no_call()
+            self._show(text)
 
-    def _no_call(self) -> None:
-        text = self._call_header + "".join(self._call_text)
-        self._call_text.clear()
-        self._kind = PieceKind.CONTENT
-        self._show(text)
+    def _end_message(self) -> None:
+        call = self._call
+        if call is None or self._kind is not PieceKind.ARGUMENTS:
+            return
+        if not self._call_begun and not self._body_begun:
+            call.feed("{}")
+            self._take_arguments(call)
+            self._call = None
+            return
+        call.end()
+        self._take_arguments(call)
+        self._broken(call)

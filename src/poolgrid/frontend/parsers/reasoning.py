@@ -254,11 +254,11 @@ HELD_CHARS_MAX = 256 * 1024
 """Longest text that is held back to see whether a stretch of reasoning ends; longer text is reasoning."""
 
 
-def begins_after(prompt_end: str, opener: str, closer: str) -> Begins | None:
+def begins_after(prompt_end: str, openers: tuple[str, ...], closers: tuple[str, ...]) -> Begins | None:
     """Return how an answer begins after an open or a closed stretch of reasoning in the prompt; ``None`` = neither."""
     end = prompt_end.rstrip()
-    if end.endswith(opener):
+    if end.endswith(openers):
         return Begins.REASONING
-    if end.endswith(closer):
+    if end.endswith(closers):
         return Begins.OPEN  # a model may reason although it was told not to
     return None

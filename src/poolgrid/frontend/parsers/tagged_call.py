@@ -1,14 +1,13 @@
 """One tool call written in tags, an argument at a time: ``TaggedCall``.
 
-``<function=f><parameter=x>1</parameter></function>`` (Qwen 3 Coder), or
-``f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>`` (GLM 4.5).
+``<function=f><parameter=x>1</parameter></function>`` (Qwen 3 Coder), ``f<arg_key>x</arg_key><arg_value>1</arg_value>
+</tool_call>`` (GLM 4.5), ``<invoke name="f"><parameter name="x">1</parameter></invoke>`` (MiniMax M2).
 
 Rules
 - As for all forms of calls (``call_forms``).
-- Values have no quotes, so the function's schema decides what they are: a value that can only be a string is one;
-  another is JSON if it is, of a type that the schema allows, and else a string. Where the schema has no type, what
-  reads as JSON is JSON, but never a string in quotes.
-- Where the schema excludes strings, values may also be as Python prints them: templates show earlier calls so.
+- Values have no quotes, so the function's schema decides what they are (``argument_types``), or an attribute of the tag
+  where the format has one. Text, and lists and objects where the schema excludes text, are passed on as they come;
+  what may be either is held back until its end.
 - A value ends at its closing tag only if another argument or the end of the call follows: what is written about tags,
   or in a language with tags, is part of the value. Where the closing tag is missing, a value ends before the next
   argument of the schema, or before the end of the call if nothing but another call follows.
@@ -16,72 +15,150 @@ Rules
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from poolgrid.frontend.parsers.call_forms import HEAD_CHARS_MAX, NAME_CHARS_MAX, CallForm, declared_name
-from poolgrid.frontend.parsers.pieces import first_marker, held_length, json_of, strict_json
+from poolgrid.frontend.parsers.argument_types import STRING, as_json, types_of
+from poolgrid.frontend.parsers.call_forms import HEAD_CHARS_MAX, NAME_CHARS_MAX, CallForm, Declared
+from poolgrid.frontend.parsers.pieces import first_marker, held_length
+from poolgrid.frontend.parsers.values import GAP_CHARS_MAX, HELD_VALUE_CHARS_MAX, ValueReader, json_of
+from poolgrid.output_formats import Tags
 
-GAP_CHARS_MAX = 64
-"""Most white space between a tag that ends a value and the next one: it is looked at again per character."""
-
-REFERENCES_MAX = 8
-"""References of a schema that are followed for one argument."""
+UNDECIDED_CHARS_MAX = 64
+"""Characters within which an argument shows whether it is text, a list or an object."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
-_PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 _SPACE = " \t\n\r"
-_INTEGER = re.compile(r"-?[0-9]+")
-_STRING = frozenset({"string"})
+_NUMBER_BEGUN = re.compile(r"[-+0-9.eE]+\s*")
+_NAMES = ("true", "false", "null", "True", "False", "None")
+_CONTAINERS = {"{": "object", "[": "array"}
 
 
-@dataclass(frozen=True, slots=True)
-class Tags:
-    """The tags of a format."""
+class ArgumentText:
+    """The text of one argument on its way to JSON. ``types``: the JSON types that it may have; ``None`` = any."""
 
-    opener: str
-    """Before the name; empty = the name begins at once."""
-    name_end: str
-    """After the name; empty = the next tag ends it."""
-    key_begin: str
-    key_end: str
-    value_begin: str
-    """Empty = the value begins after ``key_end``."""
-    value_end: str
-    end: str
-    drops_line_breaks: bool
-    """Whether one line break at either end of a value belongs to the tags."""
-    after: tuple[str, ...] = ()
-    """Tags around the call that may follow its end."""
-    openers: tuple[str, ...] = ()
-    """Tags that begin another call."""
+    def __init__(self, types: frozenset[str] | None, drops_line_breaks: bool = False) -> None:
+        self._types = types
+        self._drops_line_breaks = drops_line_breaks
+        self._is_text = False
+        """Whether it is known to be a string."""
+        self._reader: ValueReader | None = None
+        self._passed = False
+        """Whether anything of it was passed on."""
+        self.left = ""
+        """Text after a list or an object that has ended: white space, else it ``failed`` there."""
+        self._held: list[str] = []
+        self._held_chars = 0
+        self._beginning = ""
+        self._begun = False
+        self.failed = False
+
+    def feed(self, text: str) -> str:
+        """Take new text and return the JSON of it that is certain."""
+        if not text:
+            return ""
+        if not self._begun and self._drops_line_breaks:
+            text = text.removeprefix("\n")
+        self._begun = True
+        if self._is_text:
+            return self._as_text(text)
+        self._held.append(text)
+        self._held_chars += len(text)
+        if self._reader is not None:
+            return self._read(text)
+        if len(self._beginning) < UNDECIDED_CHARS_MAX:
+            self._beginning += text[: UNDECIDED_CHARS_MAX - len(self._beginning)]
+            begun = self._beginning.lstrip()
+            if begun and self._can_only_be_text(begun):
+                return self._begin_text()
+            if begun and self._never_text and _CONTAINERS.get(begun[0]) in (self._types or ()):
+                self._reader = ValueReader()
+                return self._read("".join(self._held).lstrip())
+        return self._begin_text() if self._held_chars > HELD_VALUE_CHARS_MAX else ""
+
+    def end(self) -> str:
+        """Return the rest of the JSON; the value has ended."""
+        if self._reader is not None and self._passed:
+            return "" if self._reader.done else self._reader.closing()
+        text = "".join(self._held)
+        self._held.clear()
+        if self._drops_line_breaks:
+            text = text.removesuffix("\n")
+        return json_of(text)[1:] if self._is_text else as_json(text, self._types)
+
+    def unread(self) -> str:
+        """Return what was taken and never will be passed on."""
+        if self._reader is not None and self._passed:
+            return self._reader.unread() + ("" if self._reader.done or self.failed else self._reader.left)
+        held = "".join(self._held)
+        return json_of(held)[1:-1] if self._is_text else held
 
     @property
-    def after_call(self) -> tuple[str, ...]:
-        """Return all tags that may follow the end of a call."""
-        return self.after + self.openers
+    def _never_text(self) -> bool:
+        return self._types is not None and "string" not in self._types
+
+    def _can_only_be_text(self, begun: str) -> bool:
+        if self._types == STRING:
+            return True
+        if self._never_text or begun[0] in _CONTAINERS or _NUMBER_BEGUN.fullmatch(begun):
+            return False
+        word = begun.rstrip()
+        return not any(name == word or (name.startswith(word) and word == begun) for name in _NAMES)
+
+    def _begin_text(self) -> str:
+        self._is_text = True
+        text = "".join(self._held)
+        self._held.clear()
+        return '"' + self._as_text(text)
+
+    def _as_text(self, text: str) -> str:
+        text = "".join(self._held) + text
+        self._held.clear()
+        if self._drops_line_breaks and text.endswith("\n"):
+            text = text[:-1]
+            self._held.append("\n")
+        return json_of(text)[1:-1]
+
+    def _read(self, text: str) -> str:
+        reader = self._reader
+        assert reader is not None, "made when the value began"
+        if reader.done:
+            self.left += text
+        elif not reader.failed:
+            reader.feed(text)
+            self.left = reader.left if reader.done or reader.failed else ""
+        found = reader.take()
+        if found:
+            self._passed = True
+            self._held.clear()
+        self.failed = self._passed and (reader.failed or bool(self.left.strip()))
+        return found
 
 
 class TaggedCall(CallForm):
-    """One call. ``schemas``: the parameters (JSON schema) of each function that there is, by name."""
+    """One call."""
 
-    def __init__(self, tags: Tags, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        super().__init__()
+    def __init__(self, declared: Declared, tags: Tags, is_open: bool = False) -> None:
+        """``is_open``: the tag before the name was read already."""
+        super().__init__(declared)
         self._tags = tags
         self._marks = (tags.value_end, tags.key_begin, tags.end, *tags.after)
         """The tags that may end a value: its own end, or others where that is missing."""
-        self._schemas = schemas
         self._schema: Mapping[str, Any] = {}
-        self._state: Callable[[TaggedCall], bool] = TaggedCall._open if tags.opener else TaggedCall._read_name
+        self._state: Callable[[TaggedCall], bool] = (
+            TaggedCall._read_name if is_open or not tags.opener else TaggedCall._open
+        )
         """What takes from the buffer next: no bound method, which would be a circle that waits for the collector."""
         self._buffer = ""
         self._key = ""
-        self._value: list[str] = []
-        self._given: dict[str, str] = {}
-        """The arguments so far, as JSON."""
+        self._value = ArgumentText(None)
+        self._given: set[str] = set()
+        self._gap = ""
+        """JSON that waits for the value after it."""
+        self._certain: list[str] = []
+        self._begun = False
+        """Whether any of the arguments was certain."""
 
     def feed(self, text: str) -> None:
         self._buffer += text
@@ -93,19 +170,31 @@ class TaggedCall(CallForm):
         """Become ``done`` or ``failed``: no text follows. What the schema requires must be there."""
         if self._state == TaggedCall._read_value:
             self._end_value_at_the_end()
+        if self._state == TaggedCall._next and self._is_tag_begun():
+            self._buffer = ""
         required = self._schema.get("required")
         complete = not isinstance(required, list) or all(key in self._given for key in required if isinstance(key, str))
-        if (
-            not self.failed
-            and self._state == TaggedCall._next
-            and not self._buffer.strip(_SPACE)
-            and self._given
-            and complete
-        ):
+        ended = self._state == TaggedCall._next and not self._buffer.strip(_SPACE)
+        if not self.failed and ended and self._given and complete:
+            self._buffer = ""
             self._done()
         else:
             self.failed = True
-        self.left = ""
+        # Of a call that its client knows of, a piece of a tag at the end is left out.
+        piece = self._buffer.strip(_SPACE)
+        self.left = "" if self._begun and any(mark.startswith(piece) for mark in self._marks) else self._buffer
+
+    def take(self) -> str:
+        text = "".join(self._certain)
+        self._certain.clear()
+        return text
+
+    def unread(self) -> str:
+        if self._state == TaggedCall._read_value:
+            return self._gap + self._value.unread()
+        return (
+            self._tags.key_begin + self._key if self._state in (TaggedCall._read_key, TaggedCall._begin_value) else ""
+        )
 
     # Each state takes something from the buffer and returns True, or returns False when it needs more text.
 
@@ -122,12 +211,10 @@ class TaggedCall(CallForm):
         end = 0 if match is None else match.end()
         if end <= NAME_CHARS_MAX and end == len(self._buffer):
             return False
-        name = None if match is None or end > NAME_CHARS_MAX else declared_name(match[0], self._schemas)
-        if name is None:
+        if match is None or end > NAME_CHARS_MAX or not self._named(match[0]):
             self.failed = True
             return False
-        self.name = name
-        self._schema = self._schemas[name]
+        self._schema = self._declared[self.name]
         self._buffer = self._buffer[end:]
         self._state = TaggedCall._end_name if self._tags.name_end else TaggedCall._next
         return True
@@ -135,8 +222,23 @@ class TaggedCall(CallForm):
     def _end_name(self) -> bool:
         if self._expect(self._tags.name_end) is None:
             return False
+        self._state = TaggedCall._skip_attributes if self._tags.head_end else TaggedCall._next
+        return True
+
+    def _skip_attributes(self) -> bool:
+        if self._attributes(self._tags.head_end) is None:
+            return False
         self._state = TaggedCall._next
         return True
+
+    def _attributes(self, end: str) -> str | None:
+        """Return the text before ``end``, which is taken with it; ``None`` = that needs more text, or is too long."""
+        text, found, rest = self._buffer[: HEAD_CHARS_MAX + len(end)].partition(end)
+        if not found:
+            self.failed = len(self._buffer) > HEAD_CHARS_MAX + len(end)
+            return None
+        self._buffer = rest + self._buffer[HEAD_CHARS_MAX + len(end) :]
+        return text
 
     def _next(self) -> bool:
         tags = self._tags
@@ -151,7 +253,7 @@ class TaggedCall(CallForm):
         return found is not None
 
     def _done(self) -> None:
-        self.arguments = "{" + ", ".join(f"{json_of(key)}: {value}" for key, value in self._given.items()) + "}"
+        self._certain.append("}" if self._given else "{}")
         self.done = True
 
     def _read_key(self) -> bool:
@@ -171,13 +273,26 @@ class TaggedCall(CallForm):
         if found[1] != begin:
             self._buffer = self._buffer[len(found[1]) :]
         self._state = TaggedCall._begin_value
-        return True
+        self.failed = self._key.strip() in self._given
+        return not self.failed
 
     def _begin_value(self) -> bool:
-        if self._tags.value_begin and self._expect(self._tags.value_begin) is None:
+        tags = self._tags
+        attributes = ""
+        if tags.attributes:
+            found = self._attributes(tags.value_begin)
+            if found is None:
+                return False
+            attributes = found
+        elif tags.value_begin and self._expect(tags.value_begin) is None:
             return False
         self._key = self._key.strip()
-        self._value = []
+        types = types_of(self._schema, self._key)
+        if tags.text_attribute and attributes.strip():
+            # The model says which it is; text that is no JSON stays text.
+            types = STRING if tags.text_attribute in attributes else None if types is None else types - STRING or None
+        self._value = ArgumentText(types, tags.drops_line_breaks)
+        self._gap = ("{" if not self._given else ", ") + json_of(self._key) + ": "
         self._state = TaggedCall._read_value
         return True
 
@@ -187,24 +302,35 @@ class TaggedCall(CallForm):
         found = first_marker(self._buffer, marks)
         if found is None:
             known = len(self._buffer) - held_length(self._buffer, marks)
-            self._value.append(self._buffer[:known])
-            self._buffer = self._buffer[known:]
+            self._take_value(known)
             return False
         at, mark = found
         rest = self._buffer[at + len(mark) :]
         ends = self._ends_value(mark, rest)
         if ends is None:
-            self._value.append(self._buffer[:at])
-            self._buffer = self._buffer[at:]
+            self._take_value(at)
             return False
         if ends:
-            self._value.append(self._buffer[:at])
-            self._end_value()
-            self._buffer = rest if mark == self._tags.value_end else mark + rest
+            self._take_value(at)
+            if not self.failed:
+                self._end_value()
+                self._buffer = rest if mark == self._tags.value_end else mark + rest
         else:
-            self._value.append(self._buffer[: at + len(mark)])
-            self._buffer = rest
-        return True
+            self._take_value(at + len(mark))
+        return not self.failed
+
+    def _take_value(self, size: int) -> None:
+        self._pass_on(self._value.feed(self._buffer[:size]))
+        self._buffer = self._buffer[size:]
+        if self._value.failed:
+            self._buffer = self._value.left + self._buffer
+            self.failed = True
+
+    def _pass_on(self, text: str) -> None:
+        if text:
+            self._certain += (self._gap, text)
+            self._gap = ""
+            self._begun = True
 
     def _ends_value(self, mark: str, rest: str) -> bool | None:
         """Return whether a tag ends the value, given the text after it; ``None`` = that needs more text."""
@@ -212,30 +338,32 @@ class TaggedCall(CallForm):
         if mark == tags.value_end:
             return _followed(rest, (tags.key_begin, tags.end, *tags.after))
         if mark != tags.key_begin:
-            return _followed(rest, tags.after_call if mark == tags.end else tags.openers)
+            return _followed(rest, (*tags.after, *tags.openers) if mark == tags.end else tags.openers)
         # The value's end is missing, if this begins an argument of the function.
         key, end, _ = rest[: HEAD_CHARS_MAX + len(tags.key_end)].partition(tags.key_end)
         if not end:
             return None if len(rest) <= HEAD_CHARS_MAX else False
         properties = self._schema.get("properties")
-        return isinstance(properties, Mapping) and key.strip() in properties and key.strip() not in self._given
+        given = (*self._given, self._key)
+        return isinstance(properties, Mapping) and key.strip() in properties and key.strip() not in given
+
+    def _is_tag_begun(self) -> bool:
+        """Return whether what is left is the beginning of a tag that may come."""
+        begun = self._buffer.strip(_SPACE)
+        return any(tag.startswith(begun) for tag in (self._tags.key_begin, self._tags.end, *self._tags.after))
 
     def _end_value_at_the_end(self) -> None:
         for mark in self._marks:
             if self._buffer.startswith(mark) and mark != self._tags.key_begin:
                 rest = self._buffer[len(mark) :]
-                if not rest.strip(_SPACE):
+                if _followed(rest, (self._tags.key_begin, self._tags.end, *self._tags.after)) is not False:
                     self._end_value()
                     self._buffer = ""
                     return
 
     def _end_value(self) -> None:
-        value = "".join(self._value)
-        if self._tags.drops_line_breaks:
-            value = value.removeprefix("\n").removesuffix("\n")
-        self.failed = self._key in self._given
-        self._given[self._key] = as_json(value, types_of(self._schema, self._key))
-        self._value = []
+        self._pass_on(self._value.end())
+        self._given.add(self._key)
         self._state = TaggedCall._next
 
     def _skip_space(self) -> None:
@@ -261,105 +389,3 @@ def _followed(text: str, tags: Sequence[str]) -> bool | None:
     if stripped.startswith(tuple(tags)):
         return True
     return None if any(tag.startswith(stripped) for tag in tags) else False
-
-
-def types_of(schema: Mapping[str, Any] | None, key: str) -> frozenset[str] | None:
-    """Return the JSON types that a function's schema allows for an argument; ``None`` = it does not say."""
-    properties = None if schema is None else schema.get("properties")
-    found = properties.get(key) if isinstance(properties, Mapping) else None
-    return _types(found, schema or {}, REFERENCES_MAX)
-
-
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str] | None:
-    if not isinstance(schema, Mapping) or not depth:
-        return None
-    found = _own_types(schema, root, depth)
-    return found | {"null"} if found is not None and schema.get("nullable") is True else found
-
-
-def _own_types(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> frozenset[str] | None:
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
-        target: Any = root if reference.startswith("#/") else None
-        for step in reference[2:].split("/"):
-            target = target.get(step) if isinstance(target, Mapping) else None
-        return _types(target, root, depth - 1)
-    kind = schema.get("type")
-    if isinstance(kind, str):
-        return frozenset({kind})
-    if isinstance(kind, list):
-        return frozenset(each for each in kind if isinstance(each, str))
-    if "const" in schema or isinstance(schema.get("enum"), list):
-        values = schema["enum"] if "enum" in schema else [schema["const"]]
-        return frozenset(_type_of(json.dumps(value)) for value in values)
-    for group in ("anyOf", "oneOf", "allOf"):
-        parts = schema.get(group)
-        if isinstance(parts, list):
-            kinds = [_types(part, root, depth - 1) for part in parts]
-            known = [each for each in kinds if each is not None]
-            return frozenset().union(*known) if known and len(known) == len(kinds) else None
-    return None
-
-
-def _type_of(text: str) -> str:
-    """Return the type of a JSON value's text."""
-    types = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
-    return types.get(text[0]) or ("integer" if _INTEGER.fullmatch(text) else "number")
-
-
-def as_json(text: str, types: frozenset[str] | None) -> str:
-    """Return the JSON of an argument's text, given the types that it may have."""
-    if types != _STRING:
-        stripped = text.strip()
-        never_text = types is not None and "string" not in types
-        written = _PYTHON_NAMES.get(stripped.capitalize() if never_text else stripped, stripped)
-        value = strict_json(written, python=never_text)
-        found = None if value is None else _fitting(value, types)
-        if found is not None:
-            return found
-    return json_of(text)
-
-
-def _fitting(written: str, types: frozenset[str] | None) -> str | None:
-    """Return a JSON value of a type that is allowed, from one that was written; ``None`` = it is text."""
-    kind = _type_of(written)
-    # Text that may be a string is not taken out of its quotes.
-    if kind == "string":
-        inner = None if types is None or "string" in types else json.loads(written).strip()
-        return None if not inner or inner[0] in "'\"" else _if_no_text(as_json(inner, types))
-    if types is None or kind in types or (kind == "integer" and "number" in types):
-        return written
-    if kind == "number" and "integer" in types:
-        number = float(written)
-        return str(int(number)) if number.is_integer() and abs(number) <= _EXACT_MAX else None
-    return written if kind == "null" and "string" not in types else None
-
-
-def _if_no_text(value: str) -> str | None:
-    return None if value.startswith('"') else value
-
-
-_EXACT_MAX = 2**53
-"""Integers up to this are exact as a floating-point number."""
-
-
-def fitted(arguments: str, schema: Mapping[str, Any] | None) -> str:
-    """Return the arguments (a JSON object) of a call; text where the schema allows none becomes what it stands for.
-
-    Nothing is changed, not even white space, where all types are right.
-    """
-    if not schema or not isinstance(schema.get("properties"), Mapping):
-        return arguments
-    values = json.loads(arguments)
-    changed = False
-    for key, value in values.items():
-        if not isinstance(value, str | float):
-            continue
-        types = types_of(schema, key)
-        if types is None or ("string" if isinstance(value, str) else "number") in types:
-            continue
-        found = as_json(value, types) if isinstance(value, str) else _fitting(json.dumps(value), types)
-        if found is not None and not found.startswith('"'):
-            values[key] = json.loads(found)
-            changed = True
-    return json_of(values) if changed else arguments

@@ -4,8 +4,10 @@ Rules
 - Calls begin at an *opener* (``<tool_call>``), or, for formats without one, at the beginning of the text (``bare``).
   After it stands one call, or a list of them in brackets.
 - White space between content and calls, and between calls, belongs to neither and is dropped.
-- A call is passed on when it is complete, is of a function that the request declares, and its arguments are a JSON
-  object: ``Kind.CALL`` with ``Kind.ARGUMENTS`` right after it. All else is content, with its opener and white space.
+- A call begins (``PieceKind.CALL``) once its function is known, which the request must declare, and a part of its
+  arguments is certain; they follow as they come. What is no call by then is content, with its opener and white space.
+- A call that has begun stays one. Where its arguments stop being a JSON object, or the text ends, what the model wrote
+  follows as it is, up to the next marker: the client finds out, as with a call that ``max_tokens`` cut.
 - Other markers end a list of calls as well as its bracket.
 - Markers without a meaning of their own (``drops``) are left out everywhere.
 """
@@ -13,19 +15,20 @@ Rules
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from collections.abc import Callable, Collection, Sequence
+from functools import cache
+from typing import Final
 
 from poolgrid.frontend.parsers.call_forms import (
     CALL_CHARS_MAX,
     CallForm,
+    Declared,
     GivenCall,
     HeadedCall,
     JsonCall,
     PythonCall,
-    declared_name,
 )
+from poolgrid.frontend.parsers.element_call import ElementCall
 from poolgrid.frontend.parsers.pieces import (
     AnswerPiece,
     OutputParser,
@@ -35,54 +38,59 @@ from poolgrid.frontend.parsers.pieces import (
     first_marker,
     held_length,
 )
-from poolgrid.frontend.parsers.tagged_call import TaggedCall, Tags, fitted
-
-Declared = Mapping[str, Mapping[str, Any]]
-"""The functions that calls may be of, each with the JSON schema of its parameters."""
+from poolgrid.frontend.parsers.tagged_call import TaggedCall
+from poolgrid.frontend.parsers.values import GEMMA, JSON
+from poolgrid.output_formats import CallFormat
 
 _SPACE = " \t\n\r"
 
 
-@dataclass(frozen=True, slots=True)
-class CallFormat:
-    """How a family of models writes calls."""
+def begun_call(format: CallFormat, opener: str, character: str, declared: Declared, name: str = "") -> CallForm:
+    """Return the form of a call that begins with a character after an opener; ``name``: its function, where given."""
+    if format.form == "given":
+        return GivenCall(declared, name)
+    if format.form == "keyed":
+        return JsonCall(declared, keyed=True)
+    if format.form == "json" or (format.json and character == "{"):
+        return JsonCall(declared)
+    if format.form == "pythonic":
+        return PythonCall(declared)
+    if format.form == "elements":
+        return ElementCall(declared, format.mark, "invoke")
+    if format.form == "headed":
+        notation = GEMMA if format.notation == "gemma" else JSON
+        return HeadedCall(declared, _pattern(format.head), format.openers, notation)
+    tags = next((each for each in format.tags if opener in each.openers), format.tags[0])
+    return TaggedCall(declared, tags, is_open=character != "<")
 
-    form: Callable[[str, Declared], CallForm]
-    """Begins a call, given the character it begins with."""
-    openers: tuple[str, ...] = ()
-    closers: tuple[str, ...] = ()
-    """Markers that may follow a call (outside a list), each once, in this order."""
-    drops: tuple[str, ...] = ()
-    inside: tuple[str, ...] = ()
-    """Markers within a call."""
-    separators: str = ""
-    """Characters that may stand between calls outside a list."""
-    objects: bool = False
-    """Whether calls are objects that may follow one another without anything between."""
-    bare: bool = False
 
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """Return the markers that may be special tokens of the vocabulary."""
-        return (*self.openers, *self.closers, *self.drops, *self.inside)
+@cache
+def _pattern(head: str) -> re.Pattern[str]:
+    return re.compile(head)
 
 
 class ToolCalls(StatefulParser):
     """The calls of one answer.
 
-    ``declared``: the functions that may be meant, each with the JSON schema of its parameters.
+    ``declared``: the functions that may be meant, each with the JSON schema of its parameters. ``given``: the function
+    that is called, where the format does not name it.
     """
 
-    def __init__(self, format: CallFormat, declared: Declared) -> None:
+    def __init__(self, format: CallFormat, declared: Declared, given: str = "") -> None:
         super().__init__(ToolCalls._begin if format.bare else ToolCalls._text)
         self._format = format
         self._declared = declared
+        self._given = given
         self._markers = format.openers + format.drops
         self._ends = self._markers + format.closers
         self._space = Trimmer(leading=False)
         self._call: CallForm | None = None
+        self._begun = False
+        """Whether the client knows of the call."""
         self._call_text: list[str] = []
+        """The text of a call that has not begun."""
         self._call_chars = 0
+        self._opener = ""
         self._in_list = False
         self._announced = False
         """Whether there was a call since the opener."""
@@ -97,7 +105,11 @@ class ToolCalls(StatefulParser):
     def finish(self) -> list[AnswerPiece]:
         if self._call is not None:
             self._call.end()
+            self._take_arguments(self._call)
             self._call_ended(self._call)
+        if self._state == ToolCalls._broken:
+            self._out.append(AnswerPiece(PieceKind.ARGUMENTS, self._buffer))
+            self._buffer = ""
         aside = "".join(self._aside)
         if self._announced and not aside.strip(_SPACE + self._format.separators + ",]"):
             aside = ""
@@ -133,6 +145,7 @@ class ToolCalls(StatefulParser):
         self._buffer = self._buffer[at + len(marker) :]
         if marker in self._format.openers:
             self._aside.append(marker)
+            self._opener = marker
             self._announced = False
             self._state = ToolCalls._open
         return True
@@ -150,51 +163,76 @@ class ToolCalls(StatefulParser):
         return True
 
     def _begin_call(self, character: str) -> None:
-        self._call = self._format.form(character, self._declared)
+        self._call = begun_call(self._format, self._opener, character, self._declared, self._given)
+        self._begun = False
         self._call_chars = 0
         self._state = ToolCalls._read
 
     def _read(self) -> bool:
         call = self._call
         assert call is not None, "the state after a call began"
-        text = self._buffer[: CALL_CHARS_MAX - self._call_chars]
+        text = self._buffer if self._begun else self._buffer[: CALL_CHARS_MAX - self._call_chars]
         self._buffer = self._buffer[len(text) :]
-        self._call_text.append(text)
-        self._call_chars += len(text)
         call.feed(text)
+        if not self._begun:
+            self._call_text.append(text)
+            self._call_chars += len(text)
+        self._take_arguments(call)
         if not call.done and not call.failed:
-            if self._call_chars < CALL_CHARS_MAX:
+            if self._begun or self._call_chars < CALL_CHARS_MAX:
                 return False
             call.left = ""
             call.failed = True
         self._call_ended(call)
         return bool(self._buffer)
 
+    def _take_arguments(self, call: CallForm) -> None:
+        arguments = call.take()
+        if not arguments:
+            return
+        if not self._begun:
+            self._begun = True
+            self._announced = True
+            self._call_text.clear()
+            self._aside.clear()
+            self._space.restart()
+            self._out.append(AnswerPiece(PieceKind.CALL, call.name))
+        self._out.append(AnswerPiece(PieceKind.ARGUMENTS, arguments))
+
     def _call_ended(self, call: CallForm) -> None:
-        """Pass on a call that is complete and of a function that there is; else it is content."""
-        text = "".join(self._call_text)
+        """After a call that is complete, that broke off, or that was none and is content."""
         self._call = None
-        self._call_text.clear()
-        self._aside.append(text[: len(text) - len(call.left)])
         self._buffer = call.left + self._buffer
-        name = declared_name(call.name, self._declared) if call.done else None
-        if name is None:
+        if not self._begun:
+            text = "".join(self._call_text)
+            self._call_text.clear()
+            self._aside.append(text[: len(text) - len(call.left)])
             self._give_back()
             return
-        self._space.restart()
-        self._aside.clear()
-        self._announced = True
-        self._out.append(AnswerPiece(PieceKind.CALL, name))
-        self._out.append(AnswerPiece(PieceKind.ARGUMENTS, fitted(call.arguments, self._declared[name])))
         self._state = ToolCalls._after
         self._closers_left = self._format.closers
+        if call.failed:
+            self._out.append(AnswerPiece(PieceKind.ARGUMENTS, call.unread()))
+            self._in_list = False
+            self._state = ToolCalls._broken
+
+    def _broken(self) -> bool:
+        """The rest of a call that broke off, up to the next marker."""
+        found = first_marker(self._buffer, self._ends)
+        end = len(self._buffer) - held_length(self._buffer, self._ends) if found is None else found[0]
+        self._out.append(AnswerPiece(PieceKind.ARGUMENTS, self._buffer[:end]))
+        self._buffer = self._buffer[end:]
+        if found is None:
+            return False
+        self._state = ToolCalls._after
+        return True
 
     def _after(self) -> bool:
         """After a call: the next one of a list, the list's end, closers, or content."""
         if not self._skip_space():
             return False
         character = self._buffer[0]
-        if character == "{" and self._format.objects and (self._in_list or self._closers_left == self._format.closers):
+        if character in self._format.following and (self._in_list or self._closers_left == self._format.closers):
             self._begin_call(character)
             return True
         if self._in_list and character not in ",]":
@@ -241,8 +279,8 @@ class ToolCalls(StatefulParser):
     def _next_alone(self) -> bool:
         if not self._skip_space():
             return False
-        if self._buffer[0] == "{":
-            self._begin_call("{")
+        if self._buffer[0] in self._format.following:
+            self._begin_call(self._buffer[0])
         else:
             self._give_back()
         return True
@@ -308,138 +346,8 @@ def calls_of(names: Collection[str], calls: OutputParser) -> SomeCalls:
     return SomeCalls(calls, lambda name: name in names)
 
 
-def _json_or(other: Callable[[str, Declared], CallForm]) -> Callable[[str, Declared], CallForm]:
-    """Return a form of calls that may be JSON objects as well."""
-    return lambda character, declared: JsonCall() if character == "{" else other(character, declared)
-
-
-def _headed(pattern: str, opener: str) -> Callable[[str, Declared], CallForm]:
-    head = re.compile(pattern)
-    return lambda character, declared: HeadedCall(head, opener)
-
-
-_QWEN_TAGS = Tags(
-    "<function=",
-    ">",
-    "<parameter=",
-    ">",
-    "",
-    "</parameter>",
-    "</function>",
-    drops_line_breaks=True,
-    after=("</tool_call>",),
-    openers=("<tool_call>", "<function="),
-)
-_QWEN_TAGS_BEGUN = replace(_QWEN_TAGS, opener="")
-
-_GLM_TAGS = Tags(
-    "",
-    "",
-    "<arg_key>",
-    "</arg_key>",
-    "<arg_value>",
-    "</arg_value>",
-    "</tool_call>",
-    drops_line_breaks=False,
-    openers=("<tool_call>",),
-)
-
-CALL_FORMATS: Final[Mapping[str, CallFormat]] = {
-    # ``<tool_call>{"name": …, "arguments": …}</tool_call>``, repeated: Hermes, Qwen 2.5 and 3.
-    "hermes": CallFormat(lambda *_: JsonCall(), ("<tool_call>",), ("</tool_call>",), objects=True),
-    # ``{"name": …, "parameters": …}`` as the whole answer, or after ``<|python_tag|>``; several with ``;`` between.
-    "llama3_json": CallFormat(lambda *_: JsonCall(), ("<|python_tag|>",), separators=";", objects=True, bare=True),
-    # ``[TOOL_CALLS][{"name": …, "arguments": …}]``, and since 2025 ``[TOOL_CALLS]name[ARGS]{…}``, repeated.
-    "mistral": CallFormat(
-        _json_or(
-            _headed(
-                r"\s*(?P<name>[A-Za-z0-9_.:-]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]+\s*)?(?:\[ARGS\]\s*)?", "[TOOL_CALLS]"
-            )
-        ),
-        ("[TOOL_CALLS]",),
-        inside=("[ARGS]", "[CALL_ID]"),
-    ),
-    # ``[f(x=1), g()]`` as the whole answer, or in ``<|python_start|>…<|python_end|>``: Llama 3.2 and 4.
-    "pythonic": CallFormat(
-        lambda character, declared: PythonCall(declared), ("<|python_start|>",), ("<|python_end|>",), bare=True
-    ),
-    # ``<｜tool▁call▁begin｜>function<｜tool▁sep｜>f`` with the arguments in a code block; V3.1 without either.
-    "deepseek_v3": CallFormat(
-        _headed(
-            r"\s*(?:function<｜tool▁sep｜>(?=[A-Za-z0-9_.:-]))?(?P<name>[A-Za-z0-9_.:-]+)(?:<｜tool▁sep｜>)?\s*"
-            r"(?:```(?:json)?\s*)?",
-            "<｜tool▁call▁begin｜>",
-        ),
-        ("<｜tool▁call▁begin｜>",),
-        ("```", "<｜tool▁call▁end｜>"),
-        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-        ("<｜tool▁sep｜>",),
-    ),
-    # ``<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{…}<|tool_call_end|>``, in a section: Kimi K2.
-    "kimi_k2": CallFormat(
-        _headed(r"\s*(?P<name>[A-Za-z0-9_.:-]+)\s*(?:<\|tool_call_argument_begin\|>\s*)?", "<|tool_call_begin|>"),
-        ("<|tool_call_begin|>",),
-        ("<|tool_call_end|>",),
-        ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-        ("<|tool_call_argument_begin|>",),
-    ),
-    # ``<tool_call><function=f><parameter=x>1</parameter></function></tool_call>``: Qwen 3 Coder. It sometimes leaves
-    # ``<tool_call>`` out, so ``<function=`` begins a call as well.
-    "qwen3_coder": CallFormat(
-        _json_or(
-            lambda character, declared: TaggedCall(_QWEN_TAGS if character == "<" else _QWEN_TAGS_BEGUN, declared)
-        ),
-        _QWEN_TAGS.openers,
-        ("</tool_call>",),
-    ),
-    # ``<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>``: GLM 4.5 and later.
-    "glm45": CallFormat(
-        _json_or(lambda character, declared: TaggedCall(_GLM_TAGS, declared)),
-        _GLM_TAGS.openers,
-        ("</tool_call>",),
-        inside=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    ),
-    # ``<|tool_call|>[{"name": …, "arguments": …}, …]``: Granite 3.
-    "granite": CallFormat(lambda *_: JsonCall(), ("<|tool_call|>", "<tool_call>"), ("</tool_call>",), objects=True),
-}
-
-REQUIRED: Final = CallFormat(lambda *_: JsonCall(), objects=True, bare=True)
+REQUIRED: Final = CallFormat(form="json", following="{", bare=True)
 """``[{"name": …, "parameters": …}, …]``: what guided decoding makes of ``tool_choice: required``."""
 
-
-def named(name: str) -> CallFormat:
-    """The arguments of one function and nothing else: what guided decoding makes of a ``tool_choice`` with a name."""
-    return CallFormat(lambda *_: GivenCall(name), bare=True)
-
-
-class CustomCalls:
-    """Wraps the parser of an answer: the arguments of some functions become one piece, the text of the call.
-
-    They are held until the call has ended; ``max_tokens`` bounds them as it bounds the answer.
-    """
-
-    def __init__(self, parser: OutputParser, names: Collection[str], text_of: Callable[[str], str]) -> None:
-        self._parser, self._names, self._text_of = parser, names, text_of
-        self._held: list[str] | None = None
-
-    def feed(self, text: str) -> list[AnswerPiece]:
-        return self._converted(self._parser.feed(text))
-
-    def finish(self) -> list[AnswerPiece]:
-        return [*self._converted(self._parser.finish()), *self._released()]
-
-    def _converted(self, pieces: list[AnswerPiece]) -> list[AnswerPiece]:
-        converted: list[AnswerPiece] = []
-        for piece in pieces:
-            if piece.kind is PieceKind.ARGUMENTS and self._held is not None:
-                self._held.append(piece.text)
-                continue
-            converted += self._released()
-            converted.append(piece)
-            if piece.kind is PieceKind.CALL and piece.text in self._names:
-                self._held = []
-        return converted
-
-    def _released(self) -> list[AnswerPiece]:
-        held, self._held = self._held, None
-        return [AnswerPiece(PieceKind.ARGUMENTS, self._text_of("".join(held)))] if held else []
+NAMED: Final = CallFormat(form="given", bare=True)
+"""The arguments of one function and nothing else: what guided decoding makes of a ``tool_choice`` with a name."""
