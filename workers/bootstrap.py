@@ -221,6 +221,7 @@ async def serve_worker(
             engine.kv,
             engine.embeddings,
             open_tracing(opened, settings, clock, "poolgrid-worker", settings.worker_id),
+            engine.until_known,
         )
         api.show(service)
         for dp_rank in range(engine.engine.dp_size):
@@ -238,7 +239,7 @@ async def serve_worker(
                     publisher.introduce(card_of_rank(card, dp_rank))
 
             engine.observe_card(introduce)
-        _announce_when_registered(opened, publishers, start, card.http_endpoint, ready)
+        _announce_when_registered(opened, service, publishers, start, card.http_endpoint, ready)
         log.info("worker %s at %s, health at %s", settings.worker_id, card.request_endpoint, card.http_endpoint)
         await service.run(publishers, stop)
 
@@ -370,12 +371,14 @@ def _close_publishers(publishers: Sequence[EventPublisher], orderly: bool) -> No
 
 def _announce_when_registered(
     opened: AsyncExitStack,
+    service: WorkerService,
     publishers: Sequence[EventPublisher],
     start: StartPhases,
     url: str,
     ready: Callable[[str], None],
 ) -> None:
     async def announce() -> None:
+        await service.joined.wait()
         for publisher in publishers:
             await publisher.until_registered()
         start.end()

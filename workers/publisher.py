@@ -100,7 +100,11 @@ class EventPublisher:
         return self._stream.is_open
 
     def start(self) -> None:
+        """Join, with all that is held already."""
         self._started = True
+        before, _ = self._restate()
+        if len(before) > 1:  # more than its end
+            self._say_all()
         self._do(self._stream.begin(self._clock.monotonic_ms()))
 
     def follow(self, endpoint: str) -> None:
@@ -307,6 +311,11 @@ class Membership:
     @property
     def is_registered(self) -> bool:
         return bool(self.publishers) and all(publisher.is_registered for publisher in self.publishers)
+
+    def publish(self, dp_rank: int, events: list[AnyEvent], load: LoadReported) -> None:
+        """Publish a step's events of a rank; before it joins there is nothing to do, it states all of it then."""
+        if self.publishers:
+            self.publishers[dp_rank].publish(events, load)
 
     def join(self, publishers: Sequence[EventPublisher]) -> None:
         self.publishers = publishers

@@ -16,7 +16,8 @@ Rules:
 5. A leg that needs something of another worker first has it fetched (``poolgrid.workers.transfers``); until then the
    engine knows nothing of it.
 6. While the engine is not well new requests are refused as ``broken``; it may recover.
-7. While it is silent the worker is not in the pool: it leaves as soon as the engine has given its requests up, and
+7. A worker joins the pool once it knows what its engine held before; it joins with all of that, as one statement.
+8. While it is silent the worker is not in the pool: it leaves as soon as the engine has given its requests up, and
    comes back in another life, with all that its cache holds, when the engine is well.
 
 What became of legs here whose traces are kept: a record for each, from its acceptance to its last delta.
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,7 @@ import msgspec
 
 from poolgrid.process.clock import Clock
 from poolgrid.process.log_lines import Complaints, shown_peer
-from poolgrid.process.tasks import owned
+from poolgrid.process.tasks import owned, unless
 from poolgrid.process.tracing.record import SpanRecord, TraceRecord
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.wire import codec
@@ -201,7 +202,13 @@ class WorkerService:
         kv: KvExchange | None = None,
         embeddings: EmbeddingExchange | None = None,
         tracing: Tracing | None = None,
+        until_known: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """``until_known`` waits, not without end, until ``engine.restate`` has what the engine held before this
+        process, where that may be something."""
+        self._until_known = until_known
+        self.joined = asyncio.Event()
+        """Set once it asks to join the pool."""
         self._worker_id = worker_id
         self._membership = Membership(epoch)
         self.card = card
@@ -316,8 +323,8 @@ class WorkerService:
         engine = owned(self._engine.run(_guarded(self._deliver, self._fault)), "engine")
         ends = (engine, self._fault)
         self._requests.start(self._on_frames)
-        self._membership.join(publishers)
         try:
+            await _first(ends, self._join(publishers, stop))
             await _first(ends, stop.wait())
             await self._give_up_if_broken(ends)
             self.drain()
@@ -327,6 +334,15 @@ class WorkerService:
             engine.cancel()
             self._drain.close()
             self._peers.close()
+
+    async def _join(self, publishers: Sequence[EventPublisher], stop: asyncio.Event) -> None:
+        """Join the pool once it is known what the engine held before."""
+        if self._until_known is not None:
+            await unless(stop, self._until_known(), "what the engine holds")
+        if not stop.is_set():
+            self._membership.join(publishers)
+            self.joined.set()
+            self._on_health()
 
     async def _give_up_if_broken(self, ends: Sequence[asyncio.Future[None]]) -> None:
         """Tell everyone that the engine is broken, or its reports, and raise what broke them; else return."""
@@ -564,7 +580,7 @@ class WorkerService:
             self._books[dp_rank].observe(rank.events)
             turns = self._turns.pop(dp_rank, None) if self._turns else None
             events = [*turns, *rank.events] if turns else rank.events
-            self._membership.publishers[dp_rank].publish(events, rank.load)
+            self._membership.publish(dp_rank, events, rank.load)
             if rank.events:
                 self._metrics.observe_events(rank.events)
             self._metrics.observe_load(dp_rank, rank.load)

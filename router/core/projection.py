@@ -46,7 +46,7 @@ from poolgrid.wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from poolgrid.wire.feed import BlockChain, WorkerState, fold
+from poolgrid.wire.feed import WORKER_SOURCE, BlockChain, WorkerState, fold
 from poolgrid.wire.hashing import hash_array
 from poolgrid.wire.identifiers import Role, StreamState, WorkerId, WorkerKey, request_of
 from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
@@ -245,8 +245,14 @@ class Projection:
 
     def _prefilled(self, key: WorkerKey, record: JournalRecord, event: PrefillCompleted, now_ms: float) -> None:
         self.ledger.prefill_completed(key, event.request_id)
+        worker = self.fleet.workers.get(key)
+        known = None if worker is None else worker.streams.get(WORKER_SOURCE)
+        untimed = event.untimed or (known is not None and known.state in _BEHIND)
         for observer in self.observers:
-            observer.on_first_token(key, event.request_id, now_ms)
+            if untimed:
+                observer.on_untimed_token(key, event.request_id)
+            else:
+                observer.on_first_token(key, event.request_id, now_ms)
 
     def _progressed(self, key: WorkerKey, record: JournalRecord, event: RequestProgressed, now_ms: float) -> None:
         self.ledger.progressed(key, event.request_id, event.active_blocks)
@@ -386,6 +392,9 @@ _EFFECTS: Final[Mapping[type[AnyEvent], Callable[[Projection, WorkerKey, Journal
 """By exact type: each failed ``case`` of a match on structs takes a quarter of a microsecond."""
 
 _LIVE: Final = StreamState.LIVE
+
+_BEHIND: Final = (StreamState.REPLAYING, StreamState.SNAPSHOTTING)
+"""States of a worker's stream in which its reports stand behind what it has to report again."""
 
 _OF_STREAMS: Final = frozenset((CacheCleared, SnapshotBegan, SnapshotEnded, StreamStateChanged))
 """Events about how far a stream can be trusted."""

@@ -135,13 +135,13 @@ def test_events_teach_and_a_dry_run_leaves_no_trace() -> None:
     selector.select(WorkerWanted(LONG, PATH, 0.0, 0), dry_run=True)
     assert paces.checkpoint() == before
 
-    selector.book(decision, PATH, -500.0)
+    selector.book(decision, PATH, -300.0)
     pool.say(worker_key("a"), RequestStarted("r", LONG.isl, 0, 250), PrefillCompleted("r"))  # at 0.0
 
     [_, known] = paces.checkpoint().workers
     # Beside what it began with, of which an observation takes its part.
     assert known.worker_id == "a"
-    assert known.observed_ms == pytest.approx(500.0 + KEPT * PRIOR_MS)
+    assert known.observed_ms == pytest.approx(300.0 + KEPT * PRIOR_MS)
     assert known.unit_ms == pytest.approx(decision.choice.terms[EXPECTED_MS][0] + KEPT * PRIOR_MS)
 
 

@@ -9,7 +9,8 @@ Rules for this file:
    restarted unnoticed, and everything known belongs to its last epoch.
 4. What cannot be filled is a *loss*: the cache known so far is dropped with a new epoch, and the source is ``degraded``
    (what it stores from then on is true, what it stored before is not known) until its next epoch begins at frame 0 or
-   its cache is cleared.
+   its cache is cleared. Where nothing of an epoch is known yet nothing can be dropped: an engine whose buffer begins
+   later than its epoch is followed from there (``unknown``), and what it reports is trusted.
 5. During a replay live frames wait in a bounded queue; when it is full the oldest go, which is a hole again.
 6. A follower that starts with a *former* epoch of the engine (how far it had come) takes nothing in from that epoch; it
    reads on only to see that life end: by a restart, or by a cleared cache, behind which nothing of it is left. What the
@@ -26,7 +27,7 @@ Rules for this file:
     REPLAYING    live                          kept
                  replayed, next                batch
                  replayed, not what we know    NewLife, replay from 0
-                 replayed, beyond next         loss
+                 replayed, beyond next         loss; the first of an epoch: followed from there
                  end of replay                 what was kept is taken in; LIVE, or another replay
                  silence                       asked again ``REPLAY_ATTEMPTS_MAX`` times, then loss
     any          disconnected                  ABSENT; after the lease the worker leaves the pool
@@ -135,6 +136,8 @@ class PubFollower:
         self.degraded = False
         self._lost = ""
         """What made it degraded."""
+        self.unknown = ""
+        """Why blocks that were stored before the first frame are not known; empty = the epoch is known from frame 0."""
         self._epoch = 0
         self._epoch_floor = epoch_floor
         """Epochs up to here are in use, perhaps by an earlier process of ours."""
@@ -174,7 +177,7 @@ class PubFollower:
             return StreamState.STALE, self._lost
         if self.state is SourceState.REPLAYING:
             return StreamState.REPLAYING, f"a replay from frame {self._asked} is awaited"
-        return StreamState.LIVE, ""
+        return StreamState.LIVE, self.unknown
 
     @property
     def position(self) -> Position:
@@ -323,8 +326,9 @@ class PubFollower:
         before = self._translator.ignored_blocks
         events = self._translator.translate(said)
         self.counts["source_ignored_blocks"] += self._translator.ignored_blocks - before + batch.ignored
-        if self.degraded and any(type(event) is CacheCleared for event in events):
+        if (self.degraded or self.unknown) and any(type(event) is CacheCleared for event in events):
             self.degraded = False
+            self.unknown = ""
         for at in range(0, max(1, len(events)), EVENTS_PER_BATCH_MAX):
             part = events[at : at + EVENTS_PER_BATCH_MAX]
             effects.append(EventBatch(*self._worker, self._epoch, self._seq, batch.time_ms, part))
@@ -380,6 +384,14 @@ class PubFollower:
             # Nothing of it is held that could be lost; which frame comes before the next is not known any more.
             self._next, self._digest = continue_at, None
             return
+        if not self._next and continue_at:
+            self._next = continue_at
+            self.degraded = False
+            self.unknown = (
+                f"{reason}: blocks that the engine stored before frame {continue_at}, and those that continue them, are "
+                "not known until it evicts them or clears its cache"
+            )
+            return
         self.counts["source_losses"] += 1
         self._begin_life(f"events were lost: {reason}", wall_ms, effects)
         self._next = continue_at
@@ -392,6 +404,7 @@ class PubFollower:
         self._next, self._digest = NOWHERE
         self.is_former = False
         self.degraded = False
+        self.unknown = ""
         if self.began_ms is None:
             self.began_ms = self._now_ms
         self._translator.clear()

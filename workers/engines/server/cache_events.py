@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -43,6 +44,17 @@ LEASE_MS = 30_000
 """How long the connection may be gone before what was claimed is taken back: a server that restarts is distinguished by
 what it replays, so this is for one that has gone for good."""
 
+CONNECT_WAIT_S = 2.0
+"""How long a worker that starts waits for the connection to a publisher: one on the same network takes milliseconds.
+One that cannot be reached must not keep a server out of the pool that serves requests."""
+
+REPLAY_WAIT_S = 60.0
+"""How long it waits for the first replay: the whole buffer of a publisher (vLLM's default: 10,000 frames) is read in
+seconds, and a server that computes a long prompt looks for questions late."""
+
+WHOLE_SHARE = 0.99
+"""Share of a rank's blocks beyond which the known ones are taken for all: the rest is in use and not full."""
+
 BLOCKS_MAX = 4_194_304
 """Most blocks that are followed of a rank, some 500 MB: more than any cache on one device has."""
 
@@ -52,6 +64,9 @@ class RankEvents:
 
     The publisher's epochs and numbers end here. A new life of it, a loss that no replay repairs, and a connection that
     is gone for the lease are reported as ``CacheCleared``. ``told`` holds exactly what was reported.
+
+    A buffer that does not reach back to the publisher's beginning leaves older blocks unknown. The log reports that, and
+    that it is over: when the cache was cleared, another life began, or the known blocks fill the rank.
     """
 
     def __init__(
@@ -63,9 +78,13 @@ class RankEvents:
         clock: Clock,
         tell: Callable[[int, list[AnyEvent]], None],
         root_seed: RootSeed | None = None,
+        total_blocks: int = 0,
     ) -> None:
-        """``dp_rank`` is the worker's number of the rank; the publisher may have another for it."""
+        """``dp_rank`` is the worker's number of the rank; the publisher may have another for it. ``total_blocks`` is
+        how many blocks the rank has; 0 = that is not known."""
         self._dp_rank = dp_rank
+        self._clock = clock
+        self._total_blocks = total_blocks
         self._source = source
         self._tell = tell
         self.told = ReportedBlocks()
@@ -77,7 +96,14 @@ class RankEvents:
         self._sockets = PublisherSockets(
             f"of rank {source.dp_rank}", source, context, clock, LEASE_MS, self._follower, self._on_effects
         )
-        self._said = ""
+        self._connected = asyncio.Event()
+        self._current = asyncio.Event()
+        """Set once the first replay is applied."""
+        self._asked_ms: float | None = None
+        """When the replay that is read began."""
+        self._behind_until_ms = 0.0
+        self._fault = ""
+        """Why the claims cannot be trusted, or are not all, as the log has it; empty = they are."""
         self._block_size = block_size
         self._unfit = ""
         """Why the blocks that the server stores are not taken; empty = they are."""
@@ -87,12 +113,25 @@ class RankEvents:
         return self._follower.state is SourceState.LIVE
 
     @property
+    def is_behind(self) -> bool:
+        """Return whether what is reported now may stand behind a replay: while one is read, and then for as long as it
+        took, because readers of the reports need no less."""
+        return self._asked_ms is not None or self._clock.monotonic_ms() < self._behind_until_ms
+
+    @property
     def health(self) -> tuple[StreamState, str]:
         """Return how far the claims can be trusted, and why; with what is probably wrong where it was never reached."""
         state, reason = self._follower.health
         if self._follower.state is SourceState.ABSENT and self._source.doubt:
             return state, f"{reason}; {self._source.doubt}"
+        if self._follower.state is SourceState.LIVE and self._is_whole:
+            return StreamState.LIVE, ""
         return state, reason
+
+    @property
+    def _is_whole(self) -> bool:
+        total_blocks = self._total_blocks
+        return bool(total_blocks) and self.told.count_on(Tier.DEVICE) >= WHOLE_SHARE * total_blocks
 
     @property
     def counts(self) -> dict[str, int]:
@@ -119,11 +158,41 @@ class RankEvents:
             self._sockets.close()
             raise ValueError(f"following cache events at {self._source.endpoint!r} failed: {error}") from None
 
+    async def until_current(self) -> None:
+        """Wait until the first replay is applied; not for long where the publisher cannot be reached."""
+        for event, wait_s in ((self._connected, CONNECT_WAIT_S), (self._current, REPLAY_WAIT_S)):
+            try:
+                async with asyncio.timeout(wait_s):
+                    await event.wait()
+            except TimeoutError:
+                log.warning(
+                    "joining the pool without what rank %d holds: after %.0f s %s",
+                    self._source.dp_rank,
+                    wait_s,
+                    self.health[1],
+                )
+                return
+
     def close(self) -> None:
         self._sockets.close()
 
+    def _note_state(self) -> None:
+        """Follow how far the publisher is read."""
+        state, now_ms = self._follower.state, self._clock.monotonic_ms()
+        if state is not SourceState.ABSENT:
+            self._connected.set()
+        if state is SourceState.LIVE:
+            self._current.set()
+        if state is SourceState.REPLAYING:
+            if self._asked_ms is None:
+                self._asked_ms = now_ms
+        elif self._asked_ms is not None:
+            self._behind_until_ms = now_ms + (now_ms - self._asked_ms)
+            self._asked_ms = None
+
     def _on_effects(self, effects: Sequence[PubEffect]) -> None:
         self._note_block_size()
+        self._note_state()
         events: list[AnyEvent] = []
         for effect in effects:
             if isinstance(effect, EventBatch):
@@ -131,13 +200,37 @@ class RankEvents:
             elif isinstance(effect, NewLife | Leave):
                 log.info("cache events of rank %d begin again: %s", self._source.dp_rank, effect.reason)
                 events = [CacheCleared()] if events or self.told else []
-        state, reason = self.health
-        if state is StreamState.STALE and reason != self._said:
-            log.warning("cache events of rank %d cannot be trusted: %s", self._source.dp_rank, reason)
-        self._said = reason
         if events:
             self.told.apply(events)
+        self._note_fault()
+        if events:
             self._tell(self._dp_rank, events)
+
+    def _note_fault(self) -> None:
+        """Log when the claims cannot be trusted or are not all, and when that is over."""
+        state, reason = self.health
+        if state is StreamState.REPLAYING:
+            return  # what comes of it shows
+        rank, before = self._source.dp_rank, self._fault
+        self._fault = reason
+        if reason == before:
+            return
+        if state is StreamState.STALE:
+            log.warning("cache events of rank %d cannot be trusted: %s", rank, reason)
+        elif reason:
+            log.warning(
+                "cache events of rank %d are not all: %s. A larger replay buffer of the server reaches further back "
+                "(vLLM: buffer_steps of --kv-events-config)",
+                rank,
+                reason,
+            )
+        else:
+            log.warning(
+                "cache events of rank %d can be trusted again, %d blocks are known: it was that %s",
+                rank,
+                self.told.count_on(Tier.DEVICE),
+                before,
+            )
 
     def _note_block_size(self) -> None:
         """Log once that blocks of the server have another size than those of this worker."""
@@ -172,6 +265,13 @@ class CacheEvents:
     def is_current(self) -> bool:
         return True
 
+    def is_behind(self, dp_rank: int) -> bool:
+        """Return whether what is reported of a rank now may stand behind a replay."""
+        return False
+
+    async def until_current(self) -> None:
+        """Wait, not without end, until what the server held before is known."""
+
     def describe(self) -> dict[str, object]:
         return {}
 
@@ -192,8 +292,11 @@ class FollowedEvents(CacheEvents):
         context: zmq.Context[Any],
         clock: Clock,
         root_seed: RootSeed | None = None,
+        total_blocks: int = 0,
     ) -> None:
+        """``total_blocks`` are those of each rank; 0 = that is not known."""
         self._root_seed = root_seed
+        self._total_blocks = total_blocks
         self._sources = sources
         self._block_size = block_size
         self._context = context
@@ -212,13 +315,28 @@ class FollowedEvents(CacheEvents):
     def is_current(self) -> bool:
         return all(each.is_current for each in self._ranks)
 
+    def is_behind(self, dp_rank: int) -> bool:
+        return self._ranks[dp_rank].is_behind
+
+    async def until_current(self) -> None:
+        await asyncio.gather(*(each.until_current() for each in self._ranks))
+
     def describe(self) -> dict[str, object]:
         return {"events": [each.describe() for each in self._ranks]}
 
     def open(self, tell: Callable[[int, list[AnyEvent]], None]) -> None:
         """Begin to follow; raises ``ValueError`` for an endpoint that is none."""
         for dp_rank, source in enumerate(self._sources):
-            rank = RankEvents(dp_rank, source, self._block_size, self._context, self._clock, tell, self._root_seed)
+            rank = RankEvents(
+                dp_rank,
+                source,
+                self._block_size,
+                self._context,
+                self._clock,
+                tell,
+                self._root_seed,
+                self._total_blocks,
+            )
             self._ranks.append(rank)
             rank.open()
 
@@ -250,7 +368,8 @@ class DrainedEvents(CacheEvents):
         self._method = "POST"
         self._failed = ""
         self._undecodable = 0
-        self._began = False
+        self._began = asyncio.Event()
+        """Set once events were read."""
 
     def cached_blocks(self, dp_rank: int) -> int:
         return self._translator.blocks_on(Tier.DEVICE)
@@ -259,7 +378,12 @@ class DrainedEvents(CacheEvents):
         return self._translator.restate()
 
     def is_current(self) -> bool:
-        return self._began and not self._failed
+        return self._began.is_set() and not self._failed
+
+    async def until_current(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_TIMEOUT_S):
+                await self._began.wait()
 
     def describe(self) -> dict[str, object]:
         counts = self._translator.counts
@@ -293,7 +417,7 @@ class DrainedEvents(CacheEvents):
                     log.warning("cache events cannot be read: %s", error)
                 await asyncio.sleep(FAILED_PAUSE_S)
                 continue
-            self._failed, self._began = "", True
+            self._failed = ""
             events: list[AnyEngineEvent] = []
             wrong: DecodeError | None = None
             for item in items:
@@ -311,6 +435,7 @@ class DrainedEvents(CacheEvents):
                 told += self._translator.translate(events).events
             if told:
                 tell(0, told)
+            self._began.set()
             await asyncio.sleep(0 if items else IDLE_PAUSE_S)
 
     async def _drain(self) -> list[Any]:

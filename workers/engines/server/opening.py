@@ -89,7 +89,9 @@ async def _asked(
                 client, facts.drained_events, kind.parse_drained, facts.block_size, facts.kept_events_max
             )
         else:
-            events = FollowedEvents(facts.sources, facts.block_size, around.context, around.awake)
+            events = FollowedEvents(
+                facts.sources, facts.block_size, around.context, around.awake, total_blocks=facts.total_blocks or 0
+            )
 
         async def confirm(all_facts: bool) -> str:
             listed = await client.ask_for(MODELS, ModelList)
@@ -130,7 +132,7 @@ async def _asked(
         try:
             card = make_card(settings, facts, kind, around.request_port, around.http_port, server is not None)
             served = _ServedNames(card)
-            yield OpenedEngine(engine, card, observe_card=served.observe)
+            yield OpenedEngine(engine, card, observe_card=served.observe, until_known=engine.until_known)
         finally:
             await engine.close()
     finally:

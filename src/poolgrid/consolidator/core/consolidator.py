@@ -335,7 +335,8 @@ class Consolidator:
                 )
                 worker = None
         if worker is None:
-            worker = self._join(key, hello.epoch, hello.card, turn)
+            awaited = f"its first {hello.next_seq} batches are awaited" if hello.next_seq else ""
+            worker = self._join(key, hello.epoch, hello.card, turn, awaited)
         link = self._links[key]
         link.peer = peer
         link.heard_ms = turn.now.monotonic_ms
@@ -589,11 +590,18 @@ class Consolidator:
 
     # Membership
 
-    def _join(self, key: WorkerKey, epoch: int, card: WorkerCard, turn: ConsolidatorTurn) -> MemberRank:
+    def _join(
+        self, key: WorkerKey, epoch: int, card: WorkerCard, turn: ConsolidatorTurn, awaited: str = ""
+    ) -> MemberRank:
+        """Make a rank a member; ``awaited`` is what it has to say of its past, for its readers to wait for."""
         worker = self.pool.workers[key] = self.pool.new_worker(key, epoch, card)
         self._links[key] = _Link(turn.now.monotonic_ms)
         self.tally.joined += 1
-        self._record(key, epoch, 0, turn.now.wall_ms, [WorkerJoined(card)], CONSOLIDATOR_SOURCE, turn)
+        events: list[AnyEvent] = [WorkerJoined(card)]
+        if awaited:
+            events.append(StreamStateChanged(WORKER_SOURCE, StreamState.SYNCING, awaited))
+            fold(worker.streams, CONSOLIDATOR_SOURCE, events)
+        self._record(key, epoch, 0, turn.now.wall_ms, events, CONSOLIDATOR_SOURCE, turn)
         turn.members.append(MemberJoined(key, epoch, card.block_size))
         turn.remarks.append(f"worker {key} joined: epoch {epoch}, model {card.model}, {card.role.name.lower()}")
         return worker
