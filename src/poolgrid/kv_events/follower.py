@@ -27,8 +27,9 @@ Rules for this file:
     REPLAYING    live                          kept
                  replayed, next                batch
                  replayed, not what we know    NewLife, replay from 0
-                 replayed, beyond next         loss; the first of an epoch: followed from there
-                 end of replay                 what was kept is taken in; LIVE, or another replay
+                 replayed, beyond next         asked again; loss where an answer begins so, or no answer has more
+                 end of replay, or it reaches
+                 what was kept                 what was kept is taken in; LIVE, or another replay
                  silence                       asked again ``REPLAY_ATTEMPTS_MAX`` times, then loss
     any          disconnected                  ABSENT; after the lease the worker leaves the pool
 """
@@ -230,6 +231,7 @@ class PubFollower:
         self._last_live = seq
         if self.state is SourceState.REPLAYING:
             self._keep(seq, payload)
+            self._meet(now_ms, wall_ms, effects)
         else:
             self._live(seq, payload, now_ms, wall_ms, effects)
         return effects
@@ -243,7 +245,8 @@ class PubFollower:
         if seq == END_OF_REPLAY:
             self._end_of_replay(now_ms, wall_ms, effects)
             return effects
-        if not self._answered:
+        is_first = not self._answered
+        if is_first:
             self._answered = True
             unknown = seq == self._next - 1 and self._digest is not None and xxh3_64_intdigest(payload) != self._digest
             if unknown:
@@ -254,11 +257,23 @@ class PubFollower:
                 return effects
         if seq < self._next:
             return effects
+        if seq > self._next and not is_first and self._attempts < REPLAY_ATTEMPTS_MAX:
+            # The publisher's socket drops what it cannot send fast enough; its buffer still has it.
+            self.counts["source_gaps"] += 1
+            self._ask(now_ms, effects)
+            return effects
         if seq > self._next:
-            self._lose(seq, f"a replay from {self._asked} began at {seq}", wall_ms, effects)
+            what = "began at" if is_first else "continues at"
+            self._lose(seq, f"a replay from frame {self._asked} {what} frame {seq}", wall_ms, effects)
         self._attempts = 0
         self._apply(seq, payload, wall_ms, effects)
+        self._meet(now_ms, wall_ms, effects)
         return effects
+
+    def _meet(self, now_ms: float, wall_ms: int, effects: list[PubEffect]) -> None:
+        """End a replay that has reached the live frames: its own end is a message that may get lost too."""
+        if self._answered and not self.is_former and self._pending and self._pending[0][0] <= self._next:
+            self._end_of_replay(now_ms, wall_ms, effects)
 
     def tick(self, now_ms: float, wall_ms: int) -> list[PubEffect]:
         """Time has passed; call at ``due_ms``."""

@@ -172,6 +172,7 @@ class RankEvents:
                     self.health[1],
                 )
                 return
+        self._behind_until_ms = 0.0  # the replay is no part of what is reported: the worker joins with what came of it
 
     def close(self) -> None:
         self._sockets.close()
