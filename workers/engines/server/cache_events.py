@@ -52,8 +52,9 @@ REPLAY_WAIT_S = 60.0
 """How long it waits for the first replay: the whole buffer of a publisher (vLLM's default: 10,000 frames) is read in
 seconds, and a server that computes a long prompt looks for questions late."""
 
-WHOLE_SHARE = 0.99
-"""Share of a rank's blocks beyond which the known ones are taken for all: the rest is in use and not full."""
+WHOLE_SHARE = 0.9
+"""Share of a rank's blocks from which on the known ones are taken for all: each request leaves a block that is not full
+and has no hash, so the others never fill a rank."""
 
 BLOCKS_MAX = 4_194_304
 """Most blocks that are followed of a rank, some 500 MB: more than any cache on one device has."""
@@ -227,9 +228,10 @@ class RankEvents:
             )
         else:
             log.warning(
-                "cache events of rank %d can be trusted again, %d blocks are known: it was that %s",
+                "cache events of rank %d can be trusted again, %d blocks%s are known: it was that %s",
                 rank,
                 self.told.count_on(Tier.DEVICE),
+                f" of {self._total_blocks}" if self._total_blocks else "",
                 before,
             )
 
