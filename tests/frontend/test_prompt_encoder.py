@@ -325,7 +325,7 @@ def test_a_prompt_on_which_the_fast_tokenizer_fails_is_encoded_all_the_same() ->
         def encode(self, _: object, __: bool) -> list[bytes]:
             raise Panic("match limit exceeded")
 
-    encoder._encoder = Failing()
+    encoder._backend.encoder = Failing()
     long = f"<|start|>{'some text ' * 60}<|end|>{'more text ' * 60}"
     for text in ("short", long):
         assert encoder.encode(text, domain=EVERYBODY) == answer(tokenizer, text)

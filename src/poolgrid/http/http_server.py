@@ -40,7 +40,7 @@ from poolgrid.http.connections import HttpConnections, connections_that_fit, sou
 from poolgrid.http.http_settings import HttpLimits, ServerSettings
 from poolgrid.process.lifecycle import GroupPlace
 from poolgrid.process.tasks import Restart, cancel_all, detached, supervised
-from poolgrid.transport.bound_socket import bind
+from poolgrid.transport.bound_socket import BACKLOG, bind
 from poolgrid.transport.security import Tls, is_loopback
 
 log = logging.getLogger(__name__)
@@ -224,9 +224,6 @@ IDLE_LOOK_S = 0.02
 CUT_S = 0.5
 """How long tasks of connections that were cut may take to notice."""
 
-BACKLOG = 2048
-"""Connections that wait to be accepted; the kernel refuses more."""
-
 
 def _noop() -> None:
     pass
@@ -247,6 +244,7 @@ class HttpServer:
         registry: CollectorRegistry | None = None,
         limits: HttpLimits | None = None,
         has_keys: bool = False,
+        listener: socket.socket | None = None,
     ) -> None:
         """Bind ``host:port`` (0 = any free port); raises ``OSError`` that names the ``setting``.
 
@@ -254,7 +252,11 @@ class HttpServer:
         of the server go into ``registry``. ``limits`` are those of ``HttpSettings``, and its defaults without.
         A server on loopback that asks for no API keys (``has_keys``) answers only requests that name it by a loopback
         name or one of ``limits.hosts``.
+
+        With a ``listener``, a socket that listens already, nothing is bound: host and port are the socket's.
         """
+        if listener is not None:
+            host = listener.getsockname()[0]
         limits = limits or HttpLimits()
         limits = replace(limits, connections=connections_that_fit(limits.connections))
         hosts = None
@@ -262,7 +264,7 @@ class HttpServer:
             hosts = AllowedHosts(host, limits.hosts)
         self.connections = HttpConnections(app, limits, registry, hosts)
         self._tls = tls
-        self._listener = bind(host, port, setting, reuse_port)
+        self._listener = listener or bind(host, port, setting, reuse_port)
         self.host = host
         self.port: int = self._listener.getsockname()[1]
         self._stop_timeout_s = stop_timeout_ms / 1000
@@ -368,13 +370,21 @@ def open_server(
     end_requests: Callable[[], None],
     has_keys: bool,
     place: GroupPlace | None = None,
+    listener: socket.socket | None = None,
 ) -> RouterServers:
     """Return a router's servers, bound and not started; ``opened`` stops them, and then has their requests ended.
+    ``listener`` is a socket that listens already, for clients.
 
     Raises ``OSError`` when a port cannot be bound, ``TlsError``.
     """
 
-    def make(port: int, setting: str, registry: CollectorRegistry | None, reuse_port: bool) -> HttpServer:
+    def make(
+        port: int,
+        setting: str,
+        registry: CollectorRegistry | None,
+        reuse_port: bool,
+        listener: socket.socket | None = None,
+    ) -> HttpServer:
         server = HttpServer(
             app,
             settings.host,
@@ -386,9 +396,10 @@ def open_server(
             registry=registry,
             limits=settings.http_limits(),
             has_keys=has_keys,
+            listener=listener,
         )
         opened.push_async_callback(server.stop, end_requests)
         return server
 
     admin = None if place is None else make(settings.admin_port, "admin_port", None, False)
-    return RouterServers(make(settings.port, "port", registry, place is not None), admin)
+    return RouterServers(make(settings.port, "port", registry, place is not None, listener), admin)

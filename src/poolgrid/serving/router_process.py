@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -30,9 +31,11 @@ from poolgrid.process.plugins import EVENT_PLANES, load_plugin
 from poolgrid.process.tasks import unless
 from poolgrid.process.tracing.tracing import Tracing, open_tracing
 from poolgrid.serving.admission_queue import AdmissionQueue
+from poolgrid.serving.first_view import FirstView
 from poolgrid.serving.links import OpenLink, link_opener
 from poolgrid.serving.metrics import ServingMetrics
 from poolgrid.serving.router_settings import ServingSettings
+from poolgrid.transport.bound_socket import inherited_listener
 from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics
 from poolgrid.wire.trace_context import TraceContext
 
@@ -67,6 +70,7 @@ class RouterProcess:
             chat_template=frontend.chat_template,
             tokenization_cache_bytes=frontend.tokenization_cache_bytes,
             word_cache=frontend.word_cache,
+            proves_later=True,
         )
         self.clock = SystemClock()
         self.registry = CollectorRegistry()
@@ -74,6 +78,7 @@ class RouterProcess:
         self.names: Discovery | None = None
         self.tracing: Tracing | None = None
         self.shared: SharedState | None = None
+        self._ready: Readiness | None = None
 
     # -- below HTTP ------------------------------------------------------------------------------------------------
 
@@ -153,6 +158,7 @@ class RouterProcess:
             shared=self.shared,
         )
         self.opened.push_async_callback(app.close)
+        self._ready = ready
         if self.shared is not None:
             self.shared.limits.on_routers = service.queue.divide
         if self.names is not None:
@@ -161,15 +167,27 @@ class RouterProcess:
         return app
 
     def open_server(self, app: Application, end_requests: Callable[[], None]) -> RouterServers:
-        return open_server(
+        """Open the servers of an application, at which clients wait for the router's first view."""
+        assert self._ready is not None, "the application is open"
+        first = FirstView(app, self._ready)
+
+        def end() -> None:
+            end_requests()
+            first.end()
+
+        servers = open_server(
             self.opened,
             self.settings,
             self.registry,
-            app,
-            end_requests,
+            first,
+            end,
             has_keys=self.frontend.api_keys is not None,
             place=self.place,
+            listener=inherited_listener(os.environ),
         )
+        self.opened.callback(first.end)
+        first.start()
+        return servers
 
     async def serve_requests(self, app: Application, service: Service, stop: asyncio.Event) -> None:
         """Make ready for the models that are served, and wait for the first shares of limits."""
