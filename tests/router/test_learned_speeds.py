@@ -136,7 +136,9 @@ def test_a_restored_state_believes_the_same_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize(("took_ms", "factor"), [(60_000.0, INFLUENCE_MAX), (0.0, 1 / INFLUENCE_MAX)])
-def test_one_first_token_however_late_or_early_changes_a_pace_by_a_bounded_factor(took_ms: float, factor: float) -> None:
+def test_one_first_token_however_late_or_early_changes_a_pace_by_a_bounded_factor(
+    took_ms: float, factor: float
+) -> None:
     paces = LearnedSpeeds()
     now_ms = serve(paces, A, 1.0, 0.0, 20, 1000.0)
     before = pace(paces, A, now_ms)

@@ -216,7 +216,7 @@ class LocalFleet:
     async def stop(self) -> None:
         """End everything in order."""
         for listener in self._listeners:
-            listener.close()  # the routers' own are the last: who comes when they have closed them is refused
+            listener.close()  # the routers' copies are the last: once they are closed, connections are refused
         await stop_parts([self._global_router])
         await stop_parts(self._workers)
         await stop_parts(self._routers.values())

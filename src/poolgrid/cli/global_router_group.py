@@ -33,9 +33,7 @@ async def serve_global_group(
 ) -> None:
     """Run the group until ``stop`` is set; ``ready`` gets the URL. Raises ``OSError``, ``PartFailed``."""
 
-    async def start(
-        opened: AsyncExitStack, port: int, directory: Path, listener: socket.socket | None
-    ) -> list[str]:
+    async def start(opened: AsyncExitStack, port: int, directory: Path, listener: socket.socket | None) -> list[str]:
         parts = []
         for index in range(settings.http_workers):
             own = {"http_workers": 1, "port": port, "admin_port": admin_port(settings, index)}

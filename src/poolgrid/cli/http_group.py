@@ -27,8 +27,8 @@ from poolgrid.process.tasks import unless
 from poolgrid.transport.bound_socket import bind, inherited_listener
 
 Start = Callable[[AsyncExitStack, int, Path, socket.socket | None], Coroutine[Any, Any, list[str]]]
-"""Starts the processes of a group, given the port, a directory, and the listening socket if there is one, and returns the words of the ready line; what it
-started is ended by the stack."""
+"""Starts the processes of a group, given the port, a directory, and the listening socket if there is one, and returns
+the words of the ready line; what it started is ended by the stack."""
 
 
 def member(
@@ -68,7 +68,9 @@ async def run_group(host: str, port: int, start: Start, stop: asyncio.Event, rea
         listener = inherited_listener(os.environ)
         holder = opened.enter_context(listener or bind(host, port, "port", reuse_port=True))
         directory = opened.enter_context(tempfile.TemporaryDirectory(prefix="poolgrid-http-"))
-        words = await unless(stop, start(opened, holder.getsockname()[1], Path(directory), listener), "start of the group")
+        words = await unless(
+            stop, start(opened, holder.getsockname()[1], Path(directory), listener), "start of the group"
+        )
         if words is not None:
             ready(*words)
             await stop.wait()

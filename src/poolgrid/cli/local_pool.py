@@ -710,7 +710,7 @@ class LocalPool:
 
     async def stop(self) -> None:
         if self._front is not None:
-            self._front.close()  # the router's is the last: who comes when it has closed that is refused, and not kept
+            self._front.close()  # the router's copy is the last: once it is closed, connections are refused
         for parts in ([self._router], self._workers, self._consolidators):
             await stop_parts(parts)
         self._ports.close()

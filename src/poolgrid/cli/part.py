@@ -71,8 +71,8 @@ class Part:
         restarts_max: int | None = None,
         listener: socket.socket | None = None,
     ) -> None:
-        """``listener`` is the socket at which its clients are served; who made it keeps it open, so that they wait
-        while the part is started again."""
+        """``listener`` is the socket at which its clients are served. Its maker keeps it open, so that they wait while
+        the part is started again."""
         self._listener = listener
         if listener is not None:
             environment = {**environment, LISTENER_VARIABLE: str(listener.fileno())}

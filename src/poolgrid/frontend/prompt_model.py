@@ -343,7 +343,7 @@ def _say(encoder: PromptEncoder) -> None:
 
 
 def _bytes_in_latin_1() -> dict[int, str]:
-    """Return a translation of byte-level text into Latin-1 of the same bytes; what is no such text becomes no Latin-1."""
+    """Return a translation of byte-level text into Latin-1 of the same bytes; of other text no Latin-1 comes."""
     alphabet = byte_level_alphabet()
     others = {byte: "\uffff" for byte in range(256) if chr(byte) not in alphabet}
     return others | {ord(character): chr(byte) for character, byte in alphabet.items()}

@@ -403,8 +403,8 @@ class PubFollower:
             self._next = continue_at
             self.degraded = False
             self.unknown = (
-                f"{reason}: blocks that the engine stored before frame {continue_at}, and those that continue them, are "
-                "not known until it evicts them or clears its cache"
+                f"{reason}: blocks that the engine stored before frame {continue_at}, and those that continue them, "
+                "are not known until it evicts them or clears its cache"
             )
             return
         self.counts["source_losses"] += 1

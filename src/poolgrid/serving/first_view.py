@@ -1,12 +1,12 @@
-"""Requests that come before a router has seen who serves: they wait for that, and are refused when it does not come.
+"""Requests that come before a router has seen its workers: they wait for that, and are refused when it does not come.
 
 A router that starts knows no worker for a moment, because its journal is read, links are opened, or workers have not
 joined yet. Without a wait the clients of a router that was started again would be refused by one that serves them a
 moment later.
 
 Rules
-    1. Requests of the API that tenants use wait until the router is ready for the first time, for ``FIRST_VIEW_S`` after
-       its start at most. Then nothing waits here any more: a router that loses its workers refuses at once.
+    1. Requests of the API that tenants use wait until the router is ready for the first time, for ``FIRST_VIEW_S``
+       after its start at most. Then nothing waits here any more: a router that loses its workers refuses at once.
     2. What waits is bounded by the connections of the server; no body is read meanwhile.
 """
 

@@ -55,7 +55,7 @@ async def test_a_worker_learns_its_server_and_gives_tokens_for_tokens() -> None:
 async def test_a_worker_before_a_busy_server_joins_once_the_replay_is_applied_with_all_of_it_as_one_statement(
     drops: bool,
 ) -> None:
-    """Its buffer begins late, each answer leaves frames out where ``drops``; nothing is said before the last is read."""
+    """Its buffer begins late, and answers leave frames out where ``drops``; it joins when the last frame is read."""
     async with engine_server(Options(blocks=64)) as server:
         async with httpx.AsyncClient(base_url=server.url) as client:
             for number in range(60):

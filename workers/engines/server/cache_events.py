@@ -66,8 +66,8 @@ class RankEvents:
     The publisher's epochs and numbers end here. A new life of it, a loss that no replay repairs, and a connection that
     is gone for the lease are reported as ``CacheCleared``. ``told`` holds exactly what was reported.
 
-    A buffer that does not reach back to the publisher's beginning leaves older blocks unknown. The log reports that, and
-    that it is over: when the cache was cleared, another life began, or the known blocks fill the rank.
+    A buffer that does not reach back to the publisher's beginning leaves older blocks unknown. The log reports that,
+    and that it is over: when the cache was cleared, another life began, or the known blocks fill the rank.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class RankEvents:
         elif reason:
             log.warning(
                 "cache events of rank %d are not all: %s. A larger replay buffer of the server reaches further back "
-                "(vLLM: buffer_steps of --kv-events-config)",
+                "(vLLM and SGLang: buffer_steps of --kv-events-config)",
                 rank,
                 reason,
             )
