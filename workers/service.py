@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,7 +202,7 @@ class WorkerService:
         kv: KvExchange | None = None,
         embeddings: EmbeddingExchange | None = None,
         tracing: Tracing | None = None,
-        until_known: Callable[[], Awaitable[None]] | None = None,
+        until_known: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         """``until_known`` waits, not without end, until ``engine.restate`` has what the engine held before this
         process, where that may be something."""

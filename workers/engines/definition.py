@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -59,7 +59,7 @@ class OpenedEngine:
     """The worker's part in taking embeddings from encode workers; ``None`` for an engine that takes none that way."""
     observe_card: Callable[[Callable[[WorkerCard], None]], None] | None = None
     """Calls a function for each new card, of an engine that may serve other names later."""
-    until_known: Callable[[], Awaitable[None]] | None = None
+    until_known: Callable[[], Coroutine[Any, Any, None]] | None = None
     """Waits, not without end, until ``engine.restate`` has what the engine held before this process, where that may be
     something; ``engine.run`` has begun, or is about to."""
 

@@ -53,7 +53,7 @@ async def test_a_worker_learns_its_server_and_gives_tokens_for_tokens() -> None:
 
 @pytest.mark.parametrize("drops", [False, True])
 async def test_a_worker_before_a_busy_server_joins_once_the_replay_is_applied_with_all_of_it_as_one_statement(
-    drops: bool,
+    drops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its buffer begins late, and answers leave frames out where ``drops``; it joins when the last frame is read."""
     async with engine_server(Options(blocks=64)) as server:
@@ -77,7 +77,8 @@ async def test_a_worker_before_a_busy_server_joins_once_the_replay_is_applied_wi
             if not drops or seq >= publisher.seq or answered % 9:
                 await send(frames)
 
-        send, publisher.router.send_multipart = publisher.router.send_multipart, slow_and_lossy
+        send = publisher.router.send_multipart
+        monkeypatch.setattr(publisher.router, "send_multipart", slow_and_lossy)
         starting = asyncio.create_task(_front_of(server))
         await asyncio.sleep(0.5)
         assert not starting.done()
