@@ -221,7 +221,6 @@ async def serve_worker(
             engine.kv,
             engine.embeddings,
             open_tracing(opened, settings, clock, "poolgrid-worker", settings.worker_id),
-            engine.until_known,
         )
         api.show(service)
         for dp_rank in range(engine.engine.dp_size):
@@ -239,9 +238,9 @@ async def serve_worker(
                     publisher.introduce(card_of_rank(card, dp_rank))
 
             engine.observe_card(introduce)
-        _announce_when_registered(opened, service, publishers, start, card.http_endpoint, ready)
+        _announce_when_registered(opened, publishers, start, card.http_endpoint, ready)
         log.info("worker %s at %s, health at %s", settings.worker_id, card.request_endpoint, card.http_endpoint)
-        await service.run(publishers, stop)
+        await service.run(publishers, stop, engine.until_known)
 
 
 def _start_clock(opened: AsyncExitStack, clock: Clock, shortest_timeout_ms: float) -> AwakeClock:
@@ -371,15 +370,14 @@ def _close_publishers(publishers: Sequence[EventPublisher], orderly: bool) -> No
 
 def _announce_when_registered(
     opened: AsyncExitStack,
-    service: WorkerService,
     publishers: Sequence[EventPublisher],
     start: StartPhases,
     url: str,
     ready: Callable[[str], None],
 ) -> None:
     async def announce() -> None:
-        await service.joined.wait()
         for publisher in publishers:
+            await publisher.started.wait()
             await publisher.until_registered()
         start.end()
         ready(url)

@@ -37,7 +37,7 @@ import msgspec
 
 from poolgrid.process.clock import Clock
 from poolgrid.process.log_lines import Complaints, shown_peer
-from poolgrid.process.tasks import owned, unless
+from poolgrid.process.tasks import owned
 from poolgrid.process.tracing.record import SpanRecord, TraceRecord
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.wire import codec
@@ -75,7 +75,7 @@ from poolgrid.workers.endings import Ending, Endings, WorkerDrain, cancelled_del
 from poolgrid.workers.engines.protocol import Engine, EngineReport
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.peers import Peers
-from poolgrid.workers.publisher import EventPublisher, Membership
+from poolgrid.workers.publisher import EventPublisher, Membership, UntilKnown
 from poolgrid.workers.transfers import EmbeddingExchange, KvExchange, Transfers
 
 WORK = "work"
@@ -202,13 +202,7 @@ class WorkerService:
         kv: KvExchange | None = None,
         embeddings: EmbeddingExchange | None = None,
         tracing: Tracing | None = None,
-        until_known: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
-        """``until_known`` waits, not without end, until ``engine.restate`` has what the engine held before this
-        process, where that may be something."""
-        self._until_known = until_known
-        self.joined = asyncio.Event()
-        """Set once it asks to join the pool."""
         self._worker_id = worker_id
         self._membership = Membership(epoch)
         self.card = card
@@ -309,10 +303,12 @@ class WorkerService:
 
     # -- its life ------------------------------------------------------------------------------------------------------
 
-    async def run(self, publishers: Sequence[EventPublisher], stop: asyncio.Event) -> None:
+    async def run(
+        self, publishers: Sequence[EventPublisher], stop: asyncio.Event, until_known: UntilKnown | None = None
+    ) -> None:
         """Serve until ``stop`` is set and the drain is over; raises what breaks the engine.
 
-        ``publishers`` carry the events of the ranks, in their order.
+        ``publishers`` carry the events of the ranks, in their order; it joins the pool after ``until_known``.
         """
 
         async def leave() -> None:
@@ -324,7 +320,8 @@ class WorkerService:
         ends = (engine, self._fault)
         self._requests.start(self._on_frames)
         try:
-            await _first(ends, self._join(publishers, stop))
+            await _first(ends, self._membership.join(publishers, until_known, stop))
+            self._on_health()
             await _first(ends, stop.wait())
             await self._give_up_if_broken(ends)
             self.drain()
@@ -334,15 +331,6 @@ class WorkerService:
             engine.cancel()
             self._drain.close()
             self._peers.close()
-
-    async def _join(self, publishers: Sequence[EventPublisher], stop: asyncio.Event) -> None:
-        """Join the pool once it is known what the engine held before."""
-        if self._until_known is not None:
-            await unless(stop, self._until_known(), "what the engine holds")
-        if not stop.is_set():
-            self._membership.join(publishers)
-            self.joined.set()
-            self._on_health()
 
     async def _give_up_if_broken(self, ends: Sequence[asyncio.Future[None]]) -> None:
         """Tell everyone that the engine is broken, or its reports, and raise what broke them; else return."""

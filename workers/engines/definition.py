@@ -60,8 +60,8 @@ class OpenedEngine:
     observe_card: Callable[[Callable[[WorkerCard], None]], None] | None = None
     """Calls a function for each new card, of an engine that may serve other names later."""
     until_known: Callable[[], Coroutine[Any, Any, None]] | None = None
-    """Waits, not without end, until ``engine.restate`` has what the engine held before this process, where that may be
-    something; ``engine.run`` has begun, or is about to."""
+    """Waits, not without end, until ``engine.restate`` has what the engine held before this process; it is called when
+    ``engine.run`` is. ``None`` where the cache begins with the process."""
 
 
 @dataclass(frozen=True, slots=True)

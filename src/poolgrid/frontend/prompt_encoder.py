@@ -105,7 +105,7 @@ class Lookup(msgspec.Struct):
 
 
 class _ModelDocument(msgspec.Struct):
-    """What is read of a tokenizer's model, which has the vocabulary and the merges beside it."""
+    """What is read of a tokenizer's model; its vocabulary and merges are not."""
 
     type: str = ""
     dropout: Any = None

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from poolgrid.frontend.app import Application, Endpoints, Readiness, create_app
 from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.first_view import FirstView
 from poolgrid.frontend.openapi import add_fleet_list
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
@@ -31,7 +32,6 @@ from poolgrid.process.plugins import EVENT_PLANES, load_plugin
 from poolgrid.process.tasks import unless
 from poolgrid.process.tracing.tracing import Tracing, open_tracing
 from poolgrid.serving.admission_queue import AdmissionQueue
-from poolgrid.serving.first_view import FirstView
 from poolgrid.serving.links import OpenLink, link_opener
 from poolgrid.serving.metrics import ServingMetrics
 from poolgrid.serving.router_settings import ServingSettings

@@ -49,7 +49,7 @@ CONNECT_WAIT_S = 2.0
 One that cannot be reached must not keep a server out of the pool that serves requests."""
 
 REPLAY_WAIT_S = 60.0
-"""How long it waits for the first replay: the whole buffer of a publisher (vLLM's default: 10,000 frames) is read in
+"""How long it waits for the first replay: the whole buffer of a publisher (10,000 frames by default) is read in
 seconds, and a server that computes a long prompt looks for questions late."""
 
 WHOLE_SHARE = 0.9
@@ -222,7 +222,7 @@ class RankEvents:
         elif reason:
             log.warning(
                 "cache events of rank %d are not all: %s. A larger replay buffer of the server reaches further back "
-                "(vLLM and SGLang: buffer_steps of --kv-events-config)",
+                "(buffer_steps)",
                 rank,
                 reason,
             )

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from poolgrid.serving import first_view
-from poolgrid.serving.first_view import FirstView
+from poolgrid.frontend import first_view
+from poolgrid.frontend.first_view import FirstView
 
 
 class Router:

@@ -18,7 +18,6 @@ from contextlib import suppress
 from typing import Any
 
 from poolgrid.frontend.access.gate import is_path_of_tenants
-from poolgrid.frontend.app import Readiness
 from poolgrid.process.tasks import Restart, supervised
 
 FIRST_VIEW_S = 10.0
@@ -29,11 +28,13 @@ LOOK_S = 0.02
 
 Serve = Callable[[Any, Any, Any], Coroutine[Any, Any, None]]
 
+Ready = Callable[[], str | None]
+
 
 class FirstView:
     """The application of a router's server."""
 
-    def __init__(self, app: Serve, ready: Readiness) -> None:
+    def __init__(self, app: Serve, ready: Ready) -> None:
         self._app = app
         self._ready = ready
         self._is_over = False
