@@ -340,6 +340,21 @@ def test_the_shipped_model_is_cut_at_its_template_and_tokenized_fast_where_that_
     assert encoder.is_fast
 
 
+def test_a_tokenizer_that_is_proven_later_gives_the_same_ids_before_and_after() -> None:
+    tokenizer = Tokenizer.from_file(str(TINY_MODEL_PATH / "tokenizer.json"))
+    at_once = PromptEncoder(tokenizer)
+    later = PromptEncoder(tokenizer, proves_later=True)
+    texts = ["hello", "<|im_start|>user\n" + "more text " * 60 + "<|im_end|>" + "and more " * 60]
+    before = [later.encode(text, domain=EVERYBODY) for text in texts]
+    assert later.slow_because == "it is not proven yet"
+    copy = later.for_template("<|im_start|>")
+
+    later.prove()
+
+    assert later.slow_because == copy.slow_because == at_once.slow_because
+    assert [later.encode(text) for text in texts] == before == [at_once.encode(text) for text in texts]
+
+
 def test_cuts_depend_on_the_text_before_them_only() -> None:
     text = "".join(f"<|start|>{'z' * size}" for size in (0, 10, 300, 20, 400, 250, 6))
     segments = cut(text, ("<|start|>",))

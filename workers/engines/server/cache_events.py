@@ -371,8 +371,9 @@ class DrainedEvents(CacheEvents):
         self._method = "POST"
         self._failed = ""
         self._undecodable = 0
-        self._began = asyncio.Event()
-        """Set once events were read."""
+        self._began = False
+        self._asked = asyncio.Event()
+        """Set once the server was asked, whatever came of it."""
 
     def cached_blocks(self, dp_rank: int) -> int:
         return self._translator.blocks_on(Tier.DEVICE)
@@ -381,12 +382,12 @@ class DrainedEvents(CacheEvents):
         return self._translator.restate()
 
     def is_current(self) -> bool:
-        return self._began.is_set() and not self._failed
+        return self._began and not self._failed
 
     async def until_current(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_TIMEOUT_S):
-                await self._began.wait()
+                await self._asked.wait()
 
     def describe(self) -> dict[str, object]:
         counts = self._translator.counts
@@ -418,6 +419,7 @@ class DrainedEvents(CacheEvents):
                 if str(error) != self._failed:
                     self._failed = str(error)
                     log.warning("cache events cannot be read: %s", error)
+                self._asked.set()
                 await asyncio.sleep(FAILED_PAUSE_S)
                 continue
             self._failed = ""
@@ -438,7 +440,8 @@ class DrainedEvents(CacheEvents):
                 told += self._translator.translate(events).events
             if told:
                 tell(0, told)
-            self._began.set()
+            self._began = True
+            self._asked.set()
             await asyncio.sleep(0 if items else IDLE_PAUSE_S)
 
     async def _drain(self) -> list[Any]:
