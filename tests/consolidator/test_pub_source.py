@@ -7,6 +7,7 @@ import pytest
 from poolgrid.kv_events.follower import (
     END_OF_REPLAY,
     REPLAY_ATTEMPTS_MAX,
+    REST_TIMEOUT_MS,
     AskReplay,
     NewLife,
     PubEffect,
@@ -210,3 +211,16 @@ def test_a_replay_is_over_once_it_reaches_the_live_frames_though_its_end_is_lost
     assert [effect.seq for effect in effects if isinstance(effect, EventBatch)] == [0, 1, 2, 3, 4]
     assert source.health == (StreamState.LIVE, "")
     assert kinds(live(source, 5, sent[5])) == ["EventBatch"]
+
+
+def test_an_answer_that_stops_is_asked_for_again_soon_and_a_silent_publisher_is_given_its_time() -> None:
+    sent = frames(6)
+    source = PubFollower(WorkerKey(WorkerId("e")), BLOCK, 1000, True, replay_timeout_ms=5_000, lease_ms=30_000)
+    source.connected(0, 1000)
+    assert source.due_ms() == 5_000
+    source.replayed(0, sent[0], 100, 1000)
+    source.replayed(1, sent[1], 100, 1000)
+
+    assert source.due_ms() == 100 + REST_TIMEOUT_MS
+    assert source.tick(600, 1000) == [AskReplay(1)]
+    assert source.due_ms() == 5_600

@@ -58,6 +58,10 @@ PENDING_BYTES_MAX = 128 * 1024 * 1024
 REPLAY_ATTEMPTS_MAX = 3
 """Replays asked for without any progress before the missing frames count as lost."""
 
+REST_TIMEOUT_MS = 500
+"""How long the rest of an answer may be silent once frames of it came: publishers send it in one go, and of what their
+sockets drop at its end nothing else tells."""
+
 END_OF_REPLAY = 2**64 - 1
 """The sequence number −1 that ends a replay, read as u64."""
 
@@ -279,7 +283,7 @@ class PubFollower:
         """Time has passed; call at ``due_ms``."""
         effects: list[PubEffect] = []
         self._now_ms = now_ms
-        if self.state is SourceState.REPLAYING and now_ms - self._heard_ms >= self._replay_timeout_ms:
+        if self.state is SourceState.REPLAYING and now_ms - self._heard_ms >= self._patience_ms:
             if self._attempts < REPLAY_ATTEMPTS_MAX:
                 self._ask(now_ms, effects)
             else:
@@ -297,12 +301,17 @@ class PubFollower:
     def due_ms(self) -> float | None:
         """Return the monotonic time at which ``tick`` has something to do."""
         if self.state is SourceState.REPLAYING:
-            return self._heard_ms + self._replay_timeout_ms
+            return self._heard_ms + self._patience_ms
         if self.state is SourceState.ABSENT and self._epoch:
             return self._absent_since_ms + self._lease_ms
         return None
 
     # Inside
+
+    @property
+    def _patience_ms(self) -> int:
+        """Return how long a replay may be silent: less where the answer has brought something."""
+        return self._replay_timeout_ms if self._attempts else min(REST_TIMEOUT_MS, self._replay_timeout_ms)
 
     def _live(self, seq: int, payload: bytes, now_ms: float, wall_ms: int, effects: list[PubEffect]) -> None:
         if seq < self._next:
