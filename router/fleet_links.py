@@ -11,6 +11,8 @@ Rules
     4. ``version`` changes whenever the reachability of a worker may have.
     5. A router that starts waits for the links of the workers that it finds to come up, for ``FIRST_CONTACT_MS`` at
        most: one that reported earlier that it is ready would answer for a moment that no worker can serve.
+    6. A worker that joins with a cache that others filled is not asked before it has listed what that holds, for
+       ``LISTING_MAX_MS`` at most: its prompts would be placed elsewhere, and others' on it.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from poolgrid.router.core.fleet import Worker
 from poolgrid.serving.legs import LegEvent
 from poolgrid.serving.links import LINKS_MAX, LinkTable, OpenLink, WorkerLink
 from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.identifiers import WorkerId, WorkerKey
+from poolgrid.wire.feed import own_stream
+from poolgrid.wire.identifiers import StreamState, WorkerId, WorkerKey
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +41,12 @@ UNREACHABLE = "unreachable"
 FIRST_CONTACT_MS = 1_000.0
 """A worker that lives answers in milliseconds, on a busy host in tenths of a second. One that died and whose lease
 still runs never answers: a router that is started again after a crash does not wait for it any longer."""
+
+LISTING = "it still lists what its cache holds"
+"""Filter reason of a worker that has joined and has not said yet what it has."""
+
+LISTING_MAX_MS = 10_000.0
+"""A list of a million blocks takes a second or two; one that does not end must not keep a worker from its work."""
 
 CompatibilityCheck = Callable[[WorkerCard], str]
 """Returns why a router cannot serve a worker with this card; empty = it can."""
@@ -64,16 +73,29 @@ class FleetLinks(LinkTable):
         self._compatibility_check = compatibility_check
         self._incompatible: dict[WorkerKey, str] = {}
         """Workers that this router cannot serve, and why."""
+        self._listing: dict[WorkerKey, float | None] = {}
+        """Workers that list what they hold, and when that was looked at first."""
+        self._never_listed: set[WorkerKey] = set()
+        """Those of which the end of the list is not awaited any more."""
         self._contact: asyncio.Future[None] | None = None
-        """Done once no link is down that may come up; of a router that starts."""
+        """Done once ``_is_contact`` holds; of a router that starts."""
+        self._is_contact: Callable[[], bool] = lambda: True
 
     async def first_contact(self, clock: Clock) -> bool:
-        """Wait until every link is up, for ``FIRST_CONTACT_MS`` at most; return whether all are."""
-        if self.away:
-            self._contact = asyncio.get_running_loop().create_future()
-            with contextlib.suppress(TimeoutError):
-                await within(FIRST_CONTACT_MS, clock, self._contact)
-            self._contact = None
+        """Wait until every worker has listed what it holds and every link is up, for ``LISTING_MAX_MS`` and
+        ``FIRST_CONTACT_MS`` at most; return whether all are."""
+        for limit_ms, holds in ((LISTING_MAX_MS, self._all_listed), (FIRST_CONTACT_MS, self._all_up)):
+            if not holds():
+                self._contact, self._is_contact = asyncio.get_running_loop().create_future(), holds
+                with contextlib.suppress(TimeoutError):
+                    await within(limit_ms, clock, self._contact)
+                self._contact = None
+        return not self.away
+
+    def _all_listed(self) -> bool:
+        return not self._listing
+
+    def _all_up(self) -> bool:
         return not self.away
 
     def sync(self, workers: Mapping[WorkerKey, Worker]) -> None:
@@ -86,6 +108,9 @@ class FleetLinks(LinkTable):
         self._endpoint_of = {
             key: worker.card.request_endpoint for key, worker in workers.items() if key not in self._incompatible
         }
+        lists = {key for key, worker in workers.items() if _lists(worker)}
+        self._never_listed &= lists
+        self._listing = {key: self._listing.get(key) for key in lists - self._never_listed}
         wanted = set(self._endpoint_of.values())
         gone = self._close_left(wanted)
         self._unlinked = {each: why for each, why in self._unlinked.items() if each in wanted}
@@ -96,8 +121,24 @@ class FleetLinks(LinkTable):
         # Last: what moves is placed among the workers that are there now, and each of those has its link.
         self._report_left(gone)
 
+    def note_listed(self, workers: Mapping[WorkerKey, Worker]) -> None:
+        """Look at who has listed what it holds by now; after each change of the pool's state."""
+        over = [key for key in self._listing if key not in workers or not _lists(workers[key])]
+        for key in over:
+            del self._listing[key]
+        if over:
+            self._note_reachability()
+
     def check(self, now_ms: float) -> None:
         """Ping every worker, notice silent ones, try again where no link could be made."""
+        for key, since_ms in list(self._listing.items()):
+            if since_ms is None:
+                self._listing[key] = now_ms
+            elif now_ms - since_ms >= LISTING_MAX_MS:
+                log.warning("worker %s does not end the list of what it holds: it gets requests without", key)
+                del self._listing[key]
+                self._never_listed.add(key)
+                self._note_reachability()
         for link in list(self._links.values()):
             link.check(now_ms)
         self._report_left(self._close_left(set(self._endpoint_of.values())))
@@ -150,10 +191,11 @@ class FleetLinks(LinkTable):
             for key, endpoint in self._endpoint_of.items()
             if (link := self._links.get(endpoint)) is None or not link.is_up
         }
+        down |= {key: LISTING for key in self._listing if key in self._endpoint_of and key not in down}
         self.away = frozenset(key for key in down if self._endpoint_of[key] in self._links)
         self.unreachable = {**down, **self._incompatible}
         self.version += 1
-        if self._contact is not None and not self.away and not self._contact.done():
+        if self._contact is not None and self._is_contact() and not self._contact.done():
             self._contact.set_result(None)
 
     def _on_up(self, link: WorkerLink) -> None:
@@ -163,3 +205,9 @@ class FleetLinks(LinkTable):
     def _on_down(self, link: WorkerLink, why: str) -> None:
         self._note_reachability()
         super()._on_down(link, why)
+
+
+def _lists(worker: Worker) -> bool:
+    """Return whether a worker has announced what it holds and has not ended the list."""
+    own = own_stream(worker.streams.values())
+    return own.state is StreamState.SNAPSHOTTING or (own.state is StreamState.SYNCING and bool(own.reason))

@@ -163,6 +163,7 @@ class RouterService:
         if self.projection.fleet.version != self._fleet_version:
             self._fleet_version = self.projection.fleet.version
             self.links.sync(self.projection.fleet.workers)
+        self.links.note_listed(self.projection.fleet.workers)
         self.queue.pump()
 
     # -- requests --------------------------------------------------------------------------------------------------

@@ -241,7 +241,7 @@ async def serve_worker(
             engine.observe_card(introduce)
         _announce_when_registered(opened, publishers, start, card.http_endpoint, ready)
         log.info("worker %s at %s, health at %s", settings.worker_id, card.request_endpoint, card.http_endpoint)
-        await service.run(publishers, stop)
+        await service.run(publishers, stop, engine.until_known)
 
 
 def _start_clock(opened: AsyncExitStack, clock: Clock, shortest_timeout_ms: float) -> AwakeClock:
@@ -378,6 +378,7 @@ def _announce_when_registered(
 ) -> None:
     async def announce() -> None:
         for publisher in publishers:
+            await publisher.started.wait()
             await publisher.until_registered()
         start.end()
         ready(url)

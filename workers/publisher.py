@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import zmq
 
 from poolgrid.process.clock import Clock
 from poolgrid.process.log_lines import Complaints
+from poolgrid.process.tasks import unless
 from poolgrid.transport.planes import PlaneContext
 from poolgrid.wire import codec
 from poolgrid.wire.card import WorkerCard
@@ -90,7 +92,7 @@ class EventPublisher:
         self._holding: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
         self._closed = False
-        self._started = False
+        self.started = asyncio.Event()
         self._endpoint = endpoint
         self._context = context
         self._socket = DealerSocket(context, CONSOLIDATOR, endpoint, self._on_frames) if endpoint else None
@@ -100,7 +102,11 @@ class EventPublisher:
         return self._stream.is_open
 
     def start(self) -> None:
-        self._started = True
+        """Join, with all that is held already."""
+        self.started.set()
+        before, _ = self._restate()
+        if len(before) > 1:  # more than its end
+            self._say_all()
         self._do(self._stream.begin(self._clock.monotonic_ms()))
 
     def follow(self, endpoint: str) -> None:
@@ -111,12 +117,12 @@ class EventPublisher:
             self._socket.close(orderly=False)
         self._endpoint = endpoint
         self._socket = DealerSocket(self._context, CONSOLIDATOR, endpoint, self._on_frames) if endpoint else None
-        if self._started and endpoint:
+        if self.started.is_set() and endpoint:
             self._do(self._stream.greet_again(self._clock.monotonic_ms()))
 
     def introduce(self, card: WorkerCard) -> None:
         effects = self._stream.introduce(card, self._clock.monotonic_ms())
-        if self._started:
+        if self.started.is_set():
             self._do(effects)
 
     def publish(self, events: list[AnyEvent], load: LoadReported | None = None) -> None:
@@ -291,6 +297,10 @@ GOODBYE_TIMEOUT_S = 2.0
 """How long the end waits for the consolidator's last acknowledgements; without them the lease ends the membership."""
 
 
+UntilKnown = Callable[[], Coroutine[Any, Any, None]]
+"""Waits, not without end, until an engine's ``restate`` has what it held before this process."""
+
+
 class Membership:
     """The event streams of a worker's ranks, in their order; ``join`` gives them.
 
@@ -308,10 +318,21 @@ class Membership:
     def is_registered(self) -> bool:
         return bool(self.publishers) and all(publisher.is_registered for publisher in self.publishers)
 
-    def join(self, publishers: Sequence[EventPublisher]) -> None:
-        self.publishers = publishers
-        for publisher in publishers:
-            publisher.start()
+    def publish(self, dp_rank: int, events: list[AnyEvent], load: LoadReported) -> None:
+        """Publish a step's events of a rank; before it joins there is nothing to do, it states all of it then."""
+        if self.publishers:
+            self.publishers[dp_rank].publish(events, load)
+
+    async def join(
+        self, publishers: Sequence[EventPublisher], until_known: UntilKnown | None, stop: asyncio.Event
+    ) -> None:
+        """Join once it is known what the engine held before, unless ``stop`` is set first."""
+        if until_known is not None:
+            await unless(stop, until_known(), "what the engine holds")
+        if not stop.is_set():
+            self.publishers = publishers
+            for publisher in publishers:
+                publisher.start()
 
     def leave(self, reason: str) -> None:
         self.is_away = True

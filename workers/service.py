@@ -16,7 +16,8 @@ Rules:
 5. A leg that needs something of another worker first has it fetched (``poolgrid.workers.transfers``); until then the
    engine knows nothing of it.
 6. While the engine is not well new requests are refused as ``broken``; it may recover.
-7. While it is silent the worker is not in the pool: it leaves as soon as the engine has given its requests up, and
+7. A worker joins the pool once it knows what its engine held before; it joins with all of that, as one statement.
+8. While it is silent the worker is not in the pool: it leaves as soon as the engine has given its requests up, and
    comes back in another life, with all that its cache holds, when the engine is well.
 
 What became of legs here whose traces are kept: a record for each, from its acceptance to its last delta.
@@ -75,7 +76,7 @@ from poolgrid.workers.endings import Ending, Endings, WorkerDrain, cancelled_del
 from poolgrid.workers.engines.protocol import Engine, EngineReport, ForwardBooks
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.peers import Peers
-from poolgrid.workers.publisher import EventPublisher, Membership
+from poolgrid.workers.publisher import EventPublisher, Membership, UntilKnown
 from poolgrid.workers.transfers import EmbeddingExchange, KvExchange, Transfers
 
 WORK = "work"
@@ -313,10 +314,12 @@ class WorkerService:
 
     # -- its life ------------------------------------------------------------------------------------------------------
 
-    async def run(self, publishers: Sequence[EventPublisher], stop: asyncio.Event) -> None:
+    async def run(
+        self, publishers: Sequence[EventPublisher], stop: asyncio.Event, until_known: UntilKnown | None = None
+    ) -> None:
         """Serve until ``stop`` is set and the drain is over; raises what breaks the engine.
 
-        ``publishers`` carry the events of the ranks, in their order.
+        ``publishers`` carry the events of the ranks, in their order; it joins the pool after ``until_known``.
         """
 
         async def leave() -> None:
@@ -327,8 +330,9 @@ class WorkerService:
         engine = owned(self._engine.run(_guarded(self._deliver, self._fault)), "engine")
         ends = (engine, self._fault)
         self._requests.start(self._on_frames)
-        self._membership.join(publishers)
         try:
+            await _first(ends, self._membership.join(publishers, until_known, stop))
+            self._on_health()
             await _first(ends, stop.wait())
             await self._give_up_if_broken(ends)
             self.drain()
@@ -613,7 +617,7 @@ class WorkerService:
             self._books[dp_rank].observe(rank.events)
             turns = self._turns.pop(dp_rank, None) if self._turns else None
             events = [*turns, *rank.events] if turns else rank.events
-            self._membership.publishers[dp_rank].publish(events, rank.load)
+            self._membership.publish(dp_rank, events, rank.load)
             if rank.events:
                 self._metrics.observe_events(rank.events)
             self._metrics.observe_load(dp_rank, rank.load)

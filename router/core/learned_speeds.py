@@ -9,8 +9,11 @@ Rules
        and a slow worker is tried again. The pool's own begins with 1, the value of the cards.
     3. A worker that does not answer gives no observation, and must count as slow all the same. It is never taken to be
        faster than its oldest request without a first token allows, once that is late beyond doubt.
-    4. A request that ends without a first token teaches nothing, unless it had waited longer than was predicted.
-    5. It is a fold like the projection it belongs to: choices, events and their times decide, nothing else. All
+    4. One observation changes a pace by a factor of ``INFLUENCE_MAX`` at most: a first token can be late for reasons
+       that are not its engine's, and a worker taken for slow gets few requests to show otherwise. One that is reported
+       behind a replay of cache events teaches nothing, because its time is that of its reading.
+    5. A request that ends without a first token teaches nothing, unless it had waited longer than was predicted.
+    6. It is a fold like the projection it belongs to: choices, events and their times decide, nothing else. All
        operations are those of IEEE, so the same inputs give the same bits on every machine.
 """
 
@@ -41,6 +44,10 @@ AWAITED_MAX = 16_384
 
 KEPT = 0.917
 """What an observation counts after the next one; after eight it counts half, so a busy worker is known in seconds."""
+
+INFLUENCE_MAX = 1.5
+"""A worker that is ten times slower than predicted is known to be after six first tokens. The first of them tells it
+apart (``CERTAIN``)."""
 
 MEMORY_MS = 120_000.0
 """Time after which what was observed counts half: long enough that a worker with little traffic stays known."""
@@ -105,11 +112,14 @@ class WorkerPace(msgspec.Struct):
     """Requests that it was chosen for."""
 
     def add(self, observed_ms: float, unit_ms: float, prior: float, now_ms: float) -> None:
-        """Take an observation, after what time has made of those before."""
+        """Take an observation, after what time has made of those before, as far as one may change the ratio."""
         kept = _remembered(now_ms - self.seen_ms)
         filled_ms = PRIOR_MS * (1.0 - kept)
-        self.observed_ms = (self.observed_ms * kept + filled_ms * prior) * KEPT + observed_ms
-        self.unit_ms = (self.unit_ms * kept + filled_ms) * KEPT + unit_ms
+        known_ms, known_unit_ms = self.observed_ms * kept + filled_ms * prior, self.unit_ms * kept + filled_ms
+        self.unit_ms = known_unit_ms * KEPT + unit_ms
+        as_before_ms = known_ms * self.unit_ms / known_unit_ms
+        seen_ms = known_ms * KEPT + observed_ms
+        self.observed_ms = min(max(seen_ms, as_before_ms / INFLUENCE_MAX), as_before_ms * INFLUENCE_MAX)
         self.seen_ms = now_ms
 
     def ratio(self, prior: float, now_ms: float) -> float:
@@ -210,6 +220,12 @@ class LearnedSpeeds(Observer):
             self._learn(known, awaited, now_ms)
             if self.report_ttft is not None:
                 self.report_ttft(dispatch_id, awaited.unit_ms * awaited.pace, now_ms - awaited.chosen_ms)
+
+    def on_untimed_token(self, worker: WorkerKey, request_id: str) -> None:
+        """Await a first token no longer that was read at a time that says nothing of when it came."""
+        known = self._workers.get(worker)
+        if known is not None and known.awaited.pop(request_id, None) is not None:
+            self._awaited -= 1
 
     def on_released(self, worker: WorkerKey, request_id: str, blocks: int | None) -> None:
         """Await a request no longer that had no first token."""

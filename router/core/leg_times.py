@@ -194,11 +194,17 @@ class LearnedLegTimes(Observer):
             self._pool.add(ms, computed.tokens, PRIOR_MS_PER_TOKEN, now_ms)
         known.served_ms = now_ms
 
+    def on_untimed_token(self, worker: WorkerKey, request_id: str) -> None:
+        self._forget(worker, request_id)
+
     def on_finished(self, worker: WorkerKey, request_id: str, blocks: int | None, now_ms: float) -> None:
         """Await a request no longer that ended without a first token.
 
         Not when the router releases it: a prefill leg is often released before the event of its first token is here.
         """
+        self._forget(worker, request_id)
+
+    def _forget(self, worker: WorkerKey, request_id: str) -> None:
         known = self._workers.get(worker)
         if known is not None:
             known.prompts.pop(request_id, None)

@@ -48,6 +48,9 @@ class Observer:
     def on_first_token(self, worker: WorkerKey, request_id: str, now_ms: float) -> None:
         """A prompt was computed."""
 
+    def on_untimed_token(self, worker: WorkerKey, request_id: str) -> None:
+        """A prompt was computed; the report of it waited, so when is not known."""
+
     def on_finished(self, worker: WorkerKey, request_id: str, blocks: int | None, now_ms: float) -> None:
         """A request ended that had so many blocks; ``None`` where that is not known."""
 

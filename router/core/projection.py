@@ -46,7 +46,7 @@ from poolgrid.wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from poolgrid.wire.feed import BlockChain, WorkerState, fold
+from poolgrid.wire.feed import WORKER_SOURCE, BlockChain, WorkerState, fold
 from poolgrid.wire.hashing import hash_array
 from poolgrid.wire.identifiers import Role, StreamState, WorkerId, WorkerKey, request_of
 from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
@@ -245,7 +245,13 @@ class Projection:
 
     def _prefilled(self, key: WorkerKey, record: JournalRecord, event: PrefillCompleted, now_ms: float) -> None:
         self.ledger.prefill_completed(key, event.request_id)
-        self.first_token(key, event.request_id, now_ms)
+        worker = self.fleet.workers.get(key)
+        known = None if worker is None else worker.streams.get(WORKER_SOURCE)
+        if event.untimed or (known is not None and known.state in _BEHIND):
+            for observer in self.observers:
+                observer.on_untimed_token(key, event.request_id)
+        else:
+            self.first_token(key, event.request_id, now_ms)
 
     def first_token(self, key: WorkerKey, request_id: str, now_ms: float) -> None:
         """Have observers learn when a first token came, as its worker or this router saw it."""
@@ -390,6 +396,9 @@ _EFFECTS: Final[Mapping[type[AnyEvent], Callable[[Projection, WorkerKey, Journal
 """By exact type: each failed ``case`` of a match on structs takes a quarter of a microsecond."""
 
 _LIVE: Final = StreamState.LIVE
+
+_BEHIND: Final = (StreamState.REPLAYING, StreamState.SNAPSHOTTING)
+"""States of a worker's stream in which its reports stand behind what it has to report again."""
 
 _OF_STREAMS: Final = frozenset((CacheCleared, SnapshotBegan, SnapshotEnded, StreamStateChanged))
 """Events about how far a stream can be trusted."""

@@ -136,6 +136,19 @@ def test_a_worker_joins_pushes_and_is_acknowledged_with_the_next_number() -> Non
     assert bench.records[1].recorded_ms == 1_000_000
 
 
+def test_the_readers_of_a_worker_that_joins_with_batches_to_send_are_told_to_wait_for_them() -> None:
+    bench = Bench()
+    bench.say(hello(next_seq=3))
+    [joined] = bench.records
+    assert joined.events[1:] == [StreamStateChanged("worker", StreamState.SYNCING, "its first 3 batches are awaited")]
+
+    bench.say(batch([SnapshotBegan()], 0))
+    bench.say(batch([stored([1, 2])], 1))
+    assert folded(bench.records).workers[W].stream("worker").state is StreamState.SNAPSHOTTING
+    bench.say(batch([SnapshotEnded()], 2))
+    assert folded(bench.records).workers[W].stream("worker").state is StreamState.LIVE
+
+
 def test_a_duplicate_changes_nothing_and_is_acknowledged_again() -> None:
     bench = Bench()
     bench.say(hello())

@@ -14,6 +14,7 @@ from poolgrid.consolidator.settings import ConsolidatorProcessSettings
 
 ROOT = Path(__file__).parents[2]
 UNITS = sorted((ROOT / "deploy" / "systemd").glob("*.service"))
+SOCKETS = sorted((ROOT / "deploy" / "systemd").glob("*.socket"))
 CREDENTIALS = ROOT / "deploy" / "systemd" / "credentials.conf"
 NATS = ROOT / "deploy" / "systemd" / "nats.conf"
 ANALYZE = shutil.which("systemd-analyze")
@@ -57,13 +58,20 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         drop_in.mkdir()
         shutil.copy(CREDENTIALS, drop_in)
         shutil.copy(NATS, drop_in)
+    for unit in SOCKETS:
+        shutil.copy(unit, place)
     return place
 
 
 def verified(place: Path) -> str:
     assert ANALYZE is not None
     found = subprocess.run(
-        [ANALYZE, "verify", "--recursive-errors=no", *sorted(str(each) for each in place.glob("*.service"))],
+        [
+            ANALYZE,
+            "verify",
+            "--recursive-errors=no",
+            *sorted(str(each) for kind in ("service", "socket") for each in place.glob(f"*.{kind}")),
+        ],
         env={"SYSTEMD_UNIT_PATH": f"{place}:", "PATH": "/usr/bin:/bin"},
         check=False,
         capture_output=True,
@@ -115,6 +123,14 @@ def test_a_unit_starts_a_command_with_its_own_settings_and_waits_longer_than_the
     assert directives["StartLimitIntervalSec"] == ["0"], "it is started again as often as it takes"
     takes_ms = given.get("POOLGRID_SHUTDOWN_TIMEOUT_MS") or given.get("POOLGRID_SHUTDOWN_TIMEOUT_MS") or "5000"
     assert int(directives["TimeoutStopSec"][0]) >= int(takes_ms) / 1000 + MARGIN_S
+
+
+@pytest.mark.parametrize("unit", SOCKETS, ids=lambda path: path.stem)
+def test_a_socket_is_the_one_of_a_service_and_listens_at_one_address(unit: Path) -> None:
+    assert unit.with_suffix(".service") in UNITS
+    directives = settings_of(unit)
+    assert len(directives["ListenStream"]) == 1
+    assert "Accept" not in directives, "the service gets the listening socket"
 
 
 PARTS_OF_A_POOL = ("router", "consolidator", "worker")

@@ -57,18 +57,18 @@ class Server:
     async def work(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> int:
         """Send a request and return how many characters of its prompt were tokenized for it."""
         asked: list[int] = []
-        whole = self._encoder._encoder
+        whole = self._encoder._backend.encoder
 
         class Watched:
             def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[bytes]:
                 asked.append(sum(map(len, texts)))
                 return whole.encode(texts, add_special_tokens)
 
-        self._encoder._encoder = Watched()
+        self._encoder._backend.encoder = Watched()
         try:
             response = await self.client.post(path, json={"model": "tiny", **body}, headers=headers)
         finally:
-            self._encoder._encoder = whole
+            self._encoder._backend.encoder = whole
         assert response.status_code == 200, response.text
         return sum(asked)
 

@@ -325,7 +325,7 @@ def test_a_prompt_on_which_the_fast_tokenizer_fails_is_encoded_all_the_same() ->
         def encode(self, _: object, __: bool) -> list[bytes]:
             raise Panic("match limit exceeded")
 
-    encoder._encoder = Failing()
+    encoder._backend.encoder = Failing()
     long = f"<|start|>{'some text ' * 60}<|end|>{'more text ' * 60}"
     for text in ("short", long):
         assert encoder.encode(text, domain=EVERYBODY) == answer(tokenizer, text)
@@ -338,6 +338,21 @@ def test_the_shipped_model_is_cut_at_its_template_and_tokenized_fast_where_that_
     assert set(encoder.delimiters) == {"<|im_start|>", "<|im_end|>"}
     pytest.importorskip("fastokens")
     assert encoder.is_fast
+
+
+def test_a_tokenizer_that_is_proven_later_gives_the_same_ids_before_and_after() -> None:
+    tokenizer = Tokenizer.from_file(str(TINY_MODEL_PATH / "tokenizer.json"))
+    at_once = PromptEncoder(tokenizer)
+    later = PromptEncoder(tokenizer, proves_later=True)
+    texts = ["hello", "<|im_start|>user\n" + "more text " * 60 + "<|im_end|>" + "and more " * 60]
+    before = [later.encode(text, domain=EVERYBODY) for text in texts]
+    assert later.slow_because == "it is not proven yet"
+    copy = later.for_template("<|im_start|>")
+
+    later.prove()
+
+    assert later.slow_because == copy.slow_because == at_once.slow_because
+    assert [later.encode(text) for text in texts] == before == [at_once.encode(text) for text in texts]
 
 
 def test_cuts_depend_on_the_text_before_them_only() -> None:

@@ -5,16 +5,19 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from lab.build_tiny import SPECIAL_TOKENS, build
 from poolgrid.frontend.chat_template import ChatTemplate, TemplateFailure
+from poolgrid.frontend.detokenization import byte_level_alphabet
 from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.frontend.prompt_model import ModelDirectoryError, PromptModel
+from poolgrid.frontend.prompt_model import ModelDirectoryError, PromptModel, _byte_table
 
 CONFIG = Path(__file__).parents[2] / "pool_configs" / "short_and_long.json"
 USER = [{"role": "user", "content": "hi"}]
@@ -36,6 +39,28 @@ def test_the_shipped_model_says_what_it_is() -> None:
     assert (model.name, model.vocab_size, model.max_position_embeddings) == ("tiny", 4096, 262_144)
     assert model.eos_token_ids == (SPECIAL_TOKENS.index("<|im_end|>"), SPECIAL_TOKENS.index("<|endoftext|>"))
     assert PromptModel.load(TINY_MODEL_PATH, "other").name == "other"
+
+
+def test_a_model_that_is_loaded_for_a_router_is_usable_at_once_and_soon_the_same() -> None:
+    model, same = PromptModel.load(TINY_MODEL_PATH, proves_later=True), PromptModel.load(TINY_MODEL_PATH)
+    assert model.encode("hello there") == same.encode("hello there")
+    assert model.byte_table == same.byte_table
+    for thread in threading.enumerate():
+        if thread.name == "choice of a tokenizer":
+            thread.join()
+    assert model.tokenizes_fast() is same.tokenizes_fast()
+
+
+@pytest.mark.parametrize("token", ["\u0120é", "Ċ", " ", "a b", "\u00a0", "日", "é\n", "\uffff"])
+def test_the_bytes_of_a_token_are_those_of_its_byte_level_text_or_else_its_own(token: str) -> None:
+    alphabet = byte_level_alphabet()
+    by_definition = (
+        bytes(alphabet[character] for character in token) if set(token) <= alphabet.keys() else token.encode()
+    )
+    tokenizer = Tokenizer.from_str(
+        json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": {token: 0}, "unk_token": token}})
+    )
+    assert _byte_table(tokenizer, {"type": "ByteLevel"}) == (by_definition,)
 
 
 def test_building_the_tiny_model_again_gives_the_same_form(tmp_path: Path) -> None:

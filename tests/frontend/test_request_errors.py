@@ -315,6 +315,7 @@ def test_an_unknown_model_is_not_found_and_those_served_are_named() -> None:
 def test_a_known_model_without_workers_is_unavailable_not_unknown() -> None:
     response = post(CHAT, chat(), backend=FakeBackend(served=()))
     assert (response.status_code, error_of(response)["code"]) == (503, "no_worker")
+    assert response.headers["retry-after"] == "5"
 
 
 def test_a_served_model_without_a_tokenizer_is_unavailable() -> None:
@@ -410,11 +411,14 @@ def test_a_full_fleet_is_busy_and_says_when_to_come_back() -> None:
     assert response.headers["retry-after"] == "2"
 
 
-def test_no_worker_at_all_is_unavailable() -> None:
-    response = post(CHAT, chat(stream=True), backend=FakeBackend(refusal=Refused(503, "no_worker", "no worker")))
-    assert (response.status_code, error_of(response)["code"]) == (503, "no_worker")
+@pytest.mark.parametrize(("code", "after_s"), [("no_worker", 5), ("not_ready", 1)])
+def test_a_refusal_that_passes_by_itself_tells_when_to_come_back(code: str, after_s: int) -> None:
+    response = post(CHAT, chat(stream=True), backend=FakeBackend(refusal=Refused(503, code, "not now")))
+    assert (response.status_code, error_of(response)["code"]) == (503, code)
     assert error_of(response)["type"] == "server_error"
-    assert "retry-after" not in response.headers
+    assert response.headers["retry-after"] == str(after_s)
+    known = post(CHAT, chat(), backend=FakeBackend(refusal=Refused(503, code, "not now", 17.0)))
+    assert known.headers.get_list("retry-after") == ["17"]
 
 
 def test_when_a_later_choice_is_refused_the_earlier_ones_are_cancelled() -> None:

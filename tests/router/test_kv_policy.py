@@ -18,8 +18,8 @@ from poolgrid.router.core.learned_speeds import KEPT, PRIOR_MS, LearnedSpeeds
 from poolgrid.router.core.policy import EXPECTED_MS, OWN_MS, PACE, RoutingRequest
 from poolgrid.router.core.selector import Planner, Selector
 from poolgrid.wire.card import StepTimes
-from poolgrid.wire.events import PrefillCompleted, RequestStarted, WorkerJoined
-from poolgrid.wire.identifiers import Role, Stage, WorkerKey
+from poolgrid.wire.events import PrefillCompleted, RequestStarted, StreamStateChanged, WorkerJoined
+from poolgrid.wire.identifiers import Role, Stage, StreamState, WorkerKey
 from poolgrid.workers.core.timing import PolynomialTiming, step_times_of
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, make_card, stored, worker_key
 
@@ -135,14 +135,29 @@ def test_events_teach_and_a_dry_run_leaves_no_trace() -> None:
     selector.select(WorkerWanted(LONG, PATH, 0.0, 0), dry_run=True)
     assert paces.checkpoint() == before
 
-    selector.book(decision, PATH, -500.0)
+    selector.book(decision, PATH, -300.0)
     pool.say(worker_key("a"), RequestStarted("r", LONG.isl, 0, 250), PrefillCompleted("r"))  # at 0.0
 
     [_, known] = paces.checkpoint().workers
     # Beside what it began with, of which an observation takes its part.
     assert known.worker_id == "a"
-    assert known.observed_ms == pytest.approx(500.0 + KEPT * PRIOR_MS)
+    assert known.observed_ms == pytest.approx(300.0 + KEPT * PRIOR_MS)
     assert known.unit_ms == pytest.approx(decision.choice.terms[EXPECTED_MS][0] + KEPT * PRIOR_MS)
+
+
+@pytest.mark.parametrize("why", ["it is behind a replay", "its stream restates"])
+def test_a_first_token_that_is_read_behind_other_reports_teaches_nothing(why: str) -> None:
+    pool, selector = make_pool("a")
+    paces, a = speeds_of(pool), worker_key("a")
+    decision = choose(selector, 0.0)
+    selector.book(decision, PATH, -5_000.0)
+    behind_a_replay = why == "it is behind a replay"
+    if not behind_a_replay:
+        pool.say(a, StreamStateChanged("worker", StreamState.SNAPSHOTTING))
+    pool.say(a, RequestStarted("r", LONG.isl, 0, 250), PrefillCompleted("r", untimed=behind_a_replay))
+
+    [_, known] = paces.checkpoint().workers
+    assert (known.observed_ms, known.unit_ms, known.awaited) == (PRIOR_MS, PRIOR_MS, [])
 
 
 def test_a_long_prompt_does_not_take_the_last_free_worker_where_requests_come_fast() -> None:

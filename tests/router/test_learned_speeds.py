@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from poolgrid.router.core import learned_speeds as paces_module
-from poolgrid.router.core.learned_speeds import LearnedSpeeds
+from poolgrid.router.core.learned_speeds import CERTAIN, INFLUENCE_MAX, LearnedSpeeds
 from poolgrid.wire.identifiers import WorkerKey
 from tests.router.fleet_builder import worker_key
 
@@ -69,7 +69,7 @@ def test_what_was_given_up_after_a_long_wait_is_remembered() -> None:
     serve(paces, B, 1.0, now_ms + 9_000.0, 1, 0.0)
     paces.on_released(A, "silent", None)
 
-    assert pace(paces, A, now_ms + 9_000.0) > 2.5
+    assert pace(paces, A, now_ms + 9_000.0) >= CERTAIN * 0.99
 
 
 def test_the_work_that_the_engine_has_done_already_shortens_its_queue() -> None:
@@ -133,3 +133,28 @@ def test_a_restored_state_believes_the_same_to_the_bit() -> None:
         each.on_first_token(A, "open", now_ms + 400.0)
     assert again.checkpoint() == paces.checkpoint()
     assert again.arrivals(now_ms) == paces.arrivals(now_ms)
+
+
+@pytest.mark.parametrize(("took_ms", "factor"), [(60_000.0, INFLUENCE_MAX), (0.0, 1 / INFLUENCE_MAX)])
+def test_one_first_token_however_late_or_early_changes_a_pace_by_a_bounded_factor(
+    took_ms: float, factor: float
+) -> None:
+    paces = LearnedSpeeds()
+    now_ms = serve(paces, A, 1.0, 0.0, 20, 1000.0)
+    before = pace(paces, A, now_ms)
+    paces.expect(A, "odd", 20_000.0, 200.0, 1.0, now_ms - took_ms)
+    paces.on_first_token(A, "odd", now_ms)
+
+    assert min(before, before * factor) * 0.99 <= pace(paces, A, now_ms) <= max(before, before * factor) * 1.01
+    assert pace(paces, A, now_ms) != before
+
+
+def test_a_first_token_without_a_time_teaches_nothing_and_is_awaited_no_more() -> None:
+    paces = LearnedSpeeds()
+    now_ms = serve(paces, A, 1.0, 0.0, 20, 1000.0)
+    before = pace(paces, A, now_ms)
+    paces.expect(A, "behind", 200.0, 200.0, 1.0, now_ms - 60_000.0)
+    paces.on_untimed_token(A, "behind")
+
+    assert pace(paces, A, now_ms) == before
+    assert [each.awaited for each in paces.checkpoint().workers] == [[], []]

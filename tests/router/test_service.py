@@ -38,9 +38,17 @@ from poolgrid.serving.request_tracker import CHANGES_PER_TURN, LOST_TOGETHER_TUR
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire import codec
 from poolgrid.wire.card import WorkerCard, WorkerLimits
-from poolgrid.wire.events import AnyEvent, JournalRecord, PrefillCompleted, RequestStarted, WorkerJoined, WorkerLeft
+from poolgrid.wire.events import (
+    AnyEvent,
+    JournalRecord,
+    PrefillCompleted,
+    RequestStarted,
+    StreamStateChanged,
+    WorkerJoined,
+    WorkerLeft,
+)
 from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
+from poolgrid.wire.identifiers import Role, StreamState, WorkerId, WorkerKey
 from poolgrid.wire.ingest import LoadingWorker
 from poolgrid.wire.requests import (
     FinishReason,
@@ -233,6 +241,68 @@ async def test_a_router_that_starts_waits_for_a_dead_worker_only_so_long(
         assert router.service.ready
         assert set(router.service.links.unreachable) == {NEW}
         assert "1 worker of the pool cannot be reached yet" in caplog.text
+
+
+LISTS = StreamStateChanged("worker", StreamState.SYNCING, "its first 9 batches are awaited")
+LISTED = StreamStateChanged("worker", StreamState.LIVE)
+
+
+async def test_a_worker_that_joins_with_a_full_cache_gets_no_request_before_it_has_listed_it() -> None:
+    async with routed() as router:
+        service = router.service
+        router.feed.tell((OLD, WorkerJoined(card(BEFORE))), (OLD, LISTS))
+        router.bring_up(BEFORE)
+        waiting = asyncio.create_task(service.submit(REQUEST))
+        await asyncio.sleep(0.01)
+        assert service.unreachable == {OLD: fleet_links.LISTING}
+        assert router.sent == []
+
+        router.feed.tell((OLD, StreamStateChanged("worker", StreamState.SNAPSHOTTING)))
+        await asyncio.sleep(0.01)
+        assert router.sent == []
+
+        router.feed.tell((OLD, LISTED))
+        await waiting
+        assert router.sent == [BEFORE]
+        assert service.unreachable == {}
+
+
+async def test_a_worker_whose_list_does_not_end_gets_requests_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fleet_links, "LISTING_MAX_MS", 20.0)
+    async with routed() as router:
+        links = router.service.links
+        router.feed.tell((OLD, WorkerJoined(card(BEFORE))), (OLD, LISTS))
+        router.bring_up(BEFORE)
+        for now_ms in (0.0, 19.0):
+            links.check(now_ms)
+            assert set(links.unreachable) == {OLD}
+        links.check(20.0)
+        assert links.unreachable == {}
+        assert "does not end the list" in caplog.text
+
+        router.feed.tell((NEW, WorkerJoined(card(AFTER))))
+        router.bring_up(AFTER)
+        assert links.unreachable == {}, "it has had its time"
+
+
+async def test_a_router_that_starts_is_ready_once_its_workers_have_listed_what_they_hold() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = Routed(context)
+    router.feed.there = [(OLD, WorkerJoined(card(BEFORE))), (OLD, LISTS)]
+    starting = asyncio.create_task(router.service.start())
+    try:
+        await asyncio.sleep(0)
+        router.bring_up(BEFORE)
+        await asyncio.sleep(0.01)
+        assert not router.service.ready
+        router.feed.tell((OLD, LISTED))
+        await starting
+        assert router.service.ready
+    finally:
+        await router.service.stop()
+        context.destroy(linger=0)
 
 
 async def test_a_request_moves_to_a_worker_that_joins_in_the_turn_in_which_its_own_breaks() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -61,6 +61,9 @@ class OpenedEngine:
     """Calls a function for each new card, of an engine that may serve other names later."""
     forward_books: ForwardBooks | None = None
     """Books of the requests that routers send straight to its server; ``None`` for an engine without one."""
+    until_known: Callable[[], Coroutine[Any, Any, None]] | None = None
+    """Waits, not without end, until ``engine.restate`` has what the engine held before this process; it is called when
+    ``engine.run`` is. ``None`` where the cache begins with the process."""
 
 
 @dataclass(frozen=True, slots=True)

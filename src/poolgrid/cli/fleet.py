@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.core.document.grid_document import GridDocument, Pool, PoolSimulation
 from poolgrid.process.figures import counted
-from poolgrid.transport.bound_socket import ReservedPorts
+from poolgrid.transport.bound_socket import ReservedPorts, listen
 
 LOOPBACK = "127.0.0.1"
 
@@ -79,18 +80,23 @@ class LocalFleet:
         self._workers: list[Part] = []
         self._global_router: Part | None = None
         self._ports = ReservedPorts(self._host)
-        self._front = ReservedPorts(settings.host)
+        self._listeners: list[socket.socket] = []
+        """Where clients come to, and where the global router asks the pools' routers; those are started with them."""
 
     async def start(self) -> str:
         """Start everything; return the URL of the OpenAI API once every pool can be used."""
         settings = self._settings
+        front = self._listen(settings.host, settings.port)
         if settings.on_nats:
             for _, pool in self._pools:
                 self._consolidators += [Part(*each, self._environment) for each in self._planned_consolidators(pool)]
             await asyncio.gather(*(self._start_part(each) for each in self._consolidators))
         for _, pool in self._pools:
-            arguments = self._router_arguments(pool, [self._ports.hold() for _ in self._own_ports])
-            self._routers[pool.name] = Part(f"router of {pool.name}", arguments, self._environment)
+            listener = self._listen(self._host, 0)
+            others = [self._ports.hold() for _ in self._own_ports[1:]]
+            arguments = self._router_arguments(pool, [listener.getsockname()[1], *others])
+            name = f"router of {pool.name}"
+            self._routers[pool.name] = Part(name, arguments, self._environment, listener=listener)
         await asyncio.gather(*(self._start_part(router) for router in self._routers.values()))
         for stage, pool in self._pools:
             ingest = "" if settings.on_nats else self._routers[pool.name].word("ingest")
@@ -99,10 +105,15 @@ class LocalFleet:
         # Complete before the global router looks at them for the first time, so that it begins with all of them.
         await asyncio.gather(*(self._until_complete(pool) for _, pool in self._pools))
         urls = {name: router.ready_words[0] for name, router in self._routers.items()}
-        arguments = self._global_router_arguments(self._front.hold(settings.port), urls)
-        self._global_router = Part("global router", arguments, self._environment)
+        arguments = self._global_router_arguments(front.getsockname()[1], urls)
+        self._global_router = Part("global router", arguments, self._environment, listener=front)
         await self._start_part(self._global_router)
         return self._global_router.ready_words[0]
+
+    def _listen(self, host: str, port: int) -> socket.socket:
+        listener = listen(host, port, "port")
+        self._listeners.append(listener)
+        return listener
 
     def planned_parts(self) -> list[PlannedPart]:
         settings, ports = self._settings, iter(TYPED_PORTS)
@@ -204,12 +215,13 @@ class LocalFleet:
 
     async def stop(self) -> None:
         """End everything in order."""
+        for listener in self._listeners:
+            listener.close()  # the routers' copies are the last: once they are closed, connections are refused
         await stop_parts([self._global_router])
         await stop_parts(self._workers)
         await stop_parts(self._routers.values())
         await stop_parts(self._consolidators)
         self._ports.close()
-        self._front.close()
 
 
 def worker_names(pool: Pool) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -32,14 +33,14 @@ async def serve_global_group(
 ) -> None:
     """Run the group until ``stop`` is set; ``ready`` gets the URL. Raises ``OSError``, ``PartFailed``."""
 
-    async def start(opened: AsyncExitStack, port: int, directory: Path) -> list[str]:
+    async def start(opened: AsyncExitStack, port: int, directory: Path, listener: socket.socket | None) -> list[str]:
         parts = []
         for index in range(settings.http_workers):
             own = {"http_workers": 1, "port": port, "admin_port": admin_port(settings, index)}
             arguments = arguments_of(settings.model_copy(update=own), frontend)
             place = GroupPlace(directory, index, settings.http_workers)
             words = ["global-router", *arguments, *log.arguments]
-            parts.append(member("global router", words, place, settings.shutdown_timeout_ms))
+            parts.append(member("global router", words, place, settings.shutdown_timeout_ms, listener))
 
         def pass_on() -> None:
             for part in parts:

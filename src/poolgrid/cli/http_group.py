@@ -2,7 +2,8 @@
 
 Rules
     1. The kernel spreads connections over the processes (SO_REUSEPORT). The port is fixed by a socket of this process
-       that is bound for as long as the group lives, and never listened on.
+       that is bound for as long as the group lives, and never listened on. A group that is started with a listening
+       socket hands that to all of its processes: whichever is free accepts.
     2. Each process knows its place in the group (``poolgrid.process.lifecycle``), and answers for itself alone at
        an admin port of its own, which it keeps when it is started again.
     3. A process that dies is started again with the same arguments, at growing intervals; the others keep serving.
@@ -11,6 +12,8 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import tempfile
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
@@ -21,17 +24,24 @@ from poolgrid.cli.part import STOP_TIMEOUT_S, Part, part_environment
 from poolgrid.http.http_settings import ServerSettings
 from poolgrid.process.lifecycle import GROUP_VARIABLE, GroupPlace
 from poolgrid.process.tasks import unless
-from poolgrid.transport.bound_socket import bind
+from poolgrid.transport.bound_socket import bind, inherited_listener
 
-Start = Callable[[AsyncExitStack, int, Path], Coroutine[Any, Any, list[str]]]
-"""Starts the processes of a group, given the port and a directory, and returns the words of the ready line; what it
-started is ended by the stack."""
+Start = Callable[[AsyncExitStack, int, Path, socket.socket | None], Coroutine[Any, Any, list[str]]]
+"""Starts the processes of a group, given the port, a directory, and the listening socket if there is one, and returns
+the words of the ready line; what it started is ended by the stack."""
 
 
-def member(name: str, arguments: list[str], place: GroupPlace, shutdown_timeout_ms: float) -> Part:
-    """Return a process of a group, to be started."""
+def member(
+    name: str,
+    arguments: list[str],
+    place: GroupPlace,
+    shutdown_timeout_ms: float,
+    listener: socket.socket | None,
+) -> Part:
+    """Return a process of a group, to be started; ``listener`` is the group's, if it was started with one."""
     environment = {**part_environment(), GROUP_VARIABLE: place.to_environment()}
-    return Part(f"{name} {place.index}", arguments, environment, shutdown_timeout_ms / 1000 + STOP_TIMEOUT_S)
+    stop_timeout_s = shutdown_timeout_ms / 1000 + STOP_TIMEOUT_S
+    return Part(f"{name} {place.index}", arguments, environment, stop_timeout_s, listener=listener)
 
 
 def admin_port(settings: ServerSettings, index: int) -> int:
@@ -55,9 +65,12 @@ async def run_group(host: str, port: int, start: Start, stop: asyncio.Event, rea
     Raises ``OSError`` when the port cannot be bound, ``PartFailed`` when a process does not start.
     """
     async with AsyncExitStack() as opened:
-        holder = opened.enter_context(bind(host, port, "port", reuse_port=True))
+        listener = inherited_listener(os.environ)
+        holder = opened.enter_context(listener or bind(host, port, "port", reuse_port=True))
         directory = opened.enter_context(tempfile.TemporaryDirectory(prefix="poolgrid-http-"))
-        words = await unless(stop, start(opened, holder.getsockname()[1], Path(directory)), "start of the group")
+        words = await unless(
+            stop, start(opened, holder.getsockname()[1], Path(directory), listener), "start of the group"
+        )
         if words is not None:
             ready(*words)
             await stop.wait()

@@ -4,7 +4,8 @@ Rules
     0. An option that may differ by role is given as ``ROLE=VALUE`` or ``VALUE``; see ``by_role``.
     1. Parts start in the order consolidator, router, workers.
     2. A part that dies is started again where it was, at growing intervals (``poolgrid.process.leash``): its
-       ports are held for it (``transport.bound_socket``), and the others continue. Only a part that does not start
+       ports are held for it (``transport.bound_socket``), and the others continue. The socket at which clients come in
+       listens here, so that they wait for a router that is started again. Only a part that does not start
        the first time ends everything, and a worker with
        a real engine that has died more than ``REAL_RESTARTS_MAX`` times in a row.
     4. Workers with a real engine are planned before anything starts (``poolgrid.cli.launch_plan``): their GPUs are
@@ -25,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -56,7 +58,7 @@ from poolgrid.process.figures import counted
 from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.settings import InputFile
 from poolgrid.process.tasks import cancel_all, owned
-from poolgrid.transport.bound_socket import ReservedPorts
+from poolgrid.transport.bound_socket import ReservedPorts, listen
 from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics
 from poolgrid.transport.security import SecuritySettings
 from poolgrid.transport.zmq_socket import CallbackSocket, bracketed, connect, make_socket
@@ -623,12 +625,15 @@ class LocalPool:
         self._router: Part | None = None
         self._workers: list[Part] = []
         self._ports = ReservedPorts(settings.host)
+        self._front: socket.socket | None = None
+        """Where clients come to; the router is started with it."""
         self._ingest = ""
         """Where workers push; with an event plane on NATS they read it there."""
 
     async def start(self) -> str:
         """Start everything; return the URL of the OpenAI API."""
         settings = self._settings
+        self._front = listen(settings.host, settings.port, "port")
         common = settings.log_choice.arguments
         if settings.on_nats:
             follow = settings.event_plane_arguments()
@@ -647,7 +652,7 @@ class LocalPool:
                 only = await self._start_part("consolidator", arguments)
                 self._ingest = only.word("ingest")
                 follow = ["--feed-endpoint", only.word("feed"), "--query-endpoint", only.word("query")]
-        port = self._ports.hold(settings.port)
+        port = self._front.getsockname()[1]
         router = self._start_part(
             "router",
             [
@@ -656,6 +661,7 @@ class LocalPool:
                 *follow,
                 *common,
             ],
+            self._front,
         )
         started = await asyncio.gather(router, *(self._start_worker(each) for each in self._planned))
         self._router, self._workers = started[0], list(started[1:])
@@ -691,8 +697,8 @@ class LocalPool:
         further = settings.options_of("consolidator")
         await self._start_part(name, [*arguments, *settings.log_choice.arguments, *further])
 
-    async def _start_part(self, name: str, arguments: list[str]) -> Part:
-        part = Part(name, arguments, self._environment)
+    async def _start_part(self, name: str, arguments: list[str], listener: socket.socket | None = None) -> Part:
+        part = Part(name, arguments, self._environment, listener=listener)
         if name == "router":
             self._router = part
         else:
@@ -702,6 +708,8 @@ class LocalPool:
         return part
 
     async def stop(self) -> None:
+        if self._front is not None:
+            self._front.close()  # the router's copy is the last: once it is closed, connections are refused
         for parts in ([self._router], self._workers, self._consolidators):
             await stop_parts(parts)
         self._ports.close()

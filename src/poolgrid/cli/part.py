@@ -8,7 +8,9 @@ Rules
     2. A part also ends when this process disappears, whatever became of it: it holds the other end of a pipe.
     3. What a part leaves behind when it dies goes with it: the processes of an engine hold GPUs, and the part that is
        started in its place needs them. A part and what it starts are a process group.
-    4. A part with a log file writes all its output there. It is ready with the first line that reports it: an engine's
+    4. A part that serves clients may get its listening socket from us: connections then wait while it is away, and only
+       those that it had are lost with it.
+    5. A part with a log file writes all its output there. It is ready with the first line that reports it: an engine's
        library prints what it likes before.
 """
 
@@ -18,6 +20,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Collection, Iterable
@@ -27,6 +30,7 @@ from pathlib import Path
 from poolgrid.cli.service_process import PARENT_PIPE_VARIABLE
 from poolgrid.process.restart_pace import RestartPace
 from poolgrid.process.tasks import Restart, detached, supervised
+from poolgrid.transport.bound_socket import LISTENER_VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +69,13 @@ class Part:
         start_timeout_s: float = START_TIMEOUT_S,
         log_file: Path | None = None,
         restarts_max: int | None = None,
+        listener: socket.socket | None = None,
     ) -> None:
+        """``listener`` is the socket at which its clients are served. Its maker keeps it open, so that they wait while
+        the part is started again."""
+        self._listener = listener
+        if listener is not None:
+            environment = {**environment, LISTENER_VARIABLE: str(listener.fileno())}
         self._stop_timeout_s = stop_timeout_s
         self._start_timeout_s = start_timeout_s
         self._log_file = log_file
@@ -100,6 +110,7 @@ class Part:
                 stdout=PIPE,
                 stderr=log_file,
                 env=self._environment,
+                pass_fds=() if self._listener is None else (self._listener.fileno(),),
                 # Ctrl-C reaches this process only, which then ends its parts in order.
                 start_new_session=True,
             )

@@ -10,6 +10,7 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -37,7 +38,7 @@ async def serve_group(
     Raises ``OSError`` when the port cannot be bound, ``PartFailed`` when a process does not start.
     """
 
-    async def start(opened: AsyncExitStack, port: int, directory: Path) -> list[str]:
+    async def start(opened: AsyncExitStack, port: int, directory: Path, listener: socket.socket | None) -> list[str]:
         shared, words = settings, list[str]()
         if settings.feed_endpoint is None and not settings.on_nats:
             arguments = ["consolidator", "--host", settings.host, *arguments_of(consolidator), *log.arguments]
@@ -61,7 +62,9 @@ async def serve_group(
             }
             arguments = arguments_of(shared.model_copy(update=own), frontend, consolidator)
             place = GroupPlace(directory, index, settings.http_workers)
-            return member("router", ["router", *arguments, *log.arguments], place, settings.shutdown_timeout_ms)
+            return member(
+                "router", ["router", *arguments, *log.arguments], place, settings.shutdown_timeout_ms, listener
+            )
 
         routers = [router(index) for index in range(settings.http_workers)]
         opened.push_async_callback(stop_parts, routers)  # before the consolidator: they finish open responses

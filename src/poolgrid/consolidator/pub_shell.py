@@ -191,7 +191,9 @@ class EngineShell(PubShell):
     @property
     def degraded(self) -> bool:
         """Return whether the engine's blocks are known in part only, or not at all."""
-        return self._follower.degraded or self.refused is not None or self._follower.state is SourceState.ABSENT
+        follower = self._follower
+        in_part = follower.degraded or bool(follower.unknown)
+        return in_part or self.refused is not None or follower.state is SourceState.ABSENT
 
     def start(self) -> None:
         self._open()

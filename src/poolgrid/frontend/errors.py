@@ -34,6 +34,11 @@ REFUSAL_HEADER = b"x-poolgrid-refusal"
 """Carries the reason code of a refusal, for readers of heads only: proxies, load balancers, logs."""
 
 
+RETRY_AFTER_S: Final = {"not_ready": 1, "no_worker": 5}
+"""When to come again after a refusal that passes by itself, in seconds, by its code. Routers start within a second or
+two, workers that were lost are started again within some."""
+
+
 class RequestError(Exception):
     """One request that is not served, with the HTTP status and the body that say why."""
 
@@ -47,6 +52,9 @@ class RequestError(Exception):
         headers: tuple[tuple[bytes, bytes], ...] = (),
     ) -> None:
         super().__init__(message)
+        retry_after_s = RETRY_AFTER_S.get(code)
+        if retry_after_s is not None and all(name != b"retry-after" for name, _ in headers):
+            headers = (*headers, (b"retry-after", b"%d" % retry_after_s))
         self.status = status
         self.code = code
         self.message = message

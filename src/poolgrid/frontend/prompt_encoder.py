@@ -21,7 +21,6 @@ pre-tokenizer and model. So the ids of a text are those of its pieces, in order.
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import re
@@ -105,28 +104,58 @@ class Lookup(msgspec.Struct):
         return sum(len(text) if text.isascii() else 3 * len(text) for text in self.texts)
 
 
+class _ModelDocument(msgspec.Struct):
+    """What is read of a tokenizer's model; its vocabulary and merges are not."""
+
+    type: str = ""
+    dropout: Any = None
+    nbest_size: Any = None
+    alpha: Any = None
+
+
+class TokenizerDocument(msgspec.Struct):
+    """What is read of a ``tokenizer.json``."""
+
+    model: _ModelDocument = msgspec.field(default_factory=_ModelDocument)
+    added_tokens: list[dict[str, Any]] | None = None
+    post_processor: dict[str, Any] | None = None
+    decoder: dict[str, Any] | None = None
+
+
+read_document: Final = msgspec.json.Decoder(TokenizerDocument).decode
+"""Reads a tokenizer as it writes itself; what is not wanted of its megabytes is passed over."""
+
+UNPROVEN: Final = "it is not proven yet"
+
+
 class TokenizerBackend:
     """How one tokenizer's work is done, whatever the template."""
 
-    def __init__(self, tokenizer: Tokenizer, fast: bool, word_cache: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, fast: bool, word_cache: bool, proves_later: bool = False) -> None:
         if not word_cache:
             _forget_words(tokenizer)
-        text = tokenizer.to_str()
-        document = json.loads(text)
+        self._text = tokenizer.to_str()
+        document = read_document(self._text)
         self.reference: BatchEncoder = _Tokenizers(tokenizer)
         self.encoder: BatchEncoder = self.reference
-        self.slow_because = ""
-        contents = [str(added["content"]) for added in document.get("added_tokens") or []]
-        probe_texts = list(probes(contents))
+        self.slow_because = UNPROVEN
+        contents = [str(added["content"]) for added in document.added_tokens or []]
+        self._probes = list(probes(contents))
         if fast and not word_cache:
             self.slow_because = "it remembers words, by which tenants could tell what others have sent"
-        elif fast:
-            self.encoder, self.slow_because = _choose(text, self.reference, probe_texts)
-        else:
+        elif not fast:
             self.slow_because = "it is switched off"
+        elif not proves_later:
+            self.prove()
         self.cuttable = _delimiters(document, tokenizer)
-        self.cut_probes = probe_texts[::8]
-        self.wrapping = _wrapping(document.get("post_processor"))
+        self.cut_probes = self._probes[::8]
+        self.wrapping = _wrapping(document.post_processor)
+
+    def prove(self) -> None:
+        """Use ``fastokens`` from now on where it agrees, unless that was found out; takes seconds, in any thread."""
+        if self.slow_because is UNPROVEN:
+            self.encoder, self.slow_because = _choose(self._text, self.reference, self._probes)
+        self._text = ""
 
 
 class PromptEncoder:
@@ -140,18 +169,18 @@ class PromptEncoder:
         cache_bytes: int = CACHE_BYTES_DEFAULT,
         fast: bool = True,
         word_cache: bool = True,
+        proves_later: bool = False,
     ) -> None:
-        """Choose the fastest exact way, unless that was done (``for_template``).
+        """Choose the fastest exact way, unless that was done (``for_template``), or is done later (``prove``).
 
         ``template_text`` shows which delimiters prompts will have.
         """
         self._backend = (
-            tokenizer if isinstance(tokenizer, TokenizerBackend) else TokenizerBackend(tokenizer, fast, word_cache)
+            tokenizer
+            if isinstance(tokenizer, TokenizerBackend)
+            else TokenizerBackend(tokenizer, fast, word_cache, proves_later)
         )
         self._reference = self._backend.reference
-        self._encoder = self._backend.encoder
-        self.slow_because = self._backend.slow_because
-        """Why ``fastokens`` is not used; empty when it is."""
         self._wrapping = self._backend.wrapping
         self._caches = TenantCaches(cache_bytes, SegmentCache)
         self.reused_tokens = 0
@@ -177,6 +206,15 @@ class PromptEncoder:
         self.delimiters = tuple((used or rest)[:DELIMITERS_MAX])
         if self._cache_bytes <= 0 or (self.delimiters and not self._cuts_agree(self._backend.cut_probes)):
             self.delimiters = ()
+
+    @property
+    def slow_because(self) -> str:
+        """Return why ``fastokens`` is not used; empty when it is."""
+        return self._backend.slow_because
+
+    def prove(self) -> None:
+        """Choose the fastest exact way, where that was left for later."""
+        self._backend.prove()
 
     @property
     def is_fast(self) -> bool:
@@ -249,10 +287,11 @@ class PromptEncoder:
         return sum(cache.used_bytes for cache in self._caches)
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[bytes]:
+        encoder = self._backend.encoder
         try:
-            return self._encoder.encode(texts, add_special_tokens)
+            return encoder.encode(texts, add_special_tokens)
         except BaseException as error:  # a panic of the native code arrives as a BaseException of its own
-            if self._encoder is self._reference or isinstance(error, KeyboardInterrupt | SystemExit):
+            if encoder is self._reference or isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             self.fast_failures += 1
             log.warning("fastokens failed on a prompt, tokenizers does it: %s: %s", type(error).__name__, error)
@@ -260,12 +299,13 @@ class PromptEncoder:
 
     def _cuts_agree(self, texts: Iterable[str]) -> bool:
         """Try the proof on real input; a tokenizer that contradicts it is never cut."""
+        encoder = self._backend.encoder
         filler = "x y\n" * (SEGMENT_CHARS_MIN // 2)
         for text in texts:
             for delimiter in self.delimiters:
                 whole = f"{text}{filler}{delimiter}{text}{filler}{delimiter}{delimiter} {text}"
-                expected = self._encoder.encode((whole,), False)[0]
-                if b"".join(self._encoder.encode(cut(whole, self.delimiters), False)) != expected:
+                expected = encoder.encode((whole,), False)[0]
+                if b"".join(encoder.encode(cut(whole, self.delimiters), False)) != expected:
                     log.warning("prompts are not cut: the tokenizer does not cut at %r", delimiter)
                     return False
         return True
@@ -283,18 +323,18 @@ def _forget_words(tokenizer: Tokenizer) -> None:
         raise RuntimeError("this version of tokenizers cannot switch its cache of words off; use 0.21 or newer")
 
 
-def _delimiters(document: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[str, ...]:
+def _delimiters(document: TokenizerDocument, tokenizer: Tokenizer) -> tuple[str, ...]:
     """Return added tokens at which every text that holds them is cut.
 
     Proven for tokens that are matched in raw text with nothing swallowed around them, that no other added token can
     overlap, and next to which no other token's word check can tell the token from the end of the text.
     """
-    model = document.get("model") or {}
-    if model.get("type") not in _MODELS or model.get("dropout") or model.get("nbest_size") or model.get("alpha"):
+    model = document.model
+    if model.type not in _MODELS or model.dropout or model.nbest_size or model.alpha:
         return ()
     if tokenizer.encode_special_tokens:
         return ()
-    added = [entry for entry in document.get("added_tokens") or [] if entry["content"]]
+    added = [entry for entry in document.added_tokens or [] if entry["content"]]
     raw = [entry["content"] for entry in added if not entry["normalized"]]
     single_words = any(entry["single_word"] for entry in added)
     prefixes = {content[:end] for content in raw for end in range(1, len(content))}

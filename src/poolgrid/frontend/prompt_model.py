@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from poolgrid.frontend.detokenization import (
     WindowDetokenizer,
     byte_level_alphabet,
 )
-from poolgrid.frontend.prompt_encoder import CACHE_BYTES_DEFAULT, Lookup, PromptEncoder
+from poolgrid.frontend.prompt_encoder import CACHE_BYTES_DEFAULT, Lookup, PromptEncoder, read_document
 from poolgrid.inference import CacheDomain
 from poolgrid.process.settings import OptionError
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
@@ -72,16 +73,20 @@ class PromptModel:
         tokenization_cache_bytes: int = CACHE_BYTES_DEFAULT,
         word_cache: bool = True,
         prompts: bool = True,
+        proves_later: bool = False,
     ) -> PromptModel:
         """Read a model directory; raises ``ModelDirectoryError``. ``name`` defaults to the directory's.
 
         ``chat_template`` is a Jinja file that is used in place of the model's own templates.
         ``tokenization_cache_bytes`` bounds the cache of prompt segments (0 = none). Without ``word_cache`` the time
         that a text takes does not depend on the words of others. Without ``prompts`` the model is checked and
-        described: choosing the encoder, which compares two tokenizers, is left out.
+        described: choosing the encoder, which compares two tokenizers, is left out. With ``proves_later`` a thread does
+        that, and the slower of them works until it has.
         """
         try:
-            return cls._read(Path(path), name, chat_template, tokenization_cache_bytes, word_cache, prompts)
+            return cls._read(
+                Path(path), name, chat_template, tokenization_cache_bytes, word_cache, prompts, proves_later
+            )
         except ModelDirectoryError as error:
             if str(error).startswith("--"):
                 raise
@@ -96,6 +101,7 @@ class PromptModel:
         tokenization_cache_bytes: int,
         word_cache: bool,
         prompts: bool,
+        proves_later: bool,
     ) -> PromptModel:
         if not directory.is_dir():
             raise ModelDirectoryError("not a directory")
@@ -103,7 +109,9 @@ class PromptModel:
         if not tokenizer_file.is_file():
             raise ModelDirectoryError("has no tokenizer.json")
         try:
-            tokenizer = Tokenizer.from_file(str(tokenizer_file))
+            text = tokenizer_file.read_bytes()
+            tokenizer = Tokenizer.from_buffer(text)
+            decoder = read_document(text).decoder or {}
         except Exception as error:  # the library raises bare Exception
             raise ModelDirectoryError(f"loading {tokenizer_file}: {error}") from error
         # A tokenizer.json can carry the lengths of its training: prompts are never cut or padded here.
@@ -126,9 +134,9 @@ class PromptModel:
             eos_token_ids=_eos_token_ids(tokenizer, config, generation_config, special_tokens),
             template=template,
             tool_template=tool_template,
-            byte_table=_byte_table(tokenizer) if prompts else None,
+            byte_table=_byte_table(tokenizer, decoder) if prompts else None,
             encoder=(
-                _encoder(tokenizer, (template, tool_template), tokenization_cache_bytes, word_cache)
+                _encoder(tokenizer, (template, tool_template), tokenization_cache_bytes, word_cache, proves_later)
                 if prompts
                 else None
             ),
@@ -301,37 +309,60 @@ def _templates(
 
 
 def _encoder(
-    tokenizer: Tokenizer, templates: Sequence[ChatTemplate | None], cache_bytes: int, word_cache: bool
+    tokenizer: Tokenizer,
+    templates: Sequence[ChatTemplate | None],
+    cache_bytes: int,
+    word_cache: bool,
+    proves_later: bool,
 ) -> PromptEncoder:
     encoder = PromptEncoder(
         tokenizer,
         template_text="".join(template.source for template in templates if template is not None),
         cache_bytes=cache_bytes,
         word_cache=word_cache,
+        proves_later=proves_later,
     )
+    if proves_later:
+        threading.Thread(target=_prove, args=(encoder,), name="choice of a tokenizer", daemon=True).start()
+    else:
+        _say(encoder)
+    return encoder
+
+
+def _prove(encoder: PromptEncoder) -> None:
+    encoder.prove()
+    _say(encoder)
+
+
+def _say(encoder: PromptEncoder) -> None:
     log.info(
         "tokenizing with %s; prompts are cut at %s",
         "fastokens" if encoder.is_fast else f"tokenizers (fastokens is not used: {encoder.slow_because})",
         " ".join(encoder.delimiters) or "nothing",
     )
-    return encoder
 
 
-def _byte_table(tokenizer: Tokenizer) -> tuple[bytes, ...] | None:
+def _bytes_in_latin_1() -> dict[int, str]:
+    """Return a translation of byte-level text into Latin-1 of the same bytes; of other text no Latin-1 comes."""
+    alphabet = byte_level_alphabet()
+    others = {byte: "\uffff" for byte in range(256) if chr(byte) not in alphabet}
+    return others | {ord(character): chr(byte) for character, byte in alphabet.items()}
+
+
+def _byte_table(tokenizer: Tokenizer, decoder: Mapping[str, Any]) -> tuple[bytes, ...] | None:
     """Return the bytes of every token when the tokenizer decodes byte by byte, else ``None``."""
-    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
     if decoder.get("type") == "Sequence":
         parts = decoder.get("decoders") or []
         decoder = parts[0] if len(parts) == 1 else {}
     if decoder.get("type") != "ByteLevel":
         return None
-    alphabet = byte_level_alphabet()
+    in_latin_1 = _bytes_in_latin_1()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocabulary.values(), default=-1) + 1)
     for token, token_id in vocabulary.items():
         try:
-            table[token_id] = bytes([alphabet[character] for character in token])
-        except KeyError:
+            table[token_id] = token.translate(in_latin_1).encode("latin-1")
+        except UnicodeEncodeError:
             table[token_id] = token.encode()  # an added token is written as it is
     for token_id, added in tokenizer.get_added_tokens_decoder().items():
         if added.special:

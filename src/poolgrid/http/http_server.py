@@ -42,7 +42,7 @@ from poolgrid.http.guard import SERVER_ENDS, Application, Guard, GuardedApplicat
 from poolgrid.http.http_settings import HttpLimits, ServerSettings
 from poolgrid.process.lifecycle import GroupPlace
 from poolgrid.process.tasks import Restart, cancel_all, detached, supervised
-from poolgrid.transport.bound_socket import bind
+from poolgrid.transport.bound_socket import BACKLOG, bind
 from poolgrid.transport.security import Tls, is_loopback
 
 log = logging.getLogger(__name__)
@@ -235,9 +235,6 @@ IDLE_LOOK_S = 0.02
 CUT_S = 0.5
 """How long tasks of connections that were cut may take to notice."""
 
-BACKLOG = 2048
-"""Connections that wait to be accepted; the kernel refuses more."""
-
 NEVER_S = 10 * 365 * 86_400
 """uvicorn's limit for idle connections: the guard has one, which knows when the process stood still."""
 
@@ -270,7 +267,11 @@ class HttpServer:
         of the server go into ``registry``. ``limits`` are those of ``HttpSettings``, and its defaults without.
         A server on loopback that asks for no API keys (``has_keys``) answers only requests that name it by a loopback
         name or one of ``limits.hosts``.
+
+        With a ``listener``, a socket that listens already, nothing is bound: host and port are the socket's.
         """
+        if listener is not None:
+            host = listener.getsockname()[0]
         limits = limits or HttpLimits()
         limits = replace(limits, connections=connections_that_fit(limits.connections))
         hosts = None
@@ -434,12 +435,12 @@ def open_server(
     end_requests: Callable[[], None],
     has_keys: bool,
     place: GroupPlace | None = None,
-    listener: socket.socket | int | None = None,
+    listener: socket.socket | None = None,
 ) -> RouterServers:
     """Return a router's servers, bound and not started; ``opened`` stops them, and then has their requests ended.
 
-    ``listener`` is a socket, or its file descriptor, that is bound already: its other owners keep it when this process
-    ends. Raises ``OSError`` when a port cannot be bound, ``TlsError``.
+    ``listener`` is a socket that listens already, for clients: its other owners keep it when this process ends. Raises
+    ``OSError`` when a port cannot be bound, ``TlsError``.
     """
 
     def make(
@@ -462,7 +463,6 @@ def open_server(
         return server
 
     admin = None if place is None else make(settings.admin_port, "admin_port", None, None, False)
-    bound = socket.socket(fileno=listener) if isinstance(listener, int) else listener
-    shared = make(settings.port, "port", registry, bound, place is not None)
+    shared = make(settings.port, "port", registry, listener, place is not None)
     opened.push_async_callback(shared.serve_until_quiet)
     return RouterServers(shared, admin)

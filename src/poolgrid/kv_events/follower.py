@@ -9,7 +9,8 @@ Rules for this file:
    restarted unnoticed, and everything known belongs to its last epoch.
 4. What cannot be filled is a *loss*: the cache known so far is dropped with a new epoch, and the source is ``degraded``
    (what it stores from then on is true, what it stored before is not known) until its next epoch begins at frame 0 or
-   its cache is cleared.
+   its cache is cleared. Where nothing of an epoch is known yet nothing can be dropped: an engine whose buffer begins
+   later than its epoch is followed from there (``unknown``), and what it reports is trusted.
 5. During a replay live frames wait in a bounded queue; when it is full the oldest go, which is a hole again.
 6. A follower that starts with a *former* epoch of the engine (how far it had come) takes nothing in from that epoch; it
    reads on only to see that life end: by a restart, or by a cleared cache, behind which nothing of it is left. What the
@@ -26,8 +27,9 @@ Rules for this file:
     REPLAYING    live                          kept
                  replayed, next                batch
                  replayed, not what we know    NewLife, replay from 0
-                 replayed, beyond next         loss
-                 end of replay                 what was kept is taken in; LIVE, or another replay
+                 replayed, beyond next         asked again; loss where an answer begins so, or no answer has more
+                 end of replay, or it reaches
+                 what was kept                 what was kept is taken in; LIVE, or another replay
                  silence                       asked again ``REPLAY_ATTEMPTS_MAX`` times, then loss
     any          disconnected                  ABSENT; after the lease the worker leaves the pool
 """
@@ -55,6 +57,10 @@ PENDING_BYTES_MAX = 128 * 1024 * 1024
 
 REPLAY_ATTEMPTS_MAX = 3
 """Replays asked for without any progress before the missing frames count as lost."""
+
+REST_TIMEOUT_MS = 500
+"""How long the rest of an answer may be silent once frames of it came: publishers send it in one go, and of what their
+sockets drop at its end nothing else tells."""
 
 END_OF_REPLAY = 2**64 - 1
 """The sequence number −1 that ends a replay, read as u64."""
@@ -138,6 +144,8 @@ class PubFollower:
         self.degraded = False
         self._lost = ""
         """What made it degraded."""
+        self.unknown = ""
+        """Why blocks that were stored before the first frame are not known; empty = the epoch is known from frame 0."""
         self._epoch = 0
         self._epoch_floor = epoch_floor
         """Epochs up to here are in use, perhaps by an earlier process of ours."""
@@ -194,7 +202,7 @@ class PubFollower:
             return StreamState.STALE, self._lost
         if self.state is SourceState.REPLAYING:
             return StreamState.REPLAYING, f"a replay from frame {self._asked} is awaited"
-        return StreamState.LIVE, self.fault
+        return StreamState.LIVE, self.fault or self.unknown
 
     @property
     def position(self) -> Position:
@@ -247,6 +255,7 @@ class PubFollower:
         self._last_live = seq
         if self.state is SourceState.REPLAYING:
             self._keep(seq, payload)
+            self._meet(now_ms, wall_ms, effects)
         else:
             self._live(seq, payload, now_ms, wall_ms, effects)
         return effects
@@ -260,7 +269,8 @@ class PubFollower:
         if seq == END_OF_REPLAY:
             self._end_of_replay(now_ms, wall_ms, effects)
             return effects
-        if not self._answered:
+        is_first = not self._answered
+        if is_first:
             self._answered = True
             unknown = seq == self._next - 1 and self._digest is not None and xxh3_64_intdigest(payload) != self._digest
             if unknown:
@@ -271,17 +281,29 @@ class PubFollower:
                 return effects
         if seq < self._next:
             return effects
+        if seq > self._next and not is_first and self._attempts < REPLAY_ATTEMPTS_MAX:
+            # The publisher's socket drops what it cannot send fast enough; its buffer still has it.
+            self.counts["source_gaps"] += 1
+            self._ask(now_ms, effects)
+            return effects
         if seq > self._next:
-            self._lose(seq, f"a replay from {self._asked} began at {seq}", wall_ms, effects)
+            what = "began at" if is_first else "continues at"
+            self._lose(seq, f"a replay from frame {self._asked} {what} frame {seq}", wall_ms, effects)
         self._attempts = 0
         self._apply(seq, payload, wall_ms, effects)
+        self._meet(now_ms, wall_ms, effects)
         return effects
+
+    def _meet(self, now_ms: float, wall_ms: int, effects: list[PubEffect]) -> None:
+        """End a replay that has reached the live frames: its own end is a message that may get lost too."""
+        if self._answered and not self.is_former and self._pending and self._pending[0][0] <= self._next:
+            self._end_of_replay(now_ms, wall_ms, effects)
 
     def tick(self, now_ms: float, wall_ms: int) -> list[PubEffect]:
         """Time has passed; call at ``due_ms``."""
         effects: list[PubEffect] = []
         self._now_ms = now_ms
-        if self.state is SourceState.REPLAYING and now_ms - self._heard_ms >= self._replay_timeout_ms:
+        if self.state is SourceState.REPLAYING and now_ms - self._heard_ms >= self._patience_ms:
             if self._attempts < REPLAY_ATTEMPTS_MAX:
                 self._ask(now_ms, effects)
             else:
@@ -299,12 +321,17 @@ class PubFollower:
     def due_ms(self) -> float | None:
         """Return the monotonic time at which ``tick`` has something to do."""
         if self.state is SourceState.REPLAYING:
-            return self._heard_ms + self._replay_timeout_ms
+            return self._heard_ms + self._patience_ms
         if self.state is SourceState.ABSENT and self._epoch:
             return self._absent_since_ms + self._lease_ms
         return None
 
     # Inside
+
+    @property
+    def _patience_ms(self) -> int:
+        """Return how long a replay may be silent: less where the answer has brought something."""
+        return self._replay_timeout_ms if self._attempts else min(REST_TIMEOUT_MS, self._replay_timeout_ms)
 
     def _live(self, seq: int, payload: bytes, now_ms: float, wall_ms: int, effects: list[PubEffect]) -> None:
         if seq < self._next:
@@ -349,8 +376,9 @@ class PubFollower:
             self._unread = 0
         elif batch.why_ignored:
             self._unread, self._why_unread = self._unread + batch.ignored, batch.why_ignored
-        if self.degraded and any(type(event) is CacheCleared for event in events):
+        if (self.degraded or self.unknown) and any(type(event) is CacheCleared for event in events):
             self.degraded = False
+            self.unknown = ""
         for at in range(0, max(1, len(events)), EVENTS_PER_BATCH_MAX):
             part = events[at : at + EVENTS_PER_BATCH_MAX]
             effects.append(EventBatch(*self._worker, self._epoch, self._seq, batch.time_ms, part))
@@ -406,6 +434,14 @@ class PubFollower:
             # Nothing of it is held that could be lost; which frame comes before the next is not known any more.
             self._next, self._digest = continue_at, None
             return
+        if not self._next and continue_at:
+            self._next = continue_at
+            self.degraded = False
+            self.unknown = (
+                f"{reason}: blocks that the engine stored before frame {continue_at}, and those that continue them, "
+                "are not known until it evicts them or clears its cache"
+            )
+            return
         self.counts["source_losses"] += 1
         self._begin_life(f"events were lost: {reason}", wall_ms, effects)
         self._next = continue_at
@@ -418,6 +454,7 @@ class PubFollower:
         self._next, self._digest = NOWHERE
         self.is_former = False
         self.degraded = False
+        self.unknown = ""
         if self.began_ms is None:
             self.began_ms = self._now_ms
         self._translator.clear()

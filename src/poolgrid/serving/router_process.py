@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp
 
 from poolgrid.frontend.app import Application, Endpoints, Readiness, create_app
 from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.first_view import FirstView
 from poolgrid.frontend.openapi import add_fleet_list
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
@@ -34,6 +36,7 @@ from poolgrid.serving.admission_queue import AdmissionQueue
 from poolgrid.serving.links import OpenLink, link_opener
 from poolgrid.serving.metrics import ServingMetrics
 from poolgrid.serving.router_settings import ServingSettings
+from poolgrid.transport.bound_socket import inherited_listener
 from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics
 from poolgrid.wire.trace_context import TraceContext
 
@@ -68,6 +71,7 @@ class RouterProcess:
             chat_template=frontend.chat_template,
             tokenization_cache_bytes=frontend.tokenization_cache_bytes,
             word_cache=frontend.word_cache,
+            proves_later=True,
         )
         self.clock = SystemClock()
         self.registry = CollectorRegistry()
@@ -75,6 +79,7 @@ class RouterProcess:
         self.names: Discovery | None = None
         self.tracing: Tracing | None = None
         self.shared: SharedState | None = None
+        self._ready: Readiness | None = None
 
     # -- below HTTP ------------------------------------------------------------------------------------------------
 
@@ -157,6 +162,7 @@ class RouterProcess:
             shared=self.shared,
         )
         self.opened.push_async_callback(app.close)
+        self._ready = ready
         if self.shared is not None:
             self.shared.limits.on_routers = service.queue.divide
         if self.names is not None:
@@ -164,20 +170,28 @@ class RouterProcess:
         open_report(self.opened, app.traffic, lambda: service.queue.view().requests, self.clock)
         return app
 
-    def open_server(
-        self, app: ASGIApp, end_requests: Callable[[], None], listener: socket.socket | int | None = None
-    ) -> RouterServers:
-        """Open the HTTP servers; ``listener`` is a socket that is bound already, or its file descriptor."""
-        return open_server(
+    def open_server(self, app: ASGIApp, end_requests: Callable[[], None]) -> RouterServers:
+        """Open the servers of an application, at which clients wait for the router's first view."""
+        assert self._ready is not None, "the application is open"
+        first = FirstView(app, self._ready)
+
+        def end() -> None:
+            end_requests()
+            first.end()
+
+        servers = open_server(
             self.opened,
             self.settings,
             self.registry,
-            app,
-            end_requests,
+            first,
+            end,
             has_keys=self.frontend.api_keys is not None,
             place=self.place,
-            listener=listener,
+            listener=inherited_listener(os.environ),
         )
+        self.opened.callback(first.end)
+        first.start()
+        return servers
 
     async def serve_requests(self, app: Application, service: Service, stop: asyncio.Event) -> None:
         """Make ready for the models that are served, and wait for the first shares of limits."""

@@ -1,8 +1,53 @@
-"""TCP sockets that are bound and not served."""
+"""TCP sockets that are bound and not served here, and the one that a process is started with.
+
+A supervisor that keeps a listening socket and starts its server with it loses no connection while the server is started
+again: clients wait in the kernel's queue. `poolgrid up` does so (``LISTENER_VARIABLE``), and systemd for a service that
+has a socket unit (sd_listen_fds(3)).
+"""
 
 from __future__ import annotations
 
+import os
 import socket
+from collections.abc import MutableMapping
+
+BACKLOG = 2048
+"""Connections that wait to be accepted; the kernel refuses more."""
+
+LISTENER_VARIABLE = "POOLGRID_LISTENER"
+"""Set by the parent: the descriptor of the listening socket that a process is started with."""
+
+SYSTEMD_FIRST_DESCRIPTOR = 3
+"""Descriptors that systemd hands over begin here."""
+
+
+def inherited_listener(environment: MutableMapping[str, str]) -> socket.socket | None:
+    """Return the listening socket that this process was started with, and take its variables out of the environment.
+
+    Raises ``ValueError`` where there is something else, or more than one.
+    """
+    given = environment.pop(LISTENER_VARIABLE, "")
+    count, owner = environment.pop("LISTEN_FDS", ""), environment.pop("LISTEN_PID", "")
+    environment.pop("LISTEN_FDNAMES", None)
+    if given:
+        name, descriptor = f"{LISTENER_VARIABLE} is {given!r}", int(given) if given.isdecimal() else -1
+    elif count and owner == str(os.getpid()):
+        name, descriptor = f"LISTEN_FDS is {count!r}", SYSTEMD_FIRST_DESCRIPTOR
+        if count != "1":
+            raise ValueError(f"taking the listening socket: {name}, allowed is 1: one ListenStream= in the socket unit")
+    else:
+        return None
+    try:
+        os.set_inheritable(descriptor, False)
+        listener = socket.socket(fileno=descriptor)
+        is_tcp = listener.family in (socket.AF_INET, socket.AF_INET6) and listener.type == socket.SOCK_STREAM
+        if is_tcp and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return listener
+        what = str(listener)
+        listener.close()
+    except (OSError, OverflowError) as error:
+        what = f"no socket ({error})"
+    raise ValueError(f"taking the listening socket: {name}, which is {what}; allowed is a listening TCP socket")
 
 
 def bind(host: str, port: int, setting: str, reuse_port: bool = False) -> socket.socket:
@@ -20,6 +65,13 @@ def bind(host: str, port: int, setting: str, reuse_port: bool = False) -> socket
         raise OSError(
             f"binding {setting}: {host}:{port} cannot be used ({error.strerror}); choose a free port, or 0 for any"
         ) from error
+    return listener
+
+
+def listen(host: str, port: int, setting: str) -> socket.socket:
+    """Return a listening socket, to start a server with; raises ``OSError`` that names the ``setting``."""
+    listener = bind(host, port, setting)
+    listener.listen(BACKLOG)
     return listener
 
 

@@ -105,6 +105,8 @@ class PrefillCompleted(Event, frozen=True):
     """The request's first token exists; its prompt no longer counts as prefill work."""
 
     request_id: Identifier
+    untimed: bool = False
+    """It may stand behind a replay of cache events: when it is read does not show when the token came."""
 
 
 @final

@@ -5,16 +5,24 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import re
 from collections import deque
 
 import httpx
 import pytest
 
-from poolgrid.wire.events import RequestFinished, RequestStarted
+from poolgrid.wire.events import (
+    AnyEvent,
+    PrefillCompleted,
+    RequestFinished,
+    RequestStarted,
+    SnapshotBegan,
+    SnapshotEnded,
+)
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Cancel, FinishReason, RefusalKind
-from tests.fakes.engine_server.vllm import Options, answer_of
+from tests.fakes.engine_server.vllm import Options, VllmServer, answer_of
 from tests.process.leftovers import collected
 from tests.workers.builders import decode_leg, make_request, prefill_leg
 from tests.workers.fakes import PATIENCE_S
@@ -41,6 +49,72 @@ async def test_a_worker_learns_its_server_and_gives_tokens_for_tokens() -> None:
         await front.consolidator.until(lambda journal: RequestFinished("warm", "length", 20) in journal.events)
         started = [each for each in front.journal.events if isinstance(each, RequestStarted)]
         assert all(each.cached_later for each in started)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+async def test_a_worker_before_a_busy_server_joins_once_the_replay_is_applied_with_all_of_it_as_one_statement(
+    drops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its buffer begins late, and answers leave frames out where ``drops``; it joins when the last frame is read."""
+    async with engine_server(Options(blocks=64)) as server:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            for number in range(60):
+                body = {"model": "tiny", "prompt": [3 + number] * 21, "max_tokens": 1}
+                (await client.post("/v1/completions", json=body)).raise_for_status()
+        publisher = server.publishers[0]
+        for _ in range(20):
+            publisher.kept.popleft()
+        may_end = asyncio.Event()
+        answered = 0
+
+        async def slow_and_lossy(frames: list[bytes]) -> None:
+            nonlocal answered
+            seq = int.from_bytes(frames[-2], "big")
+            if seq == publisher.seq - 1:
+                await may_end.wait()
+            if seq < publisher.seq:
+                answered += 1
+            if not drops or seq >= publisher.seq or answered % 9:
+                await send(frames)
+
+        send = publisher.router.send_multipart
+        monkeypatch.setattr(publisher.router, "send_multipart", slow_and_lossy)
+        starting = asyncio.create_task(_front_of(server))
+        await asyncio.sleep(0.5)
+        assert not starting.done()
+        may_end.set()
+        events, held = await asyncio.wait_for(starting, PATIENCE_S)
+
+        assert isinstance(events[0], SnapshotBegan)
+        assert held == server.caches[0].names()
+        assert sum(isinstance(each, SnapshotBegan) for each in events) == 1
+
+
+async def _front_of(server: VllmServer) -> tuple[list[AnyEvent], set[int]]:
+    """Run a worker until it is ready and has listed what it holds; return what it reported."""
+    async with worker_before(server) as front:
+        await front.consolidator.until(lambda journal: SnapshotEnded() in journal.events)
+        return list(front.journal.events), index_of(front.journal.events)
+
+
+async def test_what_a_late_buffer_leaves_unknown_is_logged_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    async with engine_server(Options(blocks=64)) as server:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            for number in range(6):
+                body = {"model": "tiny", "prompt": [3 + number] * 21, "max_tokens": 1}
+                (await client.post("/v1/completions", json=body)).raise_for_status()
+        for _ in range(3):
+            server.publishers[0].kept.popleft()
+        async with worker_before(server) as front:
+            assert "stored before frame 3" in caplog.text
+            assert "buffer_steps" in caplog.text
+            for number in range(20, 40):
+                await front.router.send(make_request(f"r{number}", [number] * 41, 1))
+                await front.router.until_finished(f"r{number}")
+            await front.settled()
+            assert re.search(r"can be trusted again, \d\d blocks of 64 are known", caplog.text)
+            told = [each for each in front.journal.events if isinstance(each, PrefillCompleted)]
+            assert [each.untimed for each in told] == [False] * 20
 
 
 @pytest.mark.parametrize(

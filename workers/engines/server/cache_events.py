@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -43,6 +44,18 @@ LEASE_MS = 30_000
 """How long the connection may be gone before what was claimed is taken back: a server that restarts is distinguished by
 what it replays, so this is for one that has gone for good."""
 
+CONNECT_WAIT_S = 2.0
+"""How long a worker that starts waits for the connection to a publisher: one on the same network takes milliseconds.
+One that cannot be reached must not keep a server out of the pool that serves requests."""
+
+REPLAY_WAIT_S = 60.0
+"""How long it waits for the first replay: the whole buffer of a publisher (10,000 frames by default) is read in
+seconds, and a server that computes a long prompt looks for questions late."""
+
+WHOLE_SHARE = 0.9
+"""Share of a rank's blocks from which on the known ones are taken for all: each request leaves a block that is not full
+and has no hash, so the others never fill a rank."""
+
 BLOCKS_MAX = 4_194_304
 """Most blocks that are followed of a rank, some 500 MB: more than any cache on one device has."""
 
@@ -52,6 +65,9 @@ class RankEvents:
 
     The publisher's epochs and numbers end here. A new life of it, a loss that no replay repairs, and a connection that
     is gone for the lease are reported as ``CacheCleared``. ``told`` holds exactly what was reported.
+
+    A buffer that does not reach back to the publisher's beginning leaves older blocks unknown. The log reports that,
+    and that it is over: when the cache was cleared, another life began, or the known blocks fill the rank.
     """
 
     def __init__(
@@ -63,13 +79,17 @@ class RankEvents:
         clock: Clock,
         tell: Callable[[int, list[AnyEvent]], None],
         root_seed: RootSeed | None = None,
+        total_blocks: int = 0,
         tell_fault: Callable[[], None] = lambda: None,
     ) -> None:
         """``dp_rank`` is the worker's number of the rank; the publisher may have another for it.
 
-        ``tell_fault`` is called when ``fault`` has changed.
+        ``total_blocks`` is how many blocks the rank has; 0 = that is not known. ``tell_fault`` is called when ``fault``
+        has changed.
         """
         self._dp_rank = dp_rank
+        self._clock = clock
+        self._total_blocks = total_blocks
         self._source = source
         self._tell = tell
         self.told = ReportedBlocks()
@@ -81,14 +101,27 @@ class RankEvents:
         self._sockets = PublisherSockets(
             f"of rank {source.dp_rank}", source, context, clock, LEASE_MS, self._follower, self._on_effects
         )
-        self._said = ""
         self._tell_fault = tell_fault
         self.fault = ""
         """In what the events do not fit what the worker says of the rank; empty = they fit."""
+        self._connected = asyncio.Event()
+        self._current = asyncio.Event()
+        """Set once the first replay is applied."""
+        self._asked_ms: float | None = None
+        """When the replay that is read began."""
+        self._behind_until_ms = 0.0
+        self._doubt = ""
+        """Why the claims cannot be trusted, or are not all, as the log has it; empty = they are."""
 
     @property
     def is_current(self) -> bool:
         return self._follower.state is SourceState.LIVE
+
+    @property
+    def is_behind(self) -> bool:
+        """Return whether what is reported now may stand behind a replay: while one is read, and then for as long as it
+        took, because readers of the reports need no less."""
+        return self._asked_ms is not None or self._clock.monotonic_ms() < self._behind_until_ms
 
     @property
     def health(self) -> tuple[StreamState, str]:
@@ -96,7 +129,14 @@ class RankEvents:
         state, reason = self._follower.health
         if self._follower.state is SourceState.ABSENT and self._source.doubt:
             return state, f"{reason}; {self._source.doubt}"
+        if self._follower.state is SourceState.LIVE and self._is_whole:
+            return StreamState.LIVE, self.fault
         return state, reason
+
+    @property
+    def _is_whole(self) -> bool:
+        total_blocks = self._total_blocks
+        return bool(total_blocks) and self.told.count_on(Tier.DEVICE) >= WHOLE_SHARE * total_blocks
 
     @property
     def counts(self) -> dict[str, int]:
@@ -123,10 +163,41 @@ class RankEvents:
             self._sockets.close()
             raise ValueError(f"following cache events at {self._source.endpoint!r} failed: {error}") from None
 
+    async def until_current(self) -> None:
+        """Wait until the first replay is applied; not for long where the publisher cannot be reached."""
+        for event, wait_s in ((self._connected, CONNECT_WAIT_S), (self._current, REPLAY_WAIT_S)):
+            try:
+                async with asyncio.timeout(wait_s):
+                    await event.wait()
+            except TimeoutError:
+                log.warning(
+                    "joining the pool without what rank %d holds: after %.0f s %s",
+                    self._source.dp_rank,
+                    wait_s,
+                    self.health[1],
+                )
+                return
+        self._behind_until_ms = 0.0  # the replay is no part of what is reported: the worker joins with what came of it
+
     def close(self) -> None:
         self._sockets.close()
 
+    def _note_state(self) -> None:
+        """Follow how far the publisher is read."""
+        state, now_ms = self._follower.state, self._clock.monotonic_ms()
+        if state is not SourceState.ABSENT:
+            self._connected.set()
+        if state is SourceState.LIVE:
+            self._current.set()
+        if state is SourceState.REPLAYING:
+            if self._asked_ms is None:
+                self._asked_ms = now_ms
+        elif self._asked_ms is not None:
+            self._behind_until_ms = now_ms + (now_ms - self._asked_ms)
+            self._asked_ms = None
+
     def _on_effects(self, effects: Sequence[PubEffect]) -> None:
+        self._note_state()
         events: list[AnyEvent] = []
         for effect in effects:
             if isinstance(effect, EventBatch):
@@ -134,12 +205,10 @@ class RankEvents:
             elif isinstance(effect, NewLife | Leave):
                 log.info("cache events of rank %d begin again: %s", self._source.dp_rank, effect.reason)
                 events = [CacheCleared()] if events or self.told else []
-        state, reason = self.health
-        if state is StreamState.STALE and reason != self._said:
-            log.warning("cache events of rank %d cannot be trusted: %s", self._source.dp_rank, reason)
-        self._said = reason
         if events:
             self.told.apply(events)
+        self._note_doubt()
+        if events:
             self._tell(self._dp_rank, events)
         self._note_fault()
 
@@ -153,6 +222,35 @@ class RankEvents:
         else:
             log.info("cache events of rank %d fit again", self._source.dp_rank)
         self._tell_fault()
+
+    def _note_doubt(self) -> None:
+        """Log when the claims cannot be trusted or are not all, and when that is over."""
+        state, reason = self.health
+        if state is StreamState.REPLAYING:
+            return  # what comes of it shows
+        if state is StreamState.LIVE and self.fault:
+            reason = ""  # that events do not fit is reported by itself
+        rank, before = self._source.dp_rank, self._doubt
+        self._doubt = reason
+        if reason == before:
+            return
+        if state is StreamState.STALE:
+            log.warning("cache events of rank %d cannot be trusted: %s", rank, reason)
+        elif reason:
+            log.warning(
+                "cache events of rank %d are not all: %s. A larger replay buffer of the server reaches further back "
+                "(buffer_steps)",
+                rank,
+                reason,
+            )
+        else:
+            log.warning(
+                "cache events of rank %d can be trusted again, %d blocks%s are known: it was that %s",
+                rank,
+                self.told.count_on(Tier.DEVICE),
+                f" of {self._total_blocks}" if self._total_blocks else "",
+                before,
+            )
 
 
 IDLE_PAUSE_S = 0.05
@@ -177,6 +275,13 @@ class CacheEvents:
     def is_current(self) -> bool:
         return True
 
+    def is_behind(self, dp_rank: int) -> bool:
+        """Return whether what is reported of a rank now may stand behind a replay."""
+        return False
+
+    async def until_current(self) -> None:
+        """Wait, not without end, until what the server held before is known."""
+
     def describe(self) -> dict[str, object]:
         return {}
 
@@ -197,10 +302,13 @@ class FollowedEvents(CacheEvents):
         context: zmq.Context[Any],
         clock: Clock,
         root_seed: RootSeed | None = None,
+        total_blocks: int = 0,
         on_fault: Callable[[str], None] = lambda fault: None,
     ) -> None:
-        """``on_fault`` gets in what the events do not fit what the worker says of its ranks, whenever that changes."""
+        """``total_blocks`` are those of each rank; 0 = that is not known. ``on_fault`` gets in what the events do not
+        fit what the worker says of its ranks, whenever that changes."""
         self._root_seed = root_seed
+        self._total_blocks = total_blocks
         self._on_fault = on_fault
         self._sources = sources
         self._block_size = block_size
@@ -220,6 +328,12 @@ class FollowedEvents(CacheEvents):
     def is_current(self) -> bool:
         return all(each.is_current for each in self._ranks)
 
+    def is_behind(self, dp_rank: int) -> bool:
+        return self._ranks[dp_rank].is_behind
+
+    async def until_current(self) -> None:
+        await asyncio.gather(*(each.until_current() for each in self._ranks))
+
     def describe(self) -> dict[str, object]:
         return {"events": [each.describe() for each in self._ranks]}
 
@@ -227,7 +341,15 @@ class FollowedEvents(CacheEvents):
         """Begin to follow; raises ``ValueError`` for an endpoint that is none."""
         for dp_rank, source in enumerate(self._sources):
             rank = RankEvents(
-                dp_rank, source, self._block_size, self._context, self._clock, tell, self._root_seed, self._tell_faults
+                dp_rank,
+                source,
+                self._block_size,
+                self._context,
+                self._clock,
+                tell,
+                self._root_seed,
+                self._total_blocks,
+                self._tell_faults,
             )
             self._ranks.append(rank)
             rank.open()
@@ -270,6 +392,8 @@ class DrainedEvents(CacheEvents):
         self._failed = ""
         self._undecodable = 0
         self._began = False
+        self._asked = asyncio.Event()
+        """Set once the server was asked, whatever came of it."""
 
     def cached_blocks(self, dp_rank: int) -> int:
         return self._translator.blocks_on(Tier.DEVICE)
@@ -279,6 +403,11 @@ class DrainedEvents(CacheEvents):
 
     def is_current(self) -> bool:
         return self._began and not self._failed
+
+    async def until_current(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_TIMEOUT_S):
+                await self._asked.wait()
 
     def describe(self) -> dict[str, object]:
         counts = self._translator.counts
@@ -310,9 +439,10 @@ class DrainedEvents(CacheEvents):
                 if str(error) != self._failed:
                     self._failed = str(error)
                     log.warning("cache events cannot be read: %s", error)
+                self._asked.set()
                 await asyncio.sleep(FAILED_PAUSE_S)
                 continue
-            self._failed, self._began = "", True
+            self._failed = ""
             events: list[AnyEngineEvent] = []
             wrong: DecodeError | None = None
             for item in items:
@@ -330,6 +460,8 @@ class DrainedEvents(CacheEvents):
                 told += self._translator.translate(events).events
             if told:
                 tell(0, told)
+            self._began = True
+            self._asked.set()
             await asyncio.sleep(0 if items else IDLE_PAUSE_S)
 
     async def _drain(self) -> list[Any]:

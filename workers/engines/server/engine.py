@@ -136,6 +136,7 @@ class ServerEngine:
             limits.progress_timeout_ms,
             dialect.tells_reuse_first,
             events.cached_blocks,
+            events.is_behind,
             self._on_lost_report,
         )
         self._report = self._books.report
@@ -161,6 +162,8 @@ class ServerEngine:
         self._room = ServerRoom()
         self._said = Complaints(log, clock)
         self._watching: list[asyncio.Task[None]] = []
+        self._follows = asyncio.Event()
+        """Set once the server's cache events are followed."""
         self._loop = asyncio.get_running_loop()
         self._fault: asyncio.Future[None] = self._loop.create_future()
         """Fails when a report is lost."""
@@ -190,14 +193,20 @@ class ServerEngine:
     def restate(self, dp_rank: int) -> Sequence[RestatedEvent]:
         return self._events.restate(dp_rank)
 
+    async def until_known(self) -> None:
+        """Wait until what the server held before this process is known; ``run`` has begun, or is about to."""
+        await self._follows.wait()
+        await self._events.until_current()
+
     async def run(self, deliver: Callable[[EngineReport], None]) -> None:
         """Hand over reports until cancelled.
 
         Raises ``EngineBrokenError`` when the server came back as another, or is not started again any more, and what
         a report was lost by.
         """
-        self._events.open(self._on_cache)
         self._report.open(deliver)
+        self._events.open(self._on_cache)
+        self._follows.set()
         self._watching = [owned(self._health.run(), "health of the server"), owned(self._expire(), "kept legs")]
         if self._server is not None:
             self._watching.append(owned(self._server.watch(self._health.doubt), "watch over the server"))

@@ -93,7 +93,14 @@ async def _asked(
                 client, facts.drained_events, kind.parse_drained, facts.block_size, facts.kept_events_max
             )
         else:
-            events = FollowedEvents(facts.sources, facts.block_size, around.context, around.awake, on_fault=tell_fault)
+            events = FollowedEvents(
+                facts.sources,
+                facts.block_size,
+                around.context,
+                around.awake,
+                total_blocks=facts.total_blocks or 0,
+                on_fault=tell_fault,
+            )
 
         async def confirm(all_facts: bool) -> str:
             listed = await client.ask_for(MODELS, ModelList)
@@ -136,7 +143,13 @@ async def _asked(
             if facts.sources and facts.events_missing:
                 card = msgspec.structs.replace(card, cache_events_fault=facts.events_missing[:TEXT_CHARS_MAX])
             served = _ShownCard(card)
-            yield OpenedEngine(engine, card, observe_card=served.observe, forward_books=engine.forward_books)
+            yield OpenedEngine(
+                engine,
+                card,
+                observe_card=served.observe,
+                until_known=engine.until_known,
+                forward_books=engine.forward_books,
+            )
         finally:
             await engine.close()
     finally:

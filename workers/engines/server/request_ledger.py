@@ -83,13 +83,16 @@ class RequestLedger:
         progress_timeout_ms: float,
         tells_reuse_first: bool,
         cached_blocks: Callable[[int], int],
+        is_behind: Callable[[int], bool],
         lose: Callable[[Exception], None],
     ) -> None:
-        """``cached_blocks`` tells what a rank's cache holds; ``lose`` gets what a report was lost by."""
+        """``cached_blocks`` tells what a rank's cache holds, ``is_behind`` whether its reports may stand behind a
+        replay; ``lose`` gets what a report was lost by."""
         self.report = ReportBuffer(self.load, lose, steps=1)
         self._timeout_ms = progress_timeout_ms
         self._tells_reuse_first = tells_reuse_first
         self._cached_blocks = cached_blocks
+        self._is_behind = is_behind
         self.loads = [RankLoad(block_size) for _ in range(dp_size)]
         for load in self.loads:
             load.assume_total_blocks(total_blocks)
@@ -146,7 +149,7 @@ class RequestLedger:
             events.append(
                 RequestStarted(request_id, active.prompt_tokens, cached, blocks or 0, cached_later=known is None)
             )
-            events.append(PrefillCompleted(request_id))
+            events.append(PrefillCompleted(request_id, self._is_behind(active.rank)))
             if not active.transfers:
                 self.report.pending.prefill_tokens += active.prompt_tokens - cached
             fresh -= 1

@@ -339,7 +339,7 @@ class Consolidator:
                 )
                 worker = None
         if worker is None:
-            worker = self._join(key, hello.epoch, hello.card, turn)
+            worker = self._join(key, hello.epoch, hello.card, turn, hello.next_seq)
         link = self._links[key]
         link.peer = peer
         link.heard_ms = turn.now.monotonic_ms
@@ -398,7 +398,7 @@ class Consolidator:
             return objection
         if worker is not None:
             self._leave(worker, f"replaced by epoch {epoch}", turn)
-        self._join(key, epoch, card, turn)
+        self._join(key, epoch, card, turn, 0)
         self._links[key].attached = True
         return None
 
@@ -610,11 +610,12 @@ class Consolidator:
 
     # Membership
 
-    def _join(self, key: WorkerKey, epoch: int, card: WorkerCard, turn: ConsolidatorTurn) -> MemberRank:
+    def _join(self, key: WorkerKey, epoch: int, card: WorkerCard, turn: ConsolidatorTurn, batches: int) -> MemberRank:
         worker = self.pool.workers[key] = self.pool.new_worker(key, epoch, card)
         self._links[key] = _Link(turn.now.monotonic_ms)
         self.tally.joined += 1
-        self._record(key, epoch, 0, turn.now.wall_ms, [WorkerJoined(card)], CONSOLIDATOR_SOURCE, turn)
+        events = _joining(worker, batches)
+        self._record(key, epoch, 0, turn.now.wall_ms, events, CONSOLIDATOR_SOURCE, turn)
         turn.members.append(MemberJoined(key, epoch, card.block_size))
         turn.remarks.append(f"worker {key} joined: epoch {epoch}, model {card.model}, {card.role.name.lower()}")
         return worker
@@ -660,3 +661,13 @@ def _older(key: WorkerKey, epoch: int, current: int) -> str:
     return (
         f"epoch {epoch} of worker {key} is older than the one in the pool, {current}; a later one has taken its place"
     )
+
+
+def _joining(worker: MemberRank, batches: int) -> list[AnyEvent]:
+    """Return the events of a rank that joins. Where it has ``batches`` to send already, its readers wait for them."""
+    events: list[AnyEvent] = [WorkerJoined(worker.card)]
+    if batches:
+        awaited = f"its first {batches} batches are awaited"
+        events.append(StreamStateChanged(WORKER_SOURCE, StreamState.SYNCING, awaited))
+        fold(worker.streams, CONSOLIDATOR_SOURCE, events)
+    return events
