@@ -27,6 +27,7 @@ GENERATING = (
 )
 STORING = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
 ANSWER_TIMEOUT_S = 120
+TABLE_WIDTH = 200
 TRIES = 8
 """Of a case whose stream differs only in how its tokens are cut into events: vLLM cuts them by time."""
 POOLING_PATHS = ("/v1/embeddings", "/v2/", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/classify")
@@ -112,7 +113,7 @@ def compare_all(server: str, router: str, chosen: Sequence[Case], console: Conso
         for row, names in rows.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             table.add_row(*(Text(cell) for cell in (names[0] + more, *row)))
-        console.print(table)
+        console.print(table, width=TABLE_WIDTH)
     return found
 
 
@@ -147,8 +148,11 @@ def of_server(url: str, chosen: Sequence[Case]) -> list[Case]:
 
 def transparency_of(server: str, router: str, console: Console, only: str = "") -> dict[str, Any]:
     """what comes through the router that runs is what the server that runs answers itself"""
-    chosen = [case for case in of_server(server, list(cases())) if only in f"{case.endpoint}: {case.name}"]
-    return summary(compare_all(server, router, chosen, console))
+    return summary(compare_all(server, router, _chosen(server, only), console))
+
+
+def _chosen(server: str, only: str) -> list[Case]:
+    return [case for case in of_server(server, list(cases())) if only in f"{case.endpoint}: {case.name}"]
 
 
 @contextmanager
@@ -163,11 +167,11 @@ def in_front_of(server: VllmServer) -> Iterator[str]:
         server.kill()
 
 
-def transparency(vllm: Path, model: Path, directory: Path, console: Console) -> dict[str, Any]:
+def transparency(vllm: Path, model: Path, directory: Path, console: Console, only: str = "") -> dict[str, Any]:
     """what comes through ``poolgrid up --engine-url`` is what the server answers itself: generating, pooling"""
     found: list[Compared] = []
     for number, arguments, variables in ((60, GENERATING, STORING), (61, POOLING, {})):
         server = VllmServer(number, vllm, model, directory, arguments, variables)
         with in_front_of(server) as router:
-            found += compare_all(server.url, router, of_server(server.url, list(cases())), console)
+            found += compare_all(server.url, router, _chosen(server.url, only), console)
     return summary(found)
