@@ -86,6 +86,7 @@ def main(arguments: Sequence[str]) -> int:
         console.print(f"POOLGRID_VLLM is {vllm}, which has no bin/vllm")
         return 1
     signal.signal(signal.SIGALRM, _too_long)
+    signal.signal(signal.SIGTERM, _told_to_end)
     signal.alarm(TIMEOUT_S)
     with tempfile.TemporaryDirectory(prefix="poolgrid-vllm-") as temporary:
         own = Given(options.vllm_source or Path(), options.only)
@@ -160,6 +161,10 @@ def _checked(name: str, check: partial[dict[str, Any]], console: Console) -> dic
 
 def _too_long(number: int, frame: FrameType | None) -> None:
     raise TimeoutError(f"the whole run took longer than {TIMEOUT_S} s")
+
+
+def _told_to_end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)  # ends what was started
 
 
 if __name__ == "__main__":

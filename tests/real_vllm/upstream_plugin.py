@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 SETTINGS = json.loads(os.environ["POOLGRID_UPSTREAM"])
-"""``model``, ``folder``, ``arguments`` and ``start_s`` of servers; ``router``, the command that is in front, and its
-environment; ``outcomes``, the file for what became of each test."""
+"""Of servers: ``model``, ``adapter``, ``folder``, ``arguments``, ``start_s``. ``router`` is the command in front of them,
+``outcomes`` the file for what became of each test."""
 
 FOLDER = Path(SETTINGS["folder"])
 KEPT_SERVERS = 2
@@ -31,9 +31,9 @@ SHORT_TOKENS, LONGEST_TOKENS = 1024, 8192
 tiny model's tokenizer cuts into more tokens."""
 NOT_HERE = {
     *("--dtype", "--tokenizer", "--revision", "--load-format", "--gpu-memory-utilization", "--kv-cache-dtype"),
-    *("--max-num-seqs", "--tensor-parallel-size", "--attention-backend"),
+    *("--max-num-seqs", "--tensor-parallel-size", "--attention-backend", "--port", "--host"),
 }
-"""Options of a GPU and of another model."""
+"""Options of a GPU, of another model and of another address."""
 
 
 def options_for_tiny(model: str, given: list[str]) -> list[str]:
@@ -160,6 +160,11 @@ class RunningServer:
         self.stop()
 
 
+def adapter_in_place_of(*arguments: Any, **options: Any) -> str:
+    """Return the tiny model's adapter: what tests fetch from the hub are adapters."""
+    return str(SETTINGS["adapter"])
+
+
 outcomes: dict[str, str] = {}
 
 
@@ -188,5 +193,9 @@ def pytest_configure(config: Any) -> None:
     def automatic_of_tiny(name: str, *arguments: Any, **options: Any) -> Any:
         return load_automatic(SETTINGS["model"])
 
+    repositories = importlib.import_module("vllm.transformers_utils.repo_utils")
+    hub = repositories.hf_api()
+    hub.snapshot_download = adapter_in_place_of
+    repositories.hf_api = lambda *arguments, **options: hub
     tokenizers.get_tokenizer = of_tiny
     automatic.from_pretrained = automatic_of_tiny
