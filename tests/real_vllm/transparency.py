@@ -113,7 +113,7 @@ def compare_all(server: str, router: str, chosen: Sequence[Case], console: Conso
         for row, names in rows.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             table.add_row(*(Text(cell) for cell in (names[0] + more, *row)))
-        console.print(table, width=TABLE_WIDTH)
+        Console(file=console.file, width=TABLE_WIDTH).print(table)
     return found
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 SETTINGS = json.loads(os.environ["POOLGRID_UPSTREAM"])
-"""Of servers: ``model``, ``adapter``, ``folder``, ``arguments``, ``start_s``. ``router`` is the command in front of them,
+"""Of servers: ``model``, ``adapter``, ``folder``, ``arguments``, ``start_s``. ``router`` is the command before them,
 ``outcomes`` the file for what became of each test."""
 
 FOLDER = Path(SETTINGS["folder"])
