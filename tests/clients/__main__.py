@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import venv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ SETTINGS = {
     "OPENAI_AGENTS_DISABLE_TRACING": "1",
     "ANONYMIZED_TELEMETRY": "False",
 }
+
+NONE: Mapping[str, str] = {}
 
 Row = dict[str, Any]
 
@@ -114,14 +116,14 @@ def command_of(suite: str) -> list[str]:
     return [python_of(suite), str(RUNNERS[".py"]), suite]
 
 
-def rows_of(suite: str, command: Sequence[str], url: str) -> Iterator[Row]:
-    """Run a suite and yield what became of each check."""
+def rows_of(suite: str, command: Sequence[str], url: str, variables: Mapping[str, str] = NONE) -> Iterator[Row]:
+    """Run a suite and yield what became of each check; ``variables`` are of its environment besides."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "ANTHROPIC_"))}
     failed = {"suite": suite, "version": "", "check": "the suite", "passed": False, "seconds": 0.0}
     try:
         done = subprocess.run(
             [*command, url],
-            env={**kept, **SETTINGS},
+            env={**kept, **SETTINGS, **variables},
             capture_output=True,
             text=True,
             timeout=SUITE_TIMEOUT_S,

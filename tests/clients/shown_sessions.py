@@ -13,7 +13,12 @@ SETTLED_S = 30
 
 
 def shown_session(url: str, session: str, turns: int) -> dict[str, Any]:
-    """Return the row of a session once it is idle; raise where it never shows that many turns and a footprint."""
+    """Return the row of a session once it is idle; raise where it never shows that many turns and a footprint.
+
+    An engine server alone (``CLIENTS_WITHOUT_POOL``), with which a pool is compared, shows none.
+    """
+    if "CLIENTS_WITHOUT_POOL" in os.environ:
+        return {"gaps_ms": {"tool": 0}}
     command = [os.environ["POOLGRID_PYTHON"], "-m", "poolgrid", "top", "--url", url, "--sessions", "--once", "--json"]
     deadline = time.monotonic() + SETTLED_S
     while True:

@@ -179,12 +179,17 @@ class VllmServer:
 
 def held_at(replay_endpoint: str) -> set[int]:
     """What a server holds, read from all frames that it keeps, by another reader than the one that is tested."""
+    return fold(frames_of(replay_endpoint))
+
+
+def frames_of(replay_endpoint: str) -> list[bytes]:
+    """All event frames of a server's life."""
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     try:
         socket.connect(replay_endpoint)
         socket.send_multipart([b"", struct.pack(">Q", 0)])
-        return fold(_frames(socket))
+        return _frames(socket)
     finally:
         context.destroy(linger=0)
 

@@ -95,9 +95,9 @@ async def agents(url: str, label: str, run: Run) -> None:
 
 
 @contextmanager
-def small_servers(vllm: Path, model: Path, directory: Path) -> Iterator[list[VllmServer]]:
+def small_servers(vllm: Path, model: Path, directory: Path, blocks: int = BLOCKS) -> Iterator[list[VllmServer]]:
     servers = [
-        VllmServer(number, vllm, model, directory, ("--num-gpu-blocks-override", str(BLOCKS))) for number in (50, 51)
+        VllmServer(number, vllm, model, directory, ("--num-gpu-blocks-override", str(blocks))) for number in (50, 51)
     ]
     try:
         for server in servers:
