@@ -22,6 +22,7 @@ from poolgrid.process.clock import SystemClock
 from poolgrid.process.settings import with_constants
 from poolgrid.router import fleet_links
 from poolgrid.router.bootstrap import vocabulary_check
+from poolgrid.router.choosing import LONG_PROMPT_BYTES
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import Candidates, Choice, Policy, RoutingRequest
 from poolgrid.router.core.prefix_index import PrefixIndex
@@ -817,6 +818,69 @@ async def test_stopping_ends_streams_and_refuses_those_that_wait_and_sends_nothi
             assert (last.finish_reason, last.error) == ("error", "the router is shutting down")
         assert len(router.sent) == 16, "whoever waited is not sent to a worker at the end"
         assert service.counts() == (0, 0)
+
+
+def long_request(request_id: str, first_token: int = 0) -> InferenceRequest:
+    """A request whose prompt is hashed in several turns of the loop, if none before it began with ``first_token``."""
+    return like(REQUEST, request_id=request_id, token_ids=pack_tokens(range(first_token, first_token + LONG_TOKENS)))
+
+
+LONG_TOKENS = LONG_PROMPT_BYTES
+
+
+def roomy_card(endpoint: str) -> WorkerCard:
+    """The card of a worker that takes many of them."""
+    return WorkerCard("m", Role.AGGREGATED, 16, WorkerLimits(64, 1024, LONG_TOKENS, 2 * LONG_TOKENS), endpoint)
+
+
+async def test_client_that_leaves_at_any_turn_while_its_prompt_is_hashed_is_cancelled_and_leaves_nothing() -> None:
+    async with routed(make_policy("round-robin")) as router:
+        service = router.service
+        router.feed.tell((OLD, WorkerJoined(roomy_card(BEFORE))))
+        router.bring_up(BEFORE)
+        turn = 0
+        while True:
+            turn += 1
+            leaving = asyncio.ensure_future(service.submit(long_request("leaves", turn * LONG_TOKENS)))
+            for _ in range(turn):
+                await asyncio.sleep(0)
+            if leaving.done():
+                break
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            assert service.counts() == (0, 0)
+
+        assert turn > 2, "the prompt is hashed in one go: it has to be longer"
+        assert router.sent == [BEFORE]
+
+
+async def test_router_that_stops_while_a_prompt_is_hashed_refuses_it() -> None:
+    async with routed(make_policy("round-robin")) as router:
+        router.feed.tell((OLD, WorkerJoined(roomy_card(BEFORE))))
+        router.bring_up(BEFORE)
+        hashed = asyncio.ensure_future(router.service.submit(long_request("r")))
+        await asyncio.sleep(0)
+
+        router.service.end_requests()
+
+        with pytest.raises(Refused, match="shutting down") as refused:
+            await hashed
+        assert refused.value.status == 503
+        assert router.sent == []
+
+
+async def test_of_two_long_prompts_with_one_id_that_are_hashed_at_once_one_is_refused() -> None:
+    async with routed(make_policy("round-robin")) as router:
+        router.feed.tell((OLD, WorkerJoined(roomy_card(BEFORE))))
+        router.bring_up(BEFORE)
+        submitted = [router.service.submit(long_request("r", first)) for first in (0, LONG_TOKENS)]
+
+        results = await asyncio.gather(*submitted, return_exceptions=True)
+
+        assert router.sent == [BEFORE]
+        [refused] = [result for result in results if isinstance(result, Refused)]
+        assert refused.code == "duplicate_request"
 
 
 async def test_housekeeping_that_fails_is_logged_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:

@@ -556,8 +556,9 @@ class _Answer:
     async def _events(self, pumps: _Pumps, head: StreamHead, keep_alive: KeepAlive) -> None:
         exchange, encoder = self._exchange, self._encoder
         unfinished = len(self._outputs)
+        parts: list[bytes] = []
         while unfinished:
-            parts: list[bytes] = []
+            parts = []
             failed: SequenceOutput | None = None
             for output in self._take(await pumps.next()):
                 finish_reason = output.finish_reason

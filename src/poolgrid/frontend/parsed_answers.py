@@ -135,6 +135,7 @@ class ParsedChatEncoder(AnswerEncoder):
         reading = self._reading(output.index)
         texts: dict[PieceKind, list[str]] = {PieceKind.CONTENT: [], PieceKind.REASONING: []}
         calls: list[dict[str, Any]] = []
+        form, field = _FUNCTION
         for kind, text in reading.read(message["content"], True):
             if kind is PieceKind.CALL:
                 identity = self._call_ids.of(output.index, len(calls), text)
