@@ -39,7 +39,9 @@ def test_a_pool_under_curve_serves_and_keeps_strangers_out(tmp_path: Path) -> No
             eventually("the worker is reachable", lambda: ready_workers(router.url) == ["friend"])
             answers = [httpx.post(f"{router.url}/v1/completions", json=BODY) for _ in range(2)]
             assert [answer.status_code for answer in answers] == [200, 200]
-            assert answers[-1].json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0, "events came through as well"
+            assert answers[-1].json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0, (
+                "events came through as well"
+            )
             eventually("the index is true", lambda: index_equals_workers(router.url))
 
             name = "poolgrid_plane_refused_peers_total"
