@@ -31,7 +31,7 @@ from poolgrid.frontend.errors import OPENAI, ApiDialect, RequestError, refused, 
 from poolgrid.frontend.guide_check import GuideCheck
 from poolgrid.frontend.media.loader import MediaLease, MediaLoader
 from poolgrid.frontend.metrics import FrontendMetrics, ModelSeries
-from poolgrid.frontend.parsed_answers import encoder_of
+from poolgrid.frontend.parsed_answers import encoder_of, stops_parser
 from poolgrid.frontend.prepared_request import PreparedRequest, Prompt
 from poolgrid.frontend.prompts import look_up, tokenize
 from poolgrid.frontend.request_body import (
@@ -377,6 +377,7 @@ class InferenceExchange:
                 collect=not self.streaming,
                 echo=prompts[index // per_prompt].text,
                 prompt_only=job.prompt_only,
+                parser=stops_parser(job, prompts[index // per_prompt]),
             )
             outputs.append(output)
             self._outputs.append(output)
@@ -386,8 +387,7 @@ class InferenceExchange:
                 await asyncio.sleep(0)
         for prompt in prompts:
             self._metrics.isl.observe(len(prompt.token_ids) // TOKEN_BYTES)
-        self._encoder = encoder = encoder_of(job, prompts, request_ids, self._clock.wall_ms() // 1000)
-        encoder.outputs = outputs
+        self._encoder = encoder = encoder_of(job, prompts, outputs, request_ids, self._clock.wall_ms() // 1000)
         if job.body.stream_options is not None and job.counts_in_chunks:
             encoder.count_in_chunks(partial(_counts_in_chunk, prompts, outputs, per_prompt))
         answer = _Answer(self, job, prompts, encoder, outputs)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -50,12 +49,12 @@ def final_reason(finish_reason: str, calls: int) -> str:
 
 
 class ParsedChatEncoder(AnswerEncoder):
-    """Encodes chat answers piece by piece; ``new_parser`` is called once per choice."""
+    """Encodes chat answers piece by piece; ``new_parser`` is called once per choice, with its index."""
 
     def __init__(
         self,
         *,
-        new_parser: Callable[[], OutputParser],
+        new_parser: Callable[[int], OutputParser],
         call_ids: CallIds,
         custom: Collection[str] = (),
         **common: Any,
@@ -97,7 +96,7 @@ class ParsedChatEncoder(AnswerEncoder):
     def _reading(self, index: int) -> ChoiceReading:
         reading = self._readings.get(index)
         if reading is None:
-            reading = self._readings[index] = ChoiceReading(self._new_parser())
+            reading = self._readings[index] = ChoiceReading(self._new_parser(index))
         return reading
 
     def _delta(self, index: int, reading: ChoiceReading, piece: AnswerPiece) -> bytes:
@@ -157,9 +156,25 @@ class ParsedChatEncoder(AnswerEncoder):
 
 
 def encoder_of(
-    job: PreparedRequest, prompts: Sequence[Prompt], request_ids: Sequence[str], created_s: int
+    job: PreparedRequest,
+    prompts: Sequence[Prompt],
+    outputs: Sequence[SequenceOutput],
+    request_ids: Sequence[str],
+    created_s: int,
 ) -> AnswerEncoder:
     """Return what turns the output of a request into the bytes of its answer."""
+    encoder = _encoder_of(job, prompts, outputs, request_ids, created_s)
+    encoder.outputs = outputs
+    return encoder
+
+
+def _encoder_of(
+    job: PreparedRequest,
+    prompts: Sequence[Prompt],
+    outputs: Sequence[SequenceOutput],
+    request_ids: Sequence[str],
+    created_s: int,
+) -> AnswerEncoder:
     request_id = base_name(request_ids)
     options = job.body.stream_options
     include_usage = options is not None and options.include_usage
@@ -172,13 +187,17 @@ def encoder_of(
             model=job.output_model,
             include_usage=include_usage,
         )
+
+    def reader(index: int) -> OutputParser:
+        return outputs[index].pieces or _parser(job, prompts[0])
+
     call_ids = CallIds(request_id, "" if job.output_format is None else job.output_format.tools, job.earlier_calls)
     if job.form is not None:
-        parser = None if job.output_format is None else _parser(job, prompts[0])
+        parser = None if job.output_format is None else reader(0)
         isl = prompts[0].isl
         return job.form.encoder(AnswerStart(request_ids, created_s, isl, job.output_model, parser, call_ids, job.tools))
     return ParsedChatEncoder(
-        new_parser=partial(_parser, job, prompts[0]),
+        new_parser=reader,
         call_ids=call_ids,
         custom=job.tools.custom,
         request_id=request_id,
@@ -187,6 +206,11 @@ def encoder_of(
         model=job.output_model,
         include_usage=include_usage,
     )
+
+
+def stops_parser(job: PreparedRequest, prompt: Prompt) -> OutputParser | None:
+    """Return what finds the content of a choice for its stop strings; ``None`` where there are none, or no parser."""
+    return _parser(job, prompt) if job.stops and job.output_format is not None else None
 
 
 def _parser(job: PreparedRequest, prompt: Prompt) -> OutputParser:
