@@ -87,6 +87,9 @@ RECEIPT_HEADER: Final = b"x-poolgrid-receipt"
 TOOLS_LEFT_OUT: Final = b"x-poolgrid-tools-left-out"
 """Names the types of a request's tools that cannot run here, such as a vendor's web search."""
 
+NOT_APPLIED: Final = b"x-poolgrid-not-applied"
+"""Names a field that asks for no reasoning of a model that may reason without a switch for it."""
+
 LEFT_OUT_CHARS_MAX: Final = 256
 """Longest value of that header: types are text of the client's."""
 
@@ -202,6 +205,8 @@ class InferenceExchange:
     streaming = False
     _tools_left_out: Collection[str] = ()
     """Types of the client's tools that cannot run here."""
+    _not_applied = ""
+    """A field of the request without effect, which the answer names."""
     model = ""
     """What was asked for, once the body is read."""
     series: ModelSeries | None = None
@@ -326,6 +331,7 @@ class InferenceExchange:
         if job.tools.left_out:
             self._tools_left_out = job.tools.left_out
             endpoint.note_left_out(job.tools.left_out, str(self._wanted_id))
+        self._not_applied = job.not_applied
         if caller is not None:
             caller.check_model(job.body.model)
         endpoint._domains.claim(job, caller, self._scope["headers"])
@@ -397,6 +403,8 @@ class InferenceExchange:
         headers = self._endpoint._dialect.headers(self._wanted_id)
         if self._tools_left_out:
             headers.append((TOOLS_LEFT_OUT, _header_value(", ".join(self._tools_left_out)[:LEFT_OUT_CHARS_MAX])))
+        if self._not_applied:
+            headers.append((NOT_APPLIED, self._not_applied.encode()))
         if self._endpoint._isolates:
             return headers
         if len(self._outputs) == 1 and (stream := self._outputs[0].stream) is not None:

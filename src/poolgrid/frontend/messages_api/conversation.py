@@ -15,7 +15,6 @@ from poolgrid.frontend.messages_api.schema import (
     MessageTool,
     MessageToolChoice,
     OutputConfig,
-    Thinking,
 )
 from poolgrid.frontend.schema import ChatBody, ContentPart, Function, Message, PlacedPart, ToolCall, shared_fields
 
@@ -31,9 +30,6 @@ _NOT_SHOWN = frozenset({"thinking", "redacted_thinking", "tool_reference", "serv
 
 _SHOWN_DEPTH_MAX = 8
 """Blocks inside blocks that are read: a tool's result with a search result of text has three."""
-
-THINKING_VARIABLES = ("enable_thinking", "thinking")
-"""What published chat templates call the variable that switches reasoning on and off."""
 
 
 def chat_body(body: CountedBody) -> ChatBody:
@@ -51,7 +47,8 @@ def chat_body(body: CountedBody) -> ChatBody:
         parallel_tool_calls=None if body.tool_choice is None else not body.tool_choice.disable_parallel_tool_use,
         response_format=_response_format(body),
         reasoning_effort=None if body.output_config is None else body.output_config.effort,
-        chat_template_kwargs=_template_variables(body.thinking, body.chat_template_kwargs),
+        thinking=body.thinking,
+        chat_template_kwargs=body.chat_template_kwargs,
         # The answer continues the assistant's last message.
         continue_final_message=goes_on or None,
         max_completion_tokens=body.max_tokens if isinstance(body, MessagesBody) else None,
@@ -248,13 +245,6 @@ def _response_format(body: CountedBody) -> Any:
             param, f"{param} is {quoted(wanted)}: allowed is an object with the type json_schema and a schema"
         )
     return {"type": "json_schema", "json_schema": {"schema": wanted["schema"]}}
-
-
-def _template_variables(thinking: Thinking | None, given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the variables of the chat template; without ``thinking`` the template's own default holds."""
-    if thinking is None:
-        return given
-    return {**dict.fromkeys(THINKING_VARIABLES, thinking.type != "disabled"), **(given or {})}
 
 
 def parsed_input(arguments: str) -> dict[str, Any]:

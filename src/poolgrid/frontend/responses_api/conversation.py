@@ -21,6 +21,8 @@ from poolgrid.frontend.errors import invalid, missing, text_of, unsupported, wro
 from poolgrid.frontend.field_words import allowed, refused, without_nulls
 from poolgrid.frontend.schema import (
     AllowedTokens,
+    AnyReasoning,
+    AnyThinking,
     BadWords,
     ChatBody,
     ContentPart,
@@ -49,12 +51,6 @@ class TextOptions(Struct):
     """``{"type": "text"}``, ``json_object``, or ``json_schema`` with ``name`` and ``schema``."""
 
 
-class ReasoningOptions(Struct):
-    """How much the model is to reason: a variable of the chat template."""
-
-    effort: str | None = None
-
-
 class ResponsesBody(SamplingFields, kw_only=True):
     """Body of ``/v1/responses``."""
 
@@ -67,7 +63,8 @@ class ResponsesBody(SamplingFields, kw_only=True):
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
-    reasoning: Annotated[ReasoningOptions | None, allowed('an object such as {"effort": "low"}')] = None
+    reasoning: AnyReasoning = None
+    thinking: AnyThinking = None
     max_output_tokens: Count | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
@@ -197,7 +194,8 @@ def chat_body(body: ResponsesBody, earlier: Items = ()) -> ChatBody:
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=None if body.text is None else _response_format(body.text.format),
-        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        reasoning=body.reasoning,
+        thinking=body.thinking,
         max_completion_tokens=body.max_output_tokens,
         stop=body.stop,
         chat_template_kwargs=body.chat_template_kwargs,
