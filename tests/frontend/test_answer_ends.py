@@ -7,6 +7,7 @@ character at the end is left out.
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ TOOL: dict[str, Any] = {
 }
 
 
+@cache
 def opening(opener: str = "", closer: str = "") -> PromptModel:
     """Return a model whose template opens the reasoning, or shows its marks and leaves them to the model."""
     source = "{% for m in messages %}{{ m.content }}\n{% endfor %}assistant\n" + opener + "{# " + closer + " #}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import httpx
@@ -66,6 +67,7 @@ ON: list[dict[str, Any]] = [
 ]
 
 
+@cache
 def model_of(source: str) -> PromptModel:
     return PromptModel(
         name="tiny",

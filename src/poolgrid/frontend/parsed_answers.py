@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
+from poolgrid.frontend.guided_answers import guided_answer
 from poolgrid.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind, taken_apart
 from poolgrid.frontend.parsers.tool_calls import CustomCalls
 from poolgrid.frontend.prepared_request import AnswerStart, PreparedRequest, Prompt
@@ -219,5 +220,7 @@ def _parser(job: PreparedRequest, prompt: Prompt) -> OutputParser:
     guided = "guided_json" in job.guide or ("structural_tag" in job.guide and job.tool_use is not None)
     parser = job.output_format.parser(job.tool_use, prompt.end, guided=guided, continued=job.continued)
     assert parser is not None, "active, so there is a parser"
+    if job.output_format.reasoning and job.tool_use is None:
+        parser = guided_answer(parser, job.guide)
     custom = job.tools.custom
     return CustomCalls(parser, custom, custom_text) if custom else parser

@@ -116,7 +116,7 @@ class SequenceOutput(RequestOutput):
         self._stops = StopStrings(stops) if stops else None
         self._content: StoppedContent | None = None
         self.pieces: StoppedPieces | None = None
-        """What encoders read in place of the text, which goes on after a stop string."""
+        """What encoders read in place of the text, which continues after a stop string."""
         if parser is not None and self._stops is not None:
             self._content = StoppedContent(parser, self._stops)
             self.pieces = StoppedPieces(self._content)
