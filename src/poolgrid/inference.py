@@ -20,6 +20,7 @@ from poolgrid.wire.multimodal import MultimodalInput
 from poolgrid.wire.requests import KvRetention, Sampling, TokenLogprobs
 from poolgrid.wire.sessions import SessionTurn
 from poolgrid.wire.tasks import Task, TaskResult
+from poolgrid.wire.trace_context import TraceContext
 
 
 class SessionHint(NamedTuple):
@@ -106,6 +107,8 @@ class InferenceRequest(msgspec.Struct, eq=False):
     """The turn of a session that it is, once its router has looked."""
     trace: TraceRecord | None = None
     """What happens to the client's request, for one whose trace is kept; shared by all its sequences."""
+    trace_context: TraceContext | None = None
+    """Where the client's request stands in a trace of its own; workers get it if no record is kept here."""
 
     def named(self, **more: Field) -> dict[str, Any]:
         """Return the ``extra`` of a log line about this request, and what else the line is about."""

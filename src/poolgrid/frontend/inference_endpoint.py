@@ -57,13 +57,14 @@ from poolgrid.frontend.tools import HOSTED_TOOL
 from poolgrid.frontend.traffic import EndedRequest, TokenTotals, Traffic, tell_request
 from poolgrid.http.exchange import EXCHANGE, ON_DISCONNECT, HttpExchange
 from poolgrid.http.http_server import SERVER_ENDS
-from poolgrid.inference import HINT_HEADERS, NO_HINT, InferenceBackend, Refused, StreamDelta
+from poolgrid.inference import HINT_HEADERS, NO_HINT, InferenceBackend, InferenceRequest, Refused, StreamDelta
 from poolgrid.process.clock import Clock
 from poolgrid.process.log_lines import about
 from poolgrid.process.tasks import detached
 from poolgrid.process.tracing.record import TraceRecord
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.wire.hashing import TOKEN_BYTES
+from poolgrid.wire.trace_context import caller_context
 
 log: Final = logging.getLogger(__name__)
 
@@ -366,10 +367,10 @@ class InferenceExchange:
         told = not TELLING_HEADERS.isdisjoint(self.headers)
         requests = sequences_of(job, prompts, request_ids, _hints_of(self.headers) if told else None)
         hint = session_hint(job, self.headers) if told or not job.is_plain or job.after_tool else NO_HINT
-        if hint is not NO_HINT or self.trace is not None:
+        if hint is not NO_HINT:
             for request in requests:
                 request.session = hint
-                request.trace = self.trace
+        self.join_trace(requests)
         if self._caller is not None:
             isl = sum(prompt.isl for prompt in prompts)
             self._caller.admit(requests, isl, self._clock.monotonic_ms())
@@ -398,6 +399,16 @@ class InferenceExchange:
             encoder.count_in_chunks(partial(_counts_in_chunk, prompts, outputs, per_prompt))
         answer = _Answer(self, job, prompts, encoder, outputs)
         await (answer.stream() if self.streaming else answer.whole())
+
+    def join_trace(self, requests: Sequence[InferenceRequest]) -> None:
+        """Put requests into the trace that is kept of this one, else into its client's."""
+        if self.trace is not None:
+            for request in requests:
+                request.trace = self.trace
+        elif b"traceparent" in self.headers:
+            context = caller_context(self._scope["headers"])
+            for request in requests:
+                request.trace_context = context
 
     def response_headers(self) -> list[tuple[bytes, bytes]]:
         headers = self._endpoint._dialect.headers(self._wanted_id)

@@ -146,8 +146,9 @@ class FrontendSettings(MediaSettings):
 
     @property
     def max_body_values(self) -> int:
-        """Return how many texts, objects and lists a body may have; of objects and lists alone an eighth of that, of all
-        values with its numbers four times as many.
+        """Return how many texts, objects and lists a body may have.
+
+        Of objects and lists alone it may have an eighth of that, of all values with its numbers four times as many.
 
         Parsing ``BODY_VALUES_MIN`` takes some 10 ms, four times as many numbers some 40 ms. A server whose bodies may
         be larger takes more in proportion.
