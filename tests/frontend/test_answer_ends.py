@@ -189,7 +189,7 @@ def test_half_a_character_at_the_end_of_an_answer_is_left_out(
     steps: list[Step] = [[StreamDelta(packed[at : at + size])] for at in range(0, len(packed), size)]
     assert isinstance(steps[-1], list)
     steps[-1][0].finish_reason = "length"
-    fields = {} if stop is None else {"stop": [stop]}
+    fields: dict[str, Any] = {} if stop is None else {"stop": [stop]}
     response = post_once(
         FakeBackend(lambda _: list(steps)),
         PATHS[api],
