@@ -331,8 +331,8 @@ class BodyReader:
         """Return the body of a request to an endpoint that is no inference endpoint, of a size and shape that may be
         parsed. An inference endpoint watches its client over the whole request and not for the body alone.
 
-        Raises ``RequestError``: 415, 413, 400 for what is not of its coding or whose client left, 429 when the threads have
-        too much to do.
+        Raises ``RequestError``: 415, 413, 400 for what is not of its coding or whose client left, 429 when the
+        threads have too much to do.
         """
         body = await self._whole(request)
         await check_shape(body, self.values_max, self.threads)
