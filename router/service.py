@@ -295,6 +295,7 @@ class RouterService:
         if place.moved and not place.for_room:
             cause = "amid_output" if routed.machine.delivery.tokens else "before_output"
             self._metrics.migrations.labels(cause).inc()
+            self.tracker.failed(routed, place)
             self.queue.pump_soon()  # the worker that it left may have room for another
         failure = self._place(routed)
         if failure is None:

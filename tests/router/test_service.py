@@ -38,11 +38,12 @@ from poolgrid.serving.links import LINKS_MAX, WorkerLink
 from poolgrid.serving.request_tracker import CHANGES_PER_TURN, LOST_TOGETHER_TURNS
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire import codec
-from poolgrid.wire.card import WorkerCard, WorkerLimits
+from poolgrid.wire.card import MediaSpec, WorkerCard, WorkerLimits
 from poolgrid.wire.events import AnyEvent, JournalRecord, PrefillCompleted, RequestStarted, WorkerJoined, WorkerLeft
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
 from poolgrid.wire.ingest import LoadingWorker
+from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
 from poolgrid.wire.requests import (
     FinishReason,
     Generate,
@@ -488,6 +489,33 @@ async def test_a_request_that_was_on_two_lost_workers_before_its_first_token_tak
         [said] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
         assert "request r is not moved again" in said
         assert all(names.get(each, "third") in said for each in router.sent)
+
+
+async def test_refusal_of_an_encode_worker_reaches_the_client_the_log_and_the_decision(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    image = MediaItem(MediaKind.IMAGE, b"pixels", "image/png", digest_media(b"pixels"), 4, 4)
+    request = like(REQUEST, multimodal=MultimodalInput("look", (image,)))
+    cause = "medium 0 (image/png) needs Pillow, which is not installed here"
+    wanting = "the request has images without embeddings"
+    media = MediaSpec(kinds=("image",), placeholder="<image>")
+    async with routed() as router:
+        for key, endpoint, role in ((OLD, BEFORE, Role.ENCODE), (NEW, AFTER, Role.AGGREGATED)):
+            router.feed.tell((key, WorkerJoined(msgspec.structs.replace(card(endpoint), role=role, media=media))))
+            router.bring_up(endpoint)
+        stream = await router.service.submit(request)
+        assert router.sent == [BEFORE]
+        for number, (endpoint, why) in enumerate(((BEFORE, cause), (AFTER, wanting))):
+            leg = f"r~{number}" if number else "r"
+            refusal = TokenDelta(leg, 0, b"", FinishReason.ERROR, error=why, refusal=RefusalKind.CANNOT_DO)
+            router.say(endpoint, refusal)
+
+        [last] = await stream.next()
+        assert last.unsupported
+        assert last.error == f"{wanting}; its media were not encoded: old: {cause}"
+        assert f"worker old did not encode its media: '{cause}'" in caplog.text
+        attempts = [each.explanation() for each in router.service.tracker.decisions.of_request("r")]
+        assert [(each.worker, each.failure) for each in attempts] == [("old", cause), ("new", wanting)]
 
 
 async def test_a_request_outlives_workers_that_leave_refuse_or_are_lost_once_it_has_a_token() -> None:
