@@ -34,6 +34,10 @@ class MessageTool(Struct):
     description: str | None = None
     type: str | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
+    """Whether the model is shown it only where a result of a search refers to it."""
+    display_width_px: Count | None = None
+    display_height_px: Count | None = None
     cache_control: Annotated[Any, allowed('an object such as {"type": "ephemeral"}')] = None
 
 
