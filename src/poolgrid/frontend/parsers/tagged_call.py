@@ -90,18 +90,10 @@ class TaggedCall(CallForm):
         self.left = self._buffer
 
     def end(self) -> None:
-        """Become ``done`` or ``failed``: no text follows. What the schema requires must be there."""
+        """Become ``done`` or ``failed``: no text follows. The last argument must have ended."""
         if self._state == TaggedCall._read_value:
             self._end_value_at_the_end()
-        required = self._schema.get("required")
-        complete = not isinstance(required, list) or all(key in self._given for key in required if isinstance(key, str))
-        if (
-            not self.failed
-            and self._state == TaggedCall._next
-            and not self._buffer.strip(_SPACE)
-            and self._given
-            and complete
-        ):
+        if not self.failed and self._state == TaggedCall._next and not self._buffer.strip(_SPACE) and self._given:
             self._done()
         else:
             self.failed = True

@@ -357,6 +357,7 @@ CALL_FORMATS: Final[Mapping[str, CallFormat]] = {
             )
         ),
         ("[TOOL_CALLS]",),
+        ("[/TOOL_CALLS]",),
         inside=("[ARGS]", "[CALL_ID]"),
     ),
     # ``[f(x=1), g()]`` as the whole answer, or in ``<|python_start|>…<|python_end|>``: Llama 3.2 and 4.
