@@ -65,7 +65,8 @@ CASES: list[tuple[str, str, str, list[dict[str, str]]]] = [
      '[TOOL_CALLS][{"name": "f", "arguments": {"v": "a"}}][/TOOL_CALLS]', [{"v": "a"}]),
     ("[/TOOL_CALLS] after white space", "mistral",
      '[TOOL_CALLS] [{"name": "f", "arguments": {"v": "a"}}] [/TOOL_CALLS]\n', [{"v": "a"}]),
-    ("[/TOOL_CALLS] after a name with arguments", "mistral", '[TOOL_CALLS]f[ARGS]{"v": "a"}[/TOOL_CALLS]', [{"v": "a"}]),
+    ("[/TOOL_CALLS] after a name and arguments", "mistral",
+     '[TOOL_CALLS]f[ARGS]{"v": "a"}[/TOOL_CALLS]', [{"v": "a"}]),
     ("[/TOOL_CALLS] after each of two", "mistral",
      '[TOOL_CALLS]f[ARGS]{"v": "a"}[/TOOL_CALLS][TOOL_CALLS]f[ARGS]{"v": "b"}[/TOOL_CALLS]', [{"v": "a"}, {"v": "b"}]),
 ]  # fmt: skip
