@@ -132,6 +132,7 @@ class PoolPlacer:
             except Refused as refusal:
                 flight.record.note(f"media are encoded where the prompt is computed: {refusal}")
                 machine.plan.encodes_itself = True
+                machine.plan.encode_failure = machine.plan.encode_failure or str(refusal)
         where = await self.destination(flight, stage)
         if after_loss is not None:
             where = where.after_loss(*after_loss)

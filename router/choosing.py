@@ -156,6 +156,7 @@ class Chooser:
         assert isinstance(found, NoWorker), "there is a decision, or none"
         if leg.stage is Stage.ENCODE and not found.busy:
             machine.plan.encodes_itself = True
+            machine.plan.encode_failure = machine.plan.encode_failure or str(found)
             return self.choose(routed)
         if routed.crowded:
             routed.crowded = {}  # no other can serve it now: better on a crowded worker than nowhere

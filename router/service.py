@@ -171,32 +171,33 @@ class RouterService:
     async def submit(self, request: InferenceRequest) -> TokenDelivery:
         """Choose a worker and dispatch; waits for room if it must. Raises ``Refused``."""
         try:
-            if not self.ready:
-                raise Refused(503, "not_ready", self._not_ready)
-            if request.request_id in self.tracker.requests:
-                raise Refused(409, "duplicate_request", f"request {request.request_id!r} is already being served")
-            timer = LegTimer(perf_counter())
-            chooser = self.chooser
-            block_size = chooser.block_size(request.model)
-            if chooser.is_quick(request):
-                path = chooser.path_now(request, block_size)
-            else:
-                path = await chooser.path(request, block_size)
-            delivery: TokenDelivery = self._delivery_of(request)
-            if request.task is None:
-                request.turn = chooser.naming.turn_of(request, path, block_size)
-            machine = RequestMachine(request, delivery, self._settings.migration_limit)
-            routed = LocalRequest(machine, timer, path, block_size)
-            cause = self._wait_cause(routed)
-            if cause is None:
-                return delivery
-            await self.queue.wait(routed, cause)
+            return await self._submit(request)
         except Refused as refusal:
             self._metrics.refused.labels(refusal.code).inc()
             raise
-        except asyncio.CancelledError:
-            self.tracker.end(routed, LegEvent.CLIENT_LEFT)
-            raise
+
+    async def _submit(self, request: InferenceRequest) -> TokenDelivery:
+        self._check_admissible(request)
+        timer = LegTimer(perf_counter())
+        chooser = self.chooser
+        block_size = chooser.block_size(request.model)
+        if chooser.is_quick(request):
+            path = chooser.path_now(request, block_size)
+        else:
+            path = await chooser.path(request, block_size)
+            self._check_admissible(request)  # the router may have ended meanwhile, or have taken the same id
+        delivery = self._delivery_of(request)
+        if request.task is None:
+            request.turn = chooser.naming.turn_of(request, path, block_size)
+        machine = RequestMachine(request, delivery, self._settings.migration_limit)
+        routed = LocalRequest(machine, timer, path, block_size)
+        cause = self._wait_cause(routed)
+        if cause is not None:
+            try:
+                await self.queue.wait(routed, cause)
+            except asyncio.CancelledError:
+                self.tracker.end(routed, LegEvent.CLIENT_LEFT)
+                raise
         return delivery
 
     def _delivery_of(self, request: InferenceRequest) -> TokenDelivery:
@@ -204,6 +205,13 @@ class RouterService:
         if carrier is not None:
             return CarriedDelivery(request.request_id, on_client_left, carrier.ended)
         return TokenDelivery(request.request_id, on_client_left, self._loop)
+
+    def _check_admissible(self, request: InferenceRequest) -> None:
+        """Raise ``Refused`` for a request that cannot be taken now."""
+        if not self.ready:
+            raise Refused(503, "not_ready", self._not_ready)
+        if request.request_id in self.tracker.requests:
+            raise Refused(409, "duplicate_request", f"request {request.request_id!r} is already being served")
 
     def _wait_cause(self, routed: LocalRequest) -> WaitCause | None:
         """Place a new request, or return why it waits. Raises ``Refused``."""
@@ -306,6 +314,7 @@ class RouterService:
         if place.moved and not place.for_room:
             cause = "amid_output" if routed.machine.delivery.tokens else "before_output"
             self._metrics.migrations.labels(cause).inc()
+            self.tracker.failed(routed, place)
             self.queue.pump_soon()  # the worker that it left may have room for another
         failure = self._place(routed)
         if failure is None:

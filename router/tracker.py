@@ -7,6 +7,7 @@ routers' load ends soon. What an entry is worth, and for how long, is the ledger
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,15 @@ from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.placement import LocalRequest, Placement
 from poolgrid.router.session_naming import SessionNaming
 from poolgrid.serving.admission_queue import FULL, FullWorkers
-from poolgrid.serving.legs import AvoidWorker, Dispatch, EndRequest, WorkerFull, WorkerOvercommitted, WorkerReported
+from poolgrid.serving.legs import (
+    AvoidWorker,
+    Dispatch,
+    EndRequest,
+    PlaceNext,
+    WorkerFull,
+    WorkerOvercommitted,
+    WorkerReported,
+)
 from poolgrid.serving.prompt_paths import ReuseSketch
 from poolgrid.serving.request_tracker import Placer, RequestTracker
 from poolgrid.wire.hashing import TOKEN_BYTES
@@ -34,6 +43,11 @@ from poolgrid.wire.trace_context import TraceContext
 
 if TYPE_CHECKING:
     from poolgrid.router.decision_journal.recorder import DecisionRecorder
+
+log = logging.getLogger(__name__)
+
+FAILURE_CHARS_MAX = 300
+"""Longest reason that a decision keeps of what its worker did not do."""
 
 DECISIONS_KEPT = 10_000
 """Decisions kept for ``/v1/decisions``, the oldest is forgotten first; their memory is bounded too."""
@@ -220,6 +234,24 @@ class RouterTracker(RequestTracker[LocalRequest]):
             # What one rank cannot do, no rank of that engine can.
             ranks = (key for key in self._state.projection.fleet.workers if key.worker_id == worker.worker_id)
             routed.unable.update(dict.fromkeys(ranks, avoid.why))
+
+    def failed(self, routed: LocalRequest, place: PlaceNext) -> None:
+        """Note why a leg's worker did not serve it, for those that ask."""
+        dispatch, why = place.after, place.why[:FAILURE_CHARS_MAX]
+        decision = self.decisions.of_dispatch(dispatch.id)
+        if decision is not None:
+            decision.failure = why
+        request = routed.machine.request
+        if dispatch.stage is Stage.ENCODE:
+            # Its next worker may refuse it for want of embeddings, which would be all that is seen.
+            worker = str(dispatch.worker)
+            log.warning(
+                "request %s: worker %s did not encode its media: %r",
+                request.request_id,
+                worker,
+                why,
+                extra=request.named(worker=worker),
+            )
 
     def worker_full(self, routed: LocalRequest, full: WorkerFull) -> None:
         if routed.machine.request.carrier is not None:

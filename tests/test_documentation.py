@@ -163,6 +163,7 @@ def _printed_commands() -> Iterator[tuple[str, str]]:
 def test_every_printed_command_parses(where: str, line: str) -> None:
     arguments = list(itertools.takewhile(lambda word: word != ">", shlex.split(line, comments=True)))
     command: Any = _group
+    name = ""
     while isinstance(command, click.Group):
         name = arguments.pop(0)
         assert name.startswith("-") or name in command.commands, f"{where}: poolgrid {line}: {name} is no command"

@@ -296,7 +296,7 @@ def main() -> int:
     # In turn, so that a change of the machine's speed meets both.
     ours_runs: list[dict[str, float]] = []
     peer_runs: list[dict[str, float]] = []
-    tree = None
+    projection = tree = None
     for _ in range(options.passes):
         projection = tree = None
         projection, ours_run = our_index(frames, blocks)

@@ -109,7 +109,8 @@ class Player:
             "stream_options": {"include_usage": True},
         }
         began_ms = self._clock.monotonic_ms()
-        for attempt in range(RETRIES + 1):
+        attempt = 0
+        while True:
             exchange = BenchExchange()
             try:
                 await self._client.send(
@@ -119,6 +120,7 @@ class Player:
                 if exchange.status != 429 or attempt == RETRIES:
                     record.fault = str(error)[:300]
                     return
+                attempt += 1
                 await asyncio.sleep(float(exchange.retry_after or 1))
             else:
                 break

@@ -85,6 +85,8 @@ class Decision(msgspec.Struct, eq=False, gc=False):
     """Prompt tokens that the engine counted."""
     seen_tokens: int = 0
     """Leading prompt tokens that this router had sent to the pool before."""
+    failure: str = ""
+    """Why its worker did not serve it, or not to the end."""
     realised_ttft_ms: float | None = None
     """How long its first token then really took, as far as the policy expected something."""
     is_reservation: bool = False
@@ -195,6 +197,7 @@ class Decision(msgspec.Struct, eq=False, gc=False):
             margin=self.margin(),
             expected_ttft_ms=self.expected_ttft_ms(),
             realised_ttft_ms=self.realised_ttft_ms,
+            failure=self.failure or UNSET,
             runner_up=None if (runner_up := self.runner_up()) is None else str(runner_up),
             rows=rows,
             filtered={str(worker): why for worker, why in self.filtered.items()},

@@ -154,11 +154,13 @@ class RunMap:
                 block = path[near]
                 seen = shards[block >> shift].get(block & key_mask)
                 if seen is not None:
+                    if seen.mask & mask == mask:
+                        run = seen
+                        low = near
+                        at = near if seen.blocks[0] == block else near + 1 - len(seen.blocks)
+                    else:
+                        high, doubles = probe, False
                     break
-            if seen is not None and seen.mask & mask == mask:
-                run = seen
-                low = near
-                at = near if seen.blocks[0] == block else near + 1 - len(seen.blocks)
             else:
                 high, doubles = probe, False
         return run, at

@@ -20,6 +20,7 @@ from poolgrid.wire.multimodal import MultimodalInput
 from poolgrid.wire.requests import KvRetention, Sampling, TokenLogprobs
 from poolgrid.wire.sessions import SessionTurn
 from poolgrid.wire.tasks import Task, TaskResult
+from poolgrid.wire.trace_context import TraceContext
 
 
 class SessionHint(NamedTuple):
@@ -135,6 +136,8 @@ class InferenceRequest(msgspec.Struct, eq=False):
     """The one worker that can serve it, whose engine server made what it continues; empty = any may."""
     by_text: bool = False
     """Whether ``token_ids`` are bytes of the prompt's text, whose tokens are not known: four stand for a token."""
+    trace_context: TraceContext | None = None
+    """Where the client's request stands in a trace of its own; workers get it if no record is kept here."""
 
     def named(self, **more: Field) -> dict[str, Any]:
         """Return the ``extra`` of a log line about this request, and what else the line is about."""

@@ -207,3 +207,90 @@ def test_the_command_knows_the_form_by_itself_and_the_options_by_the_workers(tmp
     assert found.exit_code == 0, found.output
     assert checked(yaml.safe_load(out.read_text()))["workers"][0]["options"] == {"kv-block-size": "64"}
     assert "--their-own is no option" in found.stderr
+
+
+def scripted(
+    script: str, kind: str = "worker", frontend: str = "--router-mode kv", environment: str = "[]", container: str = ""
+) -> Any:
+    """Return the conversion of a worker that a shell starts."""
+    indented = "\n".join(f"            {line}" for line in script.splitlines())
+    return convert_graph(
+        f"""
+apiVersion: nvidia.com/v1alpha1
+kind: DynamoGraphDeployment
+metadata: {{name: graph}}
+spec:
+  services:
+    Frontend:
+      componentType: frontend
+      extraPodSpec: {{mainContainer: {{command: [python3, -m, dynamo.frontend], args: {json.dumps(frontend.split())}}}}}
+    Worker:
+      componentType: {kind}
+      extraPodSpec:
+        mainContainer:
+          env: {environment}
+          {container}
+          command: [/bin/bash, -c]
+          args:
+          - |
+{indented}
+""",
+        TRTLLM,
+        set(),
+    )
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "python3 -m dynamo.trtllm \\\n  --model-path ${MODEL} \\\n  --kv-block-size $SIZE",
+        'exec python3 -m dynamo.trtllm --model-path "$MODEL" --kv-block-size=${SIZE} 2>&1',
+        "set -e\nexport A=1; python3 -m dynamo.trtllm --model-path $MODEL --kv-block-size $SIZE | tee log && echo done",
+        "python3 -m dynamo.trtllm --model-path $(MODEL) --kv-block-size $(SIZE)",
+    ],
+)
+@pytest.mark.parametrize("kind", ["worker", "main"])
+def test_command_in_a_script_is_read_with_its_variables_and_continued_lines(script: str, kind: str) -> None:
+    environment = '[{name: MODEL, value: /models/m}, {name: SIZE, value: "64"}]'
+    made = scripted(script, kind, environment=environment)
+
+    [group] = made.values["workers"]
+    assert made.values["model"]["path"] == "/models/m"
+    assert group["options"] == {"kv-block-size": "64"}
+    assert "\\n" not in "".join(made.remarks)
+    for command in ("set -e", "export A=1", "tee log", "echo done"):
+        assert any(command in remark for remark in made.remarks) is (command in script)
+
+
+def test_flag_before_a_continued_line_has_no_value() -> None:
+    made = scripted("python3 -m dynamo.trtllm --model-path /m --kv-block-size \\\n  --served-model-name m")
+    assert made.values["workers"][0]["options"] == {"kv-block-size": True}
+
+
+def test_variables_from_fields_options_of_the_frontend_and_fields_of_the_container_are_named() -> None:
+    made = scripted(
+        "python3 -m dynamo.trtllm --model-path $MODEL",
+        frontend="--router-mode kv --router-temperature 0.5 --http-port 9000 --no-router-track-blocks",
+        environment="[{name: MODEL, valueFrom: {fieldRef: {fieldPath: metadata.uid}}}]",
+        container="workingDir: /workspace",
+    )
+    text = "\n".join(made.remarks)
+    for word in ("--router-temperature", "--http-port", "--no-router-track-blocks", "variable MODEL", "workingDir"):
+        assert word in text
+    assert made.values["model"]["path"] == "$MODEL"
+
+
+@pytest.mark.parametrize(
+    ("frontend", "policy"),
+    [
+        ("--router-mode kv", "kv"),
+        ("--router-mode=kv --no-kv-events", "approximate"),
+        ("--no-kv-events --router-mode kv", "approximate"),
+        ("--router-mode least-loaded", "least-loaded"),
+        ("--router-mode round-robin", "round-robin"),
+    ],
+)
+def test_routing_mode_becomes_the_policy_that_it_is(frontend: str, policy: str) -> None:
+    made = scripted("python3 -m dynamo.trtllm --model-path /m", frontend=frontend)
+    assert made.values["router"]["options"] == {"policy": policy}
+    assert not [remark for remark in made.remarks if "Frontend" in remark]

@@ -89,6 +89,7 @@ def test_silence_of_the_replay_socket_is_a_loss_within_its_stated_time() -> None
     live(source, 4, sent[4])
 
     effects: list[PubEffect] = []
+    now_ms: float | None = None
     for _ in range(REPLAY_ATTEMPTS_MAX):
         now_ms = source.due_ms()
         assert now_ms is not None

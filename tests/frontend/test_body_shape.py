@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 
 from poolgrid.frontend import request_body
 from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.request_body import SHORT_BYTES, VALUES_PER_PART, check_shape, count_values
+from poolgrid.frontend.request_body import NUMBERS_PER_VALUE, SHORT_BYTES, VALUES_PER_PART, check_shape, count_values
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tokenization import TokenizationPool
 from tests.frontend.server import post_once
 
 LIMIT = FrontendSettings().max_body_values
+NUMBERS = LIMIT * NUMBERS_PER_VALUE
+CONTEXT = 1_048_576
+"""The longest context of published models."""
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text('",[]{}\\\n a', max_size=12),
@@ -26,13 +29,14 @@ values = st.recursive(
 )
 
 
-def walk(value: Any) -> tuple[int, int, int]:
-    """Return the commas, containers and members of a value as JSON."""
+def walk(value: Any) -> tuple[int, int, int, int]:
+    """Return the commas, texts, containers and members of a value as JSON."""
     if not isinstance(value, dict | list):
-        return 0, 0, 0
+        return 0, int(isinstance(value, str)), 0, 0
     inner = [walk(each) for each in (value.values() if isinstance(value, dict) else value)]
-    commas, containers, members = (sum(counts) for counts in zip(*inner, (0, 0, 0), strict=True))
-    return commas + max(0, len(value) - 1), containers + 1, members + (len(value) if isinstance(value, dict) else 0)
+    commas, texts, containers, members = (sum(counts) for counts in zip(*inner, (0, 0, 0, 0), strict=True))
+    own = len(value) if isinstance(value, dict) else 0
+    return commas + max(0, len(value) - 1), texts, containers + 1, members + own
 
 
 @given(values, st.booleans(), st.sampled_from([5, 40, request_body.PIECE_BYTES]))
@@ -65,7 +69,8 @@ MANY_LISTS = b"[" + b"[]," * (1 + LIMIT // VALUES_PER_PART) + b"[]]"
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", b'{"model":"tiny","prompt":[' + b"1," * (LIMIT + 1) + b"1]}"),
+        ("/v1/completions", b'{"model":"tiny","prompt":[' + b"1," * (NUMBERS + 1) + b"1]}"),
+        ("/v1/completions", b'{"model":"tiny","prompt":[' + b'"",' * (LIMIT + 1) + b'""]}'),
         ("/v1/completions", b'{"model":"tiny","prompt":"x","unknown":' + MANY_LISTS + b"}"),
         ("/v1/chat/completions", CHAT + b',"tools":' + MANY_LISTS.replace(b"[]", b"{}") + b"}"),
         ("/v1/chat/completions", CHAT + b',"chat_template_kwargs":{"x":' + MANY_LISTS + b"}}"),
@@ -77,7 +82,7 @@ MANY_LISTS = b"[" + b"[]," * (1 + LIMIT // VALUES_PER_PART) + b"[]]"
         ),
         ("/v1/responses", b'{"model":"tiny","input":' + MANY_LISTS + b"}"),
         ("/tokenize", b'{"model":"tiny","prompt":"x","x":' + MANY_LISTS + b"}"),
-        ("/detokenize", b'{"model":"tiny","tokens":[' + b"1," * (LIMIT + 1) + b"1]}"),
+        ("/detokenize", b'{"model":"tiny","tokens":[' + b"1," * (NUMBERS + 1) + b"1]}"),
     ],
 )
 def test_a_body_of_too_many_values_is_refused_wherever_it_comes(path: str, body: bytes) -> None:
@@ -98,13 +103,35 @@ def test_text_may_hold_as_many_commas_and_brackets_as_it_likes() -> None:
     assert answer.status_code == 200
 
 
+@pytest.mark.parametrize("prompts", [1, 2, 64])
+def test_token_ids_of_a_whole_context_are_taken_in_one_prompt_or_several(prompts: int) -> None:
+    """The model refuses them for their length, as it does their text."""
+    each = [40] * (CONTEXT // prompts)
+    for body in (
+        {"model": "tiny", "prompt": each if prompts == 1 else [each] * prompts, "max_tokens": 1},
+        {"model": "tiny", "prompt": "a " * CONTEXT, "max_tokens": 1},
+    ):
+        response = post("/v1/completions", json.dumps(body).encode())
+
+        fits = isinstance(body["prompt"], list) and prompts == 64
+        assert response.status_code == (200 if fits else 400), response.text
+        assert fits or response.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_token_ids_of_a_whole_context_become_text_again() -> None:
+    response = post("/detokenize", json.dumps({"model": "tiny", "tokens": [40] * CONTEXT}).encode())
+
+    assert response.status_code == 200
+    assert len(response.json()["prompt"]) == CONTEXT
+
+
 async def test_short_bodies_and_those_below_the_limit_are_not_looked_at_twice() -> None:
     pool = TokenizationPool(1, 1, 0)
     try:
         await check_shape(b"[" * SHORT_BYTES, 1, pool)
-        await check_shape(b"1," * SHORT_BYTES, SHORT_BYTES, pool)
+        await check_shape(b"1," * SHORT_BYTES, SHORT_BYTES // NUMBERS_PER_VALUE, pool)
         assert pool._executor._threads == set()
-        with pytest.raises(RequestError, match="more than 1000 values"):
+        with pytest.raises(RequestError, match="more than 1000 texts"):
             await check_shape(b"1," * SHORT_BYTES, 1000, pool)
     finally:
         pool.close()

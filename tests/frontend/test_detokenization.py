@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from lab.build_tiny import VOCAB_SIZE
 from poolgrid.frontend.detokenization import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer, byte_level_alphabet
-from poolgrid.frontend.sequence_output import StopStrings
+from poolgrid.frontend.stop_strings import StopStrings
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from tests.examples import examples
 from tests.frontend.fake_backend import TINY
@@ -116,6 +116,18 @@ def test_other_tokenizers_cut_anywhere_give_the_text_of_the_whole(build: object,
     cuts = data.draw(st.lists(st.integers(0, len(token_ids)), max_size=8))
 
     assert fed(WindowDetokenizer(tokenizer), token_ids, cuts) == tokenizer.decode(token_ids)
+
+
+CHARACTERS_OF_BYTES = "the end of a time 日é🦩 how are you 🦩🦩 today, Hello world 日"
+
+
+@pytest.mark.parametrize("stride", [1, 3, 16, 17, 100])
+def test_tokens_of_a_character_that_arrive_apart_make_it_however_many_arrive_together(stride: int) -> None:
+    tokenizer = sentencepiece_like()
+    token_ids = tokenizer.encode(CHARACTERS_OF_BYTES, add_special_tokens=False).ids
+    for shift in range(min(stride, len(token_ids))):
+        cuts = range(shift, len(token_ids), stride)
+        assert fed(WindowDetokenizer(tokenizer), token_ids, cuts) == CHARACTERS_OF_BYTES
 
 
 def test_a_continuation_keeps_the_space_that_begins_it() -> None:

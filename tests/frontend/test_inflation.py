@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import gzip
+import json
 import random
 import socket
 import struct
+import sys
 import threading
 import tracemalloc
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import pytest
@@ -24,6 +27,7 @@ from poolgrid.frontend.request_body import (
     STEP_INPUT_BYTES,
     STEP_OUTPUT_BYTES,
     STEPS_ON_LOOP,
+    ZSTD_WINDOW_LOG_MAX,
     BodyReader,
     ClientLeft,
     InflationLimits,
@@ -32,36 +36,96 @@ from poolgrid.frontend.request_body import (
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.process.clock import SystemClock
 from tests.frontend.fake_backend import FakeBackend
-from tests.frontend.server import application, served
+from tests.frontend.server import application, post_once, served
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 LIMITS = InflationLimits(output_bytes=8 * 2**20, members=100, ratio=100, time_ms=60_000)
 
 
-def whole(body: bytes, limits: InflationLimits = LIMITS) -> bytes:
-    return b"".join(inflate(body, limits))
+def bare_deflate(body: bytes) -> bytes:
+    compressor = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return compressor.compress(body) + compressor.flush()
+
+
+COMPRESS: Mapping[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "zstd": zstd.compress}
+"""Codings of which several members may follow each other."""
+
+ALONE = (("deflate", zlib.compress), ("deflate", bare_deflate))
+
+
+def whole(body: bytes, limits: InflationLimits = LIMITS, coding: str = "gzip") -> bytes:
+    return b"".join(inflate(body, limits, coding))
 
 
 def noise(size: int, seed: int = 1) -> bytes:
     return random.Random(seed).randbytes(size)
 
 
+@pytest.mark.parametrize("coding", COMPRESS)
 @given(parts=st.lists(st.binary(max_size=3 * STEP_INPUT_BYTES), min_size=1, max_size=5))
-def test_members_come_out_as_they_went_in(parts: list[bytes]) -> None:
-    assert whole(b"".join(gzip.compress(part, 1) for part in parts)) == b"".join(parts)
+def test_members_come_out_as_they_went_in(coding: str, parts: list[bytes]) -> None:
+    assert whole(b"".join(map(COMPRESS[coding], parts)), coding=coding) == b"".join(parts)
 
 
+@pytest.mark.parametrize(("coding", "compress"), ALONE, ids=["zlib", "bare"])
+@given(body=st.binary(max_size=3 * STEP_INPUT_BYTES))
+def test_deflated_text_comes_out_as_it_went_in_with_and_without_a_header(
+    coding: str, compress: Callable[[bytes], bytes], body: bytes
+) -> None:
+    assert whole(compress(body), coding=coding) == body
+
+
+@pytest.mark.parametrize(("coding", "compress"), [*COMPRESS.items(), *ALONE], ids=[*COMPRESS, "zlib", "bare"])
 @given(body=st.binary(max_size=200), cut=st.integers(min_value=1, max_value=30))
-def test_what_is_cut_off_or_no_gzip_at_all_is_refused_and_ends(body: bytes, cut: int) -> None:
-    for wrong in (gzip.compress(body)[:-cut], b"x" + body, gzip.compress(body) + b"x" * cut):
+def test_what_is_cut_off_or_of_no_such_coding_is_refused_and_ends(
+    coding: str, compress: Callable[[bytes], bytes], body: bytes, cut: int
+) -> None:
+    for wrong in (compress(body)[:-cut], b"\xff" + body, compress(body) + b"x" * cut):
         if wrong:
             with pytest.raises(RequestError) as caught:
-                whole(wrong)
+                whole(wrong, coding=coding)
             assert (caught.value.status, caught.value.code) == (400, "invalid_encoding")
 
 
-def test_a_step_is_short() -> None:
+def test_zstd_frame_with_a_window_of_more_than_8_mib_is_refused_before_memory_is_taken_for_it() -> None:
+    for window_log in (20, ZSTD_WINDOW_LOG_MAX, ZSTD_WINDOW_LOG_MAX + 1, 27):
+        # A frame by hand: no content size, this window, one last raw block of one byte.
+        frame = b"\x28\xb5\x2f\xfd\x00" + bytes([(window_log - 10) << 3]) + (1 | 1 << 3).to_bytes(3, "little") + b"x"
+        if window_log <= ZSTD_WINDOW_LOG_MAX:
+            assert whole(frame, coding="zstd") == b"x"
+        else:
+            with pytest.raises(RequestError, match="not valid zstd"):
+                whole(frame, coding="zstd")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize"])
+@pytest.mark.parametrize(("coding", "compress"), [*COMPRESS.items(), *ALONE], ids=[*COMPRESS, "zlib", "bare"])
+def test_body_of_every_coding_is_served_on_every_path(
+    path: str, coding: str, compress: Callable[[bytes], bytes]
+) -> None:
+    messages = [{"role": "user", "content": "hi " * 1000}]
+    body = {"model": "tiny", "messages": messages, "input": "hi", "max_tokens": 4}
+    headers = {"content-encoding": coding, "content-type": "application/json"}
+    response = post_once(None, path, content=compress(json.dumps(body).encode()), headers=headers)
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("coding", ["br", "compress", "gzip, zstd", "zstd;q=1"])
+def test_other_codings_are_refused_and_those_that_are_taken_are_named(coding: str) -> None:
+    response = post_once(None, "/v1/responses", content=b"x", headers={"content-encoding": coding})
+    assert response.status_code == 415
+    assert "gzip, deflate, zstd" in response.json()["error"]["message"]
+    assert response.headers["accept-encoding"] == "gzip, deflate, zstd"
+
+
+@pytest.mark.parametrize(("coding", "compress"), [*COMPRESS.items(), *ALONE], ids=[*COMPRESS, "zlib", "bare"])
+def test_a_step_is_short(coding: str, compress: Callable[[bytes], bytes]) -> None:
     body = noise(500_000) + bytes(900_000)
-    steps = list(inflate(gzip.compress(body, 1), LIMITS))
+    steps = list(inflate(compress(body), LIMITS, coding))
     assert max(map(len, steps)) <= STEP_OUTPUT_BYTES
     assert b"".join(steps) == body
 
@@ -69,14 +133,18 @@ def test_a_step_is_short() -> None:
 @pytest.mark.parametrize(
     ("body", "limits", "code", "setting"),
     [
-        (gzip.compress(b"") * 101, LIMITS, "inflation_refused", "gzip members"),
-        (gzip.compress(bytes(RATIO_FREE_BYTES + 1)), LIMITS, "inflation_refused", "times as long"),
-        (gzip.compress(noise(1001)), replace(LIMITS, output_bytes=1000), "body_too_large", "max_body_bytes"),
+        (b"", LIMITS, "inflation_refused", "members"),
+        (bytes(RATIO_FREE_BYTES + 1), LIMITS, "inflation_refused", "times as long"),
+        (noise(1001), replace(LIMITS, output_bytes=1000), "body_too_large", "max_body_bytes"),
     ],
 )
-def test_a_body_is_refused_beyond_each_limit(body: bytes, limits: InflationLimits, code: str, setting: str) -> None:
+@pytest.mark.parametrize("coding", COMPRESS)
+def test_a_body_is_refused_beyond_each_limit(
+    coding: str, body: bytes, limits: InflationLimits, code: str, setting: str
+) -> None:
+    compressed = COMPRESS[coding](body) * (101 if not body else 1)
     with pytest.raises(RequestError, match=setting) as caught:
-        whole(body, limits)
+        whole(compressed, limits, coding)
     assert (caught.value.status, caught.value.code) == (413, code)
 
 
@@ -115,9 +183,9 @@ async def test_nobody_works_for_a_client_that_has_left(path: str, monkeypatch: p
     amid, noticed = threading.Event(), threading.Event()
     steps = 0
 
-    def counted(body: bytes, limits: InflationLimits) -> Iterator[bytes]:
+    def counted(body: bytes, limits: InflationLimits, coding: str) -> Iterator[bytes]:
         nonlocal steps
-        for part in inflate(body, limits):
+        for part in inflate(body, limits, coding):
             steps += 1
             if steps == STEPS_ON_LOOP + 1:
                 amid.set()

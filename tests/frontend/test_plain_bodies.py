@@ -45,7 +45,7 @@ USUAL_FIELDS = st.fixed_dictionaries(
 def asked(job: PreparedRequest, names: list[str]) -> dict[str, Any]:
     prompts = tokenize(job)
     requests = [fields_of(request) for request in sequences_of(job, prompts, names)]
-    answer = encoder_of(job, prompts, names, 0)
+    answer = encoder_of(job, prompts, (), names, 0)
     return {
         "requests": requests,
         "counts": job.counts_in_chunks,

@@ -252,14 +252,14 @@ def test_a_later_turn_of_a_conversation_is_computed_for_its_new_text_only() -> N
 def test_the_cache_stays_within_its_bytes_and_forgets_the_oldest() -> None:
     tokenizer, _ = made("byte-level", awkward=False, fast=False)
     encoder = PromptEncoder(tokenizer, cache_bytes=40_000, fast=False)
-    for number in range(100):
-        text = f"<|start|>{number} {'filler ' * 60}<|end|>{number}{'more ' * 60}"
+    texts = [f"<|start|>{number} {'filler ' * 60}<|end|>{number}{'more ' * 60}" for number in range(100)]
+    for text in texts:
         assert encoder.encode(text, domain=EVERYBODY) == answer(tokenizer, text)
         assert encoder.cache_used_bytes <= 40_000
     encoded = encoder.encoded_tokens
-    encoder.encode(text, domain=EVERYBODY)
+    encoder.encode(texts[-1], domain=EVERYBODY)
     assert encoder.encoded_tokens == encoded, "the newest is there"
-    encoder.encode(f"<|start|>0 {'filler ' * 60}<|end|>0{'more ' * 60}", domain=EVERYBODY)
+    encoder.encode(texts[0], domain=EVERYBODY)
     assert encoder.encoded_tokens > encoded, "the oldest is gone"
 
 

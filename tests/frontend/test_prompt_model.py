@@ -87,6 +87,70 @@ def test_templates_by_name_are_told_apart(directory: Path) -> None:
     assert (model.template.render(USER), model.tool_template.render(USER)) == ("plain", "tools")
 
 
+def rendered(directory: Path) -> tuple[str | None, str | None]:
+    model = PromptModel.load(directory)
+    default, for_tools = (None if each is None else each.render(USER) for each in (model.template, model.tool_template))
+    return default, for_tools
+
+
+def write(directory: Path, name: str, value: str | dict[str, Any]) -> None:
+    file = directory / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(value if isinstance(value, str) else json.dumps(value))
+
+
+IN_PROCESSOR = ("processor_config.json", {"chat_template": "processor"})
+IN_CONFIG = ("tokenizer_config.json", {"chat_template": "config"})
+NAMED = ("tokenizer_config.json", {"chat_template": [
+    {"name": "default", "template": "named"},
+    {"name": "tool_use", "template": "named tools"},
+    {"name": "rag", "template": "{% unknown %}"},
+]})  # fmt: skip
+IN_JSON = ("chat_template.json", {"chat_template": "json"})
+IN_JINJA = ("chat_template.jinja", "jinja")
+FOR_TOOLS = ("additional_chat_templates/tool_use.jinja", "tools")
+OTHERS = ("additional_chat_templates/rag.jinja", "{% unknown %}")
+
+
+@pytest.mark.parametrize(
+    ("files", "right"),
+    [
+        ((), (None, None)),
+        ((IN_PROCESSOR,), ("processor", None)),
+        ((IN_PROCESSOR, IN_CONFIG), ("config", None)),
+        ((NAMED,), ("named", "named tools")),
+        ((IN_JSON,), ("json", None)),
+        ((IN_JSON, IN_CONFIG, IN_PROCESSOR), ("json", None)),
+        ((IN_JSON, NAMED), ("json", None)),
+        ((IN_JINJA, IN_JSON, NAMED), ("jinja", None)),
+        ((IN_JINJA, FOR_TOOLS, OTHERS), ("jinja", "tools")),
+        ((IN_JSON, FOR_TOOLS), ("json", "tools")),
+        ((IN_CONFIG, FOR_TOOLS), ("config", "tools")),
+        ((NAMED, FOR_TOOLS), ("named", "tools")),
+        ((FOR_TOOLS,), (None, "tools")),
+        ((OTHERS, IN_JINJA), ("jinja", None)),
+    ],
+)
+def test_chat_templates_are_found_wherever_transformers_finds_them(
+    directory: Path, files: tuple[tuple[str, str | dict[str, Any]], ...], right: tuple[str | None, str | None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    write(directory, "tokenizer_config.json", {"eos_token": "<|im_end|>"})
+    for name, value in files:
+        write(directory, name, value)
+
+    assert rendered(directory) == right
+    assert ("no chat template" in caplog.text) == (right[0] is None)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json", "qwen.tiktoken", "vocab.json"])
+def test_tokenizer_that_is_not_read_is_named(directory: Path, name: str) -> None:
+    (directory / "tokenizer.json").unlink()
+    (directory / name).write_text("")
+    with pytest.raises(ModelDirectoryError, match=f"has no tokenizer.json; .*{re.escape(name[-9:])} is not read"):
+        PromptModel.load(directory)
+
+
 def test_special_tokens_may_be_objects_and_limits_may_be_nested(directory: Path) -> None:
     change(directory, "tokenizer_config.json", eos_token={"content": "<|endoftext|>", "special": True})
     config = {"text_config": {"vocab_size": 5000, "max_position_embeddings": 77, "eos_token_id": 9}}
@@ -114,6 +178,11 @@ def test_truncation_and_padding_of_training_are_switched_off(directory: Path) ->
         (lambda d: (d / "config.json").write_text("[]"), "config.json"),
         (lambda d: (d / "config.json").write_text("[" * 50_000), "config.json"),
         (lambda d: (d / "chat_template.jinja").write_bytes(b"\xff"), "chat_template.jinja"),
+        (lambda d: write(d, "chat_template.json", {"chat_template": "{% if %}"}), "chat_template.json"),
+        (lambda d: write(d, "chat_template.json", "[]"), "chat_template.json"),
+        (lambda d: write(d, "additional_chat_templates/tool_use.jinja", "{% if %}"), "tool_use.jinja"),
+        (lambda d: write(d, "chat_template.json", "{"), "chat_template.json"),
+        (lambda d: change(d, "tokenizer_config.json", chat_template=[{"name": "x", "template": 5}]), "chat_template"),
         (lambda d: change(d, "config.json", vocab_size="many"), "vocab_size"),
         (lambda d: change(d, "config.json", max_position_embeddings=0), "max_position_embeddings"),
         (lambda d: change(d, "tokenizer_config.json", chat_template="{% if %}"), "tokenizer_config.json"),

@@ -78,7 +78,8 @@ def a_life(blocks: int) -> dict[str, int]:
 
     def store_a_path() -> None:
         worker = randomness.choice(workers)
-        parent = system_prompt[-1]
+        chain = system_prompt
+        parent = chain[-1]
         for _ in range(PATH_BLOCKS // BLOCKS_PER_CALL):
             chain = [randomness.getrandbits(64) for _ in range(BLOCKS_PER_CALL)]
             tier = randomness.choice([Tier.DEVICE, Tier.DEVICE, Tier.HOST, Tier.DISK])

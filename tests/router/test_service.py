@@ -22,6 +22,7 @@ from poolgrid.process.clock import SystemClock
 from poolgrid.process.settings import with_constants
 from poolgrid.router import fleet_links
 from poolgrid.router.bootstrap import vocabulary_check
+from poolgrid.router.choosing import LONG_PROMPT_BYTES
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import Candidates, Choice, Policy, RoutingRequest
 from poolgrid.router.core.prefix_index import PrefixIndex
@@ -37,7 +38,7 @@ from poolgrid.serving.links import LINKS_MAX, WorkerLink
 from poolgrid.serving.request_tracker import CHANGES_PER_TURN, LOST_TOGETHER_TURNS
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire import codec
-from poolgrid.wire.card import WorkerCard, WorkerLimits
+from poolgrid.wire.card import MediaSpec, WorkerCard, WorkerLimits
 from poolgrid.wire.events import (
     AnyEvent,
     JournalRecord,
@@ -50,6 +51,7 @@ from poolgrid.wire.events import (
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Role, StreamState, WorkerId, WorkerKey
 from poolgrid.wire.ingest import LoadingWorker
+from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
 from poolgrid.wire.requests import (
     FinishReason,
     Generate,
@@ -559,6 +561,33 @@ async def test_a_request_that_was_on_two_lost_workers_before_its_first_token_tak
         assert all(names.get(each, "third") in said for each in router.sent)
 
 
+async def test_refusal_of_an_encode_worker_reaches_the_client_the_log_and_the_decision(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    image = MediaItem(MediaKind.IMAGE, b"pixels", "image/png", digest_media(b"pixels"), 4, 4)
+    request = like(REQUEST, multimodal=MultimodalInput("look", (image,)))
+    cause = "medium 0 (image/png) needs Pillow, which is not installed here"
+    wanting = "the request has images without embeddings"
+    media = MediaSpec(kinds=("image",), placeholder="<image>")
+    async with routed() as router:
+        for key, endpoint, role in ((OLD, BEFORE, Role.ENCODE), (NEW, AFTER, Role.AGGREGATED)):
+            router.feed.tell((key, WorkerJoined(msgspec.structs.replace(card(endpoint), role=role, media=media))))
+            router.bring_up(endpoint)
+        stream = await router.service.submit(request)
+        assert router.sent == [BEFORE]
+        for number, (endpoint, why) in enumerate(((BEFORE, cause), (AFTER, wanting))):
+            leg = f"r~{number}" if number else "r"
+            refusal = TokenDelta(leg, 0, b"", FinishReason.ERROR, error=why, refusal=RefusalKind.CANNOT_DO)
+            router.say(endpoint, refusal)
+
+        [last] = await stream.next()
+        assert last.unsupported
+        assert last.error == f"{wanting}; its media were not encoded: old: {cause}"
+        assert f"worker old did not encode its media: '{cause}'" in caplog.text
+        attempts = [each.explanation() for each in router.service.tracker.decisions.of_request("r")]
+        assert [(each.worker, each.failure) for each in attempts] == [("old", cause), ("new", wanting)]
+
+
 async def test_a_request_outlives_workers_that_leave_refuse_or_are_lost_once_it_has_a_token() -> None:
     async with routed() as router:
         service = router.service
@@ -887,6 +916,69 @@ async def test_stopping_ends_streams_and_refuses_those_that_wait_and_sends_nothi
             assert (last.finish_reason, last.error) == ("error", "the router is shutting down")
         assert len(router.sent) == 16, "whoever waited is not sent to a worker at the end"
         assert service.counts() == (0, 0)
+
+
+def long_request(request_id: str, first_token: int = 0) -> InferenceRequest:
+    """A request whose prompt is hashed in several turns of the loop, if none before it began with ``first_token``."""
+    return like(REQUEST, request_id=request_id, token_ids=pack_tokens(range(first_token, first_token + LONG_TOKENS)))
+
+
+LONG_TOKENS = LONG_PROMPT_BYTES
+
+
+def roomy_card(endpoint: str) -> WorkerCard:
+    """The card of a worker that takes many of them."""
+    return WorkerCard("m", Role.AGGREGATED, 16, WorkerLimits(64, 1024, LONG_TOKENS, 2 * LONG_TOKENS), endpoint)
+
+
+async def test_client_that_leaves_at_any_turn_while_its_prompt_is_hashed_is_cancelled_and_leaves_nothing() -> None:
+    async with routed(make_policy("round-robin")) as router:
+        service = router.service
+        router.feed.tell((OLD, WorkerJoined(roomy_card(BEFORE))))
+        router.bring_up(BEFORE)
+        turn = 0
+        while True:
+            turn += 1
+            leaving = asyncio.ensure_future(service.submit(long_request("leaves", turn * LONG_TOKENS)))
+            for _ in range(turn):
+                await asyncio.sleep(0)
+            if leaving.done():
+                break
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            assert service.counts() == (0, 0)
+
+        assert turn > 2, "the prompt is hashed in one go: it has to be longer"
+        assert router.sent == [BEFORE]
+
+
+async def test_router_that_stops_while_a_prompt_is_hashed_refuses_it() -> None:
+    async with routed(make_policy("round-robin")) as router:
+        router.feed.tell((OLD, WorkerJoined(roomy_card(BEFORE))))
+        router.bring_up(BEFORE)
+        hashed = asyncio.ensure_future(router.service.submit(long_request("r")))
+        await asyncio.sleep(0)
+
+        router.service.end_requests()
+
+        with pytest.raises(Refused, match="shutting down") as refused:
+            await hashed
+        assert refused.value.status == 503
+        assert router.sent == []
+
+
+async def test_of_two_long_prompts_with_one_id_that_are_hashed_at_once_one_is_refused() -> None:
+    async with routed(make_policy("round-robin")) as router:
+        router.feed.tell((OLD, WorkerJoined(roomy_card(BEFORE))))
+        router.bring_up(BEFORE)
+        submitted = [router.service.submit(long_request("r", first)) for first in (0, LONG_TOKENS)]
+
+        results = await asyncio.gather(*submitted, return_exceptions=True)
+
+        assert router.sent == [BEFORE]
+        [refused] = [result for result in results if isinstance(result, Refused)]
+        assert refused.code == "duplicate_request"
 
 
 async def test_housekeeping_that_fails_is_logged_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,7 @@ def test_it_is_a_dict_through_growth_and_churn(depth: int) -> None:
     randomness = random.Random(depth)
     sharded: ShardedMap[int] = ShardedMap(shard_entries=16, depth=depth)
     model: dict[int, int] = {}
+    key = 0
     for step in range(20_000):
         known = randomness.randrange(3)
         if model and (known == 0 or (step > 10_000 and known == 1)):

@@ -233,6 +233,7 @@ def test_sessions_of_people_hold_no_place_between_their_turns() -> None:
 
 def test_requests_that_nothing_follows_hold_no_place_once_they_are_over() -> None:
     places = one_worker()
+    now_ms = 0.0
     for number in range(40):
         now_ms = number * 2 * LEASE_START_MS
         assert offer(places, turn(f"{number}", 900), now_ms).admitted

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from poolgrid.inference import InferenceRequest
-from poolgrid.serving.legs import AvoidWorker, RecordFailure, ReleaseLeg
+from poolgrid.serving.legs import AvoidWorker, EndRequest, LegEvent, RecordFailure, ReleaseLeg
 from poolgrid.serving.prompt_paths import TenantPaths, media_hashes, media_kinds, prompt_path
 from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.serving.token_delivery import TokenDelivery
@@ -96,3 +98,79 @@ def test_the_path_covers_media_of_known_length_and_ends_before_others() -> None:
     assert prompt_path(_request(IMAGE, unknown), 4, TenantPaths()) == known[:2]
     assert media_hashes(_request(IMAGE)) == (media_hash_u64(IMAGE.media_hash),)
     assert media_kinds(_request(TENSOR, IMAGE)) == ("embeddings", "image")
+
+
+CAUSE = "medium 0 (image/png) needs Pillow, which is not installed here"
+WANTING = "the request has images without embeddings"
+
+
+def _refused(machine: RequestMachine, stage: Stage, error: str, refusal: RefusalKind) -> None:
+    leg = _begin(machine, stage)
+    machine.on_delta(TokenDelta(leg.request_id, 0, b"", FinishReason.ERROR, error=error, refusal=refusal))
+
+
+def _last_error(machine: RequestMachine) -> str:
+    """Return what the client gets when no worker is left."""
+    effects = machine.end(LegEvent.NOWHERE, "no worker is left")
+    [end] = [effect for effect in effects if isinstance(effect, EndRequest)]
+    return end.last.error or ""
+
+
+@pytest.mark.parametrize("encode", [RefusalKind.CANNOT_DO, RefusalKind.BROKEN, RefusalKind.DRAINING])
+@pytest.mark.parametrize("prompt", [RefusalKind.CANNOT_DO, RefusalKind.BROKEN])
+@pytest.mark.parametrize("stage", [Stage.PREFILL, Stage.WHOLE])
+def test_client_gets_the_reason_of_the_encode_worker_with_that_of_the_worker_that_lacked_its_embeddings(
+    encode: RefusalKind, prompt: RefusalKind, stage: Stage
+) -> None:
+    machine = _machine(IMAGE)
+    _refused(machine, Stage.ENCODE, CAUSE, encode)
+    machine.plan.encodes_itself = True  # as routers do once there is none to encode
+    _refused(machine, stage, WANTING, prompt)
+
+    error = _last_error(machine)
+    assert f"w: {CAUSE}" in error
+    assert (WANTING in error) is (prompt is RefusalKind.CANNOT_DO)
+
+
+def test_client_gets_the_reason_why_embeddings_did_not_arrive() -> None:
+    machine = _machine(IMAGE)
+    _begin(machine, Stage.ENCODE)
+    machine.on_delta(TokenDelta("r", 0, b"", FinishReason.ENCODED, disaggregated_params=b"embeddings"))
+    _refused(machine, Stage.PREFILL, "fetching the embeddings took 5 s", RefusalKind.BROKEN)
+    _refused(machine, Stage.PREFILL, WANTING, RefusalKind.CANNOT_DO)
+
+    error = _last_error(machine)
+    assert WANTING in error
+    assert "fetching the embeddings took 5 s" in error
+
+
+def test_client_gets_the_reason_with_a_refusal_that_ends_the_request() -> None:
+    machine = _machine(IMAGE)
+    _refused(machine, Stage.ENCODE, CAUSE, RefusalKind.BROKEN)
+    machine.plan.encodes_itself = True
+    leg = _begin(machine, Stage.PREFILL)
+    refusal = TokenDelta(leg.request_id, 0, b"", FinishReason.ERROR, error=WANTING, refusal=RefusalKind.INVALID)
+    effects = machine.on_delta(refusal)
+
+    [end] = [effect for effect in effects if isinstance(effect, EndRequest)]
+    assert end.last.error == f"{WANTING}; its media were not encoded: w: {CAUSE}"
+
+
+def test_client_gets_the_loss_of_the_encode_worker() -> None:
+    machine = _machine(IMAGE)
+    leg = _begin(machine, Stage.ENCODE)
+    machine.on_lost(leg.request_id, LegEvent.LOST, "its connection broke")
+    machine.plan.encodes_itself = True
+    _refused(machine, Stage.PREFILL, WANTING, RefusalKind.CANNOT_DO)
+
+    assert "its connection broke" in _last_error(machine)
+
+
+def test_refusal_of_a_request_whose_media_were_encoded_names_nothing_else() -> None:
+    machine = _machine(IMAGE)
+    _begin(machine, Stage.ENCODE)
+    machine.on_delta(TokenDelta("r", 0, b"", FinishReason.ENCODED, disaggregated_params=b"embeddings"))
+    prefill = _begin(machine, Stage.PREFILL)
+    machine.on_delta(TokenDelta(prefill.request_id, 0, pack_tokens([9])))
+
+    assert _last_error(machine) == "no worker is left"

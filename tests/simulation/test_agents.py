@@ -91,11 +91,13 @@ def test_a_call_comes_a_pause_after_the_one_before_and_after_its_subagents() -> 
     arrivals = AgentArrivals(type(plan)((forking,), 1, (0.0,)), BLOCK)
     at = next(place for place, call in enumerate(forking.calls) if call.children)
     now_ms = 0.0
+    finished = []
     for _ in range(at + 1):
         request = arrivals.pop()
         now_ms = request.arrival_ms + 10.0
         arrivals.finished(request.request_id, now_ms)
-    parent = request
+        finished.append(request)
+    parent = finished[-1]
 
     children = [arrivals.pop() for _ in forking.calls[at].children]
     assert {child.path[: len(parent.path)] == parent.path for child in children} == {True}

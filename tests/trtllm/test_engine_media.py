@@ -16,7 +16,7 @@ from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
 from poolgrid.wire.requests import Generate, RefusalKind
-from poolgrid.workers.core.refusal import RefusedError
+from poolgrid.workers.core.refusal import RefusedError, UnableError
 from poolgrid.workers.engines.trtllm.media import load_media
 from tests.trtllm.engines import MODES, expected, make_request, running_engine
 from tests.trtllm.test_engine_legs import decode_leg, prefilled
@@ -215,3 +215,10 @@ async def test_embeddings_that_cannot_be_taken_are_not_the_requests_fault(
         assert again.finish_reason == "length"
     warned = sum("encode worker on another machine" in record.message for record in caplog.records)
     assert warned == (cause == "another machine")
+
+
+def test_package_that_a_medium_needs_is_named_as_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = with_media(text_request(), item(picture()))
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(UnableError, match=r"medium 0 \(image/png\) needs Pillow, which is not installed here"):
+        load_media(request, False)

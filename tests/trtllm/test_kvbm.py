@@ -211,6 +211,7 @@ def configuration() -> Iterator[Any]:
     before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "kvbm"}
     sys.modules["kvbm"] = ModuleType("kvbm")
     try:
+        module = ModuleType("none of them")
         for name, file in (("kvbm.utils", "utils.py"), ("kvbm.config", "trtllm_integration/consolidator_config.py")):
             spec = importlib.util.spec_from_file_location(name, folder / file)
             assert spec is not None

@@ -154,6 +154,7 @@ async def test_two_pictures_in_a_block_and_one_twice_are_told_apart(model: Path)
     with tensorrt_llm_of("1.3"):
         async with running_engine(override_engine_args="", **seeing(model)) as engine:
             path: list[int] = []
+            shared: set[int] = set()
             for name, colours in (("a", ("red", "blue", "red")), ("b", ("red", "red", "blue"))):
                 request = client.request(name, text, [picture(colour) for colour in colours])
                 shared = set(path) & set(client.path(request))

@@ -42,8 +42,24 @@ SSH_SECRET = "ranks"
 
 BESIDE = {"dynamo.vllm": "vLLM", "dynamo.sglang": "SGLang"}
 
-ROUTING = {"kv": "kv", "round-robin": "round-robin", "random": "random"}
+FRONTEND = "dynamo.frontend"
+
+WITHOUT_EVENTS = "kv --no-kv-events"
+
+ROUTING = {
+    "kv": "kv",
+    WITHOUT_EVENTS: "approximate",
+    "round-robin": "round-robin",
+    "random": "random",
+    "least-loaded": "least-loaded",
+}
 """DYN_ROUTER_MODE, and our policy."""
+
+CONTAINER_KEYS = frozenset({"name", "image", "imagePullPolicy", "command", "args", "env", "envFrom", "resources"})
+"""Fields of a container that are read, or that the chart sets by itself."""
+
+REMARK_CHARS_MAX = 100
+"""Longest command of a script that a remark quotes."""
 
 OWN_OPTIONS = frozenset({"model-path", "served-model-name", "disaggregation-mode"})
 """Options that the chart gives by itself, from other values."""
@@ -74,18 +90,64 @@ class _Component:
     container: dict[str, Any]
 
     def words(self) -> list[str]:
-        """Return its command line; what a shell would be given is split as a shell does."""
+        """Return its command line with its variables filled in; of a script, the command that runs a known program."""
+        return self._command()[0]
+
+    def other_commands(self) -> list[str]:
+        """Return the other commands of a script."""
+        return self._command()[1]
+
+    def _command(self) -> tuple[list[str], list[str]]:
         words = [str(each) for each in (*_list(self.container.get("command")), *_list(self.container.get("args")))]
+        variables = self.environment()
         if words[:1] and words[0].rpartition("/")[2] in ("sh", "bash") and "-c" in words:
-            try:
-                return shlex.split(words[-1])
-            except ValueError:
-                return words
-        return words
+            commands = _commands(words[-1])
+            main = next((each for each in commands if any(word.startswith("dynamo.") for word in each)), None)
+            if main is not None:
+                others = [shlex.join(each) for each in commands if each is not main]
+                return [_filled(word, variables) for word in main], others
+        return [_filled(word, variables) for word in words], []
 
     def environment(self) -> dict[str, str]:
-        given = [*_list(self.raw.get("envs")), *_list(self.container.get("env"))]
-        return {str(each["name"]): str(each["value"]) for each in given if isinstance(each, dict) and "value" in each}
+        return {str(each["name"]): str(each["value"]) for each in self._variables() if "value" in each}
+
+    def unknown_variables(self) -> list[str]:
+        """Return the names of variables whose values are not in the manifest: fields of the pod, secrets."""
+        return [str(each.get("name")) for each in self._variables() if "value" not in each]
+
+    def _variables(self) -> list[dict[str, Any]]:
+        given = (*_list(self.raw.get("envs")), *_list(self.container.get("env")))
+        return [each for each in given if isinstance(each, dict) and "name" in each]
+
+
+def _commands(script: str) -> list[list[str]]:
+    """Return the commands of a shell script as words; one that cannot be read is one word."""
+    commands: list[list[str]] = []
+    for line in re.sub(r"\\\r?\n", " ", script).splitlines():
+        try:
+            lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
+            lexer.whitespace_split = True
+            words = list(lexer)
+        except ValueError:
+            commands.append([line.strip()])
+            continue
+        command: list[str] = []
+        for word in words:
+            if word and set(word) <= set(";&|"):
+                commands.append(command)
+                command = []
+            else:
+                command.append(word)
+        commands.append(command)
+    return [command for command in commands if command]
+
+
+_VARIABLE = re.compile(r"\$(?:\{(?P<braced>\w+)\}|\((?P<kubernetes>\w+)\)|(?P<bare>\w+))")
+
+
+def _filled(word: str, variables: Mapping[str, str]) -> str:
+    """Return a word with those variables filled in that are known."""
+    return _VARIABLE.sub(lambda found: variables.get(found[found.lastgroup or ""], found[0]), word)
 
 
 def is_graph_deployment(text: str) -> bool:
@@ -161,8 +223,11 @@ def _components(spec: dict[str, Any]) -> Iterator[_Component]:
     for name, service in _dict(spec.get("services")).items():
         raw = _dict(service)
         container = _dict(_dict(raw.get("extraPodSpec")).get("mainContainer"))
-        kind = str(raw.get("componentType", ""))
-        yield _Component(str(name), "frontend" if kind == "main" else kind, raw, container)
+        component = _Component(str(name), str(raw.get("componentType", "")), raw, container)
+        if component.kind == "main":  # of any program
+            runs_engine = not {*ENGINES, *BESIDE}.isdisjoint(component.words())
+            component.kind = "worker" if runs_engine else "frontend"
+        yield component
     for raw in map(_dict, _list(spec.get("components"))):
         containers = [_dict(each) for each in _list(_pod(raw).get("containers"))]
         main = next((each for each in containers if each.get("name") == "main"), containers[0] if containers else {})
@@ -179,15 +244,34 @@ def _frontend(component: _Component, made: Conversion) -> None:
     environment = component.environment()
     mode = environment.pop("DYN_ROUTER_MODE", None)
     words = component.words()
-    if mode is None and "--router-mode" in words[:-1]:
-        mode = words[words.index("--router-mode") + 1]
+    options, unread = _options(words[words.index(FRONTEND) + 1 :] if FRONTEND in words else [])
+    mode = options.pop("router-mode", mode)
+    if mode == "kv" and options.pop("kv-events", None) is False:
+        mode = WITHOUT_EVENTS
     if mode is not None and mode in ROUTING:
         router["options"] = {"policy": ROUTING[mode]}
     elif mode is not None:
         made.remarks.append(f"{component.name}: routing mode {mode} has no policy of ours; the default kv stays")
     for name in sorted(environment):
         made.remarks.append(f"{component.name}: the variable {name} is not carried over")
+    for key in sorted(options):
+        word = f"--no-{key}" if options[key] is False else f"--{key}"
+        made.remarks.append(f"{component.name}: {word} is not carried over: docs/migration.md names ours")
+    _remark_rest(component, unread, made)
     made.values["router"] = router
+
+
+def _remark_rest(component: _Component, unread: list[str], made: Conversion) -> None:
+    """Remark what is in any component's command and container and has no place in the chart."""
+    name = component.name
+    for word in unread:
+        made.remarks.append(f"{name}: {word!r} in its arguments is not carried over")
+    for command in component.other_commands():
+        made.remarks.append(f"{name}: the command {command[:REMARK_CHARS_MAX]!r} of its script is not carried over")
+    for variable in component.unknown_variables():
+        made.remarks.append(f"{name}: the variable {variable}, whose value is not in the file, is not carried over")
+    for key in sorted(set(component.container) - CONTAINER_KEYS):
+        made.remarks.append(f"{name}: {key} of its container is not carried over")
 
 
 def _worker(
@@ -223,8 +307,7 @@ def _worker(
         group["engineArgs"] = engine_args
     for key in sorted(set(options) - set(kept) - OWN_OPTIONS):
         made.remarks.append(f"{name}: --{key} is no option of a worker with the engine {engine}")
-    for word in unread:
-        made.remarks.append(f"{name}: {word!r} in its arguments is not carried over")
+    _remark_rest(component, unread, made)
     _resources(component, group)
     _further(component, group, made)
     return group

@@ -30,7 +30,7 @@ from poolgrid.frontend.access.gate import PAGE_FOLDER, AccessGate, GateKeys, cal
 from poolgrid.frontend.access.key_file import KeyDocument
 from poolgrid.frontend.access.meter import LIMIT_HEADERS, limit_headers
 from poolgrid.frontend.access.tenants import CacheDomains, Caller, Tenants, WatchedKeyFile
-from poolgrid.frontend.errors import RequestError, dialect_of, invalid, quoted, refused, without_others
+from poolgrid.frontend.errors import ANTHROPIC, RequestError, dialect_of, invalid, quoted, refused, without_others
 from poolgrid.frontend.guide_check import GuideCheck
 from poolgrid.frontend.inference_endpoint import InferenceEndpoint, Prepare, counted_tokens
 from poolgrid.frontend.media.loader import MediaLoader, MediaMetrics
@@ -167,7 +167,7 @@ class Application(FastAPI):
                     caller = caller_of(scope)
                     if caller is not None:
                         headers += limit_headers(caller.standing(self._clock.monotonic_ms()))
-                    headers += dialect_of(scope["path"]).headers(request_id)
+                    headers += dialect_of(scope["path"], scope["headers"]).headers(request_id)
                 message = {**message, "headers": headers}
             elif bodiless and message["type"] == "http.response.body":
                 message = {**message, "body": b""}
@@ -394,10 +394,6 @@ def _gate_keys(
     return GateKeys(watched, metrics, clock, settings.metrics_need_key or settings.isolate_tenants, request_ids)
 
 
-ANTHROPIC_VERSION = "anthropic-version"
-"""The header that every client of Anthropic's API sends."""
-
-
 def _add_models(app: FastAPI, backend: InferenceBackend, preparation: Preparation) -> None:
     @app.get("/v1/models", tags=["models"])
     async def list_models(request: Request) -> dict[str, Any]:
@@ -410,7 +406,7 @@ def _add_models(app: FastAPI, backend: InferenceBackend, preparation: Preparatio
         caller = caller_of(request.scope)
         if caller is not None:
             data = [card for card in data if caller.may_use(card["id"])]
-        if ANTHROPIC_VERSION not in request.headers:
+        if not _is_anthropic(request):
             return {"object": "list", "data": data}
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
         cards = [_anthropic_card(card) for card in data]
@@ -426,13 +422,19 @@ def _add_models(app: FastAPI, backend: InferenceBackend, preparation: Preparatio
         if found is None:
             raise model_not_found(model_id, [served.name for served in backend.models()])
         card = {**_model_card(*found), "id": model_id}
-        return _anthropic_card(card) if ANTHROPIC_VERSION in request.headers else card
+        return _anthropic_card(card) if _is_anthropic(request) else card
+
+
+def _is_anthropic(request: Request) -> bool:
+    return dialect_of(request.url.path, request.scope["headers"]) is ANTHROPIC
 
 
 def _anthropic_card(card: dict[str, Any]) -> dict[str, Any]:
     """Return a card with the fields that Anthropic's clients read in addition."""
     created_at = datetime.fromtimestamp(card["created"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return {**card, "type": "model", "display_name": card["id"], "created_at": created_at}
+    tokens = card["max_model_len"]  # prompt and answer share them
+    own = {"type": "model", "display_name": card["id"], "created_at": created_at}
+    return {**card, **own, "max_input_tokens": tokens, "max_tokens": tokens}
 
 
 def _model_card(served: ServedModel, lora: str = "") -> dict[str, Any]:
@@ -590,6 +592,6 @@ def _add_error_shape(app: FastAPI, metrics: FrontendMetrics, isolate_tenants: bo
 
 def _answer(request: Request, error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
     """Return an answer that is an error, in the words of the API that the path belongs to."""
-    dialect = dialect_of(request.url.path)
+    dialect = dialect_of(request.url.path, request.scope["headers"])
     body = dialect.error_body(dialect.named(error), request.scope.get(NAME, ""))
     return Response(body, error.status, headers, media_type="application/json")

@@ -94,15 +94,27 @@ class WindowDetokenizer:
     def feed(self, token_ids: Sequence[int]) -> str:
         if not token_ids:
             return ""
-        self._window.extend(token_ids)
-        text = self._text(self._window)
-        unfinished = text.endswith(REPLACEMENT) or len(text) <= len(self._window_text)
-        if unfinished and len(self._window) - self._known < UNFINISHED_TOKENS_MAX:
-            return ""
-        return self._advance(text)
+        window = self._window
+        window.extend(token_ids)
+        text = self._text(window)
+        if self._is_finished(text):
+            return self._advance(text)
+        # Of several new tokens the first may be certain, though the last are a part of a character.
+        for unfinished in range(1, min(len(token_ids), UNFINISHED_TOKENS_MAX)):
+            certain = self._text(window[:-unfinished])
+            if self._is_finished(certain):
+                rest = window[-unfinished:]
+                del window[-unfinished:]
+                new = self._advance(certain)
+                window.extend(rest)
+                return new
+        return "" if len(window) - self._known < UNFINISHED_TOKENS_MAX else self._advance(text)
 
     def flush(self) -> str:
         return self._advance(self._text(self._window))
+
+    def _is_finished(self, text: str) -> bool:
+        return len(text) > len(self._window_text) and not text.endswith(REPLACEMENT)
 
     def _advance(self, text: str) -> str:
         new = text[len(self._window_text) :]

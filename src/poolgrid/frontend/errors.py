@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -278,8 +278,18 @@ ANTHROPIC: Final = ApiDialect(
 )
 
 
-def dialect_of(path: str) -> ApiDialect:
-    """Return the words of the API that a path belongs to."""
+ANTHROPIC_VERSION: Final = b"anthropic-version"
+"""Header of every request of Anthropic's clients."""
+
+_OPENAI_PATHS: Final = ("/v1/chat/", "/v1/completions", "/v1/embeddings", "/v1/images/", "/v1/videos")
+
+
+def dialect_of(path: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> ApiDialect:
+    """Return the words of the API that a path belongs to, and on a path of several that of the request's client."""
     if path.startswith("/v1/messages"):
         return ANTHROPIC
-    return RESPONSES if path.startswith("/v1/responses") else OPENAI
+    if path.startswith("/v1/responses"):
+        return RESPONSES
+    if not path.startswith(_OPENAI_PATHS) and any(name == ANTHROPIC_VERSION for name, _ in headers):
+        return ANTHROPIC
+    return OPENAI

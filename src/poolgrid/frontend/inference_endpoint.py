@@ -31,7 +31,7 @@ from poolgrid.frontend.errors import OPENAI, ApiDialect, RequestError, refused, 
 from poolgrid.frontend.guide_check import GuideCheck
 from poolgrid.frontend.media.loader import MediaLease, MediaLoader
 from poolgrid.frontend.metrics import FrontendMetrics, ModelSeries
-from poolgrid.frontend.parsed_answers import encoder_of
+from poolgrid.frontend.parsed_answers import encoder_of, stops_parser
 from poolgrid.frontend.prepared_request import PreparedRequest, Prompt
 from poolgrid.frontend.prompts import look_up, tokenize
 from poolgrid.frontend.request_body import (
@@ -55,13 +55,14 @@ from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.frontend.tools import HOSTED_TOOL
 from poolgrid.frontend.traffic import EndedRequest, TokenTotals, Traffic, tell_request
 from poolgrid.http.guard import SERVER_ENDS, guard_of
-from poolgrid.inference import HINT_HEADERS, NO_HINT, InferenceBackend, Refused, StreamDelta
+from poolgrid.inference import HINT_HEADERS, NO_HINT, InferenceBackend, InferenceRequest, Refused, StreamDelta
 from poolgrid.process.clock import Clock
 from poolgrid.process.log_lines import about
 from poolgrid.process.tasks import detached
 from poolgrid.process.tracing.record import TraceRecord
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.wire.hashing import TOKEN_BYTES
+from poolgrid.wire.trace_context import caller_context
 
 log: Final = logging.getLogger(__name__)
 
@@ -84,6 +85,9 @@ RECEIPT_HEADER: Final = b"x-poolgrid-receipt"
 
 TOOLS_LEFT_OUT: Final = b"x-poolgrid-tools-left-out"
 """Names the types of a request's tools that cannot run here, such as a vendor's web search."""
+
+NOT_APPLIED: Final = b"x-poolgrid-not-applied"
+"""Names a field that asks for no reasoning of a model that may reason without a switch for it."""
 
 LEFT_OUT_CHARS_MAX: Final = 256
 """Longest value of that header: types are text of the client's."""
@@ -200,6 +204,8 @@ class InferenceExchange:
     streaming = False
     _tools_left_out: Collection[str] = ()
     """Types of the client's tools that cannot run here."""
+    _not_applied = ""
+    """A field of the request without effect, which the answer names."""
     model = ""
     """What was asked for, once the body is read."""
     series: ModelSeries | None = None
@@ -336,6 +342,7 @@ class InferenceExchange:
         if job.tools.left_out:
             self._tools_left_out = job.tools.left_out
             endpoint.note_left_out(job.tools.left_out, str(self._wanted_id))
+        self._not_applied = job.not_applied
         if caller is not None:
             caller.check_model(job.body.model)
         endpoint._domains.claim(job, caller, self._scope["headers"])
@@ -370,10 +377,10 @@ class InferenceExchange:
         told = not TELLING_HEADERS.isdisjoint(self.headers)
         requests = sequences_of(job, prompts, request_ids, _hints_of(self.headers) if told else None)
         hint = session_hint(job, self.headers) if told or not job.is_plain or job.after_tool else NO_HINT
-        if hint is not NO_HINT or self.trace is not None:
+        if hint is not NO_HINT:
             for request in requests:
                 request.session = hint
-                request.trace = self.trace
+        self.join_trace(requests)
         if self._caller is not None:
             isl = sum(prompt.isl for prompt in prompts)
             self._caller.admit(requests, isl, self._clock.monotonic_ms())
@@ -387,6 +394,7 @@ class InferenceExchange:
                 collect=not self.streaming,
                 echo=prompts[index // per_prompt].text,
                 prompt_only=job.prompt_only,
+                parser=stops_parser(job, prompts[index // per_prompt]),
             )
             outputs.append(output)
             self._outputs.append(output)
@@ -396,17 +404,28 @@ class InferenceExchange:
                 await asyncio.sleep(0)
         for prompt in prompts:
             self._metrics.isl.observe(len(prompt.token_ids) // TOKEN_BYTES)
-        self._encoder = encoder = encoder_of(job, prompts, request_ids, self._clock.wall_ms() // 1000)
-        encoder.outputs = outputs
+        self._encoder = encoder = encoder_of(job, prompts, outputs, request_ids, self._clock.wall_ms() // 1000)
         if job.body.stream_options is not None and job.counts_in_chunks:
             encoder.count_in_chunks(partial(_counts_in_chunk, prompts, outputs, per_prompt))
         answer = _Answer(self, job, prompts, encoder, outputs)
         await (answer.stream() if self.streaming else answer.whole())
 
+    def join_trace(self, requests: Sequence[InferenceRequest]) -> None:
+        """Put requests into the trace that is kept of this one, else into its client's."""
+        if self.trace is not None:
+            for request in requests:
+                request.trace = self.trace
+        elif b"traceparent" in self.headers:
+            context = caller_context(self._scope["headers"])
+            for request in requests:
+                request.trace_context = context
+
     def response_headers(self) -> list[tuple[bytes, bytes]]:
         headers = self._endpoint._dialect.headers(self._wanted_id)
         if self._tools_left_out:
             headers.append((TOOLS_LEFT_OUT, _header_value(", ".join(self._tools_left_out)[:LEFT_OUT_CHARS_MAX])))
+        if self._not_applied:
+            headers.append((NOT_APPLIED, self._not_applied.encode()))
         if self._endpoint._isolates:
             return headers
         if len(self._outputs) == 1 and (stream := self._outputs[0].stream) is not None:
@@ -566,8 +585,9 @@ class _Answer:
     async def _events(self, pumps: _Pumps, head: StreamHead, keep_alive: KeepAlive) -> None:
         exchange, encoder = self._exchange, self._encoder
         unfinished = len(self._outputs)
+        parts: list[bytes] = []
         while unfinished:
-            parts: list[bytes] = []
+            parts = []
             failed: SequenceOutput | None = None
             for output in self._take(await pumps.next()):
                 finish_reason = output.finish_reason

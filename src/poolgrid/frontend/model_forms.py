@@ -23,6 +23,7 @@ from typing import Final
 from poolgrid.frontend.chat_template import TemplateFailure
 from poolgrid.frontend.parsers.formats import AUTO, OutputFormat, turn_beginning
 from poolgrid.frontend.prompt_model import PromptModel, PromptModels
+from poolgrid.frontend.reasoning_switch import NO_SWITCH, ReasoningSwitch, always_reasons, switch_of
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.template_probes import capabilities_of
 from poolgrid.inference import ServedModel
@@ -42,6 +43,10 @@ class ModelForm:
     model: PromptModel
     """The model with the template that is in force."""
     format: OutputFormat
+    switch: ReasoningSwitch = NO_SWITCH
+    tool_switch: ReasoningSwitch = NO_SWITCH
+    """Of the template for requests with tools."""
+    always_reasons: bool = False
     _shown: dict[frozenset[str], PromptModel] = field(default_factory=dict, repr=False)
 
     def showing(self, markers: frozenset[str]) -> PromptModel:
@@ -110,7 +115,10 @@ class ModelForms:
             log.error("the parsers of model %r that its workers were given are not used: %s", base.name, error)
             found = OutputFormat.choose(own_reasoning, own_tools, source, added)
         _log_parsers(base.name, found, source, own_reasoning == AUTO, own_tools == AUTO)
-        return ModelForm(base, chat, model, replace(found, turn_beginnings=_turn_beginnings(model)))
+        found = replace(found, turn_beginnings=_turn_beginnings(model))
+        switch = switch_of(model.template)
+        tool_switch = switch if model.tool_template is None else switch_of(model.tool_template)
+        return ModelForm(base, chat, model, found, switch, tool_switch, always_reasons(found))
 
 
 def _log_parsers(model: str, found: OutputFormat, source: str, any_reasoning: bool, any_tools: bool) -> None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final
 
 import msgspec
 
+from poolgrid.frontend.guided_answers import guided_answer
 from poolgrid.frontend.parsers.custom_calls import CustomCalls
 from poolgrid.frontend.parsers.pieces import AnswerPiece, OutputParser, PieceKind, taken_apart
 from poolgrid.frontend.prepared_request import AnswerStart, PreparedRequest, Prompt
@@ -51,12 +51,12 @@ def final_reason(finish_reason: str, calls: int) -> str:
 
 
 class ParsedChatEncoder(AnswerEncoder):
-    """Encodes chat answers piece by piece; ``new_parser`` is called once per choice."""
+    """Encodes chat answers piece by piece; ``new_parser`` is called once per choice, with its index."""
 
     def __init__(
         self,
         *,
-        new_parser: Callable[[], OutputParser],
+        new_parser: Callable[[int], OutputParser],
         call_ids: CallIds,
         custom: Collection[str] = (),
         **common: Any,
@@ -98,7 +98,7 @@ class ParsedChatEncoder(AnswerEncoder):
     def _reading(self, index: int) -> ChoiceReading:
         reading = self._readings.get(index)
         if reading is None:
-            reading = self._readings[index] = ChoiceReading(self._new_parser())
+            reading = self._readings[index] = ChoiceReading(self._new_parser(index))
         return reading
 
     def _delta(self, index: int, reading: ChoiceReading, piece: AnswerPiece) -> bytes:
@@ -136,6 +136,7 @@ class ParsedChatEncoder(AnswerEncoder):
         reading = self._reading(output.index)
         texts: dict[PieceKind, list[str]] = {PieceKind.CONTENT: [], PieceKind.REASONING: []}
         calls: list[dict[str, Any]] = []
+        form, field = _FUNCTION
         for kind, text in reading.read(message["content"], True):
             if kind is PieceKind.CALL:
                 identity = self._call_ids.of(output.index, len(calls), text)
@@ -157,9 +158,25 @@ class ParsedChatEncoder(AnswerEncoder):
 
 
 def encoder_of(
-    job: PreparedRequest, prompts: Sequence[Prompt], request_ids: Sequence[str], created_s: int
+    job: PreparedRequest,
+    prompts: Sequence[Prompt],
+    outputs: Sequence[SequenceOutput],
+    request_ids: Sequence[str],
+    created_s: int,
 ) -> AnswerEncoder:
     """Return what turns the output of a request into the bytes of its answer."""
+    encoder = _encoder_of(job, prompts, outputs, request_ids, created_s)
+    encoder.outputs = outputs
+    return encoder
+
+
+def _encoder_of(
+    job: PreparedRequest,
+    prompts: Sequence[Prompt],
+    outputs: Sequence[SequenceOutput],
+    request_ids: Sequence[str],
+    created_s: int,
+) -> AnswerEncoder:
     request_id = base_name(request_ids)
     options = job.body.stream_options
     include_usage = options is not None and options.include_usage
@@ -172,13 +189,17 @@ def encoder_of(
             model=job.output_model,
             include_usage=include_usage,
         )
+
+    def reader(index: int) -> OutputParser:
+        return outputs[index].pieces or _parser(job, prompts[0])
+
     call_ids = CallIds(request_id, "" if job.output_format is None else job.output_format.tools, job.earlier_calls)
     if job.form is not None:
-        parser = None if job.output_format is None else _parser(job, prompts[0])
+        parser = None if job.output_format is None else reader(0)
         isl = prompts[0].isl
         return job.form.encoder(AnswerStart(request_ids, created_s, isl, job.output_model, parser, call_ids, job.tools))
     return ParsedChatEncoder(
-        new_parser=partial(_parser, job, prompts[0]),
+        new_parser=reader,
         call_ids=call_ids,
         custom=job.tools.custom,
         request_id=request_id,
@@ -189,11 +210,18 @@ def encoder_of(
     )
 
 
+def stops_parser(job: PreparedRequest, prompt: Prompt) -> OutputParser | None:
+    """Return what finds the content of a choice for its stop strings; ``None`` where there are none, or no parser."""
+    return _parser(job, prompt) if job.stops and job.output_format is not None else None
+
+
 def _parser(job: PreparedRequest, prompt: Prompt) -> OutputParser:
     assert job.output_format is not None, "only asked for formats that need one"
     # The engine was told to write JSON, or the client's answer or calls: there is no room to reason.
     guided = "guided_json" in job.guide or ("structural_tag" in job.guide and job.tool_use is not None)
     parser = job.output_format.parser(job.tool_use, prompt.end, guided=guided, continued=job.continued)
     assert parser is not None, "active, so there is a parser"
+    if job.output_format.reasoning and job.tool_use is None:
+        parser = guided_answer(parser, job.guide)
     custom = job.tools.custom
     return CustomCalls(parser, custom, CUSTOM_ARGUMENT, custom_text) if custom else parser

@@ -20,6 +20,7 @@ from poolgrid.frontend.parsers.formats import ToolUse
 from poolgrid.frontend.prepared_request import AnswerForm, PreparedRequest
 from poolgrid.frontend.prompt_model import PromptModel, PromptModels
 from poolgrid.frontend.prompts import check_vocabulary, count_prompts
+from poolgrid.frontend.reasoning_switch import apply_switch
 from poolgrid.frontend.responses_api.conversation import Items, ResponsesBody
 from poolgrid.frontend.responses_api.conversation import chat_body as chat_of_responses
 from poolgrid.frontend.schema import (
@@ -92,7 +93,7 @@ class Preparation:
         """Check the body of a Messages request; raises ``RequestError``."""
         body = parse(_messages_decoder, raw)
         refuse(body)
-        job = self.chat_job(chat_of_messages(body))
+        job = self.chat_job(chat_of_messages(body), lenient=True)
         job.keep_ms = max(job.keep_ms, keep_ms_of_messages(body))
         job.form = AnswerForm(partial(MessagesEncoder, body, job.keep_ms))
         return job
@@ -101,10 +102,13 @@ class Preparation:
         """Check the body of a request to count the tokens of messages; raises ``RequestError``."""
         body = parse(_counted_decoder, raw)
         refuse(body)
-        return self.chat_job(chat_of_messages(body))
+        return self.chat_job(chat_of_messages(body), lenient=True)
 
-    def chat_job(self, body: ChatBody) -> PreparedRequest:
-        """Check a chat request that is parsed already; raises ``RequestError``."""
+    def chat_job(self, body: ChatBody, lenient: bool = False) -> PreparedRequest:
+        """Check a chat request that is parsed already; raises ``RequestError``.
+
+        ``lenient``: reasoning that cannot be switched off is left to the answer's headers to name.
+        """
         wanted: int | None = None
         if body.logprobs:
             wanted = body.top_logprobs or 0
@@ -126,6 +130,10 @@ class Preparation:
             own = beside_calls(own, param, use, form.format, template_source(form.model))
         job = self._job(body, chat=True, logprobs=wanted, prompts=1, use=use, guide=own, guide_param=param)
         job.tools = tools
+        if job.not_applied and not lenient and self._found(body.model)[2].always_reasons:
+            raise unsupported(
+                job.not_applied, f"{job.model.name} always reasons, its chat template has no switch for it"
+            )
         return job
 
     def completion(self, raw: bytes) -> PreparedRequest:
@@ -229,6 +237,11 @@ class Preparation:
         )
         if not is_plain:
             settle_aliases(body)
+            if type(body) is ChatBody:
+                with_tools = bool(body.tools) and body.tool_choice != "none"
+                job.not_applied = apply_switch(body, form.tool_switch if with_tools else form.switch)
+                if not form.format.reasoning:
+                    job.not_applied = ""  # as far as is known it does not reason
             if body.stop_token_ids:
                 check_vocabulary(body.stop_token_ids, model.vocab_size, "stop_token_ids")
             if body.logit_bias:

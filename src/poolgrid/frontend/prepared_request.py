@@ -116,6 +116,8 @@ class PreparedRequest(msgspec.Struct, eq=False):
     tool_use: ToolUse | None = None
     tools: Tools = NO_TOOLS
     """The tools that the client declared."""
+    not_applied: str = ""
+    """The field that asks for no reasoning, where the model has no switch for it."""
     retention: KvRetention | None = None
     """How long its blocks stay cached, where the client says so."""
     keep_ms: int = 0

@@ -1,9 +1,15 @@
 """What the front end knows of a model: tokenizer, chat template, limits. Read from a Hugging Face style directory.
 
-``tokenizer.json``          required
-``tokenizer_config.json``   chat template and special tokens (a ``chat_template.jinja`` in the same folder wins)
-``config.json``             ``vocab_size``, ``max_position_embeddings``, ``eos_token_id``
-``generation_config.json``  further ``eos_token_id``
+``tokenizer.json``             required
+``tokenizer_config.json``      chat templates and special tokens
+``chat_template.jinja``        the chat template
+``additional_chat_templates/`` further chat templates, ``NAME.jinja``
+``chat_template.json``         the chat template, where processors of older versions have it
+``processor_config.json``      likewise, older still
+``config.json``                ``vocab_size``, ``max_position_embeddings``, ``eos_token_id``
+``generation_config.json``     further ``eos_token_id``
+
+Files of templates win over ``tokenizer_config.json``, and among them ``chat_template.jinja`` wins, as in transformers.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from tokenizers import Tokenizer
 
@@ -36,6 +42,22 @@ log: Final = logging.getLogger(__name__)
 
 DEFAULT_MAX_POSITION_EMBEDDINGS: Final = 131_072
 """Used when a configuration names no limit: the longest context most open models are served with."""
+
+
+DEFAULT_TEMPLATE: Final = "default"
+TOOL_TEMPLATE: Final = "tool_use"
+"""Names of chat templates: of the usual one, and of that for requests with tools. Others are not used."""
+
+TEMPLATE_FILES: Final = (
+    "chat_template.jinja",
+    "additional_chat_templates/default.jinja",
+    "chat_template.json",
+    "tokenizer_config.json",
+    "processor_config.json",
+)
+
+OTHER_TOKENIZERS: Final = ("tokenizer.model", "tekken.json", "*.tiktoken", "tiktoken.model", "vocab.json", "vocab.txt")
+"""Files of tokenizers that transformers makes a ``tokenizer.json`` of."""
 
 
 class ModelDirectoryError(OptionError):
@@ -107,7 +129,9 @@ class PromptModel:
             raise ModelDirectoryError("not a directory")
         tokenizer_file = directory / "tokenizer.json"
         if not tokenizer_file.is_file():
-            raise ModelDirectoryError("has no tokenizer.json")
+            others = [name for name in OTHER_TOKENIZERS for _ in directory.glob(name)]
+            told = f"; {', '.join(dict.fromkeys(others))} is not read, save it as tokenizer.json" if others else ""
+            raise ModelDirectoryError(f"has no tokenizer.json{told}")
         try:
             text = tokenizer_file.read_bytes()
             tokenizer = Tokenizer.from_buffer(text)
@@ -283,29 +307,77 @@ def _templates(
     override: Path | None,
 ) -> tuple[ChatTemplate | None, ChatTemplate | None]:
     """Return the model's chat template and, when it has several by name, the one for tools."""
-    file = directory / "chat_template.jinja" if override is None else override
-    what = f"loading {file}" if override is None else f"--chat-template {file}"
-    if override is not None and not file.is_file():
-        raise ModelDirectoryError(f"{what}: not a file")
+    if override is not None:
+        what = f"--chat-template {override}"
+        if not override.is_file():
+            raise ModelDirectoryError(f"{what}: not a file")
+        return _compiled(_Source(what, _read_text(override, what)), special_tokens), None
+    own = _in_files(directory)
+    if DEFAULT_TEMPLATE not in own:
+        configured = _in_config(directory / "tokenizer_config.json", tokenizer_config)
+        configured = configured or _in_config(directory / "processor_config.json")
+        own = {**configured, **own}
+    default, for_tools = (
+        _compiled(own[name], special_tokens) if name in own else None for name in (DEFAULT_TEMPLATE, TOOL_TEMPLATE)
+    )
+    if default is None:
+        log.warning(
+            "the model at %s has no chat template in %s: chats are refused (--chat-template)",
+            directory,
+            ", ".join(TEMPLATE_FILES),
+        )
+    return default, for_tools
+
+
+class _Source(NamedTuple):
+    """A chat template, and where it is from as errors say that."""
+
+    what: str
+    text: str
+
+
+def _in_files(directory: Path) -> dict[str, _Source]:
+    """Return the chat templates by name that have files of their own; they win over those in configurations."""
+    found = _in_config(directory / "chat_template.json")
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        found[DEFAULT_TEMPLATE] = _Source(f"loading {file}", _read_text(file, f"loading {file}"))
+    for file in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+        found[file.stem] = _Source(f"loading {file}", _read_text(file, f"loading {file}"))
+    return found
+
+
+def _in_config(file: Path, config: Mapping[str, Any] | None = None) -> dict[str, _Source]:
+    """Return the chat templates by name of a configuration, which has one or a list of them."""
+    value = (_read_json(file) if config is None else config).get("chat_template")
+    what = f"loading {file}"
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {DEFAULT_TEMPLATE: _Source(what, value)}
     try:
-        source = file.read_text(encoding="utf-8") if file.is_file() else tokenizer_config.get("chat_template")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelDirectoryError(f"{what}: {error}") from error
-    if not file.is_file():
-        what = f"loading {directory / 'tokenizer_config.json'}"
-    if source is None:
-        return None, None
-    try:
-        if isinstance(source, str):
-            return ChatTemplate(source, special_tokens), None
-        named = {entry["name"]: ChatTemplate(entry["template"], special_tokens) for entry in source}
-    except TemplateFailure as failure:
-        raise ModelDirectoryError(f"{what}: {failure}") from failure
-    except (TypeError, KeyError) as error:
+        named = {str(entry["name"]): entry["template"] for entry in value}
+    except (TypeError, KeyError):
+        named = {"": None}
+    if not all(isinstance(text, str) for text in named.values()):
         raise ModelDirectoryError(
             f"{what}: chat_template is neither a string nor a list of objects with name and template"
-        ) from error
-    return named.get("default"), named.get("tool_use")
+        )
+    return {name: _Source(f"{what}: template {name!r}", text) for name, text in named.items()}
+
+
+def _read_text(file: Path, what: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelDirectoryError(f"{what}: {error}") from error
+
+
+def _compiled(source: _Source, special_tokens: Mapping[str, str]) -> ChatTemplate:
+    try:
+        return ChatTemplate(source.text, special_tokens)
+    except TemplateFailure as failure:
+        raise ModelDirectoryError(f"{source.what}: {failure}") from failure
 
 
 def _encoder(

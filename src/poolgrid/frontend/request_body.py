@@ -1,6 +1,6 @@
 """Read a request body whole, as far as it may be long, on any kind of connection.
 
-Request bodies that clients compressed with gzip, inflated in steps, within limits, while the client is connected.
+Request bodies that clients compressed, inflated in steps, within limits, while the client is connected.
 
 A body of some kilobytes can stand for gigabytes, one of some megabytes for hundreds of thousands of streams, each of
 which costs something before its first byte. So a step is short whatever is in it, and after each the limits hold and
@@ -24,12 +24,13 @@ from __future__ import annotations
 
 import gzip
 import re
+import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from starlette.requests import Request
@@ -52,6 +53,10 @@ INLINE_BYTES = 1024 * 1024
 VALUES_PER_PART = 8
 """Values that may come for each object or list, and for each member of an object: those cost eight times as much as
 numbers do."""
+
+NUMBERS_PER_VALUE = 4
+"""How many times as many values a body may have as texts, objects and lists, for the others are numbers: a prompt of
+1,048,576 token ids is as good as its text. Of all values a number costs least, some 30 ns."""
 
 SLICE_BYTES = 128 * 1024
 """Bytes that are counted in one go, with the interpreter's lock held: 20 microseconds."""
@@ -85,8 +90,9 @@ async def check_shape(body: bytes, values_max: int, pool: TokenizationPool) -> N
         raise RequestError(
             413,
             "body_too_complex",
-            f"reading the request body: it has more than {values_max} values, or {values_max // VALUES_PER_PART} "
-            "objects and lists or members of objects (they grow with max_body_bytes)",
+            f"reading the request body: it has more than {values_max} texts, objects and lists, "
+            f"{values_max // VALUES_PER_PART} objects and lists or members of objects, or "
+            f"{values_max * NUMBERS_PER_VALUE} values (they grow with max_body_bytes)",
         )
 
 
@@ -94,31 +100,48 @@ def _nothing() -> None:
     pass
 
 
+class ValueCounts(NamedTuple):
+    """How many values a JSON text has."""
+
+    commas: int
+    """One less than the values of each object or list that has any."""
+    texts: int
+    containers: int
+    members: int
+    """Of objects."""
+
+    def fit(self, values_max: int) -> bool:
+        parts_max = values_max // VALUES_PER_PART
+        return (
+            self.texts + self.containers <= values_max
+            and self.commas + self.containers <= values_max * NUMBERS_PER_VALUE
+            and self.containers <= parts_max
+            and self.members <= parts_max
+        )
+
+
 def _at_most(body: bytes, values_max: int, after_slice: Callable[[], None] = _nothing) -> bool:
-    """Return whether a body certainly has no more values than it may, by all its commas, brackets and colons."""
-    values = parts = members = 0
+    """Return whether a body certainly has no more values than it may, by its commas, quotes, brackets and colons."""
+    commas = quotes = containers = members = 0
     # Sixteen bytes and more at a time, where counting in bytes takes them one by one.
     numbers = np.frombuffer(body, np.uint8)
     for begin in range(0, len(numbers), SLICE_BYTES):
         of_slice = numbers[begin : begin + SLICE_BYTES]
-        parts += int(np.count_nonzero((of_slice | _BRACKETS_DIFFER) == _BRACE))
+        containers += int(np.count_nonzero((of_slice | _BRACKETS_DIFFER) == _BRACE))
         members += int(np.count_nonzero(of_slice == _COLON))
-        values += int(np.count_nonzero(of_slice == _COMMA))
+        commas += int(np.count_nonzero(of_slice == _COMMA))
+        quotes += int(np.count_nonzero(of_slice == _QUOTE))
         after_slice()
-    return _has_room(values, parts, members, values_max)
+    return ValueCounts(commas, quotes // 2, containers, members).fit(values_max)
 
 
 def has_room(body: bytes, values_max: int, after_slice: Callable[[], None] = _nothing) -> bool:
     """Return whether a JSON text has no more values, containers and members than it may; its strings are left out."""
-    return _has_room(*count_values(body, values_max, after_slice), values_max)
+    return count_values(body, values_max, after_slice).fit(values_max)
 
 
-def _has_room(commas: int, containers: int, members: int, values_max: int) -> bool:
-    return commas + containers <= values_max and max(containers, members) <= values_max // VALUES_PER_PART
-
-
-def count_values(body: bytes, values_max: int, after_slice: Callable[[], None] = _nothing) -> tuple[int, int, int]:
-    """Return how many commas, containers and members of objects a JSON text has.
+def count_values(body: bytes, values_max: int, after_slice: Callable[[], None] = _nothing) -> ValueCounts:
+    """Count the values of a JSON text.
 
     It stops counting when they are too many for ``values_max``. What is no JSON has some count. ``after_slice`` is
     called now and then.
@@ -126,7 +149,7 @@ def count_values(body: bytes, values_max: int, after_slice: Callable[[], None] =
     commas = containers = members = strings = at = 0
     end = len(body)
     breath_at = PIECE_BYTES
-    while at < end and _has_room(max(commas, strings - members), containers, members, values_max):
+    while at < end and ValueCounts(commas, strings - members, containers, members).fit(values_max):
         found = _PIECE.match(body, at, at + PIECE_BYTES)
         if found is None:
             # A long string, or the end of something that is no JSON.
@@ -136,7 +159,7 @@ def count_values(body: bytes, values_max: int, after_slice: Callable[[], None] =
             piece = found[0]
             if b'"' in piece:
                 piece = _SHORT_STRINGS.sub(b'"', piece)
-                strings += piece.count(b'"')  # as many as values and names of members, unless it is no JSON
+                strings += piece.count(b'"')  # as many as texts and names of members, unless it is no JSON
             containers += piece.count(b"[") + piece.count(b"{")
             members += piece.count(b":")
             commas += piece.count(b",")
@@ -144,7 +167,7 @@ def count_values(body: bytes, values_max: int, after_slice: Callable[[], None] =
         if at >= breath_at:
             breath_at = at + PIECE_BYTES
             after_slice()
-    return max(commas, strings - members - 1), containers, members
+    return ValueCounts(commas, strings - members, containers, members)
 
 
 def _end_of_string(body: bytes, at: int) -> int:
@@ -171,7 +194,70 @@ STEPS_ON_LOOP = 8
 RATIO_FREE_BYTES = 1024 * 1024
 """What any body may inflate to, whatever its ratio: a prompt of one word many times over is no attack."""
 
-_GZIP = 16 + zlib.MAX_WBITS
+ZSTD_WINDOW_LOG_MAX = 23
+"""Largest window of a zstd body: 8 MiB, the most that RFC 9659 has servers take. A decoder holds that much memory."""
+
+
+class _ZlibMember:
+    """One gzip member, or a body of the coding deflate."""
+
+    error: type[Exception] = zlib.error
+
+    def __init__(self, window_bits: int) -> None:
+        self._inner = zlib.decompressobj(window_bits)
+
+    @property
+    def eof(self) -> bool:
+        return self._inner.eof
+
+    def step(self, given: memoryview) -> tuple[bytes, int]:
+        """Return some output, and how much of ``given`` it took."""
+        part = self._inner.decompress(given, STEP_OUTPUT_BYTES)
+        return part, len(given) - len(self._inner.unconsumed_tail) - len(self._inner.unused_data)
+
+
+def _gzip_member(body: bytes) -> _ZlibMember:
+    return _ZlibMember(16 + zlib.MAX_WBITS)
+
+
+def _deflate_member(body: bytes) -> _ZlibMember:
+    """Return the decoder of zlib's format, which HTTP means by deflate, or of the bare one, which some clients send."""
+    is_zlib = body[0] & 0x0F == zlib.DEFLATED and int.from_bytes(body[:2], "big") % 31 == 0
+    return _ZlibMember(zlib.MAX_WBITS if is_zlib else -zlib.MAX_WBITS)
+
+
+class _ZstdFrame:
+    """One zstd frame."""
+
+    def __init__(self, body: bytes) -> None:
+        # Late: few clients send it.
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+        else:
+            from backports import zstd
+        self.error: type[Exception] = zstd.ZstdError
+        options: dict[int, int] = {zstd.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG_MAX}
+        self._inner = zstd.ZstdDecompressor(options=options)
+
+    @property
+    def eof(self) -> bool:
+        return self._inner.eof
+
+    def step(self, given: memoryview) -> tuple[bytes, int]:
+        """Return some output, and how much of ``given`` it took: less than nothing if it gives some back."""
+        if not self._inner.needs_input:
+            given = given[:0]
+        part = self._inner.decompress(given, STEP_OUTPUT_BYTES)
+        return part, len(given) - len(self._inner.unused_data)
+
+
+CODINGS: Final[Mapping[str, Callable[[bytes], _ZlibMember | _ZstdFrame]]] = {
+    "gzip": _gzip_member,
+    "x-gzip": _gzip_member,
+    "deflate": _deflate_member,
+    "zstd": _ZstdFrame,
+}
+"""Codings of bodies, as ``content-encoding`` names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,39 +277,46 @@ class ClientLeft(Exception):
     """The client has disconnected."""
 
 
-def inflate(body: bytes, limits: InflationLimits) -> Iterator[bytes]:
-    """Yield what a body of gzip members inflates to, a step at a time.
+def inflate(body: bytes, limits: InflationLimits, coding: str = "gzip") -> Iterator[bytes]:
+    """Yield what a body that is not empty inflates to, a step at a time: gzip members, zstd frames, one deflated text.
 
-    Raises ``RequestError`` 413 beyond a limit, 400 for what is not gzip.
+    Raises ``RequestError`` 413 beyond a limit, 400 for what is not of that coding.
     """
     view, at = memoryview(body), 0
     room, ratio_room = limits.output_bytes, max(RATIO_FREE_BYTES, int(len(body) * limits.ratio))
-    try:
-        for _ in range(limits.members):
-            member = zlib.decompressobj(_GZIP)
-            while not member.eof:
-                given = view[at : at + STEP_INPUT_BYTES]
-                part = member.decompress(given, min(STEP_OUTPUT_BYTES, room + 1))
-                at += len(given) - len(member.unconsumed_tail) - len(member.unused_data)
-                if not part and not member.eof and not given:
-                    raise zlib.error("it ends too early")
-                room -= len(part)
-                ratio_room -= len(part)
-                if room < 0:
-                    what = f"inflated it has more than {limits.output_bytes} bytes, the limit (setting max_body_bytes)"
-                    raise RequestError(413, "body_too_large", f"reading the request body: {what}", headers=_CLOSE)
-                if ratio_room < 0:
-                    raise _refused(
-                        f"inflated it is more than {limits.ratio:g} times as long, the limit beyond {RATIO_FREE_BYTES} "
-                        "bytes"
-                    )
-                yield part
-            if at == len(view):
-                return
-    except zlib.error as error:
-        message = f"reading the request body: it is not valid gzip: {error}"
-        raise RequestError(400, "invalid_encoding", message, param="content-encoding") from None
-    raise _refused(f"it has more than {limits.members} gzip members, the limit")
+    begin = CODINGS[coding]
+    for _ in range(1 if begin is _deflate_member else limits.members):
+        member = begin(body)
+        while not member.eof:
+            given = view[at : at + STEP_INPUT_BYTES]
+            try:
+                part, taken = member.step(given)
+            except member.error as error:
+                raise _wrong_coding(coding, str(error)) from None
+            at += taken
+            if not part and not member.eof and not given:
+                raise _wrong_coding(coding, "it ends too early")
+            room -= len(part)
+            ratio_room -= len(part)
+            if room < 0:
+                what = f"inflated it has more than {limits.output_bytes} bytes, the limit (setting max_body_bytes)"
+                raise RequestError(413, "body_too_large", f"reading the request body: {what}", headers=_CLOSE)
+            if ratio_room < 0:
+                raise _refused(
+                    f"inflated it is more than {limits.ratio:g} times as long, the limit beyond {RATIO_FREE_BYTES} "
+                    "bytes"
+                )
+            yield part
+        if at == len(view):
+            return
+    if begin is _deflate_member:
+        raise _wrong_coding(coding, "something follows its end")
+    raise _refused(f"it has more than {limits.members} {coding} members, the limit")
+
+
+def _wrong_coding(coding: str, why: str) -> RequestError:
+    message = f"reading the request body: it is not valid {coding}: {why}"
+    return RequestError(400, "invalid_encoding", message, param="content-encoding")
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +332,8 @@ class BodyReader:
         """Return the body of a request to an endpoint that is no inference endpoint, of a size and shape that may be
         parsed. An inference endpoint watches its client over the whole request and not for the body alone.
 
-        Raises ``RequestError``: 415, 413, 400 for what is no gzip or whose client left, 429 when the threads have too
-        much to do.
+        Raises ``RequestError``: 415, 413, 400 for what is not of its coding or whose client left, 429 when the
+        threads have too much to do.
         """
         body = await self._whole(request)
         await check_shape(body, self.values_max, self.threads)
@@ -265,21 +358,23 @@ class BodyReader:
     async def inflated(self, body: bytes, encoding: str, left: Callable[[], bool]) -> bytes:
         """Return the body behind ``content-encoding``; it is given up when ``left`` says that the client has.
 
-        Raises ``RequestError``: 415 for other encodings, 413 beyond a limit, 400 for what is not gzip, 429 when the
-        threads have too much to do; ``ClientLeft``.
+        Raises ``RequestError``: 415 for other encodings, 413 beyond a limit, 400 for what is not of its own, 429 when
+        the threads have too much to do; ``ClientLeft``.
         """
         if encoding in ("", "identity"):
             return body
-        if encoding not in ("gzip", "x-gzip"):
+        if encoding not in CODINGS:
             raise RequestError(
                 415,
                 "unsupported_content_encoding",
-                f"reading the request body: content-encoding is {encoding[:80]!r}, allowed are gzip and identity",
+                f"reading the request body: content-encoding is {encoding[:80]!r}, allowed are gzip, deflate, zstd and "
+                "identity",
                 param="content-encoding",
+                headers=((b"accept-encoding", b"gzip, deflate, zstd"),),
             )
         if not body:
             return body
-        steps = inflate(body, self.limits)
+        steps = inflate(body, self.limits, encoding)
         parts = list(islice(steps, STEPS_ON_LOOP))
         if len(parts) == STEPS_ON_LOOP:
             await self.threads.run_in_thread(partial(self._go_on, steps, parts, left))

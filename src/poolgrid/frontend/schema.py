@@ -161,6 +161,27 @@ class LogitsProcessorField(Struct):
     arguments: dict[str, Any] = {}
 
 
+class Thinking(Struct):
+    """Whether the model is to reason before it answers."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: Annotated[int, Meta(ge=0, le=U32_MAX)] | None = None
+    display: str | None = None
+    """``omitted`` leaves the reasoning out of the answer; every other word shows it as it was written."""
+
+
+class ReasoningOptions(Struct):
+    """Whether and how much the model is to reason."""
+
+    effort: str | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+
+
+AnyThinking = Annotated[Thinking | bool | None, allowed('an object such as {"type": "disabled"}, true or false')]
+AnyReasoning = Annotated[ReasoningOptions | None, allowed('an object such as {"effort": "low"} or {"enabled": false}')]
+
+
 class SamplingFields(Struct, kw_only=True):
     """The fields that the bodies of every API share, with one meaning: ``shared_fields`` copies them.
 
@@ -183,6 +204,9 @@ class SamplingFields(Struct, kw_only=True):
     extra_args: Annotated[
         LatencyTargets | None, allowed("an object with ttft_target and itl_target in milliseconds")
     ] = None
+    # Whether to reason, as several engines and vendors name it (reasoning_switch.py).
+    enable_thinking: bool | None = None
+    think: Annotated[bool | str | None, allowed("true, false or an effort such as low")] = None
     # How long to keep the prompt's KV (cache_fields.py).
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: Annotated[PromptCacheOptions | None, allowed('an object such as {"ttl": "30m"}')] = None
@@ -358,6 +382,8 @@ class ChatBody(InferenceBody, kw_only=True):
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    reasoning: AnyReasoning = None
+    thinking: AnyThinking = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -7,13 +7,8 @@ Three ways, by what the request needs, cheapest first:
 - by token: stop strings or log probabilities: the token at which a stop string completes is known, so usage and text do
   not depend on how the engine's tokens were batched.
 
-The text of a token that stopped the sequence (end of sequence or ``stop_token_ids``) is not part of the output.
-
-Find stop strings in text that arrives in pieces, holding back only what may still become one.
-
-Rules: the match that **ends** first wins (of those, the one that starts first), because that is where a generation
-watched character by character would have stopped; so the result does not depend on how the text was cut. The stop
-string is never part of the output. Held back is the longest end of the text that begins some stop string.
+The text of a token that stopped the sequence (end of sequence or ``stop_token_ids``) is not part of the output, nor is
+a character at the end of which some bytes are missing.
 """
 
 from __future__ import annotations
@@ -24,65 +19,13 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from poolgrid.frontend.detokenization import Detokenizer
+from poolgrid.frontend.detokenization import REPLACEMENT, Detokenizer
+from poolgrid.frontend.parsers.pieces import OutputParser
 from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.stop_strings import StoppedContent, StoppedPieces, StopStrings
 from poolgrid.inference import InferenceRequest, StreamDelta, TokenStream
 from poolgrid.wire.hashing import TOKEN_BYTES, unpack_tokens
 from poolgrid.wire.requests import TokenLogprobs
-
-
-class StopStrings:
-    """One sequence's search; at most the longest stop string less one character is held back."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._held = ""
-        self.matched: str | None = None
-        """The stop string that ended the text; nothing may be fed after it."""
-
-    def feed(self, text: str) -> str:
-        """Take new text and return what can be shown now; after a match, what came before the stop string."""
-        if not text:
-            return ""
-        buffer = self._held + text
-        best: tuple[int, int] | None = None
-        for stop in self._stops:
-            start = buffer.find(stop)
-            if start >= 0:
-                candidate = (start + len(stop), start)
-                if best is None or candidate < best:
-                    best = candidate
-        if best is not None:
-            end, start = best
-            self.matched = buffer[start:end]
-            self._held = ""
-            return buffer[:start]
-        keep = self._held_length(buffer)
-        if keep == 0:
-            self._held = ""
-            return buffer
-        self._held = buffer[-keep:]
-        return buffer[:-keep]
-
-    def flush(self) -> str:
-        """Return what is still held back: the text has ended without becoming a stop string."""
-        held, self._held = self._held, ""
-        return held
-
-    def _held_length(self, buffer: str) -> int:
-        longest = 0
-        for stop in self._stops:
-            first = stop[0]
-            at = buffer.find(first, max(0, len(buffer) - len(stop) + 1))
-            while at >= 0:
-                length = len(buffer) - at
-                if length <= longest:
-                    break
-                if stop.startswith(buffer[at:]):
-                    longest = length
-                    break
-                at = buffer.find(first, at + 1)
-        return longest
 
 
 class PlacedLogprobs(NamedTuple):
@@ -155,8 +98,10 @@ class SequenceOutput(RequestOutput):
         collect: bool,
         echo: str = "",
         prompt_only: bool = False,
+        parser: OutputParser | None = None,
     ) -> None:
-        """``echo`` is the prompt where the text repeats it; with ``prompt_only`` it has no token of the output."""
+        """``echo`` is the prompt where the text repeats it; with ``prompt_only`` it has no token of the output.
+        ``parser`` finds the content, in which alone the stop strings of a parsed answer are searched for."""
         self.index = index
         self.request = request
         sampling = request.sampling
@@ -169,6 +114,12 @@ class SequenceOutput(RequestOutput):
         self._prompt_only = prompt_only
         self._prompt_logprobs_due = sampling.prompt_logprobs is not None
         self._stops = StopStrings(stops) if stops else None
+        self._content: StoppedContent | None = None
+        self.pieces: StoppedPieces | None = None
+        """What encoders read in place of the text, which continues after a stop string."""
+        if parser is not None and self._stops is not None:
+            self._content = StoppedContent(parser, self._stops)
+            self.pieces = StoppedPieces(self._content)
         self._by_token = self._logprobs or self._stops is not None
         self._detokenizer: Detokenizer = model.detokenizer(request.token_ids)
         self._collected: list[bytes] | None = [] if collect and not self._by_token else None
@@ -258,24 +209,35 @@ class SequenceOutput(RequestOutput):
 
     def _show(self, text: str) -> None:
         self.text_length += len(text)
-        if self._stops is not None and self.completion_tokens > self.request.sampling.min_tokens:
+        if self._content is not None:
+            self._content.feed(text, self._searches)
+        elif self._stops is not None and self._searches:
             text = self._stops.feed(text)
-            if self._stops.matched is not None:
-                self.stopped_here = True
         self.text += text
+        self._note_stop()
+
+    @property
+    def _searches(self) -> bool:
+        return self.completion_tokens > self.request.sampling.min_tokens
+
+    def _note_stop(self) -> None:
+        if self._stops is not None and self._stops.matched is not None:
+            self.stopped_here = True
 
     def _finish(self, delta: StreamDelta) -> None:
         reason = delta.finish_reason
         if reason in ENDED_WELL:
             if self._collected is not None:
                 self.text += self._detokenizer.feed(unpack_tokens(b"".join(self._collected)))
-            rest = self._detokenizer.flush()
+            # Half a character is left out: clients would keep the mark in its place in their history.
+            rest = self._detokenizer.flush().rstrip(REPLACEMENT)
             if rest:
                 self._show(rest)
-            if self._stops is not None:
+            if self._content is not None:
+                self._content.end(self._searches)
+            elif self._stops is not None:
                 self.text += self._stops.flush()
-                if self._stops.matched is not None:
-                    self.stopped_here = True
+            self._note_stop()
             self.finish_reason = "stop" if self.stopped_here else reason
         else:
             self._fail_by(delta)

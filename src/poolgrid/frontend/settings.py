@@ -20,7 +20,7 @@ ITL_TARGET_MS = 50.0
 """20 tokens a second: three times as fast as people read."""
 
 BODY_VALUES_MIN = 327_680
-"""Values that every body may have: a prompt of 262,144 token ids."""
+"""Texts, objects and lists that every body may have, and a quarter of its values: a prompt of 1,048,576 token ids."""
 
 
 class FrontendSettings(MediaSettings):
@@ -159,9 +159,12 @@ class FrontendSettings(MediaSettings):
 
     @property
     def max_body_values(self) -> int:
-        """Return how many values (numbers, texts, objects) a body may have, and eight times as many as containers.
+        """Return how many texts, objects and lists a body may have.
 
-        Parsing ``BODY_VALUES_MIN`` takes some 10 ms. A server whose bodies may be larger takes more in proportion.
+        Of objects and lists alone it may have an eighth of that, of all values with its numbers four times as many.
+
+        Parsing ``BODY_VALUES_MIN`` takes some 10 ms, four times as many numbers some 40 ms. A server whose bodies may
+        be larger takes more in proportion.
         """
         return max(BODY_VALUES_MIN, self.max_body_bytes // 100)
 

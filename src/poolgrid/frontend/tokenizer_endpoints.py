@@ -25,7 +25,7 @@ from poolgrid.frontend.prepared_request import PreparedRequest
 from poolgrid.frontend.prompts import check_vocabulary
 from poolgrid.frontend.prompts import tokenize as tokenized
 from poolgrid.frontend.request_body import BodyReader
-from poolgrid.frontend.schema import ChatBody, Message, TokenId, parse
+from poolgrid.frontend.schema import AnyReasoning, AnyThinking, ChatBody, Message, TokenId, parse
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.wire.hashing import TOKEN_BYTES, unpack_tokens
 
@@ -50,6 +50,10 @@ class TokenizeBody(Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    think: bool | str | None = None
+    thinking: AnyThinking = None
+    reasoning: AnyReasoning = None
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template_args: dict[str, Any] | None = None
 

@@ -1,8 +1,10 @@
 """The tools of a request: the functions that the model is shown, what ``tool_choice`` makes of them, and its guide.
 
 Clients declare tools in the forms of chat (a ``function`` inside the tool) and of Responses (its fields in the tool
-itself), single or by ``namespace``. A tool of another form that the client runs itself (``custom``, ``local_shell``,
-``tool_search``) is shown as a function, and its calls are answered in the client's form. Tools that a vendor's servers
+itself), single or by ``namespace``. A tool of another form that the client runs itself (``custom``, ``shell``,
+``tool_search``) is shown as a function, and its calls are answered in the client's form. Tools that clients load when
+they are found (``defer_loading``) are not shown among the others, which would change the beginning of every later
+prompt: their definitions stand in the results of searches, and they can be called. Tools that a vendor's servers
 run (``web_search``) cannot be called here: they are left out of the request, and reported by their type.
 
 ``required`` and a named function become guided decoding: the engine writes the arguments of that function, or a list
@@ -27,6 +29,7 @@ from typing import Any, Final
 
 import msgspec
 
+from poolgrid.frontend.client_tools import openai_function
 from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported, wrong_type
 from poolgrid.frontend.field_words import without_nulls
 from poolgrid.frontend.guides import Guide, json_guide, tag_guide
@@ -74,10 +77,13 @@ def _short(seed: str) -> str:
 
 
 HOSTED_TOOL: Final = re.compile(
-    r"(web_search|web_fetch|code_interpreter|code_execution|image_generation|file_search|computer|shell|apply_patch"
-    r"|bash|text_editor|memory|tool_search|mcp|mcp_server|mcp_toolset)(_[a-z_]{1,20})?(_\d{8})?"
+    r"(web_search|web_fetch|code_interpreter|code_execution|image_generation|file_search|computer|shell|tool_search|mcp"
+    r"|mcp_server|mcp_toolset)(_[a-z_]{1,20})?(_\d{8})?"
 )
-"""Types of tools that vendors' servers run, with the date of their version where they have one."""
+"""Types of tools that cannot run here, with the date of their version where they have one."""
+
+DEFER: Final = "defer_loading"
+"""Field of a tool that the model is not shown before a search has found it."""
 
 TOOLS_MAX: Final = 1024
 """Most tools of one request; OpenAI allows 128, agents with many servers come to hundreds."""
@@ -85,27 +91,13 @@ TOOLS_MAX: Final = 1024
 _CHOICES: Final = "none, auto, required, an object that names a function, or one of the type allowed_tools"
 _MODES: Final = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
 
-_SHELL: Final[dict[str, Any]] = {
-    "name": "local_shell",
-    "description": "Runs a command on the user's machine and returns its output.",
-    "parameters": {
-        "type": "object",
-        "properties": {
-            "command": {"type": "array", "items": {"type": "string"}, "description": "The program and its arguments."},
-            "working_directory": {"type": "string"},
-            "timeout_ms": {"type": "integer"},
-        },
-        "required": ["command"],
-    },
-}
-
 
 @dataclass(frozen=True, slots=True)
 class ClientTool:
     """The client's own name and form of a tool that the model knows as a function."""
 
     kind: str
-    """The type of the tool: ``function``, ``custom``, ``local_shell`` or ``tool_search``."""
+    """The type of the tool: ``function``, ``custom``, ``tool_search`` or one of ``client_tools.openai_function``."""
     name: str
     namespace: str = ""
 
@@ -122,6 +114,8 @@ class Tools:
     """By the name of the function; only those that the client knows by another name or form."""
     left_out: dict[str, None] = field(default_factory=dict)
     """The types of the tools that cannot run here, in order."""
+    shows_deferred: bool = False
+    """Whether deferred tools are shown: only a search that runs at a vendor could find them."""
 
     @property
     def custom(self) -> frozenset[str]:
@@ -139,6 +133,7 @@ class Tools:
             or name in self.schemas
             or type(parameters) is not dict
             or not parameters
+            or DEFER in tool
             or None in tool.values()
             or None in function.values()
         ):
@@ -147,26 +142,26 @@ class Tools:
         self.shown.append(tool)
         return True
 
-    def add(self, tool: Any, where: str, namespace: str = "", again: bool = False) -> None:
+    def add(self, tool: Any, where: str, namespace: str = "", found: bool = False) -> None:
         """Add a tool of a request; ``where`` is its place there. Raises ``RequestError``.
 
-        ``again``: a function that is there already is no error.
+        ``found``: by a search of the conversation, whose result shows it. It may be there already.
         """
         if not isinstance(tool, dict):
             raise wrong_type(where, tool, "an object with a type")
         tool = without_nulls(tool)
         kind = tool.get("type", "function")
         if kind == "function":
-            self._add_function(tool, where, namespace, again)
+            self._add_function(tool, where, namespace, found)
         elif kind == "custom":
             definition, place = _definition(tool, "custom", where)
             name = _name(definition, place)
             client_tool = ClientTool("custom", name, namespace)
-            self._show(_custom_function(definition, joined_name(namespace, name)), place, client_tool, again=again)
+            self._show(_custom_function(definition, joined_name(namespace, name)), place, client_tool, found=found)
         elif kind == "namespace":
-            self._add_namespace(tool, where, again)
-        elif kind == "local_shell":
-            self._show(_SHELL, where, ClientTool(kind, kind))
+            self._add_namespace(tool, where, found)
+        elif (own := openai_function(tool)) is not None:
+            self._show(own, where, ClientTool(own["name"], own["name"]))
         elif kind == "tool_search" and tool.get("execution") == "client":
             function = {name: tool[name] for name in ("description", "parameters") if name in tool}
             self._show({"name": kind, **function}, where, ClientTool(kind, kind))
@@ -176,24 +171,26 @@ class Tools:
         else:
             raise wrong_type(f"{where}.type", kind, "a string")
 
-    def _add_function(self, tool: dict[str, Any], where: str, namespace: str, again: bool) -> None:
+    def _add_function(self, tool: dict[str, Any], where: str, namespace: str, found: bool) -> None:
+        deferred = tool.pop(DEFER, None) is True and not self.shows_deferred
         function, place = _definition(tool, "function", where)
         name = _name(function, place)
         if namespace:
             function = {**function, "name": joined_name(namespace, name)}
-            self._show(function, place, ClientTool("function", name, namespace), again=again)
+            client_tool = ClientTool("function", name, namespace)
+            self._show(function, place, client_tool, found=found, deferred=deferred)
         else:
             whole = tool if function is tool.get("function") else None
-            self._show(function, place, None, whole, again)
+            self._show(function, place, None, whole, found, deferred)
 
-    def _add_namespace(self, tool: dict[str, Any], where: str, again: bool) -> None:
+    def _add_namespace(self, tool: dict[str, Any], where: str, found: bool) -> None:
         namespace = _name(tool, where)
         tools = tool.get("tools", [])
         if not isinstance(tools, list):
             raise wrong_type(f"{where}.tools", tools, "a list of functions")
         first = len(self.shown)
         for index, inner in enumerate(tools):
-            self.add(inner, f"{where}.tools[{index}]", namespace, again)
+            self.add(inner, f"{where}.tools[{index}]", namespace, found)
         description = tool.get("description")
         if description and len(self.shown) > first:
             # Templates have no place for what functions have in common.
@@ -205,7 +202,7 @@ class Tools:
         """Add what earlier searches of the conversation found; a tool that is none is not a reason to end it."""
         for tool in tools if isinstance(tools, list) else ():
             with suppress(RequestError):
-                self.add(tool, "input", again=True)
+                self.add(tool, "input", found=True)
 
     def _show(
         self,
@@ -213,11 +210,12 @@ class Tools:
         place: str,
         client_tool: ClientTool | None,
         tool: dict[str, Any] | None = None,
-        again: bool = False,
+        found: bool = False,
+        deferred: bool = False,
     ) -> None:
         name = function["name"]
         if name in self.schemas:
-            if again:
+            if found:
                 return
             raise invalid(f"{place}.name", f"{place}.name is {quoted(name)}: allowed is it once")
         if len(name) > NAME_CHARS_MAX:
@@ -227,7 +225,8 @@ class Tools:
         if parameters is not None and not isinstance(parameters, dict):
             raise wrong_type(f"{place}.parameters", parameters, "a JSON schema, an object")
         self.schemas[name] = parameters or {"type": "object", "properties": {}}
-        self.shown.append({"type": "function", "function": function} if tool is None else tool)
+        if not found and not deferred:
+            self.shown.append({"type": "function", "function": function} if tool is None else tool)
         if client_tool is not None:
             self.client_tools[name] = client_tool
 
@@ -240,13 +239,18 @@ def read_tools(tools: Sequence[dict[str, Any]]) -> Tools:
     """Return the tools of a request; raises ``RequestError``."""
     if len(tools) > TOOLS_MAX:
         raise invalid("tools", f"tools has {len(tools)} entries: allowed are up to {TOOLS_MAX}")
-    found = Tools()
+    found = Tools(shows_deferred=any(map(_is_hosted_search, tools)))
     for index, tool in enumerate(tools):
         if not found.add_usual(tool):
             found.add(tool, f"tools[{index}]")
     if len(found.schemas) > TOOLS_MAX:
         raise invalid("tools", f"tools has {len(found.schemas)} functions: allowed are up to {TOOLS_MAX}")
     return found
+
+
+def _is_hosted_search(tool: Any) -> bool:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return isinstance(kind, str) and kind.startswith("tool_search") and tool.get("execution") != "client"
 
 
 def joined_name(namespace: str, name: str) -> str:

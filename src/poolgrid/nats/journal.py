@@ -273,6 +273,7 @@ class StreamJournal(Journal):
                 # A writer ended in the middle of it: it was never acknowledged.
                 return first_offset_of(first)
             assembler = BodyAssembler()
+            data = None
             for message in self._history.messages(first.sequence, last.sequence):
                 data = assembler.take(message)
             assert data is not None, "the last piece completes its body"

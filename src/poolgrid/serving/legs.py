@@ -208,6 +208,8 @@ class LegPlan:
     """What the encode leg returned, for the leg that computes the prompt."""
     encodes_itself = False
     """Whether the worker that computes the prompt encodes the media too: no embeddings came, or none are made."""
+    encode_failure = ""
+    """Why that is so: the last leg that did not encode them, or whose embeddings did not arrive."""
 
     def __init__(self, request: InferenceRequest) -> None:
         self.request = request

@@ -301,14 +301,20 @@ class RequestMachine:
         refusal = self.refusal
         if refusal is None:
             error = FinishReason.ERROR
+            message = self._with_cause(message)
             return StreamDelta(b"", error, error=message, retry_after_s=retry_after_s, no_worker=no_worker)
         return StreamDelta(
             b"",
             FinishReason.ERROR,
-            error=refusal.error or message,
+            error=self._with_cause(refusal.error or message),
             unsupported=True,
             unknown_model=refusal.unknown_model,
         )
+
+    def _with_cause(self, message: str) -> str:
+        """Return an error that has why there are no embeddings: a worker that lacks them cannot know it."""
+        failure = self.plan.encode_failure
+        return f"{message}; its media were not encoded: {failure}" if failure else message
 
     def _read(self, dispatch: Dispatch, delta: TokenDelta) -> StreamDelta | None:
         """Return the client's part of a delta; ``None`` when it does not continue what came before."""
@@ -337,7 +343,8 @@ class RequestMachine:
             cached = self._cached_tokens = delta.cached_tokens
         if finish not in FINAL_REASONS:
             return StreamDelta(tokens, None, cached, logprobs, prompt_logprobs=of_prompt, progress=delta.progress)
-        last = StreamDelta(tokens, finish, cached, logprobs, delta.error, of_prompt, result=delta.result)
+        error = self._with_cause(delta.error) if delta.error else delta.error
+        last = StreamDelta(tokens, finish, cached, logprobs, error, of_prompt, result=delta.result)
         last.unsupported = delta.refusal is RefusalKind.INVALID
         last.progress = delta.progress
         return last
@@ -425,6 +432,7 @@ def choose_again(machine: RequestMachine, at: Transition) -> None:
 def encode_itself(machine: RequestMachine, at: Transition) -> None:
     """The next worker that computes the prompt gets the images themselves."""
     machine.plan.encodes_itself = True
+    machine.plan.encode_failure = f"{at.dispatch.worker}: {at.why}"
 
 
 def count_loss(machine: RequestMachine, at: Transition) -> None:
@@ -467,6 +475,8 @@ def withdraw(machine: RequestMachine, at: Transition) -> None:
 def move(machine: RequestMachine, at: Transition) -> None:
     """Place the request on another worker with its prompt and the output so far, or end it if it may not move."""
     machine.departures += at.event in DEPARTED
+    if at.dispatch.stage is Stage.ENCODE:
+        machine.plan.encode_failure = f"{at.dispatch.worker}: {at.why}"
     if (last := machine.migration_refusal(at.why)) is not None:
         _finish(machine, at, last)
     else:

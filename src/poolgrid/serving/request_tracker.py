@@ -137,7 +137,10 @@ class RequestTracker(ABC, Generic[R]):
         """
         machine = routed.machine
         trace = machine.request.trace
-        context = self._not_sampled if trace is None else begin_leg(trace, machine, worker, stage, pool)
+        if trace is None:
+            context = machine.request.trace_context or self._not_sampled
+        else:
+            context = begin_leg(trace, machine, worker, stage, pool)
         endpoint = link.endpoint
         message = machine.begin(worker, endpoint, stage, overlap_tokens, expected_prefill_tokens, context)
         on_link = self._on_link.get(endpoint)

@@ -307,6 +307,8 @@ class DecisionExplanation(DecisionRow, frozen=True, kw_only=True):
     expected_ttft_ms: float | None
     """What the policy expected, of one that predicts times."""
     realised_ttft_ms: float | None
+    failure: str | UnsetType = UNSET
+    """Why the worker did not serve it; only of an attempt that moved to another."""
     rows: list[CandidateRow]
     filtered: dict[str, str]
     untrusted: dict[str, str]

@@ -7,6 +7,7 @@ for it, and whether the trace is kept.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -69,3 +70,22 @@ def read_traceparent(text: str) -> TracePlace | None:
     if not trace_id or not span_id:
         return None
     return TracePlace(trace_id, span_id, int(found[4], 16))
+
+
+def caller_context(headers: Sequence[tuple[bytes, bytes]]) -> TraceContext | None:
+    """Return the trace context that a client sent, if it is one; ``headers`` are in lower case."""
+    traceparent = tracestate = b""
+    for header, value in headers:
+        if header == b"traceparent":
+            traceparent = value
+        elif header == b"tracestate":
+            tracestate = tracestate + b"," + value if tracestate else value
+    place = read_traceparent(traceparent.decode("latin-1")) if traceparent else None
+    return None if place is None else TraceContext(place.traceparent, _sane_state(tracestate))
+
+
+def _sane_state(value: bytes) -> str:
+    """Return a tracestate that may be given on: W3C has those dropped that are too long or hold other characters."""
+    text = value.decode("latin-1").strip()
+    sane = len(text) <= TRACE_STATE_CHARS_MAX and all(" " <= each <= "~" for each in text)
+    return text if sane else ""

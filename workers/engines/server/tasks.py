@@ -200,7 +200,12 @@ async def _model(client: ServerClient, settings: EngineServerSettings) -> str:
         try:
             model = choose_model(await client.ask_for(MODELS, ModelList), settings.served_model_name).id
             described = await client.ask_if_there("/openapi.json", _Paths)
-            break
+            if described is not None and described.paths and PATH not in described.paths:
+                raise ValueError(
+                    f"modality is {settings.modality!r}, and the server at {client.target.url} has no {PATH}: start "
+                    "it with a model of this kind"
+                )
+            return model
         except KeyRefused as error:
             raise ValueError(str(error)) from None
         except (ServerError, DecodeError) as error:
@@ -208,9 +213,3 @@ async def _model(client: ServerClient, settings: EngineServerSettings) -> str:
                 said = str(error)
                 log.warning("waiting for the engine server: %s", said)
         await asyncio.sleep(ASK_AGAIN_S)
-    if described is not None and described.paths and PATH not in described.paths:
-        raise ValueError(
-            f"modality is {settings.modality!r}, and the server at {client.target.url} has no {PATH}: start it "
-            "with a model of this kind"
-        )
-    return model

@@ -14,6 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread, start_engine
+from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
+
 log = logging.getLogger(__name__)
 
 LOG_LEVEL_VARIABLE = "TLLM_LOG_LEVEL"
@@ -30,6 +33,16 @@ KV_CACHE_MEMORY = "kv_cache"
 
 REQUEST_ERRORS = (ValueError, TypeError, NotImplementedError)
 """What TensorRT-LLM raises for a request that it does not take, besides its own ``RequestError``."""
+
+
+async def start_library(
+    thread: EngineThread, version: str, make: Callable[[], Any], shut_down: Callable[[Any], None]
+) -> Any:
+    """Return the engine that ``make`` makes, as ``start_engine`` does; raises ``EngineBrokenError`` if it fails."""
+    try:
+        return await start_engine(thread, make, shut_down)
+    except Exception as error:
+        raise EngineBrokenError(f"starting TensorRT-LLM {version} failed: {error!r}") from error
 
 
 class LibraryMissingError(RuntimeError):

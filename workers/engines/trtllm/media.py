@@ -105,6 +105,9 @@ class MediaNames:
         )
 
 
+PACKAGES = {"PIL": "Pillow"}
+"""Packages whose modules have another name."""
+
 SAFETENSORS = "application/x-safetensors"
 
 
@@ -158,7 +161,8 @@ def _load(at: int, item: MediaItem, load: Callable[[MediaItem], Any]) -> Any:
     except RefusedError:
         raise
     except ImportError as error:
-        raise UnableError(f"medium {at} ({item.media_type}) needs {error.name}, which is not installed here") from None
+        package = PACKAGES.get(error.name or "", error.name)
+        raise UnableError(f"medium {at} ({item.media_type}) needs {package}, which is not installed here") from None
     except Exception as error:  # whatever the decoder of a broken file raises
         raise UnsupportedError(f"medium {at} ({item.media_type}) cannot be loaded: {error}") from None
 

@@ -18,8 +18,7 @@ from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import PROMPT_TOKENS_MAX
 from poolgrid.wire.multimodal import MediaKind, TensorDescriptor
 from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
-from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread, end_engine, start_engine
-from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
+from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread, end_engine
 from poolgrid.workers.engines.trtllm.arguments.contract import look_up
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArguments, resolve_files
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import uses_kvbm
@@ -29,7 +28,7 @@ from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts, abiliti
 from poolgrid.workers.engines.trtllm.core.sampling import sampler_default
 from poolgrid.workers.engines.trtllm.engine import TrtllmEngine
 from poolgrid.workers.engines.trtllm.kvbm import KvbmExchange, claim_ports
-from poolgrid.workers.engines.trtllm.library import load_library
+from poolgrid.workers.engines.trtllm.library import load_library, start_library
 from poolgrid.workers.engines.trtllm.logits import ProcessorsOfRequests
 from poolgrid.workers.engines.trtllm.media import load_media
 from poolgrid.workers.engines.trtllm.metrics import EngineCollector, TrtllmMetrics
@@ -135,10 +134,9 @@ async def load_engine(
         arguments = replace(arguments, values=values | sampler_default(library.version, values))
         values = arguments.values
         log.info("starting TensorRT-LLM %s with %s", library.version, values.get("model"))
-        try:
-            llm = await start_engine(thread, lambda: library.make_engine(values, role is Role.ENCODE), _shut_down)
-        except Exception as error:
-            raise EngineBrokenError(f"starting TensorRT-LLM {library.version} failed: {error!r}") from error
+        llm = await start_library(
+            thread, library.version, lambda: library.make_engine(values, role is Role.ENCODE), _shut_down
+        )
         collector: EngineCollector | None = None
         failures = FailureChannel(lambda name: metrics.logits_processor_failures.labels(name).inc())
         try:

@@ -22,11 +22,10 @@ import yaml
 from poolgrid.wire.tasks import MODALITIES, TaskResult, VisualTask
 from poolgrid.workers.core.refusal import BrokenError, UnableError, UnsupportedError
 from poolgrid.workers.engines.definition import EngineHost, OpenedEngine, StartPlan
-from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread, end_engine, start_engine
-from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
+from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread, end_engine
 from poolgrid.workers.engines.tasks import TaskEngine, Told, task_card
 from poolgrid.workers.engines.trtllm.arguments.engine_config import parse_json, read_yaml
-from poolgrid.workers.engines.trtllm.library import LibraryMissingError, import_library
+from poolgrid.workers.engines.trtllm.library import LibraryMissingError, import_library, start_library
 from poolgrid.workers.engines.trtllm.settings import TrtllmSettings, TrtllmWorkerSettings
 
 log = logging.getLogger(__name__)
@@ -141,12 +140,9 @@ async def open_visual(settings: TrtllmWorkerSettings, host: EngineHost) -> Async
     try:
         version, generator_class, arguments_class = await thread.call(_library)
         log.info("starting TensorRT-LLM %s with %s", version, settings.model_path)
-        try:
-            generator = await start_engine(
-                thread, lambda: generator_class(settings.model_path, args=arguments_class(**values)), _shut_down
-            )
-        except Exception as error:
-            raise EngineBrokenError(f"starting TensorRT-LLM {version} failed: {error!r}") from error
+        generator = await start_library(
+            thread, version, lambda: generator_class(settings.model_path, args=arguments_class(**values)), _shut_down
+        )
         try:
             with tempfile.TemporaryDirectory(prefix="poolgrid-visual-") as folder:
                 maker = TrtllmVisual(thread, generator, Path(folder))

@@ -138,6 +138,8 @@ def _add_attempt(root: Tree, attempt: DecisionExplanation) -> None:
         real = attempt.realised_ttft_ms
         came = "not known yet what it was" if real is None else f"it was {number(real)} ms"
         branch.add(f"TTFT of {number(attempt.expected_ttft_ms)} ms expected, {came}")
+    if attempt.failure is not UNSET:
+        branch.add(f"[yellow]{escape(attempt.worker)} did not serve it[/]: {escape(attempt.failure)}")
     if attempt.behind_records:
         branch.add(
             f"[yellow]the router was catching up[/]: {counted(attempt.behind_records, 'record')} or more of the pool's "

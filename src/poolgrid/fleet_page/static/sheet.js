@@ -161,6 +161,7 @@ function attemptItem(attempt, openWorker) {
   const inside = [
     el("li", {}, `${counted(attempt.isl, "prompt token")} = ${counted(attempt.isl_blocks, "block")}; ${count(attempt.overlap_blocks)} expected in cache, ${reused === null ? "reuse not known yet" : `${counted(reused, "token")} reused`}`),
     attempt.media ? el("li", {}, `${counted(attempt.media.items, "medium", "media")}: ${count(attempt.media.compared_blocks)} of ${counted(Math.floor(attempt.isl / attempt.block_size), "whole block")} compared with the workers' caches${attempt.media.compared_blocks >= Math.floor(attempt.isl / attempt.block_size) ? "" : "; the rest is output, or follows a medium whose token count the workers do not report"}`) : null,
+    attempt.failure ? el("li", {}, el("span", { class: "mark" }, `${attempt.worker} did not serve it`), `: ${attempt.failure}`) : null,
     attempt.behind_records ? el("li", {}, el("span", { class: "mark" }, "the router was catching up"), `: ${counted(attempt.behind_records, "record")} or more of the journal were not applied yet`) : null,
     attempt.expected_ttft_ms !== null
       ? el("li", {}, `TTFT: expected ${number(attempt.expected_ttft_ms)} ms, ${attempt.realised_ttft_ms === null ? "not measured yet" : `measured ${number(attempt.realised_ttft_ms)} ms`}`)

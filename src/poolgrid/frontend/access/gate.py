@@ -144,7 +144,7 @@ class AccessGate:
         error = refused(refusal)
         self._metrics.refused(error.code, caller.tenant if caller is not None else "")
         self._metrics.answered(GATE, error.status, False)
-        dialect = dialect_of(scope["path"])
+        dialect = dialect_of(scope["path"], scope["headers"])
         request_id = self._request_ids.wanted(_header(scope, b"x-request-id"))
         body = dialect.error_body(error, request_id)
         headers = [

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from poolgrid.frontend.client_tools import anthropic_function
 from poolgrid.frontend.errors import invalid, missing, quoted, text_of, unsupported, wrong_type
 from poolgrid.frontend.messages_api.schema import (
     CountedBody,
@@ -15,9 +16,9 @@ from poolgrid.frontend.messages_api.schema import (
     MessageTool,
     MessageToolChoice,
     OutputConfig,
-    Thinking,
 )
 from poolgrid.frontend.schema import ChatBody, ContentPart, Function, Message, PlacedPart, ToolCall, shared_fields
+from poolgrid.frontend.tools import DEFER
 
 _VENDOR_LINES = re.compile(r"\s*(?:x-[a-z0-9]+-billing-header:[^\n]*\s*)+", re.IGNORECASE)
 """Lines before a system prompt that are for the vendor's meter. Claude Code writes one that differs in each request. In
@@ -32,26 +33,22 @@ _NOT_SHOWN = frozenset({"thinking", "redacted_thinking", "tool_reference", "serv
 _SHOWN_DEPTH_MAX = 8
 """Blocks inside blocks that are read: a tool's result with a search result of text has three."""
 
-THINKING_VARIABLES = ("enable_thinking", "thinking")
-"""What published chat templates call the variable that switches reasoning on and off."""
-
 
 def chat_body(body: CountedBody) -> ChatBody:
     """Return the chat request; raises ``RequestError`` that names the field of the Messages body."""
+    tools = [_tool(tool, index) for index, tool in enumerate(body.tools or ())]
+    _show_references(body, tools)
     messages = _messages(body)
     goes_on = messages[-1].role == "assistant" and not messages[-1].tool_calls
     return ChatBody(
         messages=messages,
-        tools=[
-            *(_tool(tool, index) for index, tool in enumerate(body.tools or ())),
-            *({"type": "mcp_server"} for _ in body.mcp_servers or ()),
-        ]
-        or None,
+        tools=[*tools, *({"type": "mcp_server"} for _ in body.mcp_servers or ())] or None,
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=None if body.tool_choice is None else not body.tool_choice.disable_parallel_tool_use,
         response_format=_response_format(body),
         reasoning_effort=None if body.output_config is None else body.output_config.effort,
-        chat_template_kwargs=_template_variables(body.thinking, body.chat_template_kwargs),
+        thinking=body.thinking,
+        chat_template_kwargs=body.chat_template_kwargs,
         # The answer continues the assistant's last message.
         continue_final_message=goes_on or None,
         max_completion_tokens=body.max_tokens if isinstance(body, MessagesBody) else None,
@@ -213,7 +210,8 @@ def _image(block: Mapping[str, Any], place: str) -> ContentPart:
 def _tool(tool: MessageTool, index: int) -> dict[str, Any]:
     """Return a tool as chat writes it. One that only Anthropic can run keeps its type, by which it is left out."""
     if tool.input_schema is None and tool.type not in (None, "custom"):
-        return {"type": tool.type}
+        own = anthropic_function(tool.type, tool.name, tool.display_width_px, tool.display_height_px)
+        return {"type": tool.type} if own is None else {"type": "function", "function": own, **_deferral(tool)}
     if tool.name is None:
         raise missing(f"tools[{index}].name", "a string")
     if tool.input_schema is None:
@@ -224,7 +222,32 @@ def _tool(tool: MessageTool, index: int) -> dict[str, Any]:
     function["parameters"] = tool.input_schema
     if tool.strict is not None:
         function["strict"] = tool.strict
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": function, **_deferral(tool)}
+
+
+def _deferral(tool: MessageTool) -> dict[str, Any]:
+    return {DEFER: True} if tool.defer_loading else {}
+
+
+def _show_references(body: CountedBody, tools: Sequence[Mapping[str, Any]]) -> None:
+    """Put the definitions of deferred tools where results of searches refer to them."""
+    definitions = {tool["function"]["name"]: tool["function"] for tool in tools if DEFER in tool}
+    for message in body.messages if definitions else ():
+        for block in message.content if isinstance(message.content, list) else ():
+            content = block.get("content") if block.get("type") == "tool_result" else None
+            if isinstance(content, list):
+                block["content"] = [_definition_of(inner, definitions) for inner in content]
+
+
+def _definition_of(block: Any, definitions: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Return the text for a reference to a deferred tool, and every other block as it is."""
+    if not isinstance(block, dict) or block.get("type") != "tool_reference":
+        return block
+    name = block.get("tool_name")
+    function = definitions.get(name) if isinstance(name, str) else None
+    if function is None:
+        return block
+    return {"type": "text", "text": msgspec.json.encode({"type": "function", "function": function}).decode()}
 
 
 def _tool_choice(choice: MessageToolChoice | None) -> Any:
@@ -248,13 +271,6 @@ def _response_format(body: CountedBody) -> Any:
             param, f"{param} is {quoted(wanted)}: allowed is an object with the type json_schema and a schema"
         )
     return {"type": "json_schema", "json_schema": {"schema": wanted["schema"]}}
-
-
-def _template_variables(thinking: Thinking | None, given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the variables of the chat template; without ``thinking`` the template's own default holds."""
-    if thinking is None:
-        return given
-    return {**dict.fromkeys(THINKING_VARIABLES, thinking.type != "disabled"), **(given or {})}
 
 
 def parsed_input(arguments: str) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from poolgrid.frontend.field_words import allowed
-from poolgrid.frontend.schema import Count, SamplingFields
-from poolgrid.wire.limits import U32_MAX
+from poolgrid.frontend.schema import Count, SamplingFields, Thinking
 
 MESSAGES_MAX = 100_000
 """Most messages of one request; Anthropic's own limit."""
@@ -35,6 +34,10 @@ class MessageTool(Struct):
     description: str | None = None
     type: str | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
+    """Whether the model is shown it only where a result of a search refers to it."""
+    display_width_px: Count | None = None
+    display_height_px: Count | None = None
     cache_control: Annotated[Any, allowed('an object such as {"type": "ephemeral"}')] = None
 
 
@@ -44,15 +47,6 @@ class MessageToolChoice(Struct):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
-
-
-class Thinking(Struct):
-    """Whether the model is to reason before it answers."""
-
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Meta(ge=0, le=U32_MAX)] | None = None
-    display: str | None = None
-    """``omitted`` leaves the reasoning out of the answer; every other word shows it as it was written."""
 
 
 class OutputConfig(Struct):

@@ -167,15 +167,13 @@ class TaggedCall(CallForm):
         self.left = self._buffer
 
     def end(self) -> None:
-        """Become ``done`` or ``failed``: no text follows. What the schema requires must be there."""
+        """Become ``done`` or ``failed``: no text follows. The last argument must have ended."""
         if self._state == TaggedCall._read_value:
             self._end_value_at_the_end()
         if self._state == TaggedCall._next and self._is_tag_begun():
             self._buffer = ""
-        required = self._schema.get("required")
-        complete = not isinstance(required, list) or all(key in self._given for key in required if isinstance(key, str))
         ended = self._state == TaggedCall._next and not self._buffer.strip(_SPACE)
-        if not self.failed and ended and self._given and complete:
+        if not self.failed and ended and self._given:
             self._buffer = ""
             self._done()
         else:

@@ -21,6 +21,8 @@ from poolgrid.frontend.errors import invalid, missing, text_of, unsupported, wro
 from poolgrid.frontend.field_words import allowed, refused, without_nulls
 from poolgrid.frontend.schema import (
     AllowedTokens,
+    AnyReasoning,
+    AnyThinking,
     BadWords,
     ChatBody,
     ContentPart,
@@ -49,12 +51,6 @@ class TextOptions(Struct):
     """``{"type": "text"}``, ``json_object``, or ``json_schema`` with ``name`` and ``schema``."""
 
 
-class ReasoningOptions(Struct):
-    """How much the model is to reason: a variable of the chat template."""
-
-    effort: str | None = None
-
-
 class ResponsesBody(SamplingFields, kw_only=True):
     """Body of ``/v1/responses``."""
 
@@ -67,7 +63,8 @@ class ResponsesBody(SamplingFields, kw_only=True):
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
-    reasoning: Annotated[ReasoningOptions | None, allowed('an object such as {"effort": "low"}')] = None
+    reasoning: AnyReasoning = None
+    thinking: AnyThinking = None
     max_output_tokens: Count | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
@@ -134,10 +131,18 @@ def _shell_action(text: str) -> dict[str, Any]:
     return {"type": "exec", "env": {}, **action}
 
 
+def _shell_commands(text: str) -> dict[str, Any]:
+    action = _object(text) or {}
+    # As the model wrote them first: the prompt of the next turn has them in this order.
+    return {**action, **{name: None for name in ("timeout_ms", "max_output_length") if name not in action}}
+
+
 FORMS: Final[Mapping[str, CallItem]] = {
     "function": CallItem("function_call", "fc", "arguments", "function_call_arguments"),
     "custom": CallItem("custom_tool_call", "ctc", "input", "custom_tool_call_input"),
     "local_shell": CallItem("local_shell_call", "lsh", "action", "", _shell_action),
+    "shell": CallItem("shell_call", "sh", "action", "", _shell_commands),
+    "apply_patch": CallItem("apply_patch_call", "apc", "operation", "", lambda text: _object(text) or {}),
     "tool_search": CallItem("tool_search_call", "tsc", "arguments", "", lambda text: _object(text) or {}),
 }
 """By the type of the client's tool."""
@@ -162,10 +167,13 @@ def earlier_call(item: Mapping[str, Any], kind: str, where: str) -> ToolCall | N
         return None
     else:
         name = kind.removesuffix("_call")
-        inner = item.get("action" if kind == "local_shell_call" else "arguments")
+        form = FORMS.get(name)
+        inner = item.get("arguments" if form is None else form.field)
         if not isinstance(inner, dict):
             inner = {key: value for key, value in item.items() if key not in _OF_ITEMS}
-        inner = {key: value for key, value in without_nulls(inner).items() if key != "type"}
+        inner = without_nulls(inner)
+        if kind != "apply_patch_call":
+            inner = {key: value for key, value in inner.items() if key != "type"}
         arguments = msgspec.json.encode(inner).decode()
     if not isinstance(call_id, str):
         raise wrong_type(f"{where}.call_id", call_id, "a string")
@@ -197,7 +205,8 @@ def chat_body(body: ResponsesBody, earlier: Items = ()) -> ChatBody:
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=None if body.text is None else _response_format(body.text.format),
-        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        reasoning=body.reasoning,
+        thinking=body.thinking,
         max_completion_tokens=body.max_output_tokens,
         stop=body.stop,
         chat_template_kwargs=body.chat_template_kwargs,
@@ -265,7 +274,8 @@ def _add_output(messages: list[Message], item: Mapping[str, Any], where: str) ->
     call_id = item.get("call_id", item.get("id"))
     if call_id is not None and not isinstance(call_id, str):
         raise wrong_type(f"{where}.call_id", call_id, "a string")
-    content = _output(item.get("output", item.get("error", "")), f"{where}.output")
+    said = item.get("output", item.get("error", item.get("status", "")))
+    content = _output(said, f"{where}.output")
     messages.append(Message(role="tool", content=content, tool_call_id=call_id))
 
 

@@ -138,8 +138,7 @@ class TaskExchange(InferenceExchange):
             )
         [request_id] = endpoint._request_ids.of_sequences(self._wanted_id, 1)
         request = InferenceRequest(request_id, served.name, b"", NO_TOKENS, task=prepared.task)
-        if self.trace is not None:
-            request.trace = self.trace
+        self.join_trace([request])
         if self._caller is not None:
             self._caller.admit([request], prepared.tokens, self._clock.monotonic_ms())
         if not waits:

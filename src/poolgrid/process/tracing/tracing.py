@@ -3,7 +3,8 @@
 Rules
     1. Where traces are off there is no ``Tracing``, and no record is made.
     2. A record is handed over once, at its end, and is not touched any more.
-    3. The sender of records may lose them, and counts them; it never makes a request wait.
+    3. A request without a record is passed on with the trace context of its client, unchanged.
+    4. The sender of records may lose them, and counts them; it never makes a request wait.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from typing import Protocol
 from poolgrid.process.clock import Clock
 from poolgrid.process.tracing.record import SpanKind, TraceRecord
 from poolgrid.process.tracing.settings import Sampler, TraceSampling, TraceSettings, trace_target
-from poolgrid.wire.limits import TRACE_STATE_CHARS_MAX
-from poolgrid.wire.trace_context import TraceContext, TracePlace, read_traceparent
+from poolgrid.wire.trace_context import TraceContext, TracePlace, caller_context, read_traceparent
 
 
 class TraceSink(Protocol):
@@ -48,18 +48,12 @@ class Tracing:
 
     def begin_request(self, name: str, headers: Sequence[tuple[bytes, bytes]], began_ms: float) -> TraceRecord | None:
         """Begin the record of a client's request, if it is kept; ``headers`` are in lower case."""
-        traceparent = tracestate = b""
-        for header, value in headers:
-            if header == b"traceparent":
-                traceparent = value
-            elif header == b"tracestate":
-                tracestate = tracestate + b"," + value if tracestate else value
-        caller = read_traceparent(traceparent.decode("latin-1")) if traceparent else None
+        context = caller_context(headers)
+        caller = None if context is None else read_traceparent(context.traceparent)
         drawn = self._sampler.draw(caller)
         if drawn is None:
             return None
-        state = _sane_state(tracestate) if caller is not None else ""
-        return self._record(name, *drawn, caller, state, began_ms)
+        return self._record(name, *drawn, caller, "" if context is None else context.tracestate, began_ms)
 
     def begin_work(self, name: str, context: TraceContext | None) -> TraceRecord | None:
         """Begin the record of what another process of ours asks for, if that is kept."""
@@ -82,13 +76,6 @@ class Tracing:
 
     def close(self) -> None:
         self._sink.close()
-
-
-def _sane_state(value: bytes) -> str:
-    """Return a tracestate that may be given on: W3C has those dropped that are too long or hold other characters."""
-    text = value.decode("latin-1").strip()
-    sane = len(text) <= TRACE_STATE_CHARS_MAX and all(" " <= each <= "~" for each in text)
-    return text if sane else ""
 
 
 log = logging.getLogger(__name__)

@@ -324,15 +324,17 @@ class SimulatedPool:
         selector = self._selectors[router]
         ledger = selector.projection.ledger
         ledger.expire(now)
-        for remaining in reversed(range(self._crowding_retries + 1)):
+        retries = self._crowding_retries
+        while True:
             found = selector.select(WorkerWanted(routing, request.path, now, int(now), unavailable, behind=behind))
             if not isinstance(found, Decision):
                 raise RuntimeError(f"simulating request {request.request_id}: {found}")
             decision = found
             number = self._number[decision.worker]
-            booked = self._books[number].crowding(decision.prefill_tokens if remaining else None)
+            booked = self._books[number].crowding(decision.prefill_tokens if retries else None)
             if booked is None:
                 break
+            retries -= 1
             self.result.crowded += 1
             ledger.crowded(
                 decision.worker, selector.projection.index.slot(decision.worker), request.request_id, booked, now
