@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -13,10 +12,7 @@ import pytest
 
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
-from poolgrid.frontend.models import TINY_MODEL_PATH
 from tests.e2e.processes import Process, assert_decisions_replay, running_pool
-from tests.fakes.engine_server.threaded import servers_in_thread
-from tests.fakes.engine_server.vllm import Options
 
 pytestmark = pytest.mark.e2e
 

@@ -142,7 +142,12 @@ ITEM = {"input": [{"role": "user", "content": "x"}, {"type": "item_reference", "
         ("/v1/completions", b"\xff\xfe", "invalid_json", False),
         ("/v1/completions", {"model": "other", "prompt": "a text"}, "model_not_found", False),
         ("/v1/chat/completions", {"model": "tiny", "messages": []}, "invalid_value", False),
-        ("/v1/responses", {"model": "tiny", "input": "a text", "previous_response_id": "r"}, "unsupported_parameter", True),
+        (
+            "/v1/responses",
+            {"model": "tiny", "input": "a text", "previous_response_id": "r"},
+            "unsupported_parameter",
+            True,
+        ),
         ("/v1/responses", {"model": "tiny", "input": "a text", "conversation": "c"}, "unsupported_parameter", True),
         ("/v1/responses", {"model": "tiny", **ITEM}, "unsupported_parameter", True),
         ("/v1/responses", {"model": "tiny", "input": []}, "invalid_value", False),

@@ -156,7 +156,7 @@ class ForwardApplication:
             allowed = [card for each, card in merged.cards.items() if caller.may_use(each)]
             body = b'{"object":"list","data":[' + b",".join(allowed) + b"]}"
         if body is None:
-            await _answer(scope, send, model_not_found(name, [each for each in merged.cards]))
+            await _answer(scope, send, model_not_found(name, list(merged.cards)))
             return
         if not merged.cards:
             await _answer(scope, send, RequestError(503, "no_worker", "no server answers now; try again later"))
@@ -290,12 +290,17 @@ class ForwardApplication:
         places = [(place, self.server(place.url)) for place in self.backend.places("")]
         found = await self.state.find(collection, state_id, places)
         if found is None:
-            message = f"no server of the pool has {state_id[:80]!r}: it was never made, has expired, or its server is gone"
+            message = (
+                f"no server of the pool has {state_id[:80]!r}: it was never made, has expired, or its server is gone"
+            )
             raise RequestError(404, "not_found", message)
         return found
 
     async def prepare(self, exchange: ForwardExchange, asked: Understood, body: bytes) -> InferenceRequest:
-        """Return a request as the router chooses for it, with its tenant's share; raises ``RequestError``, ``Refused``."""
+        """Return a request as the router chooses for it, with its tenant's share.
+
+        Raises ``RequestError``, ``Refused``.
+        """
         (request_id,) = self.request_ids.of_sequences(exchange.name, 1)
         values, caller = asked.values, exchange.caller
         reading = await self._reader.read(asked.target.path, body, request_id, values)

@@ -58,8 +58,8 @@ class EngineServer:
         return made
 
     def head(self, method: bytes, target: bytes, headers: Iterable[tuple[bytes, bytes]], length: int | None) -> bytes:
-        """Return a request's head. ``headers`` are those that may pass; ``length`` is that of the body, ``None`` without
-        one."""
+        """Return a request's head. ``headers`` are those that may pass; ``length`` is that of the body, ``None``
+        without one."""
         lines = [method, b" ", self.base_path, target, b" HTTP/1.1\r\n", self._host]
         for name, value in headers:
             lines += (name, b": ", value, b"\r\n")

@@ -54,8 +54,8 @@ CLIENT_LEFT: Final = 499
 """Status that is counted, not sent, when the client left first."""
 
 SILENCE_S: Final = 15.0
-"""A stream without a byte for so long gets an event or a comment, and one that waits in the queue its head: proxies close
-what is silent for 30 to 60 s."""
+"""A stream without a byte for so long gets an event or a comment, and one that waits in the queue its head: proxies
+close what is silent for 30 to 60 s."""
 
 SILENCE_LOOKS: Final = 6
 """How often in that time streams are looked at: the last look is up to a sixth late."""
@@ -71,8 +71,8 @@ SILENCE_EVENTS: Final[Mapping[ApiForm | None, bytes]] = {
 BUSY_STATUSES: Final = frozenset((429, 503))
 
 BUSY_PAUSE_MAX_MS: Final = 1000
-"""Longest time that a busy server gets nothing while its own ``Retry-After`` lasts: a queue of an engine moves in tenths
-of a second, and one refused prompt does not show that the next has no room."""
+"""Longest time that a busy server gets nothing while its own ``Retry-After`` lasts: a queue of an engine moves in
+tenths of a second, and one refused prompt does not show that the next has no room."""
 
 BUSY_BODY_BYTES_MAX: Final = 64 * 1024
 """Longest answer that is kept while another server is asked; a longer one goes to the client at once."""
@@ -144,7 +144,7 @@ class ForwardExchange:
     _is_keeping_busy = False
     """Whether the answer that comes is a busy one."""
     _answer_status = 0
-    _answer_headers: HeaderList = []
+    _answer_headers: Sequence[tuple[bytes, bytes]] = ()
     _is_raw = False
     """Whether chunks go to the client's connection as they come."""
     _is_open = False

@@ -180,9 +180,7 @@ class PromptReader:
         found = self._preparation.served(name)
         return ("", "") if found is None else (found[0].name, found[1])
 
-    async def _by_tokens(
-        self, path: str, body: bytes, request_id: str, values: Mapping[str, Raw]
-    ) -> PromptReading:
+    async def _by_tokens(self, path: str, body: bytes, request_id: str, values: Mapping[str, Raw]) -> PromptReading:
         known = self._prepare.get(path)
         if known is None:
             return PromptReading("", None, why="another API")

@@ -1,8 +1,8 @@
 """WebSockets to an engine server (``/v1/realtime``): after its head a request and its answer are two streams of bytes.
 
 Rules
-    1. The head goes to the server with the headers that ask for the upgrade. Whatever the server answers goes back as it
-       is: 101 and what follows, or its refusal, after which both connections end.
+    1. The head goes to the server with the headers that ask for the upgrade. Whatever the server answers goes back as
+       it is: 101 and what follows, or its refusal, after which both connections end.
     2. A side that does not read has the other one paused: at most ``WRITE_BUFFER_BYTES`` wait in each direction.
     3. The end of one side ends the other.
 """

@@ -566,7 +566,12 @@ class VllmServer:
 
     def _head(self, body: dict[str, Any], kind: str) -> dict[str, Any]:
         kind = kind if body.get("is_chat") else "text_completion"
-        return {"id": "chatcmpl-1" if body.get("is_chat") else "cmpl-1", "object": kind, "created": 5, "model": body["model"]}
+        return {
+            "id": "chatcmpl-1" if body.get("is_chat") else "cmpl-1",
+            "object": kind,
+            "created": 5,
+            "model": body["model"],
+        }
 
     def _message(self, body: dict[str, Any], usage: dict[str, Any], content: list[Any]) -> dict[str, Any]:
         cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
