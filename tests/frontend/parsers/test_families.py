@@ -88,6 +88,22 @@ def test_arguments_come_while_they_are_written(name: str, writer: Writer) -> Non
         assert json.loads(heard) == call.arguments
 
 
+@pytest.mark.parametrize("named", ["", "write_file"])
+def test_arguments_of_forced_calls_come_while_they_are_written(named: str) -> None:
+    lines = [f"line {number:03}" for number in range(50)]
+    call = Call("write_file", {"path": "a", "content": "\n".join(lines)})
+    parser = OutputFormat("", "gemma4").parser(ToolUse(USE.names, required=not named, named=named, schemas=SCHEMAS))
+    assert parser is not None
+    arguments = json.dumps(call.arguments)
+    heard = written = ""
+    for character in arguments if named else f'[{{"name": "write_file", "parameters": {arguments}}}]':
+        written += character
+        heard += "".join(text for kind, text in parser.feed(character) if kind is PieceKind.ARGUMENTS)
+        begun = [line for line in lines if line in written]
+        assert len(begun) < 3 or begun[-2] in heard
+    assert json.loads(heard) == call.arguments
+
+
 @forms
 def test_text_around_calls_is_content(name: str, writer: Writer) -> None:
     text = writer(SAMPLES["two"])

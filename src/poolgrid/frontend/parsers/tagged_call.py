@@ -59,6 +59,7 @@ class ArgumentText:
         if not text:
             return ""
         if not self._begun and self._drops_line_breaks:
+            self._drops_line_breaks = text.startswith("\n")  # values have one at both ends, or at none
             text = text.removeprefix("\n")
         self._begun = True
         if self._is_text:
