@@ -70,7 +70,7 @@ def test_calls_are_read_as_they_were_meant_however_they_are_cut(name: str, write
 
 @forms
 def test_arguments_come_while_they_are_written(name: str, writer: Writer) -> None:
-    """A client hears of each line of a long text, and of each item of a long list, before the next one is there."""
+    """A line of a long text, or an item of a long list, arrives before the second one after it is written."""
     lines = [f"line {number:03}" for number in range(200)]
     for call, told in (
         (Call("write_file", {"path": "a", "content": "\n".join(lines)}), lines),
@@ -252,6 +252,20 @@ def test_a_format_is_chosen_by_its_own_marks_and_tells_them(name: str) -> None:
         chosen = OutputFormat.choose(AUTO, AUTO, "", (token,))
         assert chosen.tools == name
         assert chosen.signs[1] == (token,)
+
+
+@pytest.mark.parametrize(
+    ("template", "token", "name"),
+    [
+        ('<tool_call>{"name": …}</tool_call>', "[TOOL_CALLS]", "hermes"),
+        ("<|tool|>…<|/tool|>", "<|tool_call|>", "phi4_mini_json"),
+        ('{"name": …, "parameters": …}', "[TOOL_CALLS]", "mistral"),
+    ],
+)
+def test_a_templates_marks_count_more_than_the_vocabulary_but_for_json_without_any(
+    template: str, token: str, name: str
+) -> None:
+    assert OutputFormat.choose(AUTO, AUTO, template, (token,)).tools == name
 
 
 @pytest.mark.parametrize("name", REASONING_NAMES)
