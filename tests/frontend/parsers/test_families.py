@@ -32,6 +32,7 @@ FORMS = [
     for number, writer in enumerate(writers)
 ]
 forms = pytest.mark.parametrize(("name", "writer"), FORMS)
+IN_TAGS = ("tagged", "elements")
 
 
 def fresh(name: str, use: ToolUse = USE, reasoning: str = "") -> OutputParser:
@@ -151,6 +152,16 @@ def test_an_answer_cut_in_its_calls_has_the_calls_before_and_the_beginning_of_th
         assert [json.loads(arguments) for _, arguments in found.calls[:-1]] == [
             dict(call.arguments) for call in calls[: len(found.calls[:-1])]
         ]
+
+
+@pytest.mark.parametrize(("name", "writer"), [form for form in FORMS if call_format(form.values[0]).form in IN_TAGS])
+def test_a_call_cut_before_a_further_argument_is_not_complete(name: str, writer: Writer) -> None:
+    one, two = (writer([Call("write_file", arguments)]) for arguments in ({"path": "a"}, {"path": "a", "content": "b"}))
+    shared = next(at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
+    for at in range(shared + 1, two.index("content") + len("content")):
+        [(_, arguments)] = read(fresh(name), [two[:at]]).calls
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(arguments)
 
 
 TAIL_CHARS = 64
