@@ -8,12 +8,16 @@ reads these formats.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import msgspec
+
+VOCABULARY_ORDER = 4
+"""What is only in the vocabulary counts less than a template's own markers: a model may be tuned to another format."""
 
 _DIRECTORY = Path(__file__).parent
 
@@ -197,10 +201,14 @@ def shown(
     formats: Sequence[tuple[str, CallFormat | ReasoningFormat]], template: str, vocabulary: Collection[str]
 ) -> tuple[str, tuple[str, ...]]:
     """Return the format that a model shows and the markers that show it; empty where it shows none."""
+    best: float = math.inf
+    found: tuple[str, tuple[str, ...]] = "", ()
     for name, each in formats:
+        order = each.order
         signs = next((signs for signs in each.signs if all(sign in template for sign in signs)), None)
         if signs is None:
+            order = max(order, VOCABULARY_ORDER)
             signs = tuple(token for token in each.vocabulary if token in vocabulary)[:1]
-        if signs and not any(marker in template for marker in each.unless):
-            return name, signs
-    return "", ()
+        if signs and order < best and not any(marker in template for marker in each.unless):
+            best, found = order, (name, signs)
+    return found

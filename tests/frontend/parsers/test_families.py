@@ -32,6 +32,7 @@ FORMS = [
     for number, writer in enumerate(writers)
 ]
 forms = pytest.mark.parametrize(("name", "writer"), FORMS)
+IN_TAGS = ("tagged", "elements")
 
 
 def fresh(name: str, use: ToolUse = USE, reasoning: str = "") -> OutputParser:
@@ -70,7 +71,7 @@ def test_calls_are_read_as_they_were_meant_however_they_are_cut(name: str, write
 
 @forms
 def test_arguments_come_while_they_are_written(name: str, writer: Writer) -> None:
-    """A client hears of each line of a long text, and of each item of a long list, before the next one is there."""
+    """A line of a long text, or an item of a long list, arrives before the second one after it is written."""
     lines = [f"line {number:03}" for number in range(200)]
     for call, told in (
         (Call("write_file", {"path": "a", "content": "\n".join(lines)}), lines),
@@ -86,6 +87,22 @@ def test_arguments_come_while_they_are_written(name: str, writer: Writer) -> Non
                 begun = [each for each in map(str, told) if each in written]
                 assert len(begun) < 3 or begun[-3] in heard, written[-100:]
         assert json.loads(heard) == call.arguments
+
+
+@pytest.mark.parametrize("named", ["", "write_file"])
+def test_arguments_of_forced_calls_come_while_they_are_written(named: str) -> None:
+    lines = [f"line {number:03}" for number in range(50)]
+    call = Call("write_file", {"path": "a", "content": "\n".join(lines)})
+    parser = OutputFormat("", "gemma4").parser(ToolUse(USE.names, required=not named, named=named, schemas=SCHEMAS))
+    assert parser is not None
+    arguments = json.dumps(call.arguments)
+    heard = written = ""
+    for character in arguments if named else f'[{{"name": "write_file", "parameters": {arguments}}}]':
+        written += character
+        heard += "".join(text for kind, text in parser.feed(character) if kind is PieceKind.ARGUMENTS)
+        begun = [line for line in lines if line in written]
+        assert len(begun) < 3 or begun[-2] in heard
+    assert json.loads(heard) == call.arguments
 
 
 @forms
@@ -135,6 +152,16 @@ def test_an_answer_cut_in_its_calls_has_the_calls_before_and_the_beginning_of_th
         assert [json.loads(arguments) for _, arguments in found.calls[:-1]] == [
             dict(call.arguments) for call in calls[: len(found.calls[:-1])]
         ]
+
+
+@pytest.mark.parametrize(("name", "writer"), [form for form in FORMS if call_format(form.values[0]).form in IN_TAGS])
+def test_a_call_cut_before_a_further_argument_is_not_complete(name: str, writer: Writer) -> None:
+    one, two = (writer([Call("write_file", arguments)]) for arguments in ({"path": "a"}, {"path": "a", "content": "b"}))
+    shared = next(at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
+    for at in range(shared + 1, two.index("content") + len("content")):
+        [(_, arguments)] = read(fresh(name), [two[:at]]).calls
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(arguments)
 
 
 TAIL_CHARS = 64
@@ -236,6 +263,20 @@ def test_a_format_is_chosen_by_its_own_marks_and_tells_them(name: str) -> None:
         chosen = OutputFormat.choose(AUTO, AUTO, "", (token,))
         assert chosen.tools == name
         assert chosen.signs[1] == (token,)
+
+
+@pytest.mark.parametrize(
+    ("template", "token", "name"),
+    [
+        ('<tool_call>{"name": …}</tool_call>', "[TOOL_CALLS]", "hermes"),
+        ("<|tool|>…<|/tool|>", "<|tool_call|>", "phi4_mini_json"),
+        ('{"name": …, "parameters": …}', "[TOOL_CALLS]", "mistral"),
+    ],
+)
+def test_a_templates_marks_count_more_than_the_vocabulary_but_for_json_without_any(
+    template: str, token: str, name: str
+) -> None:
+    assert OutputFormat.choose(AUTO, AUTO, template, (token,)).tools == name
 
 
 @pytest.mark.parametrize("name", REASONING_NAMES)

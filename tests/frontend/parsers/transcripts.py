@@ -128,6 +128,18 @@ TRANSCRIPTS: list[Transcript] = [
         Answer(calls=(("get_weather", '{"city": "Paris\\n'),)),
     ),
     Transcript(
+        "qwen3_coder: cut before an argument",
+        QWEN_CODER,
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parame",
+        Answer(calls=(("get_weather", '{"city": "Paris"'),)),
+    ),
+    Transcript(
+        "qwen3_coder: cut in the end",
+        QWEN_CODER,
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</func",
+        Answer(calls=(("get_weather", '{"city": "Paris"}'),)),
+    ),
+    Transcript(
         "qwen3_coder: talk of tags",
         QWEN_CODER,
         "Write <function=f> and <tool_call>{} or <function=>.",

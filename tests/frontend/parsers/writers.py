@@ -108,18 +108,16 @@ def minimax_m3(calls: Sequence[Call]) -> str:
     return f"{_MARK}<tool_call>\n{''.join(made)}{_MARK}</tool_call>"
 
 
+def gemma_value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{gemma_value(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{','.join(gemma_value(each) for each in value)}]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else as_json(value)
+
+
 def gemma4(calls: Sequence[Call]) -> str:
-    def value(given: Any) -> str:
-        if isinstance(given, Mapping):
-            return f"{{{members(given)}}}"
-        if isinstance(given, list):
-            return f"[{','.join(value(each) for each in given)}]"
-        return f'<|"|>{given}<|"|>' if isinstance(given, str) else as_json(given)
-
-    def members(given: Mapping[str, Any]) -> str:
-        return ",".join(f"{key}:{value(each)}" for key, each in given.items())
-
-    return "".join(f"<|tool_call>call:{call.name}{{{members(call.arguments)}}}<tool_call|>" for call in calls)
+    return "".join(f"<|tool_call>call:{call.name}{gemma_value(call.arguments)}<tool_call|>" for call in calls)
 
 
 def kimi_k2(calls: Sequence[Call]) -> str:
@@ -271,7 +269,11 @@ WRITERS: dict[str, Sequence[Writer]] = {
         lambda calls: f"<|tool_call|>{_list(calls)}<|/tool_call|>",
     ),
     "pythonic": (pythonic, lambda calls: f"<|python_start|>{pythonic(calls)}<|python_end|>"),
-    "qwen3_coder": (qwen3_coder, lambda calls: qwen3_coder(calls).replace("<tool_call>\n", "")),
+    "qwen3_coder": (
+        qwen3_coder,
+        lambda calls: qwen3_coder(calls).replace("<tool_call>\n", ""),
+        lambda calls: _functions(calls, "<tool_call>", "</tool_call>", "<parameter={key}>{value}</parameter>\n"),
+    ),
     "seed_oss": (seed_oss,),
     "step3": (step3,),
 }

@@ -11,7 +11,7 @@ Rules
 - A call is complete (``done``) or no call (``failed``) at the same character however the text was cut. ``left`` is then
   the text that belongs to it no more.
 - A call that fails before any argument was taken is none: its text is content. One that fails later stays a call, with
-  the rest of its text as the model wrote it (``unread``): its client finds that the arguments are no JSON.
+  the rest of its text as the model wrote it (``unread``), so that its arguments are no JSON.
 - ``end`` reports that no text follows. A call whose arguments are complete needs none of its closing marks.
 """
 

@@ -65,7 +65,9 @@ class ElementCall(CallForm):
 
     def end(self) -> None:
         if self._state == ElementCall._read_tag and len(self._open) == 1 and self._open[0].count:
-            self.done = self._begun and f"{self._mark}</{self._end}>".startswith(self._buffer.strip(_SPACE))
+            begun = self._buffer.strip(_SPACE)
+            may_be_argument = f"{self._mark}<".startswith(begun) and begun
+            self.done = self._begun and not may_be_argument and f"{self._mark}</{self._end}>".startswith(begun)
             self._certain.append("}" if self.done else "")
         self.failed = not self.done
         # Of a call that its client knows of, a piece of a tag at the end is left out.

@@ -59,6 +59,7 @@ class ArgumentText:
         if not text:
             return ""
         if not self._begun and self._drops_line_breaks:
+            self._drops_line_breaks = text.startswith("\n")  # values have one at both ends, or at none
             text = text.removeprefix("\n")
         self._begun = True
         if self._is_text:
@@ -170,7 +171,7 @@ class TaggedCall(CallForm):
         """Become ``done`` or ``failed``: no text follows. The last argument must have ended."""
         if self._state == TaggedCall._read_value:
             self._end_value_at_the_end()
-        if self._state == TaggedCall._next and self._is_tag_begun():
+        if self._state == TaggedCall._next and self._is_end_begun():
             self._buffer = ""
         ended = self._state == TaggedCall._next and not self._buffer.strip(_SPACE)
         if not self.failed and ended and self._given:
@@ -345,10 +346,11 @@ class TaggedCall(CallForm):
         given = (*self._given, self._key)
         return isinstance(properties, Mapping) and key.strip() in properties and key.strip() not in given
 
-    def _is_tag_begun(self) -> bool:
-        """Return whether what is left is the beginning of a tag that may come."""
+    def _is_end_begun(self) -> bool:
+        """Return whether what is left is the beginning of the end, and of no further argument."""
         begun = self._buffer.strip(_SPACE)
-        return any(tag.startswith(begun) for tag in (self._tags.key_begin, self._tags.end, *self._tags.after))
+        ends = (self._tags.end, *self._tags.after)
+        return any(tag.startswith(begun) for tag in ends) and not (begun and self._tags.key_begin.startswith(begun))
 
     def _end_value_at_the_end(self) -> None:
         for mark in self._marks:
@@ -356,7 +358,7 @@ class TaggedCall(CallForm):
                 rest = self._buffer[len(mark) :]
                 if _followed(rest, (self._tags.key_begin, self._tags.end, *self._tags.after)) is not False:
                     self._end_value()
-                    self._buffer = ""
+                    self._buffer = rest
                     return
 
     def _end_value(self) -> None:

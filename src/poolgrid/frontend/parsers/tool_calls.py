@@ -6,8 +6,8 @@ Rules
 - White space between content and calls, and between calls, belongs to neither and is dropped.
 - A call begins (``PieceKind.CALL``) once its function is known, which the request must declare, and a part of its
   arguments is certain; they follow as they come. What is no call by then is content, with its opener and white space.
-- A call that has begun stays one. Where its arguments stop being a JSON object, or the text ends, what the model wrote
-  follows as it is, up to the next marker: the client finds out, as with a call that ``max_tokens`` cut.
+- A call that has begun stays one. Where its arguments stop being a JSON object, what the model wrote follows as it is,
+  up to the next marker. Where the text ends, they end. The client gets arguments that are no JSON in both cases.
 - Other markers end a list of calls as well as its bracket.
 - Markers without a meaning of their own (``drops``) are left out everywhere.
 """

@@ -79,7 +79,7 @@ _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _CLOSERS = {"{": "}", "[": "]", "(": ")"}
 _AFTER_STRINGS = ",)]}:"
 """What may follow a string of Python; before anything else a quote is part of it: models leave quotes unescaped."""
-_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{4}|x(?P<byte>[0-9a-fA-F]{2})|(?P<one>.))", re.DOTALL)
+_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{4}|x(?P<byte>[0-9a-fA-F]{2})|U(?P<wide>[0-9a-fA-F]{8})|(?P<one>.))", re.DOTALL)
 _PYTHON_ESCAPE = re.compile(
     r"\\(?:u[0-9a-fA-F]{4}|x(?P<byte>[0-9a-fA-F]{2})|U(?P<wide>[0-9a-fA-F]{8})|(?P<octal>[0-7]{1,3})|(?P<one>.))",
     re.DOTALL,
@@ -317,7 +317,7 @@ class ValueReader:
         groups = match.groupdict()
         if groups["byte"] is not None:
             return f"\\u00{groups['byte']}"
-        if groups.get("wide") is not None:
+        if groups["wide"] is not None:
             code = int(groups["wide"], 16)
             return json.dumps(chr(code) if code < 0x110000 else "\ufffd")[1:-1]
         if groups.get("octal") is not None:
