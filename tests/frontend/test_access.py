@@ -192,8 +192,8 @@ async def test_a_body_that_is_too_large_is_413() -> None:
     ("status", "code", "message", "retry_after_s", "header"),
     [
         (429, "busy", "1024 requests are waiting", 7.2, "8"),
-        (503, "no_worker", "every worker is draining", None, None),
-        (503, "not_ready", "the router is rebuilding its state", None, None),
+        (503, "no_worker", "every worker is draining", None, "5"),
+        (503, "not_ready", "the router is rebuilding its state", None, "1"),
     ],
 )
 async def test_what_the_router_refuses_has_the_code_everywhere(

@@ -395,7 +395,8 @@ def _encoder(
         proves_later=proves_later,
     )
     if proves_later:
-        threading.Thread(target=_prove, args=(encoder,), name="choice of a tokenizer", daemon=True).start()
+        # No daemon: native code that finds the interpreter gone aborts the process. Its end waits for a second or two.
+        threading.Thread(target=_prove, args=(encoder,), name="choice of a tokenizer").start()
     else:
         _say(encoder)
     return encoder

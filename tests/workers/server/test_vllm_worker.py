@@ -117,6 +117,36 @@ async def test_what_a_late_buffer_leaves_unknown_is_logged_and_so_is_its_end(cap
             assert [each.untimed for each in told] == [False] * 20
 
 
+async def test_a_first_token_that_comes_while_lost_frames_are_replayed_is_reported_without_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with engine_server(Options(blocks=64)) as server, worker_before(server) as front:
+
+        async def ask(name: str) -> None:
+            await front.router.send(make_request(name, [sum(name.encode())] * 21, 1))
+            await front.router.until_finished(name)
+
+        async def held(frames: list[bytes]) -> None:
+            await may_answer.wait()
+            await send(frames)
+
+        may_answer, send = asyncio.Event(), server.publishers[0].router.send_multipart
+        monkeypatch.setattr(server.publishers[0].router, "send_multipart", held)
+        server.lose = lambda seq: True
+        await ask("lost")
+        server.lose = lambda seq: False
+        await ask("shows the hole")
+        async with httpx.AsyncClient(base_url=front.http_url) as client:
+            while (await client.get("/health")).json()["engine_server"]["events"][0]["state"] != "replaying":  # noqa: ASYNC110 - its state is not pushed
+                await asyncio.sleep(0.01)
+        await ask("behind")
+        may_answer.set()
+        await front.settled()
+
+        told = {each.request_id: each.untimed for each in front.journal.events if isinstance(each, PrefillCompleted)}
+        assert (told["lost"], told["behind"]) == (False, True)
+
+
 @pytest.mark.parametrize(
     "options", [Options(tokens_per_chunk=3, torn=True), Options(arrays=True, sources_as_list=True)]
 )
