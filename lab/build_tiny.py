@@ -11,8 +11,8 @@ Ids 0, 1 and 2 are the special tokens; every id from 3 on is an ordinary token t
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,4 +132,6 @@ def _write_json(path: Path, value: object) -> None:
 
 
 if __name__ == "__main__":
-    build(Path(sys.argv[1]) if len(sys.argv) > 1 else TINY_MODEL_PATH)
+    parser = argparse.ArgumentParser(description="Train the tokenizer of the tiny model, and write its directory.")
+    parser.add_argument("directory", nargs="?", type=Path, default=TINY_MODEL_PATH, help="default: %(default)s")
+    build(parser.parse_args().directory)

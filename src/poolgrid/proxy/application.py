@@ -36,8 +36,8 @@ from poolgrid.process.tasks import Restart, cancel_all, supervised
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.proxy.changes import Changes, is_streamed, make_changes
 from poolgrid.proxy.collector import collect
-from poolgrid.proxy.engine_server import EngineServer
 from poolgrid.proxy.exchange import CLIENT_LEFT, SILENCE_LOOKS, SILENCE_S, ForwardExchange
+from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ForwardBackend, ServerPlace
 from poolgrid.proxy.prompt_reading import UNLIMITED, PromptReader, members_of
 from poolgrid.proxy.server_connection import AnswerFailed
@@ -62,7 +62,7 @@ OTHER_ENDPOINT: Final = "other"
 """Of all other paths: clients can name any number of them."""
 
 
-class Understood(Struct, frozen=True):
+class RoutingFields(Struct, frozen=True):
     """What of a request matters here."""
 
     target: RequestTarget
@@ -109,7 +109,7 @@ class ForwardApplication:
         self._domains = domains
         self._tracing = tracing
         self._own_paths = own_paths
-        self._servers: dict[str, EngineServer] = {}
+        self._servers: dict[str, ForwardServer] = {}
         self.state = ServerState()
         self._open: set[ForwardExchange] = set()
         self._tunnels: set[Tunnel] = set()
@@ -250,7 +250,7 @@ class ForwardApplication:
 
     def understand(
         self, scope: Scope, target: RequestTarget, headers: Mapping[bytes, bytes], body: bytes
-    ) -> Understood:
+    ) -> RoutingFields:
         """Return what of a request matters here."""
         boundary = boundary_of(headers.get(b"content-type", b""))
         values: Mapping[str, Raw] = {}
@@ -268,7 +268,7 @@ class ForwardApplication:
         if not model and route is not None and route.model is ModelPlace.PATH:
             model = exact_path(scope, target)[len(MODELS) + 1 :]
         has_prompt = scope["method"] == "POST" and route is not None and bool(route.prompt) and bool(values)
-        return Understood(target, model, is_streamed(values), has_prompt, values)
+        return RoutingFields(target, model, is_streamed(values), has_prompt, values)
 
     def places(self, model: str) -> Sequence[ServerPlace]:
         """Return the servers for a request that is not booked: those of its model, or any where it names none."""
@@ -296,7 +296,7 @@ class ForwardApplication:
             raise RequestError(404, "not_found", message)
         return found
 
-    async def prepare(self, exchange: ForwardExchange, asked: Understood, body: bytes) -> InferenceRequest:
+    async def prepare(self, exchange: ForwardExchange, asked: RoutingFields, body: bytes) -> InferenceRequest:
         """Return a request as the router chooses for it, with its tenant's share.
 
         Raises ``RequestError``, ``Refused``.
@@ -336,11 +336,11 @@ class ForwardApplication:
             None if caller is None else caller.priority_max,
         )
 
-    def server(self, url: str) -> EngineServer:
+    def server(self, url: str) -> ForwardServer:
         """Return the connections to a server."""
         known = self._servers.get(url)
         if known is None:
-            known = self._servers[url] = EngineServer(url, self._api_key)
+            known = self._servers[url] = ForwardServer(url, self._api_key)
         return known
 
     # -- time ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import asyncio
 from typing import Final
 
 from poolgrid.proxy.chunks import payloads
-from poolgrid.proxy.engine_server import EngineServer
+from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.server_connection import AnswerFailed, HeaderList
 
 ANSWER_BYTES_MAX: Final = 1 << 20
@@ -48,7 +48,7 @@ class Collector:
             self.over.set_exception(error)
 
 
-async def collect(server: EngineServer, method: bytes, target: bytes) -> tuple[int, bytes]:
+async def collect(server: ForwardServer, method: bytes, target: bytes) -> tuple[int, bytes]:
     """Return status and body of a server's answer; raises ``AnswerFailed``, or ``OSError`` without a connection."""
     head = server.head(method, target, server.key_headers, None)
     async with asyncio.timeout(ANSWER_TIMEOUT_S):

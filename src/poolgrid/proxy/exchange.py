@@ -39,7 +39,7 @@ from poolgrid.process.log_lines import about
 from poolgrid.process.tasks import detached
 from poolgrid.process.tracing.record import TraceRecord
 from poolgrid.proxy.chunks import chunk, payloads
-from poolgrid.proxy.engine_server import EngineServer
+from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ServerPlace
 from poolgrid.proxy.server_connection import AnswerFailed, HeaderList, ServerConnection
 from poolgrid.wire.identifiers import WorkerKey
@@ -86,10 +86,6 @@ FIRST_OUTPUT: Final = b"\0\0\0\0"
 EVENT_STREAM: Final = b"text/event-stream"
 
 
-class ClientLeft(Exception):
-    """The client closed its connection."""
-
-
 class ServerLost(Exception):
     """The answer cannot be completed; the message is for the client."""
 
@@ -133,7 +129,7 @@ class ForwardExchange:
     _stream: TokenStream | None = None
     _request: InferenceRequest | None = None
     _place: ServerPlace | None = None
-    _server: EngineServer | None = None
+    _server: ForwardServer | None = None
     _connection: ServerConnection | None = None
     _connecting: asyncio.Task[None] | None = None
     _waiter: asyncio.Future[None] | None = None
@@ -338,7 +334,7 @@ class ForwardExchange:
         else:
             self._send_on(server, connection)
 
-    async def _connect(self, server: EngineServer) -> None:
+    async def _connect(self, server: ForwardServer) -> None:
         try:
             connection = await server.connect()
         except (OSError, TimeoutError) as error:
@@ -351,7 +347,7 @@ class ForwardExchange:
         else:
             connection.abort()
 
-    def _send_on(self, server: EngineServer, connection: ServerConnection) -> None:
+    def _send_on(self, server: ForwardServer, connection: ServerConnection) -> None:
         scope, place = self.scope, self._place
         assert place is not None, "an attempt has a place"
         if self._request is not None and self._kind != place.kind:

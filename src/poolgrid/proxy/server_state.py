@@ -16,7 +16,7 @@ from msgspec import Raw
 
 from poolgrid.forwarding.paths import STATE_MEMBERS, STATEFUL_COLLECTIONS
 from poolgrid.proxy.collector import collect
-from poolgrid.proxy.engine_server import EngineServer
+from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ServerPlace
 from poolgrid.proxy.server_connection import AnswerFailed
 
@@ -48,7 +48,7 @@ class ServerState:
             self._url_of.popitem(last=False)
 
     async def find(
-        self, collection: str, state_id: str, places: Sequence[tuple[ServerPlace, EngineServer]]
+        self, collection: str, state_id: str, places: Sequence[tuple[ServerPlace, ForwardServer]]
     ) -> ServerPlace | None:
         """Return the server that has an id; ``None`` when none of the pool has."""
         url = self._url_of.get(state_id)
@@ -65,7 +65,7 @@ class ServerState:
         return None
 
 
-async def _has(server: EngineServer, target: bytes) -> bool:
+async def _has(server: ForwardServer, target: bytes) -> bool:
     try:
         status, _ = await collect(server, b"GET", target)
     except (AnswerFailed, OSError, TimeoutError):

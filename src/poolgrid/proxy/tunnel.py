@@ -16,7 +16,7 @@ from typing import Final, cast
 import httptools
 
 from poolgrid.http.guard import Guard
-from poolgrid.proxy.engine_server import CONNECT_TIMEOUT_S, EngineServer, probe_when_idle
+from poolgrid.proxy.forward_server import CONNECT_TIMEOUT_S, ForwardServer, probe_when_idle
 from poolgrid.proxy.server_connection import HEAD_BYTES_MAX
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Tunnel(asyncio.Protocol):
         """Of the server's answer; 0 = none has come."""
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def open(self, server: EngineServer) -> None:
+    async def open(self, server: ForwardServer) -> None:
         """Connect; raises ``OSError``, ``TimeoutError`` among them."""
         target = server.target
         async with asyncio.timeout(CONNECT_TIMEOUT_S):

@@ -24,7 +24,7 @@ sends no end of its connections."""
 KEEP_ALIVE_INTERVAL_S: Final = 5
 
 
-class EngineServer:
+class ForwardServer:
     """The connections to one server."""
 
     def __init__(self, url: str, api_key: str | None = None, trusted: ssl.SSLContext | None = None) -> None:
