@@ -32,6 +32,7 @@ from poolgrid.frontend.access.gate import CALLER, key_of
 from poolgrid.frontend.access.meter import limit_headers
 from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.errors import RequestError, dialect_of, refused, without_others
+from poolgrid.frontend.request_body import ClientLeft
 from poolgrid.frontend.traffic import EndedRequest, TokenTotals
 from poolgrid.http.guard import Guard
 from poolgrid.inference import InferenceRequest, Refused, StreamDelta, TokenStream
