@@ -23,7 +23,7 @@ from zmq.utils.monitor import parse_monitor_message
 from poolgrid.process.clock import Clock, within
 from poolgrid.process.log_lines import Complaints, about
 from poolgrid.process.tasks import Restart, supervised
-from poolgrid.transport.zmq_socket import CallbackSocket
+from poolgrid.transport.zmq_socket import CallbackSocket, connect, make_socket
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.limits import RENEWALS_MAX
@@ -170,8 +170,7 @@ class RouterLink:
                 return
 
     def _connect(self, endpoint: str) -> None:
-        socket = self._network.context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
+        socket = make_socket(self._network.context, zmq.DEALER)
         socket.setsockopt(zmq.SNDHWM, ASKS_OPEN_MAX)
         socket.setsockopt(zmq.RCVHWM, 0)  # bounded by the questions that are open
         socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a lost pool is looked for behind its URL
@@ -181,7 +180,7 @@ class RouterLink:
         self.endpoint = endpoint
         self._monitor = CallbackSocket(monitor, self._on_monitor)
         self._socket = CallbackSocket(socket, self._on_frames)
-        socket.connect(endpoint)
+        connect(socket, endpoint)
 
     def _disconnect(self, why: str, expected: bool = False) -> None:
         if self._socket is not None and self._monitor is not None:

@@ -31,7 +31,7 @@ from poolgrid.router.core.stage_plan import DECODE_ROLES, ENCODE_ROLES, ONE_LEG_
 from poolgrid.router.placement import tell_decision
 from poolgrid.router.service import RouterService
 from poolgrid.transport.planes import name_plane
-from poolgrid.transport.zmq_socket import CallbackSocket, bind
+from poolgrid.transport.zmq_socket import CallbackSocket, bind, make_socket
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.hashing import unpack_hashes
@@ -90,9 +90,8 @@ class SelectPlane:
         self._clock = clock
         self._tracing = tracing
         self._complaints = Complaints(log, clock)
-        socket = context.socket(zmq.ROUTER)
+        socket = make_socket(context, zmq.ROUTER)
         name_plane(socket, "select")
-        socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, ANSWERS_QUEUED_MAX)
         socket.setsockopt(zmq.RCVHWM, QUESTIONS_QUEUED_MAX)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)

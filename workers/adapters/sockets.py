@@ -9,8 +9,7 @@ from typing import NamedTuple
 import zmq
 
 from poolgrid.transport.planes import name_plane, watch_as_client
-from poolgrid.transport.zmq_socket import CallbackSocket, bind, look_again_soon, port_of
-from poolgrid.wire.limits import FRAME_BYTES_MAX
+from poolgrid.transport.zmq_socket import CallbackSocket, bind, connect, look_again_soon, make_socket, port_of
 
 REQUEST_HIGH_WATER_MARK = 10_000
 """Frames queued per peer and direction: minutes of one frame per engine step. A peer that leaves more than that
@@ -30,9 +29,8 @@ class RequestSocket:
     """A ROUTER socket that knows when a peer is gone."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> None:
-        socket = context.socket(zmq.ROUTER)
+        socket = make_socket(context, zmq.ROUTER)
         name_plane(socket, "request")
-        socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, REQUEST_HIGH_WATER_MARK)
         socket.setsockopt(zmq.RCVHWM, REQUEST_HIGH_WATER_MARK)
         # A frame for a peer that is gone is an error, and not silence: its requests can then be stopped at once.
@@ -107,19 +105,17 @@ class DealerSocket:
         on_frames: Callable[[list[bytes]], None],
     ) -> None:
         """Connect; raises ``ValueError`` for an endpoint that is none."""
-        socket = context.socket(zmq.DEALER)
+        socket = make_socket(context, zmq.DEALER)
         if peer.watched_as:
             watch_as_client(socket, peer.watched_as)
         socket.setsockopt(zmq.IMMEDIATE, 0 if peer.waits else 1)
-        socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, peer.high_water_mark)
         socket.setsockopt(zmq.RCVHWM, peer.high_water_mark)
-        socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
         look_again_soon(socket)
         try:
             if not endpoint.startswith(peer.scheme):
                 raise zmq.ZMQError(zmq.EPROTONOSUPPORT)
-            socket.connect(endpoint)
+            connect(socket, endpoint)
         except zmq.ZMQError as error:
             socket.close()
             raise ValueError(f"{peer.attempt} {endpoint!r} cannot be used ({error}); {peer.advice}") from error

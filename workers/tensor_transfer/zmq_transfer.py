@@ -18,10 +18,9 @@ import zmq
 from poolgrid.process.clock import Clock
 from poolgrid.process.log_lines import Complaints, shown_peer
 from poolgrid.transport.planes import name_plane
-from poolgrid.transport.zmq_socket import CallbackSocket, bind, bracketed, port_of
+from poolgrid.transport.zmq_socket import CallbackSocket, bind, bracketed, connect, make_socket, port_of
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.limits import FRAME_BYTES_MAX
 from poolgrid.wire.multimodal import FetchTensor, ReleaseTensor, TensorChunk, TensorDescriptor, TensorUnknown
 from poolgrid.workers.adapters.sockets import CLOSE_LINGER_MS
 from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable
@@ -93,9 +92,8 @@ class TensorTransfer:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
-        socket = context.socket(zmq.ROUTER)
+        socket = make_socket(context, zmq.ROUTER)
         name_plane(socket, "tensor")
-        socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         bound = port_of(bind(socket, host, port, "tensor_port"))
         self.endpoint = f"tcp://{bracketed(advertise_host or host)}:{bound}"
@@ -248,13 +246,9 @@ class TensorTransfer:
         if source is None:
             if self._closed or not endpoint.startswith("tcp://"):
                 raise TensorUnavailable(f"fetching a tensor: {endpoint!r} cannot be used; allowed is tcp://host:port")
-            socket = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
-            if "[" in endpoint:
-                socket.setsockopt(zmq.IPV6, 1)
+            socket = make_socket(self._context, zmq.DEALER)
             try:
-                socket.connect(endpoint)
+                connect(socket, endpoint)
             except zmq.ZMQError as error:
                 socket.close()
                 raise TensorUnavailable(f"fetching a tensor: {endpoint!r} cannot be used ({error})") from None

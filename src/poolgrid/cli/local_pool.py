@@ -59,7 +59,7 @@ from poolgrid.process.tasks import cancel_all, owned
 from poolgrid.transport.bound_socket import ReservedPorts
 from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics
 from poolgrid.transport.security import SecuritySettings
-from poolgrid.transport.zmq_socket import CallbackSocket
+from poolgrid.transport.zmq_socket import CallbackSocket, bracketed, connect, make_socket
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.selection import AskStatus, PoolStatus
@@ -75,8 +75,7 @@ async def until_workers_are_ready(endpoint: str, workers: int, timeout_s: float)
     Raises ``TimeoutError``.
     """
     context = PlaneContext.make(_keys_of_environment(), PlaneMetrics(CollectorRegistry()))
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
+    socket = make_socket(context, zmq.DEALER)
     complete = asyncio.Event()
 
     def on_frames(frames: list[bytes]) -> None:
@@ -89,7 +88,7 @@ async def until_workers_are_ready(endpoint: str, workers: int, timeout_s: float)
 
     asking = CallbackSocket(socket, on_frames)
     try:
-        socket.connect(endpoint)
+        connect(socket, endpoint)
         async with asyncio.timeout(timeout_s):
             for number in range(1, 1 << 62):
                 asking.send([codec.to_pool.encode(AskStatus(number))])
@@ -765,7 +764,7 @@ def pushing(settings: UpSettings, arguments: Sequence[str], ingest: str, pool: s
 
 def planned_parts(settings: UpSettings, workers: Sequence[PlannedWorker]) -> list[PlannedPart]:
     """Return what would be started."""
-    address = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
+    address = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else bracketed(settings.host)
     ingest, feed, query = (f"tcp://{address}:{port}" for port in TYPED_PORTS)
     planes = [f"--{name}-port={port}" for name, port in zip(("ingest", "feed", "query"), TYPED_PORTS, strict=True)]
     follow = ["--feed-endpoint", feed, "--query-endpoint", query]

@@ -14,13 +14,12 @@ from poolgrid.consolidator.ports import PoolListener
 from poolgrid.process.clock import Clock
 from poolgrid.process.log_lines import Complaints
 from poolgrid.transport.planes import watch_as_client
-from poolgrid.transport.zmq_socket import BatchSocket, Subscription, look_again_soon
+from poolgrid.transport.zmq_socket import BatchSocket, Subscription, connect, look_again_soon, make_socket
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.feed import FEED_TOPIC, decode_answer, decode_feed
 from poolgrid.wire.ingest import LOADING_TOPIC, LoadingWorker
-from poolgrid.wire.limits import FRAME_BYTES_MAX
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +50,7 @@ class FeedFollower:
         self._context: zmq.Context[Any] = make_context()
         self._subscription: Subscription | None = None
         """To the feed; what it misses shows as a hole."""
-        self._query: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        self._query.setsockopt(zmq.LINGER, 0)
-        self._query.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+        self._query = make_socket(self._context, zmq.DEALER)
         look_again_soon(self._query)
         watch_as_client(self._query, "the consolidator's query plane")
         self._query.setsockopt(zmq.SNDHWM, 16)  # one question stands at a time
@@ -102,7 +99,7 @@ class FeedFollower:
     async def start(self) -> None:
         self._subscription = Subscription(self._context, self._endpoints[0], FEED_TOPIC, self._on_feed)
         self._query_inbox.start()
-        self._query.connect(self._endpoints[1])
+        connect(self._query, self._endpoints[1])
         self._carry_out(self._reader.start(self._clock.monotonic_ms()))
 
     async def stop(self) -> None:

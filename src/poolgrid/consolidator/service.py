@@ -47,12 +47,11 @@ from poolgrid.consolidator.state_dumps import StateDumps
 from poolgrid.process.clock import AwakeClock, Clock
 from poolgrid.process.tasks import BulkWork, end_process
 from poolgrid.transport.planes import name_plane
-from poolgrid.transport.zmq_socket import bind
+from poolgrid.transport.zmq_socket import bind, make_socket
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.identifiers import Tier, WorkerKey
 from poolgrid.wire.ingest import LoadingWorker
-from poolgrid.wire.limits import FRAME_BYTES_MAX
 
 log = logging.getLogger(__name__)
 
@@ -183,7 +182,7 @@ class ConsolidatorService:
         settings, parts = self.settings, self._parts
         context = self._context = self._make_context()
         life = self.consolidator_id.encode()
-        ingest, feed, query = (self._socket(context, kind) for kind in (zmq.ROUTER, zmq.XPUB, zmq.ROUTER))
+        ingest, feed, query = (make_socket(context, kind) for kind in (zmq.ROUTER, zmq.XPUB, zmq.ROUTER))
         self._feed = FeedPublisher(feed, self._tuning, parts, life)
         self._query = QueryPlane(query, self._feed, self._keeper, self._bulk, parts, life)
         self._ingest = IngestPlane(ingest, self._feed, self.take_turn, self._running_clock, self._bulk, parts)
@@ -192,13 +191,6 @@ class ConsolidatorService:
         self.ingest_endpoint = bind(ingest, settings.host, settings.ingest_port, "ingest_port")
         self.feed_endpoint = bind(feed, settings.host, settings.feed_port, "feed_port")
         self.query_endpoint = bind(query, settings.host, settings.query_port, "query_port")
-
-    @staticmethod
-    def _socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = context.socket(kind)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
-        return socket
 
     def _make_sources(self, definitions: Sequence[PubSource | FurtherPub], pool: PoolState) -> None:
         context = self._context

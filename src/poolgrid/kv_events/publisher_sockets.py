@@ -19,8 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 from poolgrid.kv_events.follower import AskReplay, PubEffect
 from poolgrid.process.clock import Clock
 from poolgrid.transport.planes import leave_plain
-from poolgrid.transport.zmq_socket import BatchSocket, look_again_soon
-from poolgrid.wire.limits import FRAME_BYTES_MAX
+from poolgrid.transport.zmq_socket import BatchSocket, connect, look_again_soon, make_socket
 
 log = logging.getLogger(__name__)
 
@@ -142,12 +141,10 @@ class PublisherSockets:
 
         A publisher that is silent for the lease, not even its socket, has lost its connection.
         """
-        subscription: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
+        subscription = make_socket(self._context, zmq.SUB)
         self._subscription = subscription
         leave_plain(subscription)  # engines publish without CURVE
-        subscription.setsockopt(zmq.LINGER, 0)
         subscription.setsockopt(zmq.RCVHWM, SUBSCRIPTION_QUEUE_MAX)
-        subscription.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
         subscription.setsockopt(zmq.SUBSCRIBE, self._address.topic.encode())
         look_again_soon(subscription)
         # ZMQ's own heartbeat: one whose machine vanished, or that stands still, never ends its connection.
@@ -159,7 +156,7 @@ class PublisherSockets:
             if self._paused:
                 inbox.pause()
             inbox.start()
-        subscription.connect(self._address.endpoint)
+        connect(subscription, self._address.endpoint)
 
     def _monitored(self, subscription: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
         """Return a socket that tells of the subscription's connection.
@@ -169,10 +166,9 @@ class PublisherSockets:
         """
         address = f"inproc://pub-monitor-{next(_monitors)}"
         subscription.monitor(address, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
-        monitor.setsockopt(zmq.LINGER, 0)
+        monitor = make_socket(self._context, zmq.PAIR)
         monitor.setsockopt(zmq.RCVHWM, 0)
-        monitor.connect(address)
+        connect(monitor, address)
         return monitor
 
     def _on_monitor(self, messages: list[list[bytes]]) -> None:
@@ -224,13 +220,11 @@ class PublisherSockets:
     def _ask(self, ask: AskReplay) -> None:
         # A socket of its own for each request: what still comes on the old one answers a question of the past.
         self._close_replay()
-        self._replay = self._context.socket(zmq.DEALER)
+        self._replay = make_socket(self._context, zmq.DEALER)
         leave_plain(self._replay)
-        self._replay.setsockopt(zmq.LINGER, 0)
         self._replay.setsockopt(zmq.RCVHWM, 0)  # the engine's own buffer is the bound; dropping would be a hole
-        self._replay.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
         try:
-            self._replay.connect(self._address.replay_endpoint)
+            connect(self._replay, self._address.replay_endpoint)
             self._replay.send_multipart([b"", seq_frame.pack(ask.from_seq)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             # Like an answer that does not come: asked again when it is due, and a loss in the end.

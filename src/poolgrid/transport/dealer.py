@@ -24,7 +24,9 @@ from poolgrid.transport.zmq_socket import (
     RECONNECT_MS,
     CallbackSocket,
     FrameSocket,
+    connect,
     look_again_soon,
+    make_socket,
 )
 from poolgrid.transport.zmtp import ZmtpConnection, framed, long_header
 from poolgrid.wire.addresses import TCP
@@ -212,9 +214,8 @@ class ZmqDealer:
 
 def _connected(context: zmq.Context[Any], endpoint: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
     """Return a socket towards a server and its monitor; what was made is closed when the rest cannot be."""
-    socket = context.socket(zmq.DEALER)
+    socket = make_socket(context, zmq.DEALER)
     try:
-        socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
         socket.setsockopt(zmq.RCVHWM, 0)  # bounded by the tokens of the requests that this router has there
         # Nothing waits for a connection that is not there: what was on a broken link has already moved elsewhere.
@@ -223,7 +224,7 @@ def _connected(context: zmq.Context[Any], endpoint: str) -> tuple[zmq.Socket[byt
         # Before it connects: the first event is not missed.
         monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
-            socket.connect(endpoint)
+            connect(socket, endpoint)
         except BaseException:
             socket.disable_monitor()
             monitor.close(linger=0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket as sockets
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from typing import Any
 import zmq
 
 from poolgrid.process.tasks import MESSAGES_PER_TURN, TURN_S, WITHOUT_A_CLOCK, BulkWork
+from poolgrid.wire.addresses import TCP
 from poolgrid.wire.limits import FRAME_BYTES_MAX
 
 log = logging.getLogger(__name__)
@@ -302,15 +304,36 @@ class BatchSocket(_LoopSocket):
                     log.exception("handling a message failed; it was dropped")
 
 
+def make_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
+    """Return a socket of a process: nothing waits in it when it is closed, and no peer sends it more than a frame.
+
+    Connect it by ``connect`` and bind it by ``bind``: ZMQ's sockets know addresses of one family until told otherwise.
+    """
+    socket: zmq.Socket[bytes] = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+    return socket
+
+
+def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Begin to connect to an endpoint of either family; raises ``zmq.ZMQError`` for one that is none."""
+    _choose_family(socket, endpoint)
+    socket.connect(endpoint)
+
+
+def listen(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Bind to an endpoint of either family; raises ``zmq.ZMQError`` for one that cannot be had."""
+    _choose_family(socket, endpoint)
+    socket.bind(endpoint)
+
+
 def bind(socket: zmq.Socket[bytes], host: str, port: int, setting: str) -> str:
     """Bind a socket to ``host:port`` (0 = any free port), IPv6 too; return the endpoint it got.
 
     Raises ``OSError`` that names the ``setting``; the socket is closed then.
     """
-    if ":" in host:
-        socket.setsockopt(zmq.IPV6, 1)
     try:
-        socket.bind(f"tcp://{bracketed(host)}:{port or '*'}")
+        listen(socket, f"{TCP}{bracketed(host)}:{port or '*'}")
     except zmq.ZMQError as error:
         socket.close()
         raise OSError(
@@ -319,6 +342,49 @@ def bind(socket: zmq.Socket[bytes], host: str, port: int, setting: str) -> str:
         ) from error
     endpoint: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
     return endpoint
+
+
+def _choose_family(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Let a socket use IPv6 where its endpoint needs it.
+
+    Not always: a name with addresses of both families would mean that of IPv6 alone, and servers mostly listen on IPv4.
+    """
+    if endpoint.startswith(TCP):
+        host = endpoint.removeprefix(TCP).rpartition(":")[0].strip("[]")
+        socket.setsockopt(zmq.IPV6, int(_needs_ipv6(host)))
+
+
+def _needs_ipv6(host: str) -> bool:
+    """Return whether a host, an address or a name, is reached by IPv6 only.
+
+    A name is looked up, as ZMQ does next. Where that fails it may be known later, so what the machine has counts.
+    """
+    if ":" in host:
+        return True
+    if host in ("", "*") or _IPV4.fullmatch(host):
+        return False
+    for family, is_ipv6 in ((sockets.AF_INET, False), (sockets.AF_INET6, True)):
+        try:
+            sockets.getaddrinfo(host, None, family, sockets.SOCK_STREAM)
+        except (OSError, UnicodeError):
+            continue
+        return is_ipv6
+    return not _has_ipv4()
+
+
+def _has_ipv4() -> bool:
+    """Return whether the machine knows a way to addresses of IPv4; pods of clusters with IPv6 only have none."""
+    with sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(_ELSEWHERE)  # which sends nothing
+        except OSError:
+            return False
+    return True
+
+
+_IPV4 = re.compile(r"[0-9.]+")
+_ELSEWHERE = ("192.0.2.1", 9)
+"""An address for documentation (RFC 5737): it stands for all that a default route leads to."""
 
 
 def bracketed(host: str) -> str:
@@ -390,15 +456,13 @@ class Subscription:
         on_messages: Callable[[list[list[bytes]]], None],
     ) -> None:
         """Begin to connect; raises ``zmq.ZMQError`` for an endpoint that is none."""
-        self.socket: zmq.Socket[bytes] = context.socket(zmq.SUB)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+        self.socket = make_socket(context, zmq.SUB)
         self.socket.setsockopt(zmq.RCVHWM, SUBSCRIBED_MESSAGES_MAX)
         self.socket.setsockopt(zmq.SUBSCRIBE, topic)
         look_again_soon(self.socket)
         self.inbox = BatchSocket(self.socket, on_messages)
         self.inbox.start()
-        self.socket.connect(endpoint)
+        connect(self.socket, endpoint)
 
     def close(self) -> None:
         """End; nothing more is handed over."""

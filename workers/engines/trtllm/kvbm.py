@@ -26,6 +26,7 @@ import zmq
 
 from poolgrid.kv_events.cache_events import AnyEngineEvent, Cleared, Removed, Stored
 from poolgrid.process.clock import Clock
+from poolgrid.transport.zmq_socket import listen, make_socket
 from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared
 from poolgrid.wire.hashing import TOKEN_BYTES, unpack_tokens
 from poolgrid.wire.identifiers import Tier
@@ -113,10 +114,9 @@ class KvbmExchange:
         self._seq = 0
         self._held: dict[int, None] = {}
         """Whole blocks that KVBM was sent: those that the engine holds."""
-        self._socket = context.socket(zmq.PUB)
-        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket = make_socket(context, zmq.PUB)
         self._socket.setsockopt(zmq.SNDHWM, FRAMES_MAX)
-        self._socket.bind(f"tcp://127.0.0.1:{ports.engine}")
+        listen(self._socket, f"tcp://127.0.0.1:{ports.engine}")
         doubt = f"KVBM publishes there once its workers are ready, unless {CONSOLIDATES} is off"
         source = EventSource(0, f"tcp://127.0.0.1:{ports.output}", doubt=doubt)
         self._told = ReportedBlocks()

@@ -18,8 +18,7 @@ from zmq.utils.monitor import parse_monitor_message
 from poolgrid.process.clock import Clock
 from poolgrid.tools.engine_check.core.evidence import Contact, Heard, ReplayAnswer, Source
 from poolgrid.transport.planes import leave_plain
-from poolgrid.transport.zmq_socket import BatchSocket
-from poolgrid.wire.limits import FRAME_BYTES_MAX
+from poolgrid.transport.zmq_socket import BatchSocket, connect, listen, make_socket
 
 HEARD_MESSAGES_MAX = 20_000
 """Messages that a check keeps; a busy server publishes a few hundred a second, and a check takes seconds. What comes
@@ -63,28 +62,25 @@ class _Subscription:
         self.touched = False
         """Whether a process took a connection."""
         self._listener = listener
-        self.socket: zmq.Socket[bytes] = listener.context.socket(zmq.SUB)
+        self.socket = make_socket(listener.context, zmq.SUB)
         leave_plain(self.socket)  # engines publish without CURVE
-        self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RCVHWM, HEARD_MESSAGES_MAX)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
         self.socket.setsockopt(zmq.SUBSCRIBE, b"")  # with any topic: another one than expected is a finding
         self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
         address = f"inproc://engine-check-{next(_monitors)}"
         self.socket.monitor(address, WATCHED)
-        self.monitor: zmq.Socket[bytes] = listener.context.socket(zmq.PAIR)
-        self.monitor.setsockopt(zmq.LINGER, 0)
+        self.monitor = make_socket(listener.context, zmq.PAIR)
         # ZMQ's thread waits when it cannot tell, with the lock that closing takes: so there is no bound here.
         self.monitor.setsockopt(zmq.RCVHWM, 0)
-        self.monitor.connect(address)
+        connect(self.monitor, address)
         self._inboxes = [BatchSocket(self.monitor, self._on_monitor), BatchSocket(self.socket, self._on_messages)]
         for inbox in self._inboxes:
             inbox.start()
         try:
             if bound:
-                self.socket.bind(source.endpoint)
+                listen(self.socket, source.endpoint)
             else:
-                self.socket.connect(source.endpoint)
+                connect(self.socket, source.endpoint)
         except zmq.ZMQError:
             self.close()
             raise
@@ -195,11 +191,9 @@ class Listener:
 
     async def replay(self, source: Source, from_seq: int) -> ReplayAnswer:
         """Ask a replay socket for all from a number on."""
-        socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
+        socket = make_socket(self.context, zmq.DEALER)
         leave_plain(socket)
-        socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, 0)  # the engine's own buffer is the bound; dropping would be a hole
-        socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
         answer: list[tuple[bytes, ...]] = []
         ended = asyncio.Event()
         arrived = asyncio.Event()
@@ -215,7 +209,7 @@ class Listener:
 
         inbox = BatchSocket(socket, take)
         try:
-            socket.connect(source.replay_endpoint)
+            connect(socket, source.replay_endpoint)
             socket.send_multipart([b"", struct.pack(">Q", from_seq)], zmq.NOBLOCK)
             inbox.start()
             while not ended.is_set():
