@@ -211,7 +211,8 @@ class Examiner:
 
     def _has_windows(self, worker: WorkerKey) -> bool:
         index = self._projection.index
-        return bool(index.groups.reported) and index.groups.report_of(1 << index.slot(worker)) is not None
+        report = index.groups.report_of(1 << index.slot(worker)) if index.groups.reported else None
+        return report is not None and bool(report.groups)
 
     # -- views -----------------------------------------------------------------------------------------------------
 

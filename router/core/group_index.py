@@ -8,10 +8,12 @@ Rules
        worker's overlap. A group whose needs are not known can be resumed nowhere.
     3. An engine computes at least the last token of a prompt, so ``deepest`` limits the places that count: it matters
        only here, where the place before may be out of reach.
-    4. A block is held while it lies on any tier. Full attention alone decides which tier a reuse comes from.
-    5. At most ``blocks_max`` blocks; beyond it the oldest go, and are counted. Dropped workers are swept a slice at a
+    4. An engine whose drafting layers make it compute the last of the blocks that it holds again resumes so many blocks
+       before (``GroupsReported.recomputed_blocks``): full attention and windows must hold them, states need not.
+    5. A block is held while it lies on any tier. Full attention alone decides which tier a reuse comes from.
+    6. At most ``blocks_max`` blocks; beyond it the oldest go, and are counted. Dropped workers are swept a slice at a
        time with all else of the index.
-    6. A worker that reported no groups costs one test of a mask; a pool without any, one of an empty dict.
+    7. A worker that reported no groups costs one test of a mask; a pool without any, one of an empty dict.
 """
 
 from __future__ import annotations
@@ -70,12 +72,12 @@ class GroupIndex:
         return next((report for report, mask in self.reported.items() if mask & bit), None)
 
     def report(self, bit: int, report: GroupsReported | None) -> None:
-        """Take a worker's groups; ``None`` or an empty report = full attention alone."""
+        """Take a worker's groups; ``None`` or an empty report = full attention alone, and nothing is recomputed."""
         for known in [known for known, mask in self.reported.items() if mask & bit]:
             self.reported[known] &= ~bit
             if not self.reported[known]:
                 del self.reported[known]
-        if report is not None and (report.groups or not report.has_full_attention):
+        if report is not None and (report.groups or report.recomputed_blocks or not report.has_full_attention):
             self.reported[report] = self.reported.get(report, 0) | bit
 
     def store(self, bit: int, group: int, hashes: Iterable[int], tier: Tier) -> None:
@@ -131,25 +133,31 @@ class GroupIndex:
             several |= mask
             depths = [(depth, mask & holders) for depth, holders in found if mask & holders]
             if not report.has_full_attention and mask & live:
-                depths = [(limit, mask & live)]
+                depths = [(len(path), mask & live)]
+            # With one group alone engines look up no more than they may reuse; with several, what is recomputed too.
+            most = len(path) if len(report.groups) + report.has_full_attention > 1 else limit
+            again = report.recomputed_blocks
+            depths = [(min(depth, most) - again, holders) for depth, holders in depths if min(depth, most) > again]
             if depths and all(group.needed_blocks for group in report.groups):
-                self._resume(report.groups, path, depths, limit, at)
+                self._resume(report, path, depths, limit, at)
         for depth, holders in found:
             if holders & ~several:
                 at[depth] = at.get(depth, 0) | holders & ~several
         return sorted(at.items(), reverse=True)
 
     def _resume(
-        self, groups: Sequence[KvGroup], path: Sequence[int], depths: Depths, limit: int, at: dict[int, int]
+        self, report: GroupsReported, path: Sequence[int], depths: Depths, limit: int, at: dict[int, int]
     ) -> None:
         """Enter workers at the deepest place, at most as deep as full attention, where all groups can be resumed."""
         end, places = min(depths[0][0], limit), FIRST_PLACES
         waiting = passed = 0
         while end > 0:
             begin = max(0, end - places)
-            able = self._able(groups[0], path, begin, end) if groups else [ALL] * (end - begin)
-            for group in groups[1:]:
-                able = list(map(and_, able, self._able(group, path, begin, end)))
+            able = [ALL] * (end - begin)
+            for group in report.groups:
+                # A state is that of one place; windows are looked up as full attention is, and cut with it.
+                again = report.recomputed_blocks if group.needed_blocks > 1 else 0
+                able = list(map(and_, able, self._able(group, path, begin, end, again)))
             for depth in range(end, begin, -1):
                 while passed < len(depths) and depths[passed][0] >= depth:
                     waiting |= depths[passed][1]
@@ -162,9 +170,16 @@ class GroupIndex:
                         return
             end, places = begin, 2 * places
 
-    def _able(self, group: KvGroup, path: Sequence[int], begin: int, end: int) -> list[int]:
-        """Return, for each depth behind ``begin`` up to ``end``, the workers whose group can be resumed there."""
-        stride, needed = group.stride_blocks, group.needed_blocks
+    def _able(self, group: KvGroup, path: Sequence[int], begin: int, end: int, again: int = 0) -> list[int]:
+        """Return, for each depth behind ``begin`` up to ``end``, the workers whose group can be resumed there.
+
+        ``again`` of the group's blocks are computed again, so it must hold them behind the depth.
+        """
+        stride, needed = group.stride_blocks, group.needed_blocks + again
+        places = end - begin
+        begin, end = begin + again * stride, min(len(path), end + again * stride)
+        if end <= begin:
+            return [0] * places
         # In blocks of the group: at the depths first to last, which need those from first - needed on.
         first, last = begin // stride + 1, end // stride
         masks = [ALL] * max(0, needed - first) + self._holders(
@@ -176,11 +191,11 @@ class GroupIndex:
             step = min(covered, needed - covered)
             masks = list(map(and_, masks, masks[step:]))
             covered += step
-        if stride == 1:
-            return masks
-        able = [0] * (end - begin)
-        able[first * stride - begin - 1 :: stride] = masks
-        return able
+        able = masks
+        if stride > 1:
+            able = [0] * (end - begin)
+            able[first * stride - begin - 1 :: stride] = masks
+        return able + [0] * (places - len(able))
 
     def _holders(self, group: KvGroup, blocks: Sequence[int]) -> list[int]:
         found = [0] * len(blocks)

@@ -73,12 +73,13 @@ def test_a_continuation_keeps_the_adapter_and_the_salt_of_its_parent(dialect: st
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_a_message_says_block_by_block_is_what_as_many_messages_say(seed: int) -> None:
-    """Chains are put together, and nothing else changes: copies, tiers, other adapters, what has no parent."""
+    """Chains are put together, and nothing else changes: tiers, other adapters, what has no parent."""
     source = random.Random(seed)
     together, apart = EngineTranslator(BLOCK, 1000), EngineTranslator(BLOCK, 1000)
     held: dict[str, set[tuple[int, Tier]]] = {"together": set(), "apart": set()}
     messages = {"together": 0, "apart": 0}
     chains = [[10 * chain + 1 + at for at in range(8)] for chain in range(3)]
+    stored: set[tuple[int, str]] = set()
     for _ in range(6):
         events: list[Any] = []
         for _ in range(source.randrange(1, 6)):
@@ -87,7 +88,11 @@ def test_what_a_message_says_block_by_block_is_what_as_many_messages_say(seed: i
             medium, lora = source.choice(["GPU", "GPU", "CPU"]), "ab"[chain % 2]
             if source.random() < 0.3:
                 events.append(block_removed("vllm", hashes, medium))
+                stored -= {(each, medium) for each in hashes}
                 continue
+            if (hashes[0], medium) in stored:
+                continue  # an engine begins behind what it holds
+            stored |= {(each, medium) for each in hashes}
             for each in hashes:
                 tokens, place = [each] * BLOCK, each % 10 - 1
                 parent = each - 1 if place else None
@@ -140,7 +145,7 @@ def test_shared_media_are_ignored_and_counted() -> None:
     [
         block_stored("vllm", [1], 99, [1, 2, 3, 4]),  # a parent nobody stored
         block_stored("vllm", [1], None, [1, 2, 3]),  # a partial block
-        block_stored("vllm", [1], None, [1] * 8, block_size=8),  # another block size
+        block_stored("vllm", [1], None, [1] * 6, block_size=6),  # a block size that is no multiple
         block_stored("vllm", [1], None, [1] * 12),  # more tokens than blocks
     ],
 )
@@ -215,7 +220,7 @@ def test_other_groups_of_a_hybrid_model_are_told_apart() -> None:
         ("mla_sliding_window", KvGroup(3)),
         ("sliding_window", KvGroup(3)),
         ("mamba", KvGroup(1)),
-        ("chunked_local_attention", True),
+        ("chunked_local_attention", KvGroup(1)),
         ("not_full_attention", KvGroup(0)),
         ("", KvGroup(0)),
         (3, KvGroup(0)),
@@ -259,13 +264,15 @@ def test_groups_may_be_numbered_in_one_kind_of_event_only(stores: int | None, re
 def test_a_block_is_promised_while_all_groups_hold_it(
     steps: list[tuple[bool, int, int, int]],
 ) -> None:
-    """The naive model: copies of each block by group; a group that never stored anything does not count."""
+    """The naive model: copies of each block by group; a group that never stored anything does not count. What all
+    groups hold from the root on is no copy when it is stored again, but a report of what is reused."""
     tokens = [list(range(10 * block, 10 * block + 4)) for block in range(7)]
     chain = names([token for block in tokens for token in block])
     translator = EngineTranslator(BLOCK, 1000)
     copies: list[dict[int, int]] = [{} for _ in tokens]
     promised: set[int] = set()
     met: set[int] = set()
+    again = 0
     for stores, group, begin, count in steps:
         blocks = range(begin, begin + count)
         hashes = [block + 1 for block in blocks]
@@ -276,7 +283,9 @@ def test_a_block_is_promised_while_all_groups_hold_it(
             flat = [token for block in blocks for token in tokens[block]]
             event = of_group(block_stored("trtllm", hashes, parent, flat), group, "full_attention")
             met.add(group)
-            for block in blocks:
+            held = all(copies[block].get(group) for block in blocks)
+            is_report = not begin and held and count > again
+            for block in blocks if not is_report else ():
                 copies[block][group] = copies[block].get(group, 0) + 1
         else:
             event = of_group(block_removed("trtllm", hashes), group)
@@ -286,6 +295,9 @@ def test_a_block_is_promised_while_all_groups_hold_it(
                 if not any(copies[block].values()):
                     copies[block].clear()
         for said in translated([event], translator):
+            if isinstance(said, GroupsReported):
+                again = said.recomputed_blocks
+                continue
             found = set(unpack_hashes(said.sequence_hashes))
             if isinstance(said, BlocksStored):
                 assert said.parent is None or said.parent in chain

@@ -8,6 +8,11 @@ both are read at both levels. Rules for this file:
 2. Fields and keys that are not known are ignored. An event that is not known, or a stored event that makes no sense, is
    left out and counted: the view is then a part of the truth. A removed event that makes no sense is a ``DecodeError``:
    leaving it out would claim blocks that are gone.
+3. Where drafting layers look ahead, a block's hash covers tokens behind it: the tokens come as pairs, each with the one
+   that follows (SGLang with EAGLE), or those behind are named besides (vLLM from 0.33 on). A block is named here by its
+   own tokens alone, so several hashes of an engine may stand for one name.
+4. Chunked attention needs the blocks of the chunk that a place is in. No event has the size of a chunk; the last of
+   these blocks stands for all, which are stored together and evicted from their end on.
 
     medium                                   tier
     ---------------------------------------  -----------------------------
@@ -92,7 +97,7 @@ class EngineStored:
     group: int | None = None
     window_tokens: int | None = None
     """What the layers of the group need of a prefix to continue behind it: ``None`` = all of it, n = n tokens with the
-    one that comes next (a sliding window), 0 = their state at its end."""
+    one that comes next (a sliding window), 0 = the last block alone, which has their state, or the end of a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +125,8 @@ class PubBatch:
     dp_rank: int | None
     events: list[EngineEvent] = field(default_factory=list)
     ignored: int = 0
+    why_ignored: str = ""
+    """The field of the last of them that is not understood; empty = it is of another medium, or another event."""
 
 
 class _Senseless(Exception):
@@ -146,8 +153,8 @@ def decode_pub(payload: bytes) -> PubBatch:
         if kind == "BlockStored":
             try:
                 stored = _stored(fields)
-            except _Senseless:
-                stored = None
+            except _Senseless as error:
+                stored, batch.why_ignored = None, str(error)
             if stored is None:
                 batch.ignored += 1
             else:
@@ -215,6 +222,8 @@ def _stored(fields: dict[Any, Any]) -> EngineStored | None:
     tokens = fields.get("token_ids")
     if not isinstance(tokens, list) or fields.get("block_mm_infos"):
         raise _Senseless("token_ids")
+    if tokens and type(tokens[0]) is list:
+        tokens = _firsts(tokens)
     before_media = _before_media(tokens, fields.get("mm_keys"), block_size)
     if before_media is not None:
         hashes, tokens = hashes[:before_media], tokens[: before_media * block_size]
@@ -226,7 +235,7 @@ def _stored(fields: dict[Any, Any]) -> EngineStored | None:
     salt = _name(fields.get("cache_salt"))
     if fields.get("lora_id") is not None and not lora:
         # A number may be another adapter on another worker.
-        return None
+        raise _Senseless("lora_id without lora_name")
     salt, of_text = _salt_of_keys(fields.get("extra_keys"), lora, salt, parent is None)
     if of_text is not None:
         # The blocks from an image on cannot be named by their tokens alone; those before it are as any others.
@@ -237,6 +246,13 @@ def _stored(fields: dict[Any, Any]) -> EngineStored | None:
     seed = hash_seed(lora, salt) if parent is None and (lora or salt) else None
     above = None if parent is None else _hash(parent)
     return EngineStored(hashes, above, token_bytes, block_size, seed, tier, group, window)
+
+
+def _firsts(pairs: list[Any]) -> list[Any]:
+    """Return the tokens of which each comes with the next."""
+    if not all(type(pair) is list and len(pair) == 2 for pair in pairs):
+        raise _Senseless("token_ids")
+    return [pair[0] for pair in pairs]
 
 
 def _before_media(tokens: list[Any], keys: Any, block_size: int) -> int | None:
@@ -280,18 +296,18 @@ def _tier(fields: dict[Any, Any]) -> Tier | None:
 def _window(fields: dict[Any, Any]) -> int | None:
     """Return what the group of layers needs (``EngineStored.window_tokens``).
 
-    Engines without kinds have one group. A window of unknown size, and the rest of a chunk, are within all of a prefix.
+    Engines without kinds have one group. A window of unknown size is within all of a prefix.
     """
     kind = fields.get("kv_cache_spec_kind")
     if kind is None:
         return None
     kind = kind.lower() if isinstance(kind, str) else ""
-    if kind in ("mla_attention", "chunked_local_attention") or kind.startswith(("full", "sink_full")):
+    if kind == "mla_attention" or kind.startswith(("full", "sink_full")):
         return None
     if kind in ("sliding_window", "sliding_window_mla", "mla_sliding_window"):
         window = fields.get("kv_cache_spec_sliding_window")
         return window if type(window) is int and 0 < window < 2**32 else None
-    return 0 if kind.startswith("mamba") else UNKNOWN_KIND
+    return 0 if kind == "chunked_local_attention" or kind.startswith("mamba") else UNKNOWN_KIND
 
 
 def _name(value: Any) -> str:

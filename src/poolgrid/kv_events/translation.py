@@ -15,13 +15,24 @@ KV groups:
    of a prefix is the same in all groups, so what full attention stored at the same time gives the name. Without it a
    block is named by its tokens where none is left out.
 
+4. A block that is larger than the index's is as many of the index's. Of a group whose blocks are smaller than those of
+   full attention, or than the index's, the last within one of these stands for all of them.
+
 An engine may hold a block several times: requests that compute the same prefix at the same time each fill blocks of
-their own, and each of them is stored, and later removed, under the same hash. So copies are counted by group.
+their own, and each of them is stored, and later removed, under the same hash. So copies are counted by group. Where
+hashes look ahead, blocks with the same tokens have several: a name is held while one of its hashes is.
+
+What a request reuses may be reported again (vLLM's ``kv_cache_report_mode``): a store from the root on of blocks that
+are all held, where an engine that computes would have begun behind them. That is no copy, for its removal comes once.
+
+An engine with drafting layers may compute the last block of what it holds again, which no event says. It shows: what is
+stored behind a parent begins with a block that is held already, though more follows. Then it is reported
+(``GroupsReported.recomputed_blocks``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from poolgrid.kv_events.pub import UNKNOWN_KIND, EngineEvent, EngineRemoved, EngineStored
@@ -44,8 +55,19 @@ Named = tuple[Sequence[int], Sequence[int], int | None]
 """Engine hashes, the sequence hashes that they stand for, and the sequence hash of the block before them."""
 
 _Copies = tuple[dict[int, int], dict[int, int], dict[int, int]]
-"""By tier: how many copies of each engine hash a group has."""
+"""By tier: how many copies of each engine hash a group has, or how many engine hashes stand for each name."""
 
+RESUMPTIONS_MAX = 64
+"""Resumptions by which it is judged whether an engine computes the last block again: it does always, or never."""
+
+RECOMPUTED_SHARE = 4
+"""How many times as often it must have done so as not: a request may be told to reuse nothing, whatever the engine."""
+
+PREFILL_MESSAGES = 2
+"""Messages within which the next part of a prompt is stored; an answer fills a block in more, drafts included."""
+
+RECENT_ENDS = 1024
+"""Stored events whose last block may be continued by the request that filled it."""
 
 _Ahead = tuple[dict[int, Named | None], dict[int, int]]
 """What full attention stores in a message: its names by event, and all of them by engine hash."""
@@ -61,9 +83,47 @@ class _WireGroup:
     needs: KvGroup | None
     """``None`` = all blocks."""
     members: dict[int | None, _Copies] = field(default_factory=dict)
+    names: _Copies = field(default_factory=lambda: ({}, {}, {}))
+    """How many engine hashes that all members hold stand for each name."""
 
     def others_of(self, member: _Copies, tier: Tier) -> list[dict[int, int]]:
         return [copies[tier] for copies in self.members.values() if copies is not member]
+
+
+class _Resumptions:
+    """Where requests resumed, as far as stored events show it."""
+
+    def __init__(self) -> None:
+        self.recomputed = 0
+        """Before a block that could have been reused."""
+        self.resumed = 0
+        """Behind all that could be reused."""
+        self.fresh: set[int] = set()
+        """Engine hashes that windows and states have stored in this message."""
+        self.ends: dict[int, None] = {}
+        """The last engine hashes of the latest stored events, oldest first."""
+        self._messages = 0
+        self._doubts: dict[int, int] = {}
+        """In which message a chain ended with a block that may be the last of a prompt, which is always computed."""
+
+    def begin_message(self) -> None:
+        self.fresh.clear()
+        self._messages += 1
+        for engine_hash in [each for each, told in self._doubts.items() if told < self._messages - PREFILL_MESSAGES]:
+            del self._doubts[engine_hash]
+
+    def doubt(self, engine_hash: int) -> None:
+        self._doubts[engine_hash] = self._messages
+
+    def is_in_doubt(self, engine_hash: int) -> bool:
+        """Return whether a prompt continues behind a block, so that it was not the prompt's last; true once."""
+        return self._doubts.pop(engine_hash, None) is not None
+
+    def note_end(self, engine_hash: int) -> None:
+        self.ends.pop(engine_hash, None)
+        self.ends[engine_hash] = None
+        if len(self.ends) > RECENT_ENDS:
+            del self.ends[next(iter(self.ends))]
 
 
 class EngineTranslator:
@@ -79,14 +139,26 @@ class EngineTranslator:
         self._groups: dict[KvGroup | None, _WireGroup] = {}
         self._group_of: dict[int | None, _WireGroup] = {}
         """By the engine's number."""
-        self._only: _Copies | None = None
-        """What the engine holds, where full attention is its only group."""
+        self._parts: dict[int, tuple[int, ...]] = {}
+        """All names of an engine hash, where its block is several of the index's."""
+        self._only: _WireGroup | None = None
+        """Full attention, where it is the engine's only group."""
+        self._full_size = 0
+        """Tokens in the largest block of full attention."""
+        self._resumptions: _Resumptions | None = _Resumptions()
+        """``None`` = judged."""
+        self._recomputed = 0
+        self._reports: dict[int, tuple[bool, set[int | None]]] = {}
+        """What was stored from the root on in this message, by its last engine hash: whether it is a report of what is
+        reused, and the groups that had theirs."""
         self._report: GroupsReported | None = None
         self._is_reported = True
         """Whether readers know it, as far as they still know anything."""
         self.ignored_blocks = 0
         self.other_block_size = 0
-        """Tokens in a block of the last stored event whose blocks have another size; 0 = none had."""
+        """Tokens in a block of the last stored event whose blocks are no multiple of the index's; 0 = none had."""
+        self.has_unknown_groups = False
+        """Whether there are groups of which it is not known what they need: nothing is promised then."""
 
     def __len__(self) -> int:
         return len(self._known)
@@ -95,23 +167,29 @@ class EngineTranslator:
         """Forget every engine hash; the groups are the model's, and are reported again."""
         self._is_reported = False
         self._report = None
+        self._resumptions, self._recomputed = _Resumptions(), 0
         self._forget()
 
     def _forget(self) -> None:
         self._known.clear()
         self._seeds.clear()
+        self._parts.clear()
         for group in self._groups.values():
             group.members = {number: ({}, {}, {}) for number in group.members}
+            group.names = ({}, {}, {})
         self._find_only()
 
     def _find_only(self) -> None:
         full = self._groups.get(None)
         is_only = len(self._group_of) == 1 and full is not None and self._is_reported
-        self._only = next(iter(full.members.values())) if is_only and full is not None else None
+        self._only = full if is_only else None
 
     def translate(self, events: list[EngineEvent]) -> list[AnyEvent]:
         out: list[AnyEvent] = []
         named = self._look_ahead(events) if len(self._groups) > 1 else _NOTHING_NAMED
+        self._reports.clear()
+        if self._resumptions is not None:
+            self._resumptions.begin_message()
         for event in events if len(events) == 1 else self._chains(events):
             kind = type(event)
             if kind is EngineStored:
@@ -124,7 +202,7 @@ class EngineTranslator:
                     named = self._look_ahead(events) if len(self._groups) > 1 else _NOTHING_NAMED
                     group = self._group_of.get(event.group)  # type: ignore[union-attr]
                 if group is not None and group.needs != NOT_RESUMABLE:
-                    self._store(event, group, named, out)  # type: ignore[arg-type]
+                    self._store(event, group, named, events, out)  # type: ignore[arg-type]
             elif kind is EngineRemoved:
                 if self._only is not None and event.group in self._group_of:  # type: ignore[union-attr]
                     self._remove_only(event, self._only, out)  # type: ignore[arg-type]
@@ -144,8 +222,10 @@ class EngineTranslator:
         while end < len(events):
             begin, end = end, end + 1
             first = events[begin]
-            if self._only is not None and isinstance(first, EngineStored):
-                if first.parent is None or first.parent in self._known:
+            if self._only is not None and isinstance(first, EngineStored) and first.hashes:
+                # What is held already begins a report, or what is computed again: both are judged by themselves.
+                is_new = all(first.hashes[0] not in copies[first.tier] for copies in self._only.members.values())
+                if is_new and (first.parent is None or first.parent in self._known):
                     while end < len(events) and _continues(events[end - 1], events[end]):
                         end += 1
                 if end - begin > 1:
@@ -173,17 +253,25 @@ class EngineTranslator:
     def _meet_all(self, events: list[EngineEvent], out: list[AnyEvent]) -> None:
         """Take in the groups that are seen for the first time, and report all of them."""
         for event in events:
+            if isinstance(event, EngineStored) and event.window_tokens is None:
+                self._full_size = max(self._full_size, event.block_size)
+        for event in events:
             if isinstance(event, EngineStored) and event.group not in self._group_of:
                 self._meet(event, out)
         self._is_reported = True
         self._find_only()
-        report = GroupsReported(tuple(needs for needs in self._groups if needs is not None), None in self._groups)
-        if report.groups and report != self._report:
+        self._tell_groups(out)
+
+    def _tell_groups(self, out: list[AnyEvent]) -> None:
+        needs = tuple(each for each in self._groups if each is not None)
+        report = GroupsReported(needs, None in self._groups or not needs, self._recomputed)
+        if (needs or self._recomputed) and report != self._report:
             self._report = report
             out.append(report)
 
     def _meet(self, event: EngineStored, out: list[AnyEvent]) -> None:
         needs = self._needs_of(event)
+        self.has_unknown_groups = self.has_unknown_groups or needs == NOT_RESUMABLE
         group = self._groups.get(needs)
         if group is None:
             others = len(self._groups) - (None in self._groups)
@@ -197,26 +285,25 @@ class EngineTranslator:
             self._group_of[event.group] = group
 
     def _needs_of(self, event: EngineStored) -> KvGroup | None:
-        window = event.window_tokens
+        window, size = event.window_tokens, event.block_size
         if window is None:
             return None
-        stride, rest = divmod(event.block_size, self._block_size)
-        if window == UNKNOWN_KIND or rest or event.group is None or len(self._group_of) >= ENGINE_GROUPS_MAX:
-            # Smaller blocks than the index's would have to be held in numbers that it does not count.
+        unit = max(self._block_size, self._full_size, size)
+        stride, rest = divmod(unit, self._block_size)
+        if window == UNKNOWN_KIND or rest or unit % size or event.group is None:
+            return NOT_RESUMABLE
+        if len(self._group_of) >= ENGINE_GROUPS_MAX:
             return NOT_RESUMABLE
         if not window:
-            return KvGroup(1)
+            return KvGroup(1, stride)
         # The token that is computed next sees window - 1 tokens before it.
-        return KvGroup(max(1, -(-(window - 1) // event.block_size)), stride)
+        return KvGroup(max(1, -(-(-(-(window - 1) // size) * size) // unit)), stride)
 
     def _lack(self, group: _WireGroup, out: list[AnyEvent]) -> None:
         """Take back what a group holds: one that it has besides has nothing yet."""
         for tier in Tier:
-            holdings = [copies[tier] for copies in group.members.values()]
-            held = [each for each in holdings[0] if all(each in other for other in holdings[1:])]
-            for at in range(0, len(held), BLOCKS_PER_EVENT_MAX):
-                names = [self._known[each] for each in held[at : at + BLOCKS_PER_EVENT_MAX]]
-                out.append(BlocksRemoved(pack_hashes(names), tier, group.number))
+            self._tell_removed(list(group.names[tier]), tier, group, out)
+        group.names = ({}, {}, {})
 
     # Names
 
@@ -228,7 +315,7 @@ class EngineTranslator:
         stride = 1
         if size != self._block_size:
             stride, rest = divmod(size, self._block_size)
-            if rest or event.window_tokens is None:
+            if rest:
                 self.other_block_size = size
                 whole = told + 1
         parent, seed = event.parent, event.seed
@@ -242,7 +329,7 @@ class EngineTranslator:
             seed = self._root_seed(event.token_bytes[: TOKEN_BYTES * self._block_size])
             is_unfit = seed is None
             seed = None if seed == BASE_SEED else seed
-        if is_unfit or len(self._known) + whole > self._blocks_max:
+        if is_unfit or stride * (len(self._known) + whole) > self._blocks_max:
             self.ignored_blocks += told
             return None
         if whole < told:
@@ -251,6 +338,9 @@ class EngineTranslator:
         own = block_hashes(event.token_bytes, self._block_size, BASE_SEED if seed is None else seed)
         names = sequence_hashes(own, parent)
         if stride > 1:
+            if event.window_tokens is None:
+                parts = (tuple(names[at : at + stride]) for at in range(0, whole * stride, stride))
+                self._parts.update(zip(hashes, parts, strict=False))
             names = names[stride - 1 :: stride]
         self._known.update(zip(hashes, names, strict=False))
         if seed is not None:
@@ -264,32 +354,61 @@ class EngineTranslator:
             if each not in known and each in fresh:
                 known[each] = fresh[each]  # a removal in the same message has taken its name
         found = [each for each in event.hashes if each in known]
-        if len(found) == len(event.hashes):
-            return found, [known[each] for each in found], None
-        if len(event.hashes) * event.block_size * 4 == len(event.token_bytes):
+        names = [known[each] for each in found]
+        if len(found) == len(event.hashes) or event.block_size < max(self._block_size, self._full_size):
+            return found, names, None
+        if len(event.hashes) * event.block_size * TOKEN_BYTES == len(event.token_bytes):
             return self._name(event)
         self.ignored_blocks += len(event.hashes) - len(found)
-        return found, [known[each] for each in found], None
+        return found, names, None
+
+    def _names_of(self, engine_hash: int) -> tuple[int, ...]:
+        """Return the names of the blocks that an engine's block is in the index."""
+        parts = self._parts.get(engine_hash) if self._parts else None
+        return (self._known[engine_hash],) if parts is None else parts
+
+    def _forget_hash(self, engine_hash: int) -> None:
+        del self._known[engine_hash]
+        if self._seeds:
+            self._seeds.pop(engine_hash, None)
+        if self._parts:
+            self._parts.pop(engine_hash, None)
 
     # Blocks
 
-    def _store_only(self, event: EngineStored, copies: _Copies, out: list[AnyEvent]) -> None:
+    def _store_only(self, event: EngineStored, group: _WireGroup, out: list[AnyEvent]) -> None:
+        tier = event.tier
+        on = group.members[event.group][tier]
+        if event.parent is None and len(event.hashes) > self._recomputed and all(each in on for each in event.hashes):
+            return  # a report of what is reused
         named = self._name(event)
         if named is None:
             return
         hashes, names, parent = named
         if not hashes:
             return
-        tier = event.tier
-        on = copies[tier]
+        if self._resumptions is not None:
+            self._judge(event, out)
         if on.keys().isdisjoint(hashes):
             on.update(dict.fromkeys(hashes, 1))
+            new: Sequence[int] = hashes
         else:
-            for engine_hash in hashes:
-                on[engine_hash] = on.get(engine_hash, 0) + 1
-        out.append(BlocksStored(parent, pack_hashes(names), tier))
+            new = [each for each in dict.fromkeys(hashes) if each not in on]
+            for each in hashes:
+                on[each] = on.get(each, 0) + 1
+        self._hold(new, group.names[tier])
+        self._tell_stored(hashes, names, parent, tier, group, out)
 
-    def _store(self, event: EngineStored, group: _WireGroup, ahead: _Ahead, out: list[AnyEvent]) -> None:
+    def _store(
+        self,
+        event: EngineStored,
+        group: _WireGroup,
+        ahead: _Ahead,
+        events: Sequence[EngineEvent],
+        out: list[AnyEvent],
+    ) -> None:
+        if event.parent is None and event.hashes and self._is_report(event, events):
+            return
         if group.needs is None:
             named = ahead[0].get(id(event)) if len(self._groups) > 1 else self._name(event)
         else:
@@ -299,39 +418,130 @@ class EngineTranslator:
         hashes, names, parent = named
         member, tier = group.members[event.group], event.tier
         on = member[tier]
-        if on.keys().isdisjoint(hashes):
-            on.update(dict.fromkeys(hashes, 1))
-        else:
-            for engine_hash in hashes:
-                on[engine_hash] = on.get(engine_hash, 0) + 1
-        if len(self._group_of) == 1:
-            out.append(BlocksStored(parent, pack_hashes(names), tier, group.number))
-            return
-        self._known.update(zip(hashes, names, strict=False))  # a removal in the same message may have taken them
+        if self._resumptions is not None:
+            if group.needs is None:
+                self._judge(event, out)
+            else:
+                self._resumptions.fresh.update(each for each in hashes if each not in on)
+        new = [each for each in dict.fromkeys(hashes) if each not in on]
+        for each in hashes:
+            on[each] = on.get(each, 0) + 1
+        known = self._known
+        if len(self._group_of) > 1:
+            known.update(zip(hashes, names, strict=False))  # a removal in the same message may have taken them
         others = group.others_of(member, tier)
+        self._hold([each for each in new if all(each in other for other in others)], group.names[tier])
         lacking = [any(each not in other for other in others) for each in hashes] if others else ()
         for begin, end in _stretches(lacking, len(hashes)):
             above = names[begin - 1] if begin else parent
-            stored = pack_hashes(names[begin:end])
+            self._tell_stored(hashes[begin:end], names[begin:end], above, tier, group, out)
+
+    def _is_report(self, event: EngineStored, events: Sequence[EngineEvent]) -> bool:
+        """Return whether a store from the root on is a report of what is reused, of which each group has one.
+
+        It is where all of it is held and the engine could have resumed behind some block of it: then it computes none.
+        """
+        end = event.hashes[-1]
+        judged = self._reports.get(end)
+        if judged is None or event.group in judged[1]:
+            whole = event
+            if event.window_tokens is not None and None in self._groups:
+                same = (each for each in events if isinstance(each, EngineStored) and each.parent is None)
+                found = (each for each in same if each.window_tokens is None and each.hashes[-1:] == [end])
+                whole = next(found, event)
+            is_whole = whole.window_tokens is None or None not in self._groups
+            judged = self._reports[end] = (is_whole and self._could_have_resumed_within(whole), set())
+        judged[1].add(event.group)
+        return judged[0]
+
+    def _could_have_resumed_within(self, event: EngineStored) -> bool:
+        hashes, tier, again = event.hashes, event.tier, self._recomputed
+        group = self._group_of.get(event.group)
+        if group is None or (
+            group.needs is None and any(each not in group.members[event.group][tier] for each in hashes)
+        ):
+            return False
+        others = [each for each in self._groups.values() if each.needs not in (None, NOT_RESUMABLE)]
+        return any(
+            all(self._is_resumable(each, event, end) for each in others) for end in range(len(hashes) - again, 0, -1)
+        )
+
+    def _is_resumable(self, group: _WireGroup, event: EngineStored, end: int) -> bool:
+        """Return whether a group holds what it needs behind so many blocks of an event."""
+        needs = group.needs
+        assert needs is not None, "full attention has no needs of its own"
+        step = needs.stride_blocks * self._block_size // event.block_size
+        if not step or end % step:
+            return False
+        needed, last = needs.needed_blocks, end
+        if needed > 1:
+            needed, last = needed + self._recomputed, end + self._recomputed * step
+        below = event.hashes[max(0, last - needed * step) : last][step - 1 :: step]
+        return last <= len(event.hashes) and all(
+            each in copies[event.tier] for each in below for copies in group.members.values()
+        )
+
+    def _hold(self, new: Sequence[int], held: dict[int, int]) -> None:
+        """Count the names of engine hashes that are held from now on."""
+        if self._parts:
+            names = [name for each in new for name in self._names_of(each)]
+        else:
+            known = self._known
+            names = [known[each] for each in new]
+        ones = dict.fromkeys(names, 1)
+        if len(ones) == len(names) and held.keys().isdisjoint(ones):
+            held.update(ones)
+            return
+        for name in names:
+            held[name] = held.get(name, 0) + 1
+
+    def _let_go(self, engine_hash: int, held: dict[int, int], gone: list[int]) -> None:
+        """Note that an engine hash is not held any more; its names are gone with the last that has them."""
+        for name in self._names_of(engine_hash):
+            left = held.get(name, 0) - 1
+            if left > 0:
+                held[name] = left
+            elif not left:
+                del held[name]
+                gone.append(name)
+
+    def _tell_stored(
+        self,
+        hashes: Sequence[int],
+        names: Sequence[int],
+        parent: int | None,
+        tier: Tier,
+        group: _WireGroup,
+        out: list[AnyEvent],
+    ) -> None:
+        if self._parts and group.needs is None:
+            names = [name for each in hashes for name in self._names_of(each)]
+        for at in range(0, len(names), BLOCKS_PER_EVENT_MAX):
+            above = names[at - 1] if at else parent
+            stored = pack_hashes(names[at : at + BLOCKS_PER_EVENT_MAX])
             out.append(BlocksStored(None if group.number else above, stored, tier, group.number))
 
-    def _remove_only(self, event: EngineRemoved, copies: _Copies, out: list[AnyEvent]) -> None:
+    def _tell_removed(self, gone: list[int], tier: Tier, group: _WireGroup, out: list[AnyEvent]) -> None:
+        out.extend(
+            BlocksRemoved(pack_hashes(gone[at : at + BLOCKS_PER_EVENT_MAX]), tier, group.number)
+            for at in range(0, len(gone), BLOCKS_PER_EVENT_MAX)
+        )
+
+    def _remove_only(self, event: EngineRemoved, group: _WireGroup, out: list[AnyEvent]) -> None:
         tier = event.tier
-        on, known = copies[tier], self._known
-        others = [held for held in copies if held and held is not on]
+        copies = group.members[event.group]
+        on, held = copies[tier], group.names[tier]
+        others = [each for each in copies if each and each is not on]
         gone: list[int] = []
         for engine_hash in event.hashes:
             count = on.pop(engine_hash, 0)
             if count > 1:
                 on[engine_hash] = count - 1
             elif count:
-                gone.append(known[engine_hash])
-                if not others or not any(engine_hash in held for held in others):
-                    del known[engine_hash]
-                    if self._seeds:
-                        self._seeds.pop(engine_hash, None)
-        if gone:
-            out.append(BlocksRemoved(pack_hashes(gone), tier))
+                self._let_go(engine_hash, held, gone)
+                if not others or not any(engine_hash in each for each in others):
+                    self._forget_hash(engine_hash)
+        self._tell_removed(gone, tier, group, out)
 
     def _remove(self, event: EngineRemoved, out: list[AnyEvent]) -> None:
         group = self._group_of.get(event.group)
@@ -365,12 +575,53 @@ class EngineTranslator:
                 continue
             del on[engine_hash]
             if not of_tier or all(engine_hash in held for held in of_tier):
-                gone.append(self._known[engine_hash])
+                self._let_go(engine_hash, group.names[tier], gone)
             if not any(engine_hash in held for held in others):
-                del self._known[engine_hash]
-                self._seeds.pop(engine_hash, None)
-        if gone:
-            out.append(BlocksRemoved(pack_hashes(gone), tier, group.number))
+                self._forget_hash(engine_hash)
+        self._tell_removed(gone, tier, group, out)
+
+    # The last block of what is reused
+
+    def _judge(self, event: EngineStored, out: list[AnyEvent]) -> None:
+        """Look where a request resumed, which what full attention stores behind a parent shows."""
+        judged = self._resumptions
+        assert judged is not None, "it is asked for while it is judged"
+        is_continued = event.parent in judged.ends
+        judged.note_end(event.hashes[-1])
+        if event.parent is None or event.tier is not Tier.DEVICE:
+            return
+        if self._could_have_resumed(event, event.hashes[:-1], judged.fresh) or judged.is_in_doubt(event.parent):
+            judged.recomputed += 1
+        elif not is_continued and self._could_have_resumed(event, event.hashes, judged.fresh):
+            judged.doubt(event.hashes[-1])
+        elif not is_continued and all(event.hashes[0] not in copies[event.tier] for copies in self._full_members()):
+            judged.resumed += 1
+        is_recomputed = judged.recomputed > RECOMPUTED_SHARE * judged.resumed
+        if is_recomputed != bool(self._recomputed):
+            self._recomputed = int(is_recomputed)
+            self._tell_groups(out)
+        if judged.recomputed + judged.resumed >= RESUMPTIONS_MAX:
+            self._resumptions = None
+
+    def _full_members(self) -> Iterable[_Copies]:
+        return self._groups[None].members.values()
+
+    def _could_have_resumed(self, event: EngineStored, hashes: Sequence[int], fresh: Set[int]) -> bool:
+        """Return whether all groups held what they need behind some block of a chain before it was stored."""
+        tier = event.tier
+        states, windows = [], []
+        for group in self._groups.values():
+            if group.needs == NOT_RESUMABLE:
+                return False
+            held = [copies[tier] for copies in group.members.values()]
+            # Where a request resumed windows are whole: behind that place each block more is enough.
+            (states if group.needs is not None and group.needs.needed_blocks == 1 else windows).extend(held)
+        for engine_hash in hashes:
+            if engine_hash in fresh or any(engine_hash not in held for held in windows):
+                return False
+            if all(engine_hash in held for held in states):
+                return True
+        return False
 
 
 def _continues(before: EngineEvent, event: EngineEvent) -> bool:

@@ -217,6 +217,9 @@ class GroupsReported(Event, frozen=True):
     """Groups 1, 2 and so on; groups with equal needs are one, which holds what all of them hold."""
     has_full_attention: bool = True
     """Whether group 0 takes part; without it a prompt can be resumed though no other block is held."""
+    recomputed_blocks: U32 = 0
+    """Last blocks of what is held that the engine computes again, as drafting layers make it do: full attention and
+    windows must hold so many blocks behind the place where a prompt is resumed. States need none."""
 
 
 AnyEvent = (

@@ -200,8 +200,8 @@ def completed(facts: ServerFacts, settings: EngineServerSettings, kind: ServerKi
         facts = replace(
             facts,
             sources=tuple(
-                EventSource(rank, endpoint, replay)
-                for rank, (endpoint, replay) in enumerate(zip(settings.kv_events_endpoint, replays, strict=True))
+                EventSource(number, endpoint, replay)
+                for number, endpoint, replay in zip(facts.numbers, settings.kv_events_endpoint, replays, strict=True)
             ),
             events_missing="",
             drained_events="",

@@ -60,6 +60,8 @@ class ServerFacts:
     """Further names of the model."""
     ranks: int = 1
     """Data-parallel ranks behind the one URL."""
+    rank_numbers: tuple[int, ...] = ()
+    """Their numbers in the deployment, which begin above 0 on all its machines but the first; empty = unknown."""
     sources: tuple[EventSource, ...] = ()
     """Of the ranks that publish."""
     events_missing: str = ""
@@ -73,9 +75,18 @@ class ServerFacts:
     extra: Mapping[str, Any] | None = None
     """What only the server's dialect knows what to do with."""
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of all ranks, as requests name them: what is known of them, or counted from 0."""
+        known = tuple(source.dp_rank for source in self.sources)
+        if len(known) != self.ranks:
+            known = self.rank_numbers
+        first = known[0] if known else 0
+        return known if len(known) == self.ranks else tuple(range(first, first + self.ranks))
+
     def differs_from(self, before: ServerFacts) -> str:
         """Say in what a server that came back is another one than before; empty = in nothing that a pool relies on."""
-        for name in ("kind", "model", "block_size", "max_sequence_length", "ranks", "role"):
+        for name in ("kind", "model", "block_size", "max_sequence_length", "ranks", "numbers", "role"):
             was, now = getattr(before, name), getattr(self, name)
             if was is not None and now is not None and was != now:
                 return f"its {name} is {now}, it was {was}"

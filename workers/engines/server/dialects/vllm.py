@@ -29,7 +29,7 @@ Endpoints with the server's facts:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -453,7 +453,7 @@ class _OpenApi(msgspec.Struct):
 
 async def learn(client: ServerClient, model: ListedModel) -> ServerFacts:
     """Return the facts of a server; raises ``ServerError`` when it does not answer."""
-    block_size, total_blocks, engines = await _cache_config(client)
+    block_size, total_blocks, numbers = await _cache_config(client)
     sources = await _sources(client)
     missing = ""
     if sources is None:
@@ -468,19 +468,20 @@ async def learn(client: ServerClient, model: ListedModel) -> ServerFacts:
         block_size=block_size,
         max_sequence_length=model.max_model_len,
         total_blocks=total_blocks,
-        ranks=max(1, engines, len(sources or ())),
+        ranks=max(1, len(numbers), len(sources or ())),
+        rank_numbers=numbers,
         sources=sources or (),
         events_missing=missing,
     )
 
 
-async def _cache_config(client: ServerClient) -> tuple[int | None, int | None, int]:
-    """Return tokens in a block, device blocks of a rank, and how many ranks there are; ``None`` = it does not say."""
+async def _cache_config(client: ServerClient) -> tuple[int | None, int | None, tuple[int, ...]]:
+    """Return tokens in a block, device blocks of a rank, and the numbers of its ranks; ``None`` = it does not say."""
     try:
         page = (await client.ask("/metrics")).decode(errors="replace")
     except ServerError as error:
         if error.status in NOT_THERE:
-            return None, None, 0  # started with --disable-metrics, or behind something that has them elsewhere
+            return None, None, ()  # started with --disable-metrics, or behind something that has them elsewhere
         raise
     lines = [line for line in page.splitlines() if line.startswith(CACHE_CONFIG)]
     try:
@@ -489,10 +490,17 @@ async def _cache_config(client: ServerClient) -> tuple[int | None, int | None, i
     except ValueError:
         samples = []  # it is no page of metrics
     if not samples:
-        return None, None, 0
+        return None, None, ()
     blocks = [digits_of(labels.get("num_gpu_blocks"), 1) for labels in samples]
     known = [each for each in blocks if each is not None]
-    return digits_of(samples[0].get("block_size"), 1), min(known) if known else None, len(samples)
+    return digits_of(samples[0].get("block_size"), 1), min(known) if known else None, _numbers(samples)
+
+
+def _numbers(samples: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+    """Return the numbers of the ranks that metrics are about: by their labels, else counted."""
+    labels = [digits_of(each.get("engine")) for each in samples]
+    numbers = {each for each in labels if each is not None}
+    return tuple(sorted(numbers)) if None not in labels else tuple(range(len(samples)))
 
 
 async def _sources(client: ServerClient) -> tuple[EventSource, ...] | None:
@@ -584,10 +592,8 @@ def command(wanted: WantedServer) -> ServerCommand:
 
 def make_dialect(facts: ServerFacts, settings: EngineServerSettings) -> VllmDialect:
     """Return how requests are put to a server."""
-    # Requests name the global number of their rank, which is not the local one where ranks are on several machines.
-    ranks = [source.dp_rank for source in facts.sources] or list(range(facts.ranks))
     pictures = bool(settings.image_placeholder)
-    return VllmDialect(facts.model, ranks, settings.engine_priorities, pictures, facts.block_size or 0)
+    return VllmDialect(facts.model, facts.numbers, settings.engine_priorities, pictures, facts.block_size or 0)
 
 
 KIND = ServerKind(
