@@ -272,6 +272,7 @@ def stream_row(projection: Projection, worker: Worker) -> StreamRow:
         predicted_tokens=check.predicted_tokens if check else 0,
         realised_tokens=check.realised_tokens if check else 0,
         disagreement=round(check.disagreement, 4) if check else 0.0,
+        fault=worker.events_fault,
     )
 
 

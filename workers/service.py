@@ -280,6 +280,8 @@ class WorkerService:
         }
         if unhealthy_reason:
             state["reason"] = unhealthy_reason
+        if self.card.cache_events_fault:
+            state["cache_events_fault"] = self.card.cache_events_fault
         return state | self._engine.describe()
 
     def blocks(self, dp_rank: int = 0) -> list[str]:

@@ -238,6 +238,7 @@ class Examiner:
             history.foreign,
             self._has_windows(key),
             history.cleared is not None and history.own - history.cleared < WINDOW,
+            worker.events_fault,
         )
 
     def verdict(self, key: WorkerKey) -> ReuseVerdict:
@@ -250,6 +251,7 @@ class Examiner:
             history.foreign // JUDGED_EVERY,
             history.epochs,
             self._projection.trust.stream(key)[0],
+            self._projection.fleet.workers[key].events_fault,
         )
         if history.verdict is None or history.judged != state:
             history.judged, history.verdict = state, diagnose(self.evidence(key))

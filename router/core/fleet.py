@@ -17,7 +17,7 @@ import msgspec
 from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, Inability, MediaSpec, WorkerCard, common
 from poolgrid.wire.events import LoadReported
 from poolgrid.wire.feed import SourceStream
-from poolgrid.wire.identifiers import Role, Stage, WorkerKey
+from poolgrid.wire.identifiers import Role, Stage, StreamState, WorkerKey
 from poolgrid.wire.tasks import TASK_ROLES
 
 
@@ -37,6 +37,12 @@ class Worker:
     requests_total: int = 0
     streams: dict[str, SourceStream] = field(default_factory=dict)
     """Of each source, how far its stream can be trusted."""
+
+    @property
+    def events_fault(self) -> str:
+        """Return in what the events of its engine do not fit it, so that they are of no use; empty = they fit."""
+        live = (each.reason for each in self.streams.values() if each.state is StreamState.LIVE)
+        return self.card.cache_events_fault or next(filter(None, live), "")
 
 
 @dataclass(slots=True)

@@ -136,6 +136,7 @@ class Cache:
 
 def bind_again(socket: zmq.Socket[Any], endpoint: str) -> None:
     """Bind, also where a socket of this context was closed just now: ZMQ lets go of its port in the background."""
+    socket.setsockopt(zmq.IPV6, int("[" in endpoint))
     for _ in range(BIND_ATTEMPTS):
         try:
             socket.bind(endpoint)
@@ -151,8 +152,15 @@ class PubEngine:
     """The sockets of such an engine, with frames lost on demand."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, endpoint: str = "tcp://127.0.0.1:*", keep: int = 10_000, replay: str = ""
+        self,
+        context: zmq.asyncio.Context,
+        endpoint: str = "tcp://127.0.0.1:*",
+        keep: int = 10_000,
+        replay: str = "",
+        rank: int | None = None,
     ) -> None:
+        """``rank`` is what its messages say of whom they are; ``None`` = nothing."""
+        self._rank = rank
         self.pub = context.socket(zmq.XPUB)
         self.pub.setsockopt(zmq.LINGER, 0)
         self.pub.setsockopt(zmq.SNDHWM, 0)
@@ -171,7 +179,7 @@ class PubEngine:
         assert (await self.pub.recv())[:1] == b"\x01"
 
     async def publish(self, events: list[Any], lose: bool = False) -> None:
-        payload = frame_of(events)
+        payload = frame_of(events, self._rank)
         self.kept.append((self.seq, payload))
         if not lose:
             await self.pub.send_multipart([b"", struct.pack(">Q", self.seq), payload])
@@ -186,7 +194,7 @@ class PubEngine:
             for seq, payload in tuple(self.kept):  # more may be published meanwhile
                 if seq >= first:
                     await self.router.send_multipart([peer, b"", *topic, struct.pack(">Q", seq), payload])
-            await self.router.send_multipart([peer, b"", *topic, struct.pack(">q", -1), b""])
+            await self.router.send_multipart([peer, b"", *([b""] * len(topic)), struct.pack(">q", -1), b""])
 
     def close(self) -> None:
         self.pub.close()

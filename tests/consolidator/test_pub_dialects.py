@@ -80,7 +80,7 @@ def test_what_a_message_says_block_by_block_is_what_as_many_messages_say(seed: i
     messages = {"together": 0, "apart": 0}
     chains = [[10 * chain + 1 + at for at in range(8)] for chain in range(3)]
     stored: set[tuple[int, str]] = set()
-    for _ in range(6):
+    for _ in range(12):
         events: list[Any] = []
         for _ in range(source.randrange(1, 6)):
             chain, at = source.randrange(3), source.choice([0, 0, 0, source.randrange(8)])

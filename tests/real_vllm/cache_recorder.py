@@ -58,9 +58,7 @@ def chunked(tokens: int) -> Any:
 
 
 def state(block_tokens: int = BLOCK_TOKENS) -> Any:
-    return specs.MambaSpec(
-        block_size=block_tokens, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align"
-    )
+    return specs.MambaSpec(block_size=block_tokens, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align")
 
 
 class Model:

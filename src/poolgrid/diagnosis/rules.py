@@ -68,6 +68,8 @@ class WorkerEvidence(msgspec.Struct):
     """Whether the index knows of attention windows or checkpoints of the engine."""
     was_cleared: bool = False
     """Whether the worker took back all that it had reported, in the last requests."""
+    events_fault: str = ""
+    """In what its engine's events do not fit it, as it says itself."""
 
 
 class UncachedSplit(msgspec.Struct, frozen=True):
@@ -117,6 +119,12 @@ class Cause(Enum):
         False,
         "too few requests with reused tokens to judge",
         "send requests that share prefixes, and let the engine report cached_tokens",
+    )
+    EVENTS_UNFIT = (
+        "events-unfit",
+        True,
+        "the KV events of the engine do not fit what the worker says of it: block size, ranks, or their form",
+        "do what the evidence says, and check it with poolgrid engine-check",
     )
     TRUNCATED = (
         "truncated-prompts",
@@ -423,6 +431,7 @@ def _by_a_constant(figures: _Figures) -> bool:
 
 
 _RULES: Final[tuple[tuple[Cause, Callable[[_Figures], bool]], ...]] = (
+    (Cause.EVENTS_UNFIT, lambda f: bool(f.given.events_fault)),
     (Cause.TRUNCATED, lambda f: _lengths(f) and _are_cut(f)),
     (Cause.TEMPLATE, lambda f: _lengths(f) and _by_a_constant(f)),
     (Cause.TOKENIZER, _lengths),
@@ -493,6 +502,8 @@ def _words(figures: _Figures, cause: Cause, parted: Sequence[Observation]) -> li
         )
     if cause in _OF_LENGTHS:
         words.append(f"prompt of {parted[0].isl:,} tokens at the router, {parted[0].reported_isl:,} at the engine")
+    if given.events_fault:
+        words.append(given.events_fault)
     if given.stream != "live":
         words.append(
             f"its event stream is {given.stream}" + (f": {given.stream_reason}" if given.stream_reason else "")

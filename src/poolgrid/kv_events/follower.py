@@ -43,7 +43,7 @@ from xxhash import xxh3_64_intdigest
 from poolgrid.kv_events.pub import EngineCleared, EngineEvent, decode_pub
 from poolgrid.kv_events.translation import EngineTranslator, RootSeed
 from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.events import CacheCleared, EventBatch
+from poolgrid.wire.events import BlocksStored, CacheCleared, EventBatch
 from poolgrid.wire.identifiers import StreamState, WorkerKey
 from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX
 
@@ -59,6 +59,9 @@ REPLAY_ATTEMPTS_MAX = 3
 END_OF_REPLAY = 2**64 - 1
 """The sequence number −1 that ends a replay, read as u64."""
 
+
+UNREAD_MIN = 32
+"""Stored events in a row that cannot be read before that is a fault: a few are of prompts with what is not followed."""
 
 COUNTED = (
     "source_gaps",
@@ -158,12 +161,29 @@ class PubFollower:
         self._answered = False
         self._heard_ms = 0.0
         self._absent_since_ms = 0.0
+        self._other_rank: int | None = None
+        """Whose events come instead of those of the rank."""
+        self._unread = 0
+        """Stored events in a row that could not be read."""
+        self._why_unread = ""
         self.counts = dict.fromkeys(COUNTED, 0)
 
     @property
-    def other_block_size(self) -> int:
-        """Return the size of reported blocks that does not fit the pool's, so that none of them is known; 0 = none."""
-        return self._translator.other_block_size
+    def fault(self) -> str:
+        """Return in what the engine's events do not fit its label, so that they are of no use; empty = they fit."""
+        translator = self._translator
+        if self._other_rank is not None:
+            return f"its publisher sends events of rank {self._other_rank}, and is followed for {self._worker.dp_rank}"
+        if translator.other_block_size:
+            return (
+                f"it stores blocks of {translator.other_block_size} tokens, and its label has {translator.block_size}: "
+                f"none of them is known to routers. Give kv_block_size {translator.other_block_size}"
+            )
+        if translator.has_unknown_groups:
+            return "its model has layers of which it is not known what they need: nothing is promised"
+        if self._unread >= UNREAD_MIN:
+            return f"the last {self._unread} stores could not be read ({self._why_unread})"
+        return ""
 
     @property
     def health(self) -> tuple[StreamState, str]:
@@ -174,7 +194,7 @@ class PubFollower:
             return StreamState.STALE, self._lost
         if self.state is SourceState.REPLAYING:
             return StreamState.REPLAYING, f"a replay from frame {self._asked} is awaited"
-        return StreamState.LIVE, ""
+        return StreamState.LIVE, self.fault
 
     @property
     def position(self) -> Position:
@@ -309,7 +329,9 @@ class PubFollower:
             self._lose(seq + 1, str(error), wall_ms, effects)
             self._digest = xxh3_64_intdigest(payload)
             return
-        said = batch.events if batch.dp_rank is None or batch.dp_rank == self._worker.dp_rank else []
+        is_of_rank = batch.dp_rank is None or batch.dp_rank == self._worker.dp_rank
+        self._other_rank = None if is_of_rank else batch.dp_rank
+        said = batch.events if is_of_rank else []
         if self.is_former:
             said = _behind_the_last_clear(said) if self.clears_count else []
             if not said:
@@ -323,6 +345,10 @@ class PubFollower:
         before = self._translator.ignored_blocks
         events = self._translator.translate(said)
         self.counts["source_ignored_blocks"] += self._translator.ignored_blocks - before + batch.ignored
+        if any(type(event) is BlocksStored for event in events):
+            self._unread = 0
+        elif batch.why_ignored:
+            self._unread, self._why_unread = self._unread + batch.ignored, batch.why_ignored
         if self.degraded and any(type(event) is CacheCleared for event in events):
             self.degraded = False
         for at in range(0, max(1, len(events)), EVENTS_PER_BATCH_MAX):

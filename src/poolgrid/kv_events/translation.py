@@ -130,7 +130,7 @@ class EngineTranslator:
     """Engine hashes of one PUB engine, and the sequence hashes they stand for."""
 
     def __init__(self, block_size: int, blocks_max: int, root_seed: RootSeed | None = None) -> None:
-        self._block_size = block_size
+        self.block_size = self._block_size = block_size
         self._root_seed = root_seed
         self._blocks_max = blocks_max
         self._known: dict[int, int] = {}

@@ -82,6 +82,8 @@ class StreamRow(AnswerRow, frozen=True, kw_only=True):
     predicted_tokens: int
     realised_tokens: int
     disagreement: float
+    fault: str = ""
+    """In what the engine's events do not fit the worker, so that they are of no use; empty = they fit."""
 
 
 class WorkerRow(AnswerRow, frozen=True, kw_only=True):

@@ -247,6 +247,8 @@ class WorkerCard(msgspec.Struct, array_like=True, frozen=True):
     """What requests may ask for and the engine cannot do, whatever the worker."""
     decodes_only: bool = False
     """Of a decode worker: its engine continues what prefill workers began, and takes no whole request."""
+    cache_events_fault: Text = ""
+    """In what its engine's cache events do not fit this card, so that they are of no use; for people."""
 
 
 SHOWN_CHARS = 60

@@ -1,4 +1,9 @@
-"""A paged prefix cache like those of real engines: requests that compute the same prefix at once hold it twice."""
+"""A paged prefix cache like those of real engines: requests that compute the same block at once hold it twice.
+
+With drafting layers it is as unlike a plain one as theirs. vLLM 0.33 and SGLang 0.5.23: a block's hash covers the
+tokens behind it too, so that equal blocks have several. vLLM before, and with a KV connector: the last block of what is
+found is computed again.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,16 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What drafting layers make of a cache."""
+
+    looks_ahead: int = 0
+    """How many tokens behind a block its hash covers."""
+    drops: bool = False
+    """Whether the last block of what is found is computed again."""
 
 
 @dataclass
@@ -41,8 +56,19 @@ def media_keys(media: Sequence[tuple[int, int, str]], start: int, end: int) -> l
 class PagedCache:
     """``publish`` gets events as vLLM has them, maps with a ``type``."""
 
-    def __init__(self, block_size: int, total: int, publish: Callable[[dict[str, Any]], None], life: int) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        total: int,
+        publish: Callable[[dict[str, Any]], None],
+        life: int,
+        drafting: Drafting | None = None,
+        is_tree: bool = False,
+    ) -> None:
+        """``is_tree``: a block that is cached already is not cached again (SGLang's radix tree)."""
         self.block_size = block_size
+        self._drafting = drafting or Drafting()
+        self._is_tree = is_tree
         self._publish = publish
         self._life = life
         self._free: OrderedDict[int, Block] = OrderedDict((number, Block(number)) for number in range(total))
@@ -57,13 +83,14 @@ class PagedCache:
         self, tokens: Sequence[int], lora: str, salt: str, media: Sequence[tuple[int, int, str]] = ()
     ) -> list[int]:
         """The engine's hashes of the whole blocks of a prompt; pictures go into those that they touch."""
-        size = self.block_size
-        whole = tokens[: len(tokens) // size * size]
+        size, ahead = self.block_size, self._drafting.looks_ahead
+        whole = tokens[: max(0, len(tokens) - ahead) // size * size]
         chain: list[int] = []
         parent = xxh3_64_intdigest(f"{self._life}/{lora}/{salt}".encode())
         for at in range(0, len(whole), size):
             touching = "".join(map(str, media_keys(media, at, at + size))).encode()
-            parent = xxh3_64_intdigest(parent.to_bytes(8, "big") + pack_tokens(whole[at : at + size]) + touching)
+            covered = pack_tokens(tokens[at : at + size + ahead])
+            parent = xxh3_64_intdigest(parent.to_bytes(8, "big") + covered + touching)
             chain.append(parent)
         # From the first picture on a block has no name: its tokens alone do not say what is in it.
         named = whole[: media[0][0] // size * size] if media else whole
@@ -76,11 +103,14 @@ class PagedCache:
     ) -> tuple[Running, int]:
         """Take a prompt in; return how many of its tokens were cached. The last token is always computed."""
         sequence = Running(list(tokens), lora, salt, media=media)
-        for engine_hash in self.chain(tokens, lora, salt, media)[: (len(tokens) - 1) // self.block_size]:
+        found: list[Block] = []
+        looked_up = tokens[:-1] if self._is_tree else tokens
+        for engine_hash in self.chain(looked_up, lora, salt, media)[: (len(tokens) - 1) // self.block_size]:
             copies = self._cached.get(engine_hash)
             if not copies:
                 break
-            block = next(iter(copies.values()))
+            found.append(next(iter(copies.values())))
+        for block in found[:-1] if self._drafting.drops else found:
             block.users += 1
             self._free.pop(block.number, None)
             sequence.blocks.append(block)
@@ -92,36 +122,50 @@ class PagedCache:
         size = self.block_size
         while len(sequence.blocks) * size < computed:
             sequence.blocks.append(self._take())
-        whole = computed // size
-        if whole <= sequence.filled:
-            return
-        chain = self.chain(sequence.tokens[: whole * size], sequence.lora, sequence.salt, sequence.media)
-        fresh = chain[sequence.filled :]
-        for block, engine_hash in zip(sequence.blocks[sequence.filled : whole], fresh, strict=True):
-            block.engine_hash = engine_hash
-            self._cached.setdefault(engine_hash, {})[block.number] = block
+        chain = self.chain(sequence.tokens, sequence.lora, sequence.salt, sequence.media)
+        whole = min(computed // size, len(chain))
+        begin = sequence.filled
+        while self._is_tree and begin < whole and self._cached.get(chain[begin]):
+            begin += 1
+        if begin < whole:
+            for block, engine_hash in zip(sequence.blocks[begin:whole], chain[begin:whole], strict=True):
+                block.engine_hash = engine_hash
+                self._cached.setdefault(engine_hash, {})[block.number] = block
+            self._publish(self._stored(sequence, chain, begin, whole))
+        sequence.filled = max(sequence.filled, whole)
+
+    def report(self, sequence: Running) -> None:
+        """Publish what a request reuses, as if it were stored (``kv_cache_report_mode``)."""
+        if sequence.filled:
+            chain = self.chain(sequence.tokens, sequence.lora, sequence.salt, sequence.media)
+            self._publish(self._stored(sequence, chain, 0, sequence.filled))
+
+    def _stored(self, sequence: Running, chain: list[int], begin: int, end: int) -> dict[str, Any]:
+        size, ahead = self.block_size, self._drafting.looks_ahead
         keys: list[list[Any]] = [
             [*([sequence.lora] if sequence.lora else []), *media_keys(sequence.media, at * size, (at + 1) * size)]
-            for at in range(sequence.filled, whole)
+            for at in range(begin, end)
         ]
-        if sequence.salt and not sequence.filled:
+        if sequence.salt and not begin:
             keys[0].append(sequence.salt)
-        self._publish(
-            {
-                "type": "BlockStored",
-                "block_hashes": fresh,
-                "parent_block_hash": chain[sequence.filled - 1] if sequence.filled else None,
-                "token_ids": sequence.tokens[sequence.filled * size : whole * size],
-                "block_size": size,
-                "lora_id": 7 if sequence.lora else None,
-                "medium": "GPU",
-                "lora_name": sequence.lora or None,
-                "extra_keys": [each or None for each in keys],
-                "group_idx": 0,
-                "kv_cache_spec_kind": "full_attention",
-            }
-        )
-        sequence.filled = whole
+        behind = [sequence.tokens[at * size : at * size + ahead] for at in range(begin + 1, end + 1)]
+        return {
+            "type": "BlockStored",
+            "block_hashes": chain[begin:end],
+            "parent_block_hash": chain[begin - 1] if begin else None,
+            "token_ids": sequence.tokens[begin * size : end * size],
+            "block_size": size,
+            "lora_id": 7 if sequence.lora else None,
+            "medium": "GPU",
+            "lora_name": sequence.lora or None,
+            "extra_keys": [each or None for each in keys],
+            "group_idx": 0,
+            "kv_cache_spec_kind": "full_attention",
+            "session_id": None,
+            "lookahead_token_ids": behind if ahead else None,
+            # No server sends this one: it is what a dialect makes its own fields of.
+            "cache_salt": sequence.salt or None,
+        }
 
     def end(self, sequence: Running) -> None:
         """Let go of a request's blocks; the end of a prompt is evicted before its beginning."""

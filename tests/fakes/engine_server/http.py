@@ -84,8 +84,8 @@ class HttpServer:
         self._connections: set[asyncio.Task[None]] = set()
         self.port = 0
 
-    async def start(self, port: int = 0) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
+    async def start(self, port: int = 0, host: str = "127.0.0.1") -> None:
+        self._server = await asyncio.start_server(self._serve, host, port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:

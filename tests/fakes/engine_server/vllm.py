@@ -1,7 +1,8 @@
 """vLLM's server: ``/v1/completions`` with token ids, its facts, and its publisher of cache events.
 
-Shapes are those of real servers of 0.25 and 0.32. The model is greedy: the next token depends on the tokens before it
-and on nothing else, so a request that goes on elsewhere must give the same answer.
+Shapes are those of real servers of 0.25 and 0.32, and of 0.33 as its sources have them. The model is greedy: the
+next token depends on the tokens before it and on nothing else, so a request that goes on elsewhere must give the same
+answer.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import Any
 import zmq.asyncio
 from xxhash import xxh3_64_intdigest
 
+from poolgrid.transport.zmq_socket import bracketed
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.multimodal import digest_media
 from tests.consolidator.pub_engine import PubEngine
-from tests.fakes.engine_server.cache import PagedCache, Running
+from tests.fakes.engine_server.cache import Drafting, PagedCache, Running
 from tests.fakes.engine_server.http import Cut, HttpServer, Reply, Request
 
 VOCABULARY = 4096
@@ -122,6 +124,11 @@ class Options:
     by_block: bool = False
     """An event for each block that is stored."""
     ranks: int = 1
+    first_rank: int = 0
+    """The first of its ranks: above 0 on all machines of a deployment but one (``--data-parallel-hybrid-lb``)."""
+    drafting: Drafting | None = None
+    """What EAGLE or MTP make of the cache: hashes that look ahead in 0.33, a block that is dropped before."""
+    host: str = "127.0.0.1"
     step_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
     """How fast prompts are computed, one after the other; 0 = at once."""
@@ -196,7 +203,7 @@ class VllmServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._http.port}"
+        return f"http://{bracketed(self.options.host)}:{self._http.port}"
 
     def publish_at(self, endpoint: str, replay_endpoint: str) -> None:
         """Have the only rank publish there, and not at any free port."""
@@ -210,16 +217,20 @@ class VllmServer:
         self.caches: list[PagedCache] = []
         self._answering: list[asyncio.Task[None]] = []
         for rank in range(options.ranks):
-            known = self._endpoints[rank] if rank < len(self._endpoints) else ("tcp://127.0.0.1:*", "")
-            publisher = PubEngine(self._context, known[0], replay=known[1])
+            known = self._endpoints[rank] if rank < len(self._endpoints) else self._new_endpoints(rank)
+            publisher = PubEngine(self._context, known[0], replay=known[1], rank=options.first_rank + rank)
             self.publishers.append(publisher)
             if rank >= len(self._endpoints):
                 self._endpoints.append((publisher.endpoint, publisher.replay_endpoint))
             self._answering.append(asyncio.ensure_future(publisher.answer_replays("trtllm")))
-            self.caches.append(
-                self.cache_type(options.block_size, options.blocks, self._published(rank), self._life * 100 + rank)
-            )
-        await self._http.start(self._http.port or port)
+            life = self._life * 100 + rank
+            cache = self.cache_type(options.block_size, options.blocks, self._published(rank), life, options.drafting)
+            self.caches.append(cache)
+        await self._http.start(self._http.port or port, options.host)
+
+    def _new_endpoints(self, rank: int) -> tuple[str, str]:
+        """Where a rank publishes, and where it replays."""
+        return (f"tcp://{bracketed(self.options.host)}:*",) * 2
 
     async def stop(self) -> None:
         """End at once, as a process that is killed."""
@@ -244,13 +255,18 @@ class VllmServer:
         if not self.options.publishes:
             return
         for rank, publisher in enumerate(self.publishers):
-            events: list[Any] = [event for at, event in outbox if at == rank]
-            if self.options.by_block:
-                events = [part for each in events for part in parts(each)]
-            if self.options.arrays:
-                events = [[each["type"], *(each.get(name) for name in ARRAY_FIELDS[each["type"]])] for each in events]
+            events = self._as_sent([event for at, event in outbox if at == rank])
             if events:
                 await publisher.publish(events, lose=self.lose(publisher.seq))
+
+    def _as_sent(self, events: list[dict[str, Any]]) -> list[Any]:
+        """Return events in the server's form; the salt is among the keys of the first block."""
+        events = [{name: value for name, value in each.items() if name != "cache_salt"} for each in events]
+        if self.options.by_block:
+            events = [part for each in events for part in parts(each)]
+        if self.options.arrays:
+            return [[each["type"], *(each.get(name) for name in ARRAY_FIELDS[each["type"]])] for each in events]
+        return events
 
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 
@@ -264,7 +280,7 @@ class VllmServer:
             await asyncio.sleep(options.health_s)
             await reply.whole(200, b"")
         elif path == "/version":
-            await reply.whole(200, {"version": "0.32.0"})
+            await reply.whole(200, {"version": "0.33.0"})
         elif path == "/v1/models":
             base = {"id": options.model, "owned_by": "vllm", "root": options.root, "parent": None}
             adapters = [
@@ -299,7 +315,7 @@ class VllmServer:
         lines = [
             f'vllm:cache_config_info{{block_size="{options.block_size}",cache_dtype="auto",engine="{rank}",'
             f'num_gpu_blocks="{options.blocks}"}} 1.0'
-            for rank in range(options.ranks)
+            for rank in range(options.first_rank, options.first_rank + options.ranks)
         ]
         info = ["# HELP vllm:cache_config_info Info.", "# TYPE vllm:cache_config_info gauge", *lines]
         counted = [
@@ -313,7 +329,7 @@ class VllmServer:
         if not self.options.publishes:
             return {}
         found = {}
-        for rank, (endpoint, replay) in enumerate(self._endpoints):
+        for rank, (endpoint, replay) in enumerate(self._endpoints, self.options.first_rank):
             shown = endpoint if self.options.connects else endpoint.replace("127.0.0.1", "*")
             found[str(rank)] = {
                 "enable_kv_cache_events": True,
@@ -391,9 +407,20 @@ class VllmServer:
             message = f"The model `{body['model']}` does not exist."
             await reply.whole(404, {"error": {"message": message, "type": "NotFoundError", "code": 404}})
             return
-        rank = int(request.headers.get("x-data-parallel-rank", "0"))
+        first = options.first_rank
+        rank = int(request.headers.get("x-data-parallel-rank", first)) - first
+        if not 0 <= rank < options.ranks:
+            # It waits for an engine that it does not have, which ends in this.
+            message = f"data_parallel_rank {first + rank} is out of range [{first}, {first + options.ranks})."
+            await reply.whole(400, {"error": {"message": message, "type": "BadRequestError", "code": 400}})
+            return
         lora = body["model"] if body["model"] in options.adapters else ""
         sequence, cached = self.caches[rank].begin(prompt, lora, body.get("cache_salt") or "", media)
+        if (body.get("vllm_xargs") or {}).get("kv_cache_report_mode") == "full":
+            self.caches[rank].report(sequence)
+        if not body.get("kv_transfer_params"):
+            # What is scheduled is cached at once: a request of the same step finds it.
+            self.caches[rank].fill(sequence, len(sequence.tokens))
         self.counts.update(prefix_cache_queries=len(prompt), prefix_cache_hits=cached, request_success=1)
         self.running += 1
         try:

@@ -16,7 +16,7 @@ from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Routing, Sampling
 from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.engines.server.dialects.sglang import SglangDialect
+from poolgrid.workers.engines.server.dialects.sglang import SglangDialect, _names_tenants
 from tests.fakes.engine_server.sglang import SglangServer
 from tests.fakes.engine_server.vllm import answer_of
 from tests.workers.builders import decode_leg, make_request, prefill_leg
@@ -35,11 +35,14 @@ async def sglang_server(**how: Any) -> AsyncIterator[SglangServer]:
         context.destroy(linger=0)
 
 
-@pytest.mark.parametrize("incremental", [False, True])
-async def test_tokens_for_tokens_and_the_index_is_what_the_server_holds(incremental: bool) -> None:
-    async with sglang_server(incremental=incremental) as server, worker_before(server, "sglang") as front:
+@pytest.mark.parametrize(("incremental", "version"), [(False, "0.5.9"), (True, "0.5.23")])
+async def test_tokens_for_tokens_and_the_index_is_what_the_server_holds(incremental: bool, version: str) -> None:
+    async with (
+        sglang_server(incremental=incremental, version=version) as server,
+        worker_before(server, "sglang") as front,
+    ):
         card = front.journal.cards[0]
-        assert (card.engine, card.block_size, card.limits.total_kv_blocks) == ("SGLang 0.5.9", 4, 512)
+        assert (card.engine, card.block_size, card.limits.total_kv_blocks) == (f"SGLang {version}", 4, 512)
         assert (card.limits.max_batch_size, card.limits.max_num_tokens) == (64, 2048)
         prompt = list(range(10, 31))
         for name in ("cold", "warm"):
@@ -145,6 +148,18 @@ def test_priorities_ranks_salts_and_adapters_go_where_the_server_reads_them() ->
 def test_what_its_events_cannot_tell_apart_is_refused_while_they_are_followed(routing: Routing) -> None:
     with pytest.raises(RefusedError, match="shared between all tenants"):
         asked(routing=routing)
+
+
+def test_salts_and_adapters_go_in_fields_that_its_events_name_them_by() -> None:
+    said = asked(SglangDialect(names_tenants=True), Routing(cache_salt="s", lora_name="poet"))
+    assert (said["cache_salt"], said["lora_path"], "extra_key" in said) == ("s", "poet", False)
+
+
+@pytest.mark.parametrize(
+    ("version", "names"), [("0.5.22", False), ("0.5.23", True), ("0.5.23.post1", True), ("1.0.0rc1", True), ("", False)]
+)
+def test_events_name_tenants_from_a_version_on(version: str, names: bool) -> None:
+    assert _names_tenants(version) is names
 
 
 def test_a_decode_leg_of_another_engine_is_refused() -> None:

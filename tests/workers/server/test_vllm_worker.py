@@ -28,7 +28,7 @@ async def test_a_worker_learns_its_server_and_gives_tokens_for_tokens() -> None:
     ):
         card = front.journal.cards[0]
         assert (card.model, card.block_size, card.limits.max_sequence_length) == ("tiny", 4, 4096)
-        assert (card.limits.total_kv_blocks, card.loras, card.engine) == (512, ("poet",), "vLLM 0.32.0")
+        assert (card.limits.total_kv_blocks, card.loras, card.engine) == (512, ("poet",), "vLLM 0.33.0")
         prompt = list(range(10, 31))
         for name in ("cold", "warm"):
             await front.router.send(make_request(name, prompt, 6))

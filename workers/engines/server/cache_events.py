@@ -63,8 +63,12 @@ class RankEvents:
         clock: Clock,
         tell: Callable[[int, list[AnyEvent]], None],
         root_seed: RootSeed | None = None,
+        tell_fault: Callable[[], None] = lambda: None,
     ) -> None:
-        """``dp_rank`` is the worker's number of the rank; the publisher may have another for it."""
+        """``dp_rank`` is the worker's number of the rank; the publisher may have another for it.
+
+        ``tell_fault`` is called when ``fault`` has changed.
+        """
         self._dp_rank = dp_rank
         self._source = source
         self._tell = tell
@@ -78,9 +82,9 @@ class RankEvents:
             f"of rank {source.dp_rank}", source, context, clock, LEASE_MS, self._follower, self._on_effects
         )
         self._said = ""
-        self._block_size = block_size
-        self._unfit = ""
-        """Why the blocks that the server stores are not taken; empty = they are."""
+        self._tell_fault = tell_fault
+        self.fault = ""
+        """In what the events do not fit what the worker says of the rank; empty = they fit."""
 
     @property
     def is_current(self) -> bool:
@@ -106,7 +110,7 @@ class RankEvents:
             "endpoint": self._source.endpoint,
             "replay_endpoint": self._source.replay_endpoint,
             "state": state.name.lower(),
-            "reason": reason or self._unfit,
+            "reason": reason,
             "blocks": sum(self.told.count_on(tier) for tier in Tier),
             **self.counts,
         }
@@ -123,7 +127,6 @@ class RankEvents:
         self._sockets.close()
 
     def _on_effects(self, effects: Sequence[PubEffect]) -> None:
-        self._note_block_size()
         events: list[AnyEvent] = []
         for effect in effects:
             if isinstance(effect, EventBatch):
@@ -138,16 +141,18 @@ class RankEvents:
         if events:
             self.told.apply(events)
             self._tell(self._dp_rank, events)
+        self._note_fault()
 
-    def _note_block_size(self) -> None:
-        """Log once that blocks of the server have another size than those of this worker."""
-        size = self._follower.other_block_size
-        if size and not self._unfit:
-            self._unfit = (
-                f"rank {self._source.dp_rank} stores blocks of {size} tokens, this worker's have {self._block_size}: "
-                f"none of them is known to routers. Give kv_block_size {size}"
-            )
-            log.error("cache events do not fit: %s", self._unfit)
+    def _note_fault(self) -> None:
+        fault = self._follower.fault
+        if fault == self.fault:
+            return
+        self.fault = fault
+        if fault:
+            log.error("cache events of rank %d do not fit: %s", self._source.dp_rank, fault)
+        else:
+            log.info("cache events of rank %d fit again", self._source.dp_rank)
+        self._tell_fault()
 
 
 IDLE_PAUSE_S = 0.05
@@ -192,8 +197,11 @@ class FollowedEvents(CacheEvents):
         context: zmq.Context[Any],
         clock: Clock,
         root_seed: RootSeed | None = None,
+        on_fault: Callable[[str], None] = lambda fault: None,
     ) -> None:
+        """``on_fault`` gets in what the events do not fit what the worker says of its ranks, whenever that changes."""
         self._root_seed = root_seed
+        self._on_fault = on_fault
         self._sources = sources
         self._block_size = block_size
         self._context = context
@@ -218,13 +226,24 @@ class FollowedEvents(CacheEvents):
     def open(self, tell: Callable[[int, list[AnyEvent]], None]) -> None:
         """Begin to follow; raises ``ValueError`` for an endpoint that is none."""
         for dp_rank, source in enumerate(self._sources):
-            rank = RankEvents(dp_rank, source, self._block_size, self._context, self._clock, tell, self._root_seed)
+            rank = RankEvents(
+                dp_rank, source, self._block_size, self._context, self._clock, tell, self._root_seed, self._tell_faults
+            )
             self._ranks.append(rank)
             rank.open()
 
     def close(self) -> None:
         for each in self._ranks:
             each.close()
+
+    def _tell_faults(self) -> None:
+        several = len(self._ranks) > 1
+        faults = [
+            f"rank {dp_rank}: {each.fault}" if several else each.fault
+            for dp_rank, each in enumerate(self._ranks)
+            if each.fault
+        ]
+        self._on_fault("; ".join(faults))
 
 
 ParseEvent = Callable[[Any], AnyEngineEvent]

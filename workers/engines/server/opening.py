@@ -15,7 +15,7 @@ from poolgrid.transport.security import is_loopback
 from poolgrid.wire.addresses import ip_endpoint_problem
 from poolgrid.wire.card import MediaSpec, WorkerCard, WorkerLimits
 from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.limits import PROMPT_TOKENS_MAX
+from poolgrid.wire.limits import PROMPT_TOKENS_MAX, TEXT_CHARS_MAX
 from poolgrid.wire.multimodal import MediaKind
 from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
 from poolgrid.workers.engines.server.cache_events import CacheEvents, DrainedEvents, FollowedEvents
@@ -75,6 +75,10 @@ async def _asked(
         if settings.image_placeholder:
             await _check_pictures(client, kind, settings)
         events = CacheEvents()
+
+        def tell_fault(fault: str) -> None:
+            served.note(fault)
+
         if not settings.follow_events:
             log.warning("the cache events of %s are not followed (follow_events)", client.target.url)
         elif facts.events_missing:
@@ -89,7 +93,7 @@ async def _asked(
                 client, facts.drained_events, kind.parse_drained, facts.block_size, facts.kept_events_max
             )
         else:
-            events = FollowedEvents(facts.sources, facts.block_size, around.context, around.awake)
+            events = FollowedEvents(facts.sources, facts.block_size, around.context, around.awake, on_fault=tell_fault)
 
         async def confirm(all_facts: bool) -> str:
             listed = await client.ask_for(MODELS, ModelList)
@@ -129,7 +133,9 @@ async def _asked(
         around.metrics.engine_healthy.set(1)
         try:
             card = make_card(settings, facts, kind, around.request_port, around.http_port, server is not None)
-            served = _ServedNames(card)
+            if facts.sources and facts.events_missing:
+                card = msgspec.structs.replace(card, cache_events_fault=facts.events_missing[:TEXT_CHARS_MAX])
+            served = _ShownCard(card)
             yield OpenedEngine(engine, card, observe_card=served.observe)
         finally:
             await engine.close()
@@ -137,8 +143,8 @@ async def _asked(
         client.close()
 
 
-class _ServedNames:
-    """The card of a worker whose server loads and unloads adapters."""
+class _ShownCard:
+    """The card of a worker, whose server loads and unloads adapters, and whose events may turn out not to fit it."""
 
     def __init__(self, card: WorkerCard) -> None:
         self._card = card
@@ -159,6 +165,15 @@ class _ServedNames:
             ", ".join(aliases) or "none",
             ", ".join(self._card.aliases) or "none",
         )
+        self._show(card)
+
+    def note(self, fault: str) -> None:
+        """Take note of what the server's events do not fit."""
+        card = msgspec.structs.replace(self._card, cache_events_fault=fault[:TEXT_CHARS_MAX])
+        if card != self._card:
+            self._show(card)
+
+    def _show(self, card: WorkerCard) -> None:
         self._card = card
         self._changed(card)
 

@@ -123,8 +123,10 @@ def usage_bar(used: int, total: int) -> Text:
 def stream_cell(stream: StreamRow) -> Text:
     """Return the state of a stream, whether it is trusted, and the further sources that are not live.
 
-    A worker that has joined reports nothing until it has requests.
+    A worker that has joined reports nothing until it has requests. Events that do not fit it are of no use.
     """
+    if stream.fault:
+        return Text("events unfit", style="red")
     if stream.state == "syncing" and stream.trusted:
         return Text("no events yet", style="dim")
     lacking = [f"{name} {one.state}" for name, one in stream.sources.items() if name != OWN and one.state != "live"]

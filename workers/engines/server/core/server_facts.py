@@ -184,6 +184,18 @@ def reachable(endpoint: str, server_host: str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
+def doubt_of_family(endpoint: str, server_host: str) -> str:
+    """Return what is wrong with a wildcard of a server that is reached by IPv6; empty = nothing.
+
+    Engines leave ZMQ's sockets at IPv4, where a wildcard means no address of the other family.
+    """
+    if ":" in server_host and ("*" in endpoint or "0.0.0.0" in endpoint):
+        return (
+            f"its endpoint {endpoint} is of IPv4 alone, and it is reached by IPv6: vLLM binds tcp://*:0 at VLLM_HOST_IP"
+        )
+    return ""
+
+
 CONFIG_BYTES_MAX = 4 * 2**20
 """Configurations have a few kilobytes, with quantization by layer up to a megabyte."""
 

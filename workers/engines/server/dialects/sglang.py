@@ -10,8 +10,8 @@ Rules:
 3. Both legs of a request run at the same time: the prefill server waits for the decode server to ask for the KV, by a
    room that both know. So a prefill leg counts as prefilled as soon as its server has it. Servers started for a leg
    (``--disaggregation-mode``) take no request without a room (seen with 0.5.16: status 400), one of a single token too.
-4. Events name neither salts nor adapters: blocks under one would look like blocks without. Requests with one are
-   refused while events are followed.
+4. Salts go as ``cache_salt`` from 0.5.23 on, whose events name them, and adapters too. Before, events name neither:
+   blocks under one would look like blocks without, so requests with one are refused while events are followed.
 5. Images go next to token ids (``image_data``). The server then makes text of the ids, and tokens of the text with
    placeholders of the images, which are numbers of its own in its events: no text has them.
 
@@ -25,12 +25,14 @@ Endpoints with the server's facts:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from poolgrid.wire.addresses import PORT_MAX
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.identifiers import Stage
@@ -59,6 +61,7 @@ from poolgrid.workers.engines.server.core.server_facts import (
     EventSource,
     ListedModel,
     ServerFacts,
+    doubt_of_family,
     events_leave_out,
     other_layers,
     reachable,
@@ -127,6 +130,8 @@ class SglangDialect:
     lower_is_earlier: bool = False
     """How the server orders by priority (``--schedule-low-priority-values-first``)."""
     follows_events: bool = True
+    names_tenants: bool = False
+    """Whether its events name salts and adapters."""
     bootstrap_host: str = ""
     bootstrap_port: int = 8998
     takes_pictures: bool = False
@@ -152,7 +157,7 @@ class SglangDialect:
         if routing.lora_name:
             body["lora_path"] = routing.lora_name
         if routing.cache_salt:
-            body["extra_key"] = routing.cache_salt
+            body["cache_salt" if self.names_tenants else "extra_key"] = routing.cache_salt
         if self.priorities and routing.priority:
             body["priority"] = -routing.priority if self.lower_is_earlier else routing.priority
         if self.ranks > 1:
@@ -183,13 +188,13 @@ class SglangDialect:
         return token_ids, [each.url for each in pictures]
 
     def _refuse_unnamed(self, request: Generate) -> None:
-        if not self.follows_events:
+        if self.names_tenants or not self.follows_events:
             return
         for name, value in (("cache_salt", request.routing.cache_salt), ("lora_name", request.routing.lora_name)):
             if value:
                 raise UnableError(
-                    f"{name} is set, and the cache events of {TITLE} do not mark which blocks have one: they would be "
-                    "shared between all tenants. A worker with --no-follow-events takes such requests"
+                    f"{name} is set, and the cache events of {TITLE} before 0.5.23 do not mark which blocks have one: they "
+                    "would be shared between all tenants. A worker with --no-follow-events takes such requests"
                 )
 
 
@@ -294,6 +299,9 @@ EVENTS_OPTION = (
 )
 
 
+Ranks = Annotated[int, msgspec.Meta(ge=0, le=RANKS_MAX)]
+
+
 class _Publishing(msgspec.Struct):
     """Publishers as newer versions list them."""
 
@@ -302,7 +310,10 @@ class _Publishing(msgspec.Struct):
     endpoint_port_base: int = 0
     topic: str = ""
     block_size: int | None = None
-    dp_size: int | None = None
+    dp_size: Ranks = 0
+    """Ranks that publish; 0 = it does not say."""
+    replay_endpoint_port_base: int = 0
+    """Port of the first rank's replay socket; 0 = there is none, or the version does not say."""
 
 
 class _Configured(msgspec.Struct):
@@ -312,6 +323,8 @@ class _Configured(msgspec.Struct):
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
     topic: str = ""
+    bind: bool | None = None
+    """Whether it binds its endpoint; ``None`` = where that has a wildcard."""
 
 
 class _Info(msgspec.Struct):
@@ -319,7 +332,9 @@ class _Info(msgspec.Struct):
     model_path: str = ""
     tokenizer_path: str | None = None
     page_size: int | None = None
-    dp_size: Annotated[int, msgspec.Meta(ge=0, le=RANKS_MAX)] = 1
+    dp_size: Ranks = 1
+    attn_dp_size: Ranks = 1
+    """Ranks of ``--enable-dp-attention``, in versions where they are no replicas."""
     max_running_requests: int | None = None
     chunked_prefill_size: int | None = None
     max_total_num_tokens: int | None = None
@@ -334,6 +349,21 @@ class _Info(msgspec.Struct):
 
 SWA_TYPES = frozenset(("sliding_attention", "chunked_attention"))
 """Layers that keep whole prompts with ``--disable-hybrid-swa-memory``."""
+
+
+def _ranks(info: _Info) -> int:
+    """Return how many ranks there are: replicas, or ranks of attention, which have no replicas."""
+    described = info.kv_events.dp_size if info.kv_events is not None else 0
+    return min(RANKS_MAX, max(1, info.dp_size) * max(1, info.attn_dp_size, described // max(1, info.dp_size)))
+
+
+NAMES_TENANTS_SINCE = (0, 5, 23)
+"""The version whose events name salts and adapters."""
+
+
+def _names_tenants(version: str) -> bool:
+    numbers = re.match(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})", version)
+    return numbers is not None and tuple(map(int, numbers.groups())) >= NAMES_TENANTS_SINCE
 
 
 class _Model(msgspec.Struct):
@@ -358,7 +388,7 @@ async def learn(client: ServerClient, model: ListedModel) -> ServerFacts:
         total_blocks=tokens // block_size if tokens and block_size else None,
         max_batch_size=info.max_running_requests,
         max_num_tokens=info.chunked_prefill_size if (info.chunked_prefill_size or 0) > 0 else None,
-        ranks=max(1, info.dp_size),
+        ranks=_ranks(info),
         sources=sources,
         events_missing="; ".join(each.problem for each in sources if each.problem) or events_leave_out(hidden)
         if sources
@@ -368,6 +398,7 @@ async def learn(client: ServerClient, model: ListedModel) -> ServerFacts:
             "bootstrap_host": client.target.host,
             "bootstrap_port": info.disaggregation_bootstrap_port,
             "lower_is_earlier": info.schedule_low_priority_values_first,
+            "names_tenants": _names_tenants(info.version),
         },
     )
 
@@ -388,27 +419,38 @@ def _sources(info: _Info, host: str) -> tuple[EventSource, ...]:
         return ()
     if configured.publisher != "zmq":
         return ()
-    return tuple(_source(rank, configured, host) for rank in range(max(1, info.dp_size)))
+    counts_replays = info.kv_events is not None and info.kv_events.replay_endpoint_port_base > 0
+    return tuple(_source(rank, configured, host, counts_replays) for rank in range(_ranks(info)))
 
 
-def _source(rank: int, configured: _Configured, host: str) -> EventSource:
+def _source(rank: int, configured: _Configured, host: str, counts_replays: bool) -> EventSource:
     try:
         endpoint = _moved(reachable(configured.endpoint, host), rank)
         replay = configured.replay_endpoint
-        # Replay sockets do not count up in all versions; the first rank's is right in any.
-        replay_endpoint = reachable(replay, host) if replay and rank == 0 else ""
+        # In versions that do not say so replay sockets may not count up; the first rank's is right in any.
+        has_replay = replay and (counts_replays or not rank)
+        replay_endpoint = _moved(reachable(replay, host), rank) if replay and has_replay else ""
     except ValueError as error:
         return EventSource(rank, "", problem=f"the publisher of rank {rank}: {error}")
-    doubt = (
-        ""
-        if "*" in configured.endpoint or "::" in configured.endpoint
-        else f"its endpoint {configured.endpoint} has no *, so it connects there instead of binding: {EVENTS_OPTION}"
-    )
-    return EventSource(rank, endpoint, replay_endpoint, configured.topic, doubt=doubt)
+    return EventSource(rank, endpoint, replay_endpoint, configured.topic, doubt=_doubt(configured, host))
+
+
+def _doubt(configured: _Configured, host: str) -> str:
+    """Return what is probably wrong with a publisher that is never reached."""
+    shown = configured.endpoint
+    has_wildcard = any(each in shown for each in ("*", "::", "0.0.0.0"))
+    if not (has_wildcard if configured.bind is None else configured.bind):
+        return f"its endpoint {shown} has no *, so it connects there instead of binding: {EVENTS_OPTION}"
+    return doubt_of_family(shown, host)
 
 
 def _moved(endpoint: str, ports: int) -> str:
+    """Return an endpoint so many ports further; raises ``ValueError`` where that is none."""
     address, _, port = endpoint.rpartition(":")
+    if not ports:
+        return endpoint
+    if not port.isdecimal() or int(port) + ports > PORT_MAX:
+        raise ValueError(f"its endpoint is {endpoint!r}, {ports} ports further there is none")
     return f"{address}:{int(port) + ports}"
 
 
@@ -477,6 +519,7 @@ def make_dialect(facts: ServerFacts, settings: EngineServerSettings) -> SglangDi
         priorities=settings.engine_priorities,
         lower_is_earlier=bool(extra.get("lower_is_earlier")),
         follows_events=settings.follow_events and not facts.events_missing,
+        names_tenants=bool(extra.get("names_tenants")),
         takes_pictures=bool(settings.image_placeholder),
         bootstrap_host=str(extra.get("bootstrap_host", "")),
         bootstrap_port=int(extra.get("bootstrap_port") or 8998),

@@ -72,6 +72,7 @@ from poolgrid.workers.engines.server.core.server_facts import (
     EventSource,
     ListedModel,
     ServerFacts,
+    doubt_of_family,
     reachable,
 )
 from poolgrid.workers.engines.server.kinds import ServerKind, version_of
@@ -534,7 +535,7 @@ def _source(rank: int, said: _Source, host: str) -> EventSource:
         return EventSource(rank, "", problem=f"the publisher of rank {rank}: {error}")
     # It connects where there is no wildcard, unless the system chose its port: then it says its own address here.
     doubt = (
-        ""
+        doubt_of_family(said.endpoint, host)
         if "*" in said.endpoint or "::" in said.endpoint or said.endpoint.startswith("ipc://")
         else f"its endpoint {said.endpoint} has no *, so it probably connects there instead of binding: {EVENTS_OPTION}"
     )
