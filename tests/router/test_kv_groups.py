@@ -26,6 +26,7 @@ from poolgrid.router.core.prefix_index import BYTES_PER_BLOCK, PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.wire.events import (
     AnyEvent,
+    BlocksStored,
     CacheCleared,
     EventBatch,
     GroupsReported,
@@ -33,7 +34,7 @@ from poolgrid.wire.events import (
     KvGroup,
     WorkerJoined,
 )
-from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes
+from poolgrid.wire.hashing import block_hashes, pack_hashes, pack_tokens, sequence_hashes
 from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
 from tests.consolidator.pub_engine import frame_of
 from tests.examples import examples
@@ -61,8 +62,9 @@ class Layers:
     def needed(self) -> int:
         """How many of its blocks must be held before a boundary; -1 = all."""
         if self.kind == "sliding_window" and self.window is not None:
-            return max(1, -(-(self.window - 1) // self.block_size))
-        return {"mamba": 1, "full_attention": -1}[self.kind]
+            size = max(BLOCK, self.block_size)
+            return max(1, -(-(-(-(self.window - 1) // self.block_size) * self.block_size) // size))
+        return {"mamba": 1, "chunked_local_attention": 1, "full_attention": -1}[self.kind]
 
 
 FULL = Layers("full_attention")
@@ -76,6 +78,9 @@ MODELS = [
     (FULL, Layers("sliding_window", 12, 2 * BLOCK), Layers("mamba")),
     (Layers("sliding_window", 10),),
     (Layers("mamba"),),
+    (FULL, Layers("sliding_window", 9, BLOCK // 2)),
+    (Layers("sliding_window", 14, BLOCK // 4), FULL, Layers("mamba")),
+    (FULL, Layers("chunked_local_attention")),
 ]
 
 
@@ -107,7 +112,7 @@ class Engine:
         names, events = names_of(prompt), []
         self.stored = True
         for number, layers in enumerate(self.layers):
-            stride = layers.block_size // BLOCK
+            stride = max(1, layers.block_size // BLOCK)
             blocks = range(begin // stride, end // stride)
             kept = [b for b in blocks if layers == FULL or FULL not in self.layers or b not in left_out]
             held = [names[(b + 1) * stride - 1] for b in kept]
@@ -115,13 +120,22 @@ class Engine:
                 continue
             for name in held:
                 self.copies[number][name] += 1
-            first = blocks[0] * layers.block_size
+            first = blocks[0] * stride * BLOCK
+            hashes = [engine_hash(name) for name in held]
+            if layers.block_size < BLOCK:
+                # The last of the small blocks within one of full attention's has its hash.
+                hashes = [
+                    engine_hash(name) if last else engine_hash(name) ^ at
+                    for name in held
+                    for at in range(1, 1 + BLOCK // layers.block_size)
+                    for last in [at == BLOCK // layers.block_size]
+                ]
             events.append(
                 {
                     "type": "BlockStored",
-                    "block_hashes": [engine_hash(name) for name in held],
+                    "block_hashes": hashes,
                     "parent_block_hash": engine_hash(names[first // BLOCK - 1]) if first else None,
-                    "token_ids": prompt[first : (blocks[-1] + 1) * layers.block_size],
+                    "token_ids": prompt[first : (blocks[-1] + 1) * stride * BLOCK],
                     "block_size": layers.block_size,
                     "medium": "GPU",
                     "group_idx": number,
@@ -146,7 +160,7 @@ class Engine:
         names = names_of(prompt)
         for depth in range((len(prompt) - 1) // BLOCK, 0, -1):
             for layers, copies in zip(self.layers, self.copies, strict=True):
-                stride = layers.block_size // BLOCK
+                stride = max(1, layers.block_size // BLOCK)
                 ends = list(range(depth - 1, -1, -stride))
                 needed = ends if layers.needed < 0 else ends[: layers.needed]
                 if (depth % stride and layers.kind != "full_attention") or not all(copies[names[at]] for at in needed):
@@ -156,11 +170,13 @@ class Engine:
         return 0
 
     def knows(self, prompt: list[int]) -> int:
-        """How many leading blocks it can go on from: those whose last block some group has."""
+        """Behind how many leading blocks it goes on: those that full attention has, without it where it resumes."""
         names = names_of(prompt)
         full = [copies for layers, copies in zip(self.layers, self.copies, strict=True) if layers == FULL]
+        if not full:
+            return self.resumes_at([*prompt, 0])
         for depth, name in enumerate(names):
-            if not all(copies[name] for copies in full or self.copies):
+            if not all(copies[name] for copies in full):
                 return depth
         return len(names)
 
@@ -251,7 +267,7 @@ def test_a_prompt_is_promised_to_exactly_where_every_group_resumes_it(
         names = names_of(prompt)
         if step == "store":
             begin = min(engine.knows(prompt), BLOCKS)
-            begin -= begin % max(layers.block_size // BLOCK for layers in engine.layers)
+            begin -= begin % max(1, *(layers.block_size // BLOCK for layers in engine.layers))
             # What a group needs is known once it has stored something.
             end = begin + count if engine.stored else max(2, count)
             pool.frame(engine, engine.store(prompt, begin, min(BLOCKS, end), blocks, bool(turned)))
@@ -270,6 +286,58 @@ def test_a_prompt_is_promised_to_exactly_where_every_group_resumes_it(
         for each in PROMPTS:
             for asked in (each, each[:-1], each[: 5 * BLOCK], each[: 3 * BLOCK + 1]):
                 assert pool.promised(asked) == [engine.resumes_at(asked) for engine in pool.engines]
+
+
+@given(
+    st.sampled_from([(), (KvGroup(3),), (KvGroup(1),), (KvGroup(2), KvGroup(1)), (KvGroup(2, 2),)]),
+    st.booleans(),
+    st.integers(0, 1),
+    st.lists(st.sets(st.integers(0, BLOCKS - 1)), min_size=3, max_size=3),
+    st.integers(1, BLOCKS),
+    st.booleans(),
+)
+@settings(max_examples=examples(300))
+def test_what_an_engine_computes_again_is_promised_to_nobody(
+    groups: tuple[KvGroup, ...], has_full: bool, again: int, held: list[set[int]], blocks: int, ends_with_one: bool
+) -> None:
+    """Full attention and windows must hold so many blocks behind the place where a prompt is resumed, states need none.
+
+    An engine with one group looks up no block that it may not reuse, one with several does.
+    """
+    has_full = has_full or not groups
+    path = names_of(PROMPTS[0])
+    index, worker = PrefixIndex(), WorkerKey(WorkerId("w"))
+    index.report_groups(worker, GroupsReported(groups, has_full, again))
+    for number, of_group in enumerate(held[: len(groups) + 1]):
+        for at in sorted(of_group):
+            if number:
+                index.change_group(worker, BlocksStored(None, pack_hashes([path[at]]), group=number))
+            else:
+                index.store(worker, path[at - 1] if at else None, [path[at]])
+    asked = path[:blocks]
+    deepest = blocks - ends_with_one
+
+    def resumes_at(depth: int) -> bool:
+        if has_full and not held[0].issuperset(range(depth + again)):
+            return False
+        if depth + again > (deepest if len(groups) + has_full == 1 else blocks):
+            return False
+        for number, group in enumerate(groups, 1):
+            step = group.stride_blocks
+            behind = again * step if group.needed_blocks > 1 else 0
+            if depth % step or depth + behind > blocks:
+                return False
+            needed = group.needed_blocks + (again if behind else 0)
+            ends = range(depth + behind, 0, -step)[:needed]
+            if not held[number].issuperset(end - 1 for end in ends):
+                return False
+        return True
+
+    right = next((depth for depth in range(deepest, 0, -1) if resumes_at(depth)), 0)
+    found = index.find(asked, deepest)
+    if not groups and has_full and not again:
+        right = next((depth for depth in range(blocks, 0, -1) if held[0].issuperset(range(depth))), 0)
+    assert (found[0][0] if found else 0) == right
 
 
 @pytest.mark.parametrize("kind", ["encoder_only_attention", "cross_attention", "unknown", "tomorrow", "", 3])

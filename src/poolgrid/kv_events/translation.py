@@ -456,10 +456,8 @@ class EngineTranslator:
 
     def _could_have_resumed_within(self, event: EngineStored) -> bool:
         hashes, tier, again = event.hashes, event.tier, self._recomputed
-        group = self._group_of.get(event.group)
-        if group is None or (
-            group.needs is None and any(each not in group.members[event.group][tier] for each in hashes)
-        ):
+        full = self._groups.get(None)
+        if full is not None and any(each not in copies[tier] for copies in full.members.values() for each in hashes):
             return False
         others = [each for each in self._groups.values() if each.needs not in (None, NOT_RESUMABLE)]
         return any(
