@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test lowest format docs boards proof site plots soak fuzz long attack clients nixl schemathesis ui vllm kubernetes image nats hosts slurm trtllm-upstream comparison
+.PHONY: check lint types test lowest format docs boards proof site plots soak fuzz long attack clients nixl schemathesis ui vllm vllm-hybrid kubernetes image nats hosts slurm trtllm-upstream comparison
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -93,6 +93,9 @@ CHECKS ?=
 
 vllm:  ## in front of two real vLLM servers on the CPU, in the environment that POOLGRID_VLLM names, or CHECKS="index kill"
 	$(PYTHON) -m tests.real_vllm $(CHECKS)
+
+vllm-hybrid:  ## what routers promise of hybrid and drafting models, against vLLM's own cache managers (POOLGRID_VLLM), or those of POOLGRID_VLLM_SOURCE: 10,000 requests, ten minutes, no model
+	$(PYTHON) -m tests.real_vllm.promises
 
 PEER_PYTHON ?=
 

@@ -173,6 +173,10 @@ BANNED_CALLS = {
     "datetime.now": "process.clock",
 }
 
+SOCKETS = "transport.zmq_socket"
+SOCKET_CALLS = {"socket": "make_socket", "connect": "connect", "bind": "bind or listen"}
+"""What makes and opens ZMQ's sockets, which know addresses of one family until told otherwise, and what does instead."""
+
 TASKS = "process.tasks"
 SPAWNS = {
     "create_task": "supervised, owned or detached",
@@ -276,6 +280,13 @@ def _spawns(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
                 yield node.lineno, "gather with return_exceptions, which keeps them to itself,", "cancel_all"
 
 
+def _socket_calls(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Every call of a method that makes or opens a socket, in a module that knows ZMQ."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SOCKET_CALLS:
+            yield node.lineno, node.func.attr
+
+
 def faults(module: str, source: str) -> list[str]:
     """What a module's source does that the architecture does not allow, one line each."""
     tree = ast.parse(source)
@@ -309,6 +320,11 @@ def faults(module: str, source: str) -> list[str]:
             name = _call_name(node)
             if name in BANNED_CALLS:
                 found.append(f"{module}:{node.lineno}: {name}() is banned here, use {BANNED_CALLS[name]}")
+    if not _is_in(module, "transport") and any(name.partition(".")[0] == "zmq" for _, name in _imports(tree)):
+        found += [
+            f"{module}:{line}: {name} of a ZMQ socket is banned here, use {SOCKETS}.{SOCKET_CALLS[name]}"
+            for line, name in _socket_calls(tree)
+        ]
     if module != TASKS:
         found += [
             f"{module}:{line}: {name} is banned here, use {TASKS}: {instead}" for line, name, instead in _spawns(tree)
@@ -467,6 +483,8 @@ def test_the_page_prints_these_rules() -> None:
         ("router.service", "asyncio.run_coroutine_threadsafe(f(), loop)", "use process.tasks: wait_from_thread"),
         ("router.service", "asyncio.gather(*tasks, return_exceptions=True)", "use process.tasks: cancel_all"),
         ("router.service", "def f(group):\n    group.create_task(g())", "create_task is banned here"),
+        ("router.service", "import zmq\ndef f(context): return context.socket(zmq.SUB)", "make_socket"),
+        ("router.service", "import zmq\ndef f(socket): socket.connect('tcp://[::1]:1')", "zmq_socket.connect"),
     ],
 )
 def test_a_breach_is_found_and_named(module: str, source: str, words: str) -> None:
@@ -478,6 +496,8 @@ def test_a_breach_is_found_and_named(module: str, source: str, words: str) -> No
     [
         ("wire.codec", "from poolgrid.wire.errors import DecodeError"),
         ("router.service", "import time, zmq, asyncio, logging"),
+        ("transport.dealer", "import zmq\nzmq.Context().socket(zmq.DEALER).connect('tcp://[::1]:1')"),
+        ("router.service", "import sqlite3\nsqlite3.connect('kept')"),
         ("workers.engines.trtllm.engine", "import torch"),
         ("workers.engines.trtllm.engine", "from poolgrid.workers.engines.trtllm.calls import TrtllmCalls"),
         ("tools.simulation.pool", "from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine"),

@@ -67,8 +67,9 @@ Found = dict[str, Any]
 class FrameReader:
     """The frames of one publisher, as a consolidator and a router take them, without processes between."""
 
-    def __init__(self) -> None:
-        self._translator = EngineTranslator(BLOCK_SIZE, 100_000)
+    def __init__(self, block_size: int = BLOCK_SIZE) -> None:
+        self._block_size = block_size
+        self._translator = EngineTranslator(block_size, 100_000)
         self._projection = Projection(PrefixIndex(), LoadLedger())
         self.frames: list[bytes] = []
         self._apply([WorkerJoined(make_card())])
@@ -83,14 +84,15 @@ class FrameReader:
 
     def promised(self, prompt: list[int]) -> tuple[int, int]:
         """The tokens that are promised of a prompt, and those that full attention alone would promise."""
-        path = sequence_hashes(block_hashes(pack_tokens(prompt), BLOCK_SIZE))
-        index, deepest = self._projection.index, (len(prompt) - 1) // BLOCK_SIZE
+        size = self._block_size
+        path = sequence_hashes(block_hashes(pack_tokens(prompt), size))
+        index, deepest = self._projection.index, (len(prompt) - 1) // size
         groups = index.groups.reported
         found = index.find(path, deepest)
         index.groups.reported = {}
         alone = index.find(path)
         index.groups.reported = groups
-        return tuple(BLOCK_SIZE * min(deepest, depths[0][0] if depths else 0) for depths in (found, alone))  # type: ignore[return-value]
+        return tuple(size * min(deepest, depths[0][0] if depths else 0) for depths in (found, alone))  # type: ignore[return-value]
 
     @property
     def groups(self) -> Any:
@@ -101,7 +103,7 @@ class Follower(FrameReader):
     """A publisher that is followed while it serves."""
 
     def __init__(self, endpoint: str) -> None:
-        super().__init__()
+        super().__init__(BLOCK_SIZE)
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.RCVHWM, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import select
+import socket as sockets
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,7 @@ import zmq
 
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.tasks import TURN_S, BulkWork
+from poolgrid.transport import zmq_socket
 from poolgrid.transport.zmq_socket import (
     BATCH_BYTES_MAX,
     BATCH_MESSAGES_MAX,
@@ -21,6 +23,8 @@ from poolgrid.transport.zmq_socket import (
     CallbackSocket,
     bind,
     bracketed,
+    connect,
+    make_socket,
     port_of,
 )
 
@@ -218,3 +222,49 @@ async def test_messages_that_take_long_to_handle_leave_others_their_turn(monkeyp
         context.destroy(linger=0)
     # A signal and a look that was due may fall into one turn.
     assert max(turns_at.count(turn) for turn in turns_at) <= 2 * (LOOKS + 3)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+async def test_a_socket_reaches_what_is_bound_to_an_address_of_either_family(host: str) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server, client = make_socket(context, zmq.PULL), make_socket(context, zmq.PUSH)
+    try:
+        endpoint = bind(server, host, 0, "port")
+        connect(client, f"tcp://{bracketed(host)}:{port_of(endpoint)}")
+        client.send(b"there")
+        assert server.poll(20_000)
+        assert server.recv() == b"there"
+    finally:
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(
+    ("families", "has_ipv4", "uses_ipv6"),
+    [
+        ((sockets.AF_INET,), True, False),
+        ((sockets.AF_INET, sockets.AF_INET6), False, False),
+        ((sockets.AF_INET6,), True, True),
+        ((), True, False),
+        ((), False, True),
+    ],
+)
+def test_a_name_is_reached_by_the_family_that_it_has_an_address_of(
+    monkeypatch: pytest.MonkeyPatch, families: tuple[int, ...], has_ipv4: bool, uses_ipv6: bool
+) -> None:
+    """Where a name is not known yet the family that the machine can use counts: it may be known later."""
+
+    def look_up(host: str, port: None, family: int, kind: int) -> list[object]:
+        assert host == "consolidator"
+        if family not in families:
+            raise sockets.gaierror
+        return [host]
+
+    monkeypatch.setattr(zmq_socket.sockets, "getaddrinfo", look_up)
+    monkeypatch.setattr(zmq_socket, "_has_ipv4", lambda: has_ipv4)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    client = make_socket(context, zmq.PUSH)
+    try:
+        connect(client, "tcp://consolidator:5557")
+        assert bool(client.getsockopt(zmq.IPV6)) is uses_ipv6
+    finally:
+        context.destroy(linger=0)

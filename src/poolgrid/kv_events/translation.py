@@ -265,7 +265,7 @@ class EngineTranslator:
     def _tell_groups(self, out: list[AnyEvent]) -> None:
         needs = tuple(each for each in self._groups if each is not None)
         report = GroupsReported(needs, None in self._groups or not needs, self._recomputed)
-        if (needs or self._recomputed) and report != self._report:
+        if (needs or self._recomputed or self._report is not None) and report != self._report:
             self._report = report
             out.append(report)
 

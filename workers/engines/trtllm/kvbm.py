@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack
@@ -26,6 +25,7 @@ import zmq
 
 from poolgrid.kv_events.cache_events import AnyEngineEvent, Cleared, Removed, Stored
 from poolgrid.process.clock import Clock
+from poolgrid.transport.bound_socket import bind
 from poolgrid.transport.zmq_socket import listen, make_socket
 from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared
 from poolgrid.wire.hashing import TOKEN_BYTES, unpack_tokens
@@ -90,14 +90,12 @@ def _free_port(above: int, others: Collection[int]) -> int:
     taken = set(others) | {each + OUTPUT_OFFSET for each in others}
     for _ in range(PORT_TRIES):
         with ExitStack() as bound:
-            first = bound.enter_context(socket.socket())
-            first.bind(("", 0))
-            port: int = first.getsockname()[1]
+            port: int = bound.enter_context(bind("0.0.0.0", 0, ENGINE_PORT)).getsockname()[1]
             if port in taken or port + above > 65_535:
                 continue
             if above:
                 try:
-                    bound.enter_context(socket.socket()).bind(("", port + above))
+                    bound.enter_context(bind("0.0.0.0", port + above, LEADER_PORT))
                 except OSError:
                     continue
             return port

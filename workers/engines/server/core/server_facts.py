@@ -190,9 +190,7 @@ def doubt_of_family(endpoint: str, server_host: str) -> str:
     Engines leave ZMQ's sockets at IPv4, where a wildcard means no address of the other family.
     """
     if ":" in server_host and ("*" in endpoint or "0.0.0.0" in endpoint):
-        return (
-            f"its endpoint {endpoint} is of IPv4 alone, and it is reached by IPv6: vLLM binds tcp://*:0 at VLLM_HOST_IP"
-        )
+        return f"its endpoint {endpoint} is of IPv4, and its URL of IPv6: have it bind an address, as [::1]"
     return ""
 
 

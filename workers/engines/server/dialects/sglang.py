@@ -193,8 +193,8 @@ class SglangDialect:
         for name, value in (("cache_salt", request.routing.cache_salt), ("lora_name", request.routing.lora_name)):
             if value:
                 raise UnableError(
-                    f"{name} is set, and the cache events of {TITLE} before 0.5.23 do not mark which blocks have one: they "
-                    "would be shared between all tenants. A worker with --no-follow-events takes such requests"
+                    f"{name} is set, and the cache events of {TITLE} before 0.5.23 do not mark which blocks have one: "
+                    "they would be shared between all tenants. A worker with --no-follow-events takes such requests"
                 )
 
 

@@ -534,8 +534,9 @@ def _source(rank: int, said: _Source, host: str) -> EventSource:
     except ValueError as error:
         return EventSource(rank, "", problem=f"the publisher of rank {rank}: {error}")
     # It connects where there is no wildcard, unless the system chose its port: then it says its own address here.
+    family = doubt_of_family(said.endpoint, host)
     doubt = (
-        doubt_of_family(said.endpoint, host)
+        (family and f"{family} (tcp://*:0 with VLLM_HOST_IP)")
         if "*" in said.endpoint or "::" in said.endpoint or said.endpoint.startswith("ipc://")
         else f"its endpoint {said.endpoint} has no *, so it probably connects there instead of binding: {EVENTS_OPTION}"
     )
