@@ -174,7 +174,9 @@ class RunMap:
         if run is not None and run.mask & bit:
             return run
         found = [each for each in self.places.where(block) if block in each.blocks]
-        return next((each for each in found if each.mask & bit), run if run is not None else found[0] if found else None)
+        return next(
+            (each for each in found if each.mask & bit), run if run is not None else found[0] if found else None
+        )
 
     def breaks(self, run: Run, bit: int) -> None:
         """Note that a worker loses the last block of a run, and perhaps holds what continues it."""

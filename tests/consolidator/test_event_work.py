@@ -132,7 +132,9 @@ def test_a_usual_batch_is_one_part_and_itself() -> None:
 def test_clears_of_one_batch_are_the_last_of_them() -> None:
     clears: list[AnyEvent] = [event for at in range(1000) for event in (stored([at]), CacheCleared())]
     restated: list[AnyEvent] = [
-        event for at in range(1000) for event in (SnapshotBegan(), stored([at]), SnapshotEnded(), RequestFinished("r", ""))
+        event
+        for at in range(1000)
+        for event in (SnapshotBegan(), stored([at]), SnapshotEnded(), RequestFinished("r", ""))
     ]
 
     assert parts_of([*clears, stored([5])]) == [[CacheCleared(), stored([5])]]

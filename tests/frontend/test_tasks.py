@@ -515,10 +515,10 @@ def test_a_page_of_videos_reads_what_it_shows_alone(tmp_path: Path, monkeypatch:
     files, owner = ResultFiles(tmp_path), Owner("alice", 1)
     names = []
     for number in range(20):
+        monkeypatch.setattr(time, "time_ns", lambda number=number: (1_700_000_000_000 + number) * 1_000_000)
         names.append(result_files.new_id("video"))
         files.keep(owner, names[-1], json.dumps({"id": names[-1], "status": "queued", "n": number}).encode())
         files.keep(owner, result_files.new_id("image"), b"{}")
-        time.sleep(0.002)  # ids are in order by their millisecond
     read: list[str] = []
     describe = ResultFiles.describe
     monkeypatch.setattr(

@@ -9,9 +9,9 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
+from poolgrid.consolidator.core.event_work import EVENT_UNITS
 from poolgrid.consolidator.core.feed_reader import FeedReader, FeedState
 from poolgrid.consolidator.ports import PoolListener
-from poolgrid.consolidator.core.event_work import EVENT_UNITS
 from poolgrid.process import tasks
 from poolgrid.process.clock import SystemClock
 from poolgrid.router import journal_applier

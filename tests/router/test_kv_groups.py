@@ -409,7 +409,9 @@ def test_an_engine_with_a_window_without_end_needs_all_that_there_is() -> None:
     [engine] = pool.engines
     prompt = PROMPTS[0]
     full, window = engine.store(prompt, 0, BLOCKS, set(), False)
-    pool.frame(engine, [full, {**window, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 2**32 - 1}])
+    pool.frame(
+        engine, [full, {**window, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 2**32 - 1}]
+    )
 
     assert pool.state.workers[engine.key].groups == GroupsReported((KvGroup(WINDOW_BLOCKS_MAX),))
     assert pool.promised(prompt) == [BLOCKS - 1]

@@ -1,7 +1,7 @@
 """Messages pushed by workers: received in a turn of the core, answered once they are in the journal; and leases.
 
-A batch that is much work is taken in part by part, each a record, with turns for all else in between; messages behind it
-wait. A worker that takes more than its share of the loop is muted for a while (``core.loop_share``).
+A batch that is much work is taken in part by part, each a record, with turns for all else in between; messages behind
+it wait. A worker that takes more than its share of the loop is muted for a while (``core.loop_share``).
 """
 
 from __future__ import annotations

@@ -37,7 +37,12 @@ CLEAR_UNITS: Final = 4096
 
 HASH_BYTES: Final = 8
 
-UNITS_PER_HASH: Final[Mapping[type[Any], int]] = {BlocksStored: 1, BlocksRemoved: 16, BlocksShared: 1, BlocksReleased: 1}
+UNITS_PER_HASH: Final[Mapping[type[Any], int]] = {
+    BlocksStored: 1,
+    BlocksRemoved: 16,
+    BlocksShared: 1,
+    BlocksReleased: 1,
+}
 """Blocks that go from the middle of others cost ten times as much as those that come."""
 
 _BLOCKS: Final = frozenset(UNITS_PER_HASH)

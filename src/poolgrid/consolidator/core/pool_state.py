@@ -5,8 +5,9 @@ Rules for this file:
 1. ``apply`` is the only way by which records change the state, and it looks at nothing but the record.
 2. ``freeze`` at offset n, loaded, and followed by the records from n on, gives the state that all records from 0 give.
    Freezing copies nothing (``owned_blocks``), and records are applied meanwhile.
-3. A record moves the cursor of its source behind its ``seq``, of a batch in several records the last. Records that the consolidator writes on its own account
-   (source ``consolidator``: ``WorkerJoined``, ``WorkerLeft``, requests that were lost) move none.
+3. A record moves the cursor of its source behind its ``seq``, of a batch in several records the last. Records that the
+   consolidator writes on its own account (source ``consolidator``: ``WorkerJoined``, ``WorkerLeft``, requests that were
+   lost) move none.
 
 What a record does to a worker rank:
 

@@ -1,10 +1,10 @@
 """Forms (``multipart/form-data``) read as JSON, in time in proportion to their bytes.
 
 Rules
-    1. What delimits fields is searched for in one pass. A field's head is ``HEAD_BYTES_MAX`` long at the most, so what is
-       done with it is bounded whatever is in it.
-    2. Of a head the name counts, and whether there is a file name. Folded lines and encoded names are not read: no client
-       has written them since RFC 7578.
+    1. What delimits fields is searched for in one pass. A field's head is ``HEAD_BYTES_MAX`` long at the most, so what
+       is done with it is bounded whatever is in it.
+    2. Of a head the name counts, and whether there is a file name. Folded lines and encoded names are not read:
+       RFC 7578 has none.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def read_form(raw: bytes, content_type: bytes) -> bytes:
 def _named(head: bytes) -> tuple[str, bool]:
     """Return a field's name, and whether it is a file."""
     disposition = next(filter(None, map(_DISPOSITION.fullmatch, head.split(b"\r\n"))), None)
-    given = {} if disposition is None else {m[1].lower(): m[3] or m[2] or b"" for m in _PARAMETER.finditer(disposition[1])}
+    given = (
+        {} if disposition is None else {m[1].lower(): m[3] or m[2] or b"" for m in _PARAMETER.finditer(disposition[1])}
+    )
     name = given.get(b"name")
     if not name:
         raise RequestError(400, "invalid_form", "reading the request body: a field of the form has no name")

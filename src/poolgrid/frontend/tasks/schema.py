@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-from poolgrid.frontend.errors import RequestError, invalid, missing, quoted, wrong_type
+from poolgrid.frontend.errors import invalid, missing, quoted, wrong_type
 from poolgrid.frontend.field_words import allowed, refused
 from poolgrid.frontend.media.image_headers import check_image
 from poolgrid.frontend.media.references import MediaRefused
