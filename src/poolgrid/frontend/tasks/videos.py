@@ -70,7 +70,7 @@ TIME_HEX: Final = 12
 MEDIA_TYPES: Final = frozenset(
     ("image/png", "image/jpeg", "image/webp", "image/gif", "image/avif", "video/mp4", "video/webm", "video/x-msvideo")
 )
-"""Types as which a result is served. A worker says which it is; a page would be one of the router's origin."""
+"""Types as which a result is served. A worker chooses its own; a page would be one of the router's origin."""
 
 _ID: Final = re.compile(r"(image|video)_[0-9a-f]{32}")
 
