@@ -137,7 +137,7 @@ def test_clears_of_one_batch_are_the_last_of_them() -> None:
         for event in (SnapshotBegan(), stored([at]), SnapshotEnded(), RequestFinished("r", ""))
     ]
 
-    assert parts_of([*clears, stored([5])]) == [[CacheCleared(), stored([5])]]
+    assert parts_of([*clears, stored([5])]) == [[CacheCleared()], [stored([5])]]
     left = [event for part in parts_of(restated) for event in part]
     assert [type(event) for event in left if not isinstance(event, RequestFinished)] == [
         SnapshotBegan,
