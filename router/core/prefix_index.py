@@ -10,8 +10,8 @@ How it works
 Rules
     1. Exact always. A worker may hold a run and not the block before it (``RunMap.broken`` has its bit): the run stays
        where it is, or waits for that block if it has no holder (``RunMap.waiting``), and does not count as overlap
-       until the block is stored. So a block that goes or comes back costs the same however many are behind it. For such a
-       worker a look-up goes through every run.
+       until the block is stored. So a block that goes or comes back costs the same however many are behind it. For such
+       a worker a look-up goes through every run.
     2. All blocks of a run have the same holders and only its last block has children. A store or remove that would
        break this splits the run first. A run without holders does not exist. None grows beyond ``RUN_BLOCKS_MAX``.
     3. A block is *held* while it lies on any tier. ``lower`` has the holders on the host, on disk, and only there;

@@ -1,4 +1,4 @@
-"""Whatever values a member of the pool reports, the choice for every request is made, and state is the fold of events."""
+"""Whatever values a member of the pool reports: each request has its choice, and the state is the fold of events."""
 
 from __future__ import annotations
 
