@@ -555,3 +555,17 @@ def test_a_circle_of_imports_is_found_and_named(back: str) -> None:
 )
 def test_a_word_of_an_engine_is_found_where_no_engine_is(module: str, source: str, found: int) -> None:
     assert len(words_of_engines(module, source)) == found
+
+
+def test_no_child_process_imports_from_the_directory_that_it_is_started_in() -> None:
+    """``python -m`` puts that directory first, where a file may be called like one of ours."""
+    started = []
+    for _, path in _modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            words = [each for each in ast.iter_child_nodes(node) if isinstance(node, ast.Tuple | ast.List | ast.Call)]
+            shown = [ast.unparse(each) for each in words]
+            if "sys.executable" in shown and "'-m'" in shown:
+                started.append(path.name)
+                assert "'-P'" in shown[: shown.index("'-m'")], f"{path}: python -m without -P"
+
+    assert {"part.py", "player.py", "guide_check.py", "model_fetch.py"} <= set(started)

@@ -1,32 +1,33 @@
 """Which worker holds which prefix: runs of blocks, found by their first and last block.
 
 How it works
-    A sequence hash names its whole path. A ``Run`` is consecutive blocks of one path that the same workers hold,
-    *together with every block before them*. Along a path the masks can only lose bits, and only the last block of a run
-    has others behind it. So the depth of every worker is found by going from run to run: ``_edges`` maps the first and
-    last block of each to the run, and what lies between is compared with the path. Engines store behind last blocks and
-    evict last blocks, so nearly all that is asked for is an edge.
+    A sequence hash names its whole path. A ``Run`` is consecutive blocks of one path that the same workers hold, and
+    only its last block has others behind it. The depth of every worker is found by going from run to run: ``_edges``
+    maps the first and last block of each to the run, and what lies between is compared with the path. Engines store
+    behind last blocks and evict last blocks, so nearly all that is asked for is an edge, and along a path the masks
+    only lose bits: where a later run has the mask, those in between are leapt over.
 
 Rules
-    1. Exact always. A worker that holds a block but not all of its ancestors is kept apart, block by block, in
-       ``_orphans``; that does not count as overlap until the missing ancestor is stored, and then it does.
+    1. Exact always. A worker may hold a run and not the block before it (``RunMap.broken`` has its bit): the run stays
+       where it is, or waits for that block if it has no holder (``RunMap.waiting``), and does not count as overlap
+       until the block is stored. So a block that goes or comes back costs the same however many are behind it. For such
+       a worker a look-up goes through every run.
     2. All blocks of a run have the same holders and only its last block has children. A store or remove that would
        break this splits the run first. A run without holders does not exist. None grows beyond ``RUN_BLOCKS_MAX``.
     3. A block is *held* while it lies on any tier. ``lower`` has the holders on the host, on disk, and only there;
        it is empty in a pool without lower tiers.
     4. A worker owns one bit. Dropping it clears the bit from ``_live`` at once; the masks are swept a slice at a time
        during later calls, newest run first, and the bit is given out again only after that.
-    5. At most ``budget_bytes``, after every store. Beyond it the blocks that are longest out of reach go first, then
-       leaves from their ends, oldest first, but leaves in use get a second chance; evictions are counted.
+    5. At most ``budget_bytes``, after every store. Beyond it leaves go from their ends, oldest first, but leaves in use
+       get a second chance; evictions are counted.
     6. No call takes longer because the index is large. Nothing is copied or scanned whole, no map is rebuilt whole
        (``BlockMap``, ``BlockLocator``), and what sweeping and eviction do in one call has a limit. Beyond that a call
-       does what its own event requires: its blocks, the runs that they cut, and, where a block goes that a worker still
-       holds blocks behind (engines evict leaves first, so this is rare) or comes back, those blocks and the runs right
-       below.
+       does what its own event requires: its blocks, and the runs that they cut.
     7. ``_places`` has every block, also those inside of runs, and is used where no edge has the place of a block: where
        a path branches inside a run, where a block goes from its middle, and of blocks without a holder, in a few
        microseconds a block.
-    8. A chain that has a block twice, or begins or ends with an edge of a run that it does not continue, is refused.
+    8. A chain that has a block twice, or begins or ends with an edge of a run that it does not continue, is refused,
+       unless none of that run's holders has the block before it: then the run is deleted, as it stands for nothing.
        No check is made whether another block of a new chain is inside of some run: there it would contradict the path
        that its hash names, and counts for the reporting worker alone. Where such a block becomes an edge of two runs
        ``_edges`` can name but one: from then on (``_crossed``) ``_places`` is asked for what ``_edges`` does not know.
@@ -59,7 +60,7 @@ BYTES_PER_BLOCK: Final = 128
 written down), of runs of a few several hundred; recorded decisions are replayed with the same number."""
 
 SWEEP_SLICE_ENTRIES: Final = 1024
-"""Runs, orphans, entries of lower tiers and freed blocks looked at per call after a worker was dropped, at the most:
+"""Runs, entries of lower tiers and freed blocks looked at per call after a worker was dropped, at the most:
 0.3 ms."""
 
 SWEPT_PER_CALL: Final = 64
@@ -106,9 +107,9 @@ class IndexCounters:
 
 
 class Holdings:
-    """What workers hold, by their bits: runs within reach, orphans, and on which lower tier a block lies.
+    """What workers hold, by their bits: runs, and on which lower tier a block lies.
 
-    ``PrefixIndex`` decides the usual cases of its calls itself; what cuts runs or brings orphans back is decided here.
+    ``PrefixIndex`` decides the usual cases of its calls itself; what cuts or reconnects runs is decided here.
     """
 
     def __init__(self, reach: RunMap, lower: LowerTiers) -> None:

@@ -43,7 +43,7 @@ class RunMap:
         """Whether two runs had the same block as their first or last, so that ``edges`` may lack one."""
         self.forest = RunForest()
         self.waiting: ShardedMap[Run] = ShardedMap(min(shard_entries, SHARD_ENTRIES))
-        """By a block that nobody holds, the first of the runs that continue it; the others follow to its right."""
+        """By a block without a holder, the first of the runs that continue it; the others follow to its right."""
         self.broken = 0
         """Workers that may hold a run without the block before it: all that do, and others until they hold nothing."""
         self.yielded: list[tuple[array[int], int]] = []

@@ -30,7 +30,7 @@ def test_names_are_unique_and_every_part_is_tried() -> None:
 
     assert len(set(names)) == len(names)
     before = {"connections", "guides", "media", "frames", "engine", "timing", "slow-disk", "pauses", "up"}
-    assert set(PARTS) == before | {"picker", "nats", "names"}
+    assert set(PARTS) == before | {"members", "tasks", "picker", "nats", "names"}
     assert all(part.attacks for part in PARTS.values())
 
 

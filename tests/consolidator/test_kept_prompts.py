@@ -106,8 +106,8 @@ def test_sums_are_those_of_a_naive_model(deeds: list[Deed]) -> None:
             turn = SessionTurn(session, tenant, tail=tail, keep_ms=keep_ms, keep_tokens=tokens, repeats=repeats)
             kept.keep(turn, now_ms)
             before = [naive.pop((tenant, each)) for each in {tail, repeats} if (tenant, each) in naive]
-            most_tokens = max([tokens, *(each[1] for each in before)])
-            naive[tenant, tail] = (session, most_tokens, max([now_ms + keep_ms, *(each[2] for each in before)]))
+            most = max([tokens, *(each[1] for each in before)])
+            naive[tenant, tail] = (session, most, max([now_ms + keep_ms, *(each[2] for each in before)]))
         else:
             kept.drop(tenant, session)
             naive = {key: each for key, each in naive.items() if (key[0], each[0]) != (tenant, session)}

@@ -290,6 +290,7 @@ def test_a_session_follows_so_many_running_turns_and_forgets_the_oldest() -> Non
 @given(st.data())
 def test_footprints_and_turns_are_known_by_their_workers_whatever_happens(data: st.DataObject) -> None:
     table, workers = SessionTable(capacity=6), [WorkerKey(WorkerId(f"w{number}")) for number in range(12)]
+    ends: list[AnyEvent] = [CacheCleared(), WorkerLeft("")]
     for step in range(data.draw(st.integers(1, 40))):
         worker = data.draw(st.sampled_from(workers))
         request_id = data.draw(st.sampled_from(["p", "q", "q~1", "r", "s~2", "t", "u"]))
@@ -300,7 +301,7 @@ def test_footprints_and_turns_are_known_by_their_workers_whatever_happens(data: 
         elif what <= 3:
             table.apply(record(step, RequestFinished(request_id, "stop"), worker=worker))
         elif what == 4:
-            table.apply(record(step, data.draw(st.sampled_from([CacheCleared(), WorkerLeft("")])), worker=worker))
+            table.apply(record(step, data.draw(st.sampled_from(ends)), worker=worker))
         else:
             other = SessionTable(capacity=6)
             other.load(table.freeze())

@@ -483,7 +483,7 @@ async def test_no_body_is_read_where_no_model_serves_its_task(path: str, monkeyp
     monkeypatch.setattr("poolgrid.frontend.tasks.schema.read_form", lambda *_: pytest.fail("it was read"))
     async with asked(FakeBackend(work, served=MODELS[3:])) as client:
         for body in ({"json": {"prompt": "x"}}, {"files": {"prompt": (None, "x")}}):
-            answer = await client.post(path, **body)  # type: ignore[arg-type]
+            answer = await client.post(path, **body)
             assert answer.status_code in ((404, 415) if "files" in body and path != "/v1/videos" else (404,))
 
 
@@ -515,15 +515,18 @@ def test_a_page_of_videos_reads_what_it_shows_alone(tmp_path: Path, monkeypatch:
     files, owner = ResultFiles(tmp_path), Owner("alice", 1)
     names = []
     for number in range(20):
+        monkeypatch.setattr(time, "time_ns", lambda number=number: (1_700_000_000_000 + number) * 1_000_000)
         names.append(result_files.new_id("video"))
         files.keep(owner, names[-1], json.dumps({"id": names[-1], "status": "queued", "n": number}).encode())
         files.keep(owner, result_files.new_id("image"), b"{}")
-        time.sleep(0.002)  # ids are in order by their millisecond
     read: list[str] = []
     describe = ResultFiles.describe
-    monkeypatch.setattr(
-        ResultFiles, "describe", lambda self, owner, name: (read.append(name), describe(self, owner, name))[1]
-    )
+
+    def counted(files: ResultFiles, owner: Owner, name: str) -> tuple[bytes, float] | None:
+        read.append(name)
+        return describe(files, owner, name)
+
+    monkeypatch.setattr(ResultFiles, "describe", counted)
 
     newest = files.page(owner, "video", 3, True, None)
     assert newest is not None

@@ -45,8 +45,7 @@ def assert_sound(index: PrefixIndex) -> None:
             assert _is_among(run, first), "a run that its parent does not know"
     parents = {run.parent for run in runs if run.parent is not None}
     assert {block for block, _ in index._reach.waiting.items()} == parents - by_last.keys()
-    for waiting in index._reach.waiting.values():
-        assert waiting.left is None
+    assert all(first.left is None for _, first in index._reach.waiting.items())
     assert index._reach.blocks == sum(len(run.blocks) for run in runs)
     assert index._reach.edges.entries == sum(1 if len(run.blocks) == 1 else 2 for run in runs)
     # Each block is found by its bare hash; asked before what is fresh is handed out.

@@ -155,7 +155,7 @@ class IngestPlane:
         return self._begun is None
 
     def _mute(self, peer: bytes, core: Consolidator, turn: ConsolidatorTurn) -> None:
-        """Mute a worker; what was begun of it is taken in to its end, so that it is not sent again for ever."""
+        """Mute a worker; what was begun of it is taken in to its end, else it would be sent again each time."""
         core.mute(peer, MUTE_MS, turn)
 
     def reply(self, turn: ConsolidatorTurn) -> None:

@@ -30,7 +30,7 @@ COUNTERS: dict[str, str] = {
     "lease_expiries": ("Worker ranks removed after their lease: killed, disconnected, or without CPU."),
     "lost_requests": "Requests closed because their end was lost in a gap.",
     "stale": "Worker ranks whose blocks became untrusted because a gap stayed open.",
-    "muted": "Worker ranks whose events were dropped for a while because they took too much of the loop.",
+    "muted": "Worker ranks whose events were dropped for a while: they took more than a worker's share of the loop.",
     "undecodable_frames": "Frames that did not decode and were dropped.",
     "journal_append_errors": "Failed appends to the journal, which were retried. Check the disk.",
     "journal_snapshot_errors": "Journal snapshots that could not be written. Restarts take longer.",

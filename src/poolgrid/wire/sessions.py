@@ -62,8 +62,7 @@ class SessionTurn(msgspec.Struct, array_like=True, frozen=True, gc=False):
     keep_tokens: U32 = 0
     """As many as its tenant's budget has room for; 0 = none are kept."""
     repeats: U64 = 0
-    """``tail`` of an earlier prompt of the tenant that is kept and that this one begins with: both count once;
-    0 = none."""
+    """``tail`` of a kept prompt of the tenant that this one begins with: both count once; 0 = none."""
 
 
 class TurnAnswer(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -15,8 +15,8 @@ Rules
     5. A session with one turn is kept as the events of that turn (``_OnlyTurn``). Its record is made when it is read,
        or when a second turn begins: most requests belong to no program, and no other turn follows.
     6. At most ``RUNNING_MAX`` turns of a session run; beyond it the oldest is not followed any more.
-    7. What a client has kept counts until its time is over, or the last footprint of the session goes that kept it;
-       also when the session is forgotten, as engines keep it all the same.
+    7. What a client has kept counts until its time is over, or the last footprint of the session goes that kept it. It
+       counts also when the session is forgotten: engines keep it all the same.
 
 How many prompt tokens the clients of each tenant have kept at a time.
 

@@ -3,8 +3,8 @@
 Rules
     1. What delimits fields is searched for in one pass. A field's head is ``HEAD_BYTES_MAX`` long at the most, so what
        is done with it is bounded whatever is in it.
-    2. Of a head the name counts, and whether there is a file name. Folded lines and encoded names are not read: no
-       client has written them since RFC 7578.
+    2. Of a head the name counts, and whether there is a file name. Folded lines and encoded names are not read:
+       RFC 7578 has none.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ Results that are fetched later, by URL: files in a directory, which the HTTP pro
 Rules
     1. A result is found by its *owner* (the tenant that asked for it) and its id only: ``ID.json`` describes it,
        ``ID.bin`` is its content.
-    2. Results are kept for ``TTL_S``, and those of one owner up to its equal part of ``BYTES_MAX``, descriptions
-       included, and of ``RESULTS_MAX``; beyond that the oldest go first. One that alone is larger is refused by
+    2. Results are kept for ``TTL_S``, and those of one owner up to its equal part of ``BYTES_MAX`` (descriptions
+       included) and of ``RESULTS_MAX``; beyond that the oldest go first. One that alone is larger is refused by
        ``RESULT_BYTES_MAX`` before.
     3. Without a directory they are in a temporary one, which is gone with the process.
     4. A result that is forgotten stays forgotten: a process that still makes it is told so when it describes it
@@ -70,8 +70,7 @@ TIME_HEX: Final = 12
 MEDIA_TYPES: Final = frozenset(
     ("image/png", "image/jpeg", "image/webp", "image/gif", "image/avif", "video/mp4", "video/webm", "video/x-msvideo")
 )
-"""Types as which a result is served; a worker chooses its own, and a page or a script would be of the router's
-origin."""
+"""Types as which a result is served. A worker chooses its own; a page would be one of the router's origin."""
 
 _ID: Final = re.compile(r"(image|video)_[0-9a-f]{32}")
 
