@@ -45,6 +45,7 @@ FOREVER_S = 3600.0
 
 SMALL = HttpLimits(
     head_bytes=2048,
+    chunk_overhead_bytes=2048,
     headers=10,
     header_timeout_s=FOREVER_S,
     body_timeout_s=FOREVER_S,
