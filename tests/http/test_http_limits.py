@@ -45,6 +45,7 @@ FOREVER_S = 3600.0
 
 SMALL = HttpLimits(
     head_bytes=2048,
+    chunk_overhead_bytes=2048,
     headers=10,
     header_timeout_s=FOREVER_S,
     body_timeout_s=FOREVER_S,
@@ -897,5 +898,16 @@ def test_a_body_has_a_time(run: Run, announced: int) -> None:
             assert b"http_request_timeout_ms" in answer
             assert pair.refused("body_timeout") == 1
             await within(pair.application.left.wait())
+
+    run(scenario())
+
+
+def test_a_client_that_is_answered_without_its_body_and_sends_none_is_closed_in_time(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving(body_timeout_s=0.05) as pair:
+            answer = await pair.ask(post(b"", "/unread", 100, "expect: 100-continue"))
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            assert answer.endswith(b"unread")
+            assert pair.refused("body_timeout") == 1
 
     run(scenario())

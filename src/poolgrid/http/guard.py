@@ -291,7 +291,7 @@ class Guard(asyncio.Protocol):
         if self.table.is_ending or not self._knows_chunks or is_upgrade:
             self._inner.shutdown()
         scope["headers"] = headers[:]  # uvicorn adds trailers to its list, long after the head was checked
-        body = None if is_upgrade else announced_body(fields, self.table.limits.head_bytes)
+        body = None if is_upgrade else announced_body(fields, self.table.limits.chunk_overhead_bytes)
         self._reader.open_body(body, self)
         if self._reading.has_ended and (self._reader.body is not None or not self._knows_chunks):
             self.finish()  # no more of it will come, or the client cannot be probed

@@ -21,6 +21,8 @@ class HttpLimits:
 
     head_bytes: int = 64 * 1024
     """Longest head, in one line or many: uvicorn has no limit, and gateways put tokens of 16 kB into a line."""
+    chunk_overhead_bytes: int = 32 * 1024
+    """What is accepted around the chunks of any body: trailers."""
     headers: int = 100
     """Most header fields; Apache's limit. Clients send some 20."""
     header_timeout_s: float = 20.0

@@ -69,9 +69,9 @@ class ChunkedBody:
     left_bytes = 0
     """Unknown."""
 
-    def __init__(self, trailer_bytes: int) -> None:
-        """``trailer_bytes`` around its chunks are accepted whatever is in them."""
-        self._trailer_bytes = trailer_bytes
+    def __init__(self, overhead_bytes: int) -> None:
+        """``overhead_bytes`` around its chunks are accepted whatever is in them."""
+        self._overhead_bytes = overhead_bytes
         self.received_bytes = 0
         """Of its payload."""
         self.is_whole = False
@@ -105,7 +105,7 @@ class ChunkedBody:
             raise InvalidBodyError("invalid_http", "reading a chunked body: this is not HTTP/1.1") from None
         if self.is_whole:
             self._parser = None  # it refers to this
-        elif self._wire_bytes - self.received_bytes > self._trailer_bytes + self.received_bytes * CHUNK_OVERHEAD:
+        elif self._wire_bytes - self.received_bytes > self._overhead_bytes + self.received_bytes * CHUNK_OVERHEAD:
             message = "reading a chunked body: what is around its chunks is many times what is in them"
             raise InvalidBodyError("chunk_overhead", message)
         return end
@@ -124,10 +124,10 @@ class ChunkedBody:
         self.is_whole = True
 
 
-def announced_body(fields: Mapping[bytes, bytes], trailer_bytes: int) -> SizedBody | ChunkedBody | None:
+def announced_body(fields: Mapping[bytes, bytes], overhead_bytes: int) -> SizedBody | ChunkedBody | None:
     """Return the body that the fields of a head announce, which llhttp has checked; ``None`` = there is none."""
     if b"transfer-encoding" in fields:
-        return ChunkedBody(trailer_bytes)
+        return ChunkedBody(overhead_bytes)
     length_bytes = int(fields.get(b"content-length", 0))
     return SizedBody(length_bytes) if length_bytes else None
 
