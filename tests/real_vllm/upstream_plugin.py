@@ -183,7 +183,7 @@ def pytest_configure(config: Any) -> None:
     theirs = importlib.import_module("tests.utils")
     for name in ("__init__", "__enter__", "__exit__", "start_router", "stop"):
         setattr(theirs.RemoteVLLMServer, name, getattr(RunningServer, name))
-    tokenizers = importlib.import_module("vllm.tokenizers")
+    tokenizers: Any = importlib.import_module("vllm.tokenizers")
     automatic = importlib.import_module("transformers").AutoTokenizer
     load, load_automatic = tokenizers.get_tokenizer, automatic.from_pretrained
 
@@ -193,7 +193,7 @@ def pytest_configure(config: Any) -> None:
     def automatic_of_tiny(name: str, *arguments: Any, **options: Any) -> Any:
         return load_automatic(SETTINGS["model"])
 
-    repositories = importlib.import_module("vllm.transformers_utils.repo_utils")
+    repositories: Any = importlib.import_module("vllm.transformers_utils.repo_utils")
     hub = repositories.hf_api()
     hub.snapshot_download = adapter_in_place_of
     repositories.hf_api = lambda *arguments, **options: hub
