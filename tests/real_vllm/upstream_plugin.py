@@ -24,6 +24,8 @@ SETTINGS = json.loads(os.environ["POOLGRID_UPSTREAM"])
 ``outcomes`` the file for what became of each test."""
 
 FOLDER = Path(SETTINGS["folder"])
+STOP_S = 60
+"""For a router to end what a test has left."""
 KEPT_SERVERS = 2
 """At a time: each takes a gigabyte."""
 SHORT_TOKENS, LONGEST_TOKENS = 1024, 8192
@@ -150,7 +152,11 @@ class RunningServer:
     def stop(self) -> None:
         if self.router is not None:
             self.router.terminate()
-            self.router.wait()
+            try:
+                self.router.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self.router.kill()
+                self.router.wait()
             self.router = None
 
     def __enter__(self) -> RunningServer:
