@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from poolgrid.kv_events import translation
 from poolgrid.kv_events.pub import decode_pub
 from poolgrid.kv_events.translation import EngineTranslator
 from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, GroupsReported, KvGroup
@@ -24,7 +25,7 @@ class Reader:
     """What a router holds of an engine, by group and tier."""
 
     def __init__(self, block_size: int = BLOCK) -> None:
-        self.translator = EngineTranslator(block_size, 100_000)
+        self.translator = EngineTranslator(block_size, 1000)
         self.held: dict[tuple[int, Tier], set[int]] = {}
         self.reports: list[GroupsReported] = []
 
@@ -168,16 +169,17 @@ def test_a_block_that_is_larger_is_as_many_of_the_indexs() -> None:
     assert reader.of() == set(NAMES[:2])
 
 
-def test_no_event_is_longer_than_events_may_be() -> None:
+def test_no_event_is_longer_than_events_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(translation, "BLOCKS_PER_EVENT_MAX", 8)
     reader = Reader(1)
-    tokens = list(range(3 * 4096))
-    told = reader.take(stored([1, 2, 3]) | {"token_ids": tokens, "block_size": 4096})
-    assert [len(unpack_hashes(each.sequence_hashes)) for each in told if isinstance(each, BlocksStored)] == [8192, 4096]
-    assert isinstance(told[1], BlocksStored)
-    assert isinstance(told[0], BlocksStored)
-    assert told[1].parent == unpack_hashes(told[0].sequence_hashes)[-1]
-    gone = reader.take(removed(3, 2, 1))
-    assert sum(len(unpack_hashes(each.sequence_hashes)) for each in gone if isinstance(each, BlocksRemoved)) == 12288
+    chains = reader.take(stored([1, 2]) | {"token_ids": TOKENS[:10], "block_size": 5})
+    assert [len(unpack_hashes(each.sequence_hashes)) for each in chains if isinstance(each, BlocksStored)] == [8, 2]
+    first, last = chains
+    assert isinstance(first, BlocksStored)
+    assert isinstance(last, BlocksStored)
+    assert last.parent == unpack_hashes(first.sequence_hashes)[-1]
+    gone = reader.take(removed(2, 1))
+    assert [len(unpack_hashes(each.sequence_hashes)) for each in gone if isinstance(each, BlocksRemoved)] == [8, 2]
     assert reader.of() == set()
 
 
