@@ -198,7 +198,7 @@ def test_of_smaller_blocks_than_full_attentions_the_last_stands_for_all() -> Non
 
 def test_chunked_attention_needs_the_last_block_before_a_place() -> None:
     reader = Reader()
-    chunked = {"group_idx": 1, "kv_cache_spec_kind": "chunked_local_attention"}
+    chunked: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "chunked_local_attention"}
     reader.take(stored([1, 2, 3], **full()), stored([1, 2, 3], **chunked))
     assert reader.reports == [GroupsReported((KvGroup(1),))]
     reader.take(removed(1, group_idx=1))

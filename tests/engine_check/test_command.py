@@ -40,7 +40,7 @@ def test_a_good_server_passes_and_its_record_says_the_same(tmp_path: Path, capsy
     assert (status, found["ok"], found["findings"]) == (0, True, [])
     assert found["server"].pop("events_option").startswith("--kv-events-config")
     assert found["server"] == {
-        "kind": "vllm", "model": "m", "version": "0.32.0", "block_size": 8, "ranks": 1, "publishes": True,
+        "kind": "vllm", "model": "m", "version": "0.33.0", "block_size": 8, "ranks": 1, "publishes": True,
     }  # fmt: skip
     assert found["blocks_expected"] == found["blocks_in_index"] == 19
     assert found["probes_compared"] == found["probes_as_predicted"] == len(found["probes"]) == 8
@@ -156,7 +156,7 @@ def test_measured_step_times_are_a_table_that_simulated_engines_take(
         256,
         1024,
     ]  # 4,096 tokens are more than the model takes
-    assert "vllm 0.32.0, model m, 32,768 tokens of KV" in found["source"]
+    assert "vllm 0.33.0, model m, 32,768 tokens of KV" in found["source"]
     assert TableTiming.from_file(table).decode_ms(0.5) > 0
 
 

@@ -177,7 +177,8 @@ async def test_ranks_that_begin_above_0_are_asked_and_followed_by_their_numbers(
     """The second machine of a deployment with ``--data-parallel-hybrid-lb``, also where it lists no publishers."""
     options = Options(blocks=64, ranks=2, first_rank=4, lists_sources=lists_sources)
     async with engine_server(options) as server:
-        given = {} if lists_sources else {"kv_events_endpoint": tuple(each for each, _ in server._endpoints)}
+        endpoints = tuple(endpoint for endpoint, _ in server._endpoints)
+        given: dict[str, Any] = {} if lists_sources else {"kv_events_endpoint": endpoints}
         async with worker_before(server, **given) as front:
             for number in range(4):
                 request = make_request(f"r{number}", list(range(20)), 4)

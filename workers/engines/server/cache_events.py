@@ -84,7 +84,7 @@ class RankEvents:
         self._said = ""
         self._tell_fault = tell_fault
         self.fault = ""
-        """In what the events do not fit what the worker says of the rank; empty = they fit."""
+        """In what the events do not fit the rank; empty = they fit."""
 
     @property
     def is_current(self) -> bool:
@@ -199,7 +199,7 @@ class FollowedEvents(CacheEvents):
         root_seed: RootSeed | None = None,
         on_fault: Callable[[str], None] = lambda fault: None,
     ) -> None:
-        """``on_fault`` gets in what the events do not fit what the worker says of its ranks, whenever that changes."""
+        """``on_fault`` gets in what the events do not fit the worker's ranks, whenever that changes."""
         self._root_seed = root_seed
         self._on_fault = on_fault
         self._sources = sources
