@@ -72,6 +72,8 @@ class EngineTranslator:
         """All names of an engine hash, where its block is several of the index's."""
         self._only: WireGroup | None = None
         """Full attention, where it is the engine's only group."""
+        self._joined: EngineStored | None = None
+        """The last chain of several events: of an engine that has one for each block, which reports no reuse."""
         self._full_size = 0
         """Tokens in the largest block of full attention."""
         self._resumptions = Resumptions(self._groups, self._group_of, block_size)
@@ -145,16 +147,17 @@ class EngineTranslator:
             begin, end = end, end + 1
             first = events[begin]
             if self._only is not None and isinstance(first, EngineStored) and first.hashes:
-                # What is held already begins a report, or what is computed again: both are judged by themselves.
-                is_new = all(first.hashes[0] not in copies[first.tier] for copies in self._only.members.values())
-                if is_new and (first.parent is None or first.parent in self._known):
+                if first.parent is None or first.parent in self._known:
+                    is_held = _is_held(self._only, first)
                     while end < len(events) and _continues(events[end - 1], events[end]):
+                        if is_held and not _is_held(self._only, events[end]):
+                            break  # copies, or a report of what is reused, end where more is stored
                         end += 1
                 if end - begin > 1:
                     chain = [each for each in events[begin:end] if isinstance(each, EngineStored)]
                     hashes = [engine_hash for each in chain for engine_hash in each.hashes]
                     token_bytes = b"".join(each.token_bytes for each in chain)
-                    first = replace(first, hashes=hashes, token_bytes=token_bytes)
+                    self._joined = first = replace(first, hashes=hashes, token_bytes=token_bytes)
             yield first
 
     def _look_ahead(self, events: list[EngineEvent]) -> _Ahead:
@@ -223,7 +226,7 @@ class EngineTranslator:
     def _lack(self, group: WireGroup, out: list[AnyEvent]) -> None:
         """Take back what a group holds: one that it has besides has nothing yet."""
         for tier in Tier:
-            self._tell_removed(list(group.names[tier]), tier, group, out)
+            out.extend(_removals(list(group.names[tier]), tier, group))
         group.names = ({}, {}, {})
 
     # Names
@@ -300,11 +303,9 @@ class EngineTranslator:
     def _store_only(self, event: EngineStored, group: WireGroup, out: list[AnyEvent]) -> None:
         tier = event.tier
         on = group.members[event.group][tier]
-        if (
-            event.parent is None
-            and len(event.hashes) > self._resumptions.recomputed_blocks
-            and all(each in on for each in event.hashes)
-        ):
+        is_one = event is not self._joined
+        is_longer = len(event.hashes) > self._resumptions.recomputed_blocks
+        if is_one and event.parent is None and is_longer and all(each in on for each in event.hashes):
             return  # a report of what is reused
         named = self._name(event)
         if named is None:
@@ -312,7 +313,7 @@ class EngineTranslator:
         hashes, names, parent = named
         if not hashes:
             return
-        if not self._resumptions.is_judged and self._resumptions.judge(event):
+        if is_one and not self._resumptions.is_judged and self._resumptions.judge(event):
             self._tell_groups(out)
         if on.keys().isdisjoint(hashes):
             on.update(dict.fromkeys(hashes, 1))
@@ -399,12 +400,6 @@ class EngineTranslator:
             above = None if group.number else names[at - 1] if at else parent
             out.append(BlocksStored(above, pack_hashes(names[at : at + BLOCKS_PER_EVENT_MAX]), tier, group.number))
 
-    def _tell_removed(self, gone: list[int], tier: Tier, group: WireGroup, out: list[AnyEvent]) -> None:
-        out.extend(
-            BlocksRemoved(pack_hashes(gone[at : at + BLOCKS_PER_EVENT_MAX]), tier, group.number)
-            for at in range(0, len(gone), BLOCKS_PER_EVENT_MAX)
-        )
-
     def _remove_only(self, event: EngineRemoved, group: WireGroup, out: list[AnyEvent]) -> None:
         tier = event.tier
         copies = group.members[event.group]
@@ -419,7 +414,7 @@ class EngineTranslator:
                 self._let_go(engine_hash, held, gone)
                 if not others or not any(engine_hash in each for each in others):
                     self._forget_hash(engine_hash)
-        self._tell_removed(gone, tier, group, out)
+        out.extend(_removals(gone, tier, group))
 
     def _remove(self, event: EngineRemoved, out: list[AnyEvent]) -> None:
         group = self._group_of.get(event.group)
@@ -456,7 +451,19 @@ class EngineTranslator:
                 self._let_go(engine_hash, group.names[tier], gone)
             if not any(engine_hash in held for held in others):
                 self._forget_hash(engine_hash)
-        self._tell_removed(gone, tier, group, out)
+        out.extend(_removals(gone, tier, group))
+
+
+def _removals(gone: Sequence[int], tier: Tier, group: WireGroup) -> Iterator[BlocksRemoved]:
+    for at in range(0, len(gone), BLOCKS_PER_EVENT_MAX):
+        yield BlocksRemoved(pack_hashes(gone[at : at + BLOCKS_PER_EVENT_MAX]), tier, group.number)
+
+
+def _is_held(only: WireGroup, event: EngineEvent) -> bool:
+    """Return whether full attention, the only group, holds what a stored event begins with."""
+    if not isinstance(event, EngineStored) or not event.hashes or event.group not in only.members:
+        return False
+    return event.hashes[0] in only.members[event.group][event.tier]
 
 
 def _continues(before: EngineEvent, event: EngineEvent) -> bool:
