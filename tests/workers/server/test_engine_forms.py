@@ -229,11 +229,11 @@ async def test_a_label_that_does_not_fit_the_events_shows_on_the_card_and_the_re
         await front.router.send(make_request("r", list(range(40)), 4))
         await front.router.until_finished("r")
         await front.consolidator.until(lambda journal: words in journal.cards[-1].cache_events_fault)
-        async with httpx.AsyncClient() as client:
-            for path in ("/ready", "/health"):
-                answer = await client.get(f"{front.http_url}{path}")
-                assert words in answer.json()["cache_events_fault"]
-                assert answer.status_code == 200, "it serves"
+        async with httpx.AsyncClient() as client, asyncio.timeout(PATIENCE_S):
+            while (answer := await client.get(f"{front.http_url}/ready")).status_code != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)  # it greets with another card, and serves as before
+            assert words in answer.json()["cache_events_fault"]
+            assert words in (await client.get(f"{front.http_url}/health")).json()["cache_events_fault"]
 
 
 async def test_blocks_that_are_a_multiple_of_the_labels_are_known_as_so_many() -> None:
