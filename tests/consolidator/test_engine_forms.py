@@ -229,6 +229,15 @@ def test_the_last_block_of_a_prompt_is_computed_by_every_engine() -> None:
     assert reader.reports == []
 
 
+def test_a_block_that_left_in_the_same_message_may_have_been_found_before() -> None:
+    """A request of a full cache takes the place of the very block that it computes again."""
+    reader = Reader()
+    resumed(reader, 0, 4)
+    resumed(reader, 3, 2)
+    reader.take(removed(5), stored([5, 6], 4, 4))
+    assert reader.reports[-1].recomputed_blocks == 1
+
+
 def test_a_prompt_that_continues_at_once_did_not_end_with_what_was_computed_again() -> None:
     reader = Reader()
     resumed(reader, 0, 4)

@@ -76,6 +76,8 @@ class Resumptions:
         """Those behind all that could be reused."""
         self._fresh: set[int] = set()
         """Engine hashes that windows and states have stored in this message."""
+        self._removed: set[int] = set()
+        """Those that left in this message: a request may have found them, and taken their places itself."""
         self._ends: dict[int, None] = {}
         """The last engine hashes of the latest stored events, oldest first."""
         self._messages = 0
@@ -90,6 +92,7 @@ class Resumptions:
         if self.is_judged:
             return
         self._fresh.clear()
+        self._removed.clear()
         self._messages += 1
         for engine_hash in [each for each, told in self._doubts.items() if told < self._messages - PREFILL_MESSAGES]:
             del self._doubts[engine_hash]
@@ -97,6 +100,11 @@ class Resumptions:
     def note_other_group(self, new: Sequence[int]) -> None:
         """Take note of what a window or a state did not hold before this message."""
         self._fresh.update(new)
+
+    def note_removed(self, hashes: Sequence[int]) -> None:
+        """Take note of what left in this message."""
+        if not self.is_judged:
+            self._removed.update(hashes)
 
     # Reports
 
@@ -155,10 +163,9 @@ class Resumptions:
             self._recomputed += 1
         elif not is_continued and self._could_have_resumed(event, event.hashes):
             self._doubts[event.hashes[-1]] = self._messages
-        elif not is_continued and all(
-            event.hashes[0] not in copies[event.tier] for copies in self._groups[None].members.values()
-        ):
-            self._resumed += 1
+        elif not is_continued and event.hashes[0] not in self._removed:
+            full = self._groups[None].members.values()
+            self._resumed += all(event.hashes[0] not in copies[event.tier] for copies in full)
         self.is_judged = self._recomputed + self._resumed >= RESUMPTIONS_MAX
         before = self.recomputed_blocks
         self.recomputed_blocks = int(self._recomputed > RECOMPUTED_SHARE * self._resumed)

@@ -128,6 +128,7 @@ class EngineTranslator:
                 if group is not None and group.needs != NOT_RESUMABLE:
                     self._store(event, group, named, events, out)  # type: ignore[arg-type]
             elif kind is EngineRemoved:
+                self._resumptions.note_removed(event.hashes)  # type: ignore[union-attr]
                 if self._only is not None and event.group in self._group_of:  # type: ignore[union-attr]
                     self._remove_only(event, self._only, out)  # type: ignore[arg-type]
                 else:
@@ -293,9 +294,8 @@ class EngineTranslator:
 
     def _forget_hash(self, engine_hash: int) -> None:
         del self._known[engine_hash]
-        if self._seeds:
+        if self._seeds or self._parts:
             self._seeds.pop(engine_hash, None)
-        if self._parts:
             self._parts.pop(engine_hash, None)
 
     # Blocks
@@ -364,10 +364,9 @@ class EngineTranslator:
 
     def _hold(self, new: Sequence[int], held: dict[int, int]) -> None:
         """Count the names of engine hashes that are held from now on."""
-        known = self._known
-        names = (
-            [name for each in new for name in self._names_of(each)] if self._parts else [known[each] for each in new]
-        )
+        names = list(map(self._known.__getitem__, new))
+        if self._parts:
+            names = [name for each in new for name in self._names_of(each)]
         ones = dict.fromkeys(names, 1)
         if len(ones) == len(names) and held.keys().isdisjoint(ones):
             held.update(ones)
@@ -401,9 +400,8 @@ class EngineTranslator:
             out.append(BlocksStored(above, pack_hashes(names[at : at + BLOCKS_PER_EVENT_MAX]), tier, group.number))
 
     def _remove_only(self, event: EngineRemoved, group: WireGroup, out: list[AnyEvent]) -> None:
-        tier = event.tier
-        copies = group.members[event.group]
-        on, held = copies[tier], group.names[tier]
+        copies, tier = group.members[event.group], event.tier
+        on, held, known, parts = copies[tier], group.names[tier], self._known, self._parts
         others = [each for each in copies if each and each is not on]
         gone: list[int] = []
         for engine_hash in event.hashes:
@@ -411,7 +409,12 @@ class EngineTranslator:
             if count > 1:
                 on[engine_hash] = count - 1
             elif count:
-                self._let_go(engine_hash, held, gone)
+                name = known[engine_hash]
+                if parts or held[name] > 1:
+                    self._let_go(engine_hash, held, gone)
+                else:  # nearly always: without a call
+                    del held[name]
+                    gone.append(name)
                 if not others or not any(engine_hash in each for each in others):
                     self._forget_hash(engine_hash)
         out.extend(_removals(gone, tier, group))
