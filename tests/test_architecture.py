@@ -179,7 +179,7 @@ BANNED_CALLS = {
 
 SOCKETS = "transport.zmq_socket"
 SOCKET_CALLS = {"socket": "make_socket", "connect": "connect", "bind": "bind or listen"}
-"""What makes and opens ZMQ's sockets, which know addresses of one family until told otherwise; what does instead."""
+"""What makes and opens ZMQ's sockets, which know addresses of one family until told otherwise, and what to use."""
 
 TASKS = "process.tasks"
 SPAWNS = {

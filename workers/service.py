@@ -288,11 +288,8 @@ class WorkerService:
             "total_blocks": sum(load.total_blocks for load in loads),
             "dp_size": len(loads),
         }
-        if unhealthy_reason:
-            state["reason"] = unhealthy_reason
-        if self.card.cache_events_fault:
-            state["cache_events_fault"] = self.card.cache_events_fault
-        return state | self._engine.describe()
+        wrong = {"reason": unhealthy_reason, "cache_events_fault": self.card.cache_events_fault}
+        return state | {name: words for name, words in wrong.items() if words} | self._engine.describe()
 
     def blocks(self, dp_rank: int = 0) -> list[str]:
         """Return what a rank really holds, a line per block and tier, sorted, as the router lists its belief.

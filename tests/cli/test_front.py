@@ -7,10 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
+from click.testing import CliRunner
 from pydantic import ValidationError
 
 from poolgrid.cli.front import FrontPlan, FrontProblem, FrontServer, ask_all, make_plan
 from poolgrid.cli.local_pool import UpSettings
+from poolgrid.cli.main import app
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.workers.engines.server.core.server_facts import ServerFacts
 from tests.e2e.processes import Process, eventually, metric
@@ -197,3 +199,26 @@ def test_second_turn_of_claude_code_reuses_what_an_engine_alone_would() -> None:
             assert through_poolgrid == cached(alone.url, second, "0aaa9f") > 100
             status, errors = up.stop()
             assert status == 0, errors
+
+
+def test_a_label_that_does_not_fit_the_events_is_shown_wherever_an_operator_looks() -> None:
+    """On the workers' page, in ``top``, by the doctor and on the worker's readiness, not in the log alone."""
+    words = "it stores blocks of 16 tokens, and its label has 24"
+    with servers_in_thread(Options(block_size=16)) as running:
+        options = ("--engine-url", running.servers[0].url, "--model-path", str(TINY_MODEL_PATH))
+        with Process("up", "--port", "0", *options, "--part-option", "worker.kv-block-size=24") as up:
+            url = up.wait_ready().url
+            body = {"model": "tiny", "prompt": list(range(100, 180)), "max_tokens": 4}
+            assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 200
+
+            def row() -> Any:
+                return httpx.get(f"{url}/v1/workers").json()["data"][0]
+
+            eventually("the worker's row says it", lambda: words in row()["stream"]["fault"])
+            ready = httpx.get(f"{row()['http_endpoint']}/ready")
+            assert (ready.status_code, words in ready.json()["cache_events_fault"]) == (200, True)
+            seen = CliRunner().invoke(app, ["top", "--url", url, "--once"])
+            assert "events unfit" in seen.output
+            found = CliRunner().invoke(app, ["doctor", "--url", url])
+            assert "events-unfit" in found.output
+            assert words in " ".join(found.output.split())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from poolgrid.kv_events import translation
 from poolgrid.kv_events.pub import decode_pub
 from poolgrid.kv_events.translation import EngineTranslator
 from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, GroupsReported, KvGroup
@@ -24,7 +25,7 @@ class Reader:
     """What a router holds of an engine, by group and tier."""
 
     def __init__(self, block_size: int = BLOCK) -> None:
-        self.translator = EngineTranslator(block_size, 100_000)
+        self.translator = EngineTranslator(block_size, 1000)
         self.held: dict[tuple[int, Tier], set[int]] = {}
         self.reports: list[GroupsReported] = []
 
@@ -168,16 +169,17 @@ def test_a_block_that_is_larger_is_as_many_of_the_indexs() -> None:
     assert reader.of() == set(NAMES[:2])
 
 
-def test_no_event_is_longer_than_events_may_be() -> None:
+def test_no_event_is_longer_than_events_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(translation, "BLOCKS_PER_EVENT_MAX", 8)
     reader = Reader(1)
-    tokens = list(range(3 * 4096))
-    told = reader.take(stored([1, 2, 3]) | {"token_ids": tokens, "block_size": 4096})
-    assert [len(unpack_hashes(each.sequence_hashes)) for each in told if isinstance(each, BlocksStored)] == [8192, 4096]
-    assert isinstance(told[1], BlocksStored)
-    assert isinstance(told[0], BlocksStored)
-    assert told[1].parent == unpack_hashes(told[0].sequence_hashes)[-1]
-    gone = reader.take(removed(3, 2, 1))
-    assert sum(len(unpack_hashes(each.sequence_hashes)) for each in gone if isinstance(each, BlocksRemoved)) == 12288
+    chains = reader.take(stored([1, 2]) | {"token_ids": TOKENS[:10], "block_size": 5})
+    assert [len(unpack_hashes(each.sequence_hashes)) for each in chains if isinstance(each, BlocksStored)] == [8, 2]
+    first, last = chains
+    assert isinstance(first, BlocksStored)
+    assert isinstance(last, BlocksStored)
+    assert last.parent == unpack_hashes(first.sequence_hashes)[-1]
+    gone = reader.take(removed(2, 1))
+    assert [len(unpack_hashes(each.sequence_hashes)) for each in gone if isinstance(each, BlocksRemoved)] == [8, 2]
     assert reader.of() == set()
 
 
@@ -196,7 +198,7 @@ def test_of_smaller_blocks_than_full_attentions_the_last_stands_for_all() -> Non
 
 def test_chunked_attention_needs_the_last_block_before_a_place() -> None:
     reader = Reader()
-    chunked = {"group_idx": 1, "kv_cache_spec_kind": "chunked_local_attention"}
+    chunked: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "chunked_local_attention"}
     reader.take(stored([1, 2, 3], **full()), stored([1, 2, 3], **chunked))
     assert reader.reports == [GroupsReported((KvGroup(1),))]
     reader.take(removed(1, group_idx=1))
@@ -225,6 +227,15 @@ def test_the_last_block_of_a_prompt_is_computed_by_every_engine() -> None:
     resumed(reader, 4, 2)
     resumed(reader, 0, 6)
     assert reader.reports == []
+
+
+def test_a_block_that_left_in_the_same_message_may_have_been_found_before() -> None:
+    """A request of a full cache takes the place of the very block that it computes again."""
+    reader = Reader()
+    resumed(reader, 0, 4)
+    resumed(reader, 3, 2)
+    reader.take(removed(5), stored([5, 6], 4, 4))
+    assert reader.reports[-1].recomputed_blocks == 1
 
 
 def test_a_prompt_that_continues_at_once_did_not_end_with_what_was_computed_again() -> None:

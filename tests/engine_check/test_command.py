@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from poolgrid.tools.engine_check.settings import EngineCheckSettings
 from poolgrid.workers.core.timing import TableTiming
 from tests.engine_check.engine_server import Habits, engine_server
 from tests.engine_check.test_transfer_rules import METRICS
+from tests.fakes.engine_server.cache import Drafting
 from tests.fakes.engine_server.sglang import SglangServer
 from tests.fakes.engine_server.threaded import servers_in_thread
 from tests.fakes.engine_server.vllm import Options, VllmServer
@@ -40,7 +44,7 @@ def test_a_good_server_passes_and_its_record_says_the_same(tmp_path: Path, capsy
     assert (status, found["ok"], found["findings"]) == (0, True, [])
     assert found["server"].pop("events_option").startswith("--kv-events-config")
     assert found["server"] == {
-        "kind": "vllm", "model": "m", "version": "0.32.0", "block_size": 8, "ranks": 1, "publishes": True,
+        "kind": "vllm", "model": "m", "version": "0.33.0", "block_size": 8, "ranks": 1, "publishes": True,
     }  # fmt: skip
     assert found["blocks_expected"] == found["blocks_in_index"] == 19
     assert found["probes_compared"] == found["probes_as_predicted"] == len(found["probes"]) == 8
@@ -72,6 +76,25 @@ def test_a_server_that_is_set_up_wrong_is_told_what_to_set(
     assert status == 1
     assert squeezed(f"fault: {kind} (") in squeezed(text)
     assert squeezed("To set: ") in squeezed(text)
+
+
+FORMS: dict[str, tuple[Options, Callable[[Any, Options], VllmServer]]] = {
+    "vllm ahead": (Options(drafting=Drafting(looks_ahead=1)), VllmServer),
+    "vllm drops": (Options(drafting=Drafting(drops=True)), VllmServer),
+    "sglang": (Options(), SglangServer),
+    "sglang pairs": (Options(), partial(SglangServer, draws_pairs=True)),
+    "sglang attention": (Options(ranks=2), partial(SglangServer, attention_dp=True)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_newest_forms_of_servers_are_no_faults(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options, make = FORMS[form]
+    with servers_in_thread(replace(options, block_size=16, blocks=4096), make=make) as running:
+        status, text, _ = check(running.servers[0].url, capsys, as_json=True)
+    found = json.loads(text)
+    assert (status, found["ok"]) == (0, True), found["findings"]
+    assert len(found["findings"]) == (form == "vllm drops"), "that each hit is a block shorter is a warning"
 
 
 def test_a_server_of_one_leg_is_not_probed_and_the_reason_is_its_partner(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,7 +179,7 @@ def test_measured_step_times_are_a_table_that_simulated_engines_take(
         256,
         1024,
     ]  # 4,096 tokens are more than the model takes
-    assert "vllm 0.32.0, model m, 32,768 tokens of KV" in found["source"]
+    assert "vllm 0.33.0, model m, 32,768 tokens of KV" in found["source"]
     assert TableTiming.from_file(table).decode_ms(0.5) > 0
 
 

@@ -46,6 +46,7 @@ CHECKPOINT = 128
 """Tokens between the places at which a state model of the stand-in is resumed."""
 
 NOT_CAUSED = {
+    Cause.BLOCK_SIZE: "the events of an engine show its block size first; see tests/diagnosis",
     Cause.RESTART: "a worker rejoins when its server restarts, and index and cache agree; see tests/diagnosis",
     Cause.TIER: "blocks that come back may be stored in the index before the request's start; see tests/diagnosis",
     Cause.UNEXPLAINED: "what no rule explains has no known cause",
@@ -167,7 +168,7 @@ FAULTS = (
     Fault(Cause.EVENTS_OFF, "no event comes", options=replace(ROOMY, publishes=False)),
     Fault(Cause.WRONG_ENDPOINT, "events are read at a closed port",
           publisher=lambda server: f"tcp://127.0.0.1:{free_port()}"),
-    Fault(Cause.BLOCK_SIZE, "blocks have another size", worker=("--kv-block-size", str(BLOCK // 2))),
+    Fault(Cause.EVENTS_UNFIT, "blocks have another size", worker=("--kv-block-size", str(BLOCK * 3 // 2))),
 )  # fmt: skip
 
 

@@ -45,6 +45,7 @@ from tests.consolidator.pub_engine import frame_of
 from tests.counted_lines import CountedLines
 from tests.examples import examples
 from tests.real_vllm.hybrid import FrameReader
+from tests.real_vllm.promises import LARGE_BLOCKS, Asked, judged
 from tests.real_vllm.servers import BLOCK_SIZE
 from tests.router.fleet_builder import make_card
 
@@ -414,6 +415,24 @@ def test_a_dropped_worker_leaves_nothing_in_its_groups_once_it_is_swept() -> Non
     newcomer = WorkerKey(WorkerId("newcomer"))
     index.report_groups(newcomer, report)
     assert index.find([1]) == []
+
+
+MANAGERS: dict[str, tuple[list[bytes], list[Asked]]] = msgspec.msgpack.decode(
+    zlib.decompress((Path(__file__).parents[1] / "data" / "kv_groups" / "managers.msgpack.zlib").read_bytes()),
+    type=dict[str, tuple[list[bytes], list[Asked]]],
+)
+"""What ``tests.real_vllm.cache_recorder`` recorded of the cache managers of vLLM 0.33, by model; they evict."""
+
+LEARNT = {"full-drops": 2, "full-window-drops": 1, "full-state-drops": 3}
+"""Of how many prompts too much is promised before it is learnt what is computed again."""
+
+
+@pytest.mark.parametrize("model", MANAGERS)
+def test_what_is_promised_is_what_vllms_cache_managers_reuse(model: str) -> None:
+    found = judged([MANAGERS[model]], LARGE_BLOCKS.get(model, 16))
+    assert (found.requests, found.too_few) == (40, 0)
+    assert found.too_many <= LEARNT.get(model, 0)
+    assert found.reused_tokens > 1000
 
 
 RECORDINGS = Path(__file__).parents[1] / "data" / "kv_groups"

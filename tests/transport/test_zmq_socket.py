@@ -259,7 +259,7 @@ def test_a_name_is_reached_by_the_family_that_it_has_an_address_of(
             raise sockets.gaierror
         return [host]
 
-    monkeypatch.setattr(zmq_socket.sockets, "getaddrinfo", look_up)
+    monkeypatch.setattr(sockets, "getaddrinfo", look_up)
     monkeypatch.setattr(zmq_socket, "_has_ipv4", lambda: has_ipv4)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     client = make_socket(context, zmq.PUSH)

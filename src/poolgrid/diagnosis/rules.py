@@ -123,7 +123,7 @@ class Cause(Enum):
     EVENTS_UNFIT = (
         "events-unfit",
         True,
-        "the KV events of the engine do not fit what the worker says of it: block size, ranks, or their form",
+        "the KV events of the engine do not fit its worker: block size, ranks, or their form",
         "do what the evidence says, and check it with poolgrid engine-check",
     )
     TRUNCATED = (

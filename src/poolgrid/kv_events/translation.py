@@ -22,20 +22,18 @@ An engine may hold a block several times: requests that compute the same prefix 
 their own, and each of them is stored, and later removed, under the same hash. So copies are counted by group. Where
 hashes look ahead, blocks with the same tokens have several: a name is held while one of its hashes is.
 
-What a request reuses may be reported again (vLLM's ``kv_cache_report_mode``): a store from the root on of blocks that
-are all held, where an engine that computes would have begun behind them. That is no copy, for its removal comes once.
-
-An engine with drafting layers may compute the last block of what it holds again, which no event says. It shows: what is
-stored behind a parent begins with a block that is held already, though more follows. Then it is reported
+Where requests resume is judged by ``poolgrid.kv_events.resumptions``: what an engine reports again because it is reused
+is no copy, for its removal comes once; and an engine that computes the last block of what it holds again is reported
 (``GroupsReported.recomputed_blocks``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from poolgrid.kv_events.pub import UNKNOWN_KIND, EngineEvent, EngineRemoved, EngineStored
+from poolgrid.kv_events.resumptions import NOT_RESUMABLE, Resumptions, WireGroup
 from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared, GroupsReported, KvGroup
 from poolgrid.wire.hashing import BASE_SEED, TOKEN_BYTES, block_hashes, pack_hashes, sequence_hashes
 from poolgrid.wire.identifiers import Tier
@@ -48,82 +46,13 @@ block (u32 little-endian); ``None`` = unknown."""
 ENGINE_GROUPS_MAX = 64
 """Groups of layers of one engine that are distinguished; models have up to a dozen. More are of no known kind."""
 
-NOT_RESUMABLE = KvGroup(0)
-"""Of layers whose kind is not known."""
-
 Named = tuple[Sequence[int], Sequence[int], int | None]
 """Engine hashes, the sequence hashes that they stand for, and the sequence hash of the block before them."""
-
-_Copies = tuple[dict[int, int], dict[int, int], dict[int, int]]
-"""By tier: how many copies of each engine hash a group has, or how many engine hashes stand for each name."""
-
-RESUMPTIONS_MAX = 64
-"""Resumptions by which it is judged whether an engine computes the last block again: it does always, or never."""
-
-RECOMPUTED_SHARE = 4
-"""How many times as often it must have done so as not: a request may be told to reuse nothing, whatever the engine."""
-
-PREFILL_MESSAGES = 2
-"""Messages within which the next part of a prompt is stored; an answer fills a block in more, drafts included."""
-
-RECENT_ENDS = 1024
-"""Stored events whose last block may be continued by the request that filled it."""
 
 _Ahead = tuple[dict[int, Named | None], dict[int, int]]
 """What full attention stores in a message: its names by event, and all of them by engine hash."""
 
 _NOTHING_NAMED: _Ahead = ({}, {})
-
-
-@dataclass(slots=True)
-class _WireGroup:
-    """One group of the wire: the engine's groups that have the same needs."""
-
-    number: int
-    needs: KvGroup | None
-    """``None`` = all blocks."""
-    members: dict[int | None, _Copies] = field(default_factory=dict)
-    names: _Copies = field(default_factory=lambda: ({}, {}, {}))
-    """How many engine hashes that all members hold stand for each name."""
-
-    def others_of(self, member: _Copies, tier: Tier) -> list[dict[int, int]]:
-        return [copies[tier] for copies in self.members.values() if copies is not member]
-
-
-class _Resumptions:
-    """Where requests resumed, as far as stored events show it."""
-
-    def __init__(self) -> None:
-        self.recomputed = 0
-        """Before a block that could have been reused."""
-        self.resumed = 0
-        """Behind all that could be reused."""
-        self.fresh: set[int] = set()
-        """Engine hashes that windows and states have stored in this message."""
-        self.ends: dict[int, None] = {}
-        """The last engine hashes of the latest stored events, oldest first."""
-        self._messages = 0
-        self._doubts: dict[int, int] = {}
-        """In which message a chain ended with a block that may be the last of a prompt, which is always computed."""
-
-    def begin_message(self) -> None:
-        self.fresh.clear()
-        self._messages += 1
-        for engine_hash in [each for each, told in self._doubts.items() if told < self._messages - PREFILL_MESSAGES]:
-            del self._doubts[engine_hash]
-
-    def doubt(self, engine_hash: int) -> None:
-        self._doubts[engine_hash] = self._messages
-
-    def is_in_doubt(self, engine_hash: int) -> bool:
-        """Return whether a prompt continues behind a block, so that it was not the prompt's last; true once."""
-        return self._doubts.pop(engine_hash, None) is not None
-
-    def note_end(self, engine_hash: int) -> None:
-        self.ends.pop(engine_hash, None)
-        self.ends[engine_hash] = None
-        if len(self.ends) > RECENT_ENDS:
-            del self.ends[next(iter(self.ends))]
 
 
 class EngineTranslator:
@@ -136,21 +65,18 @@ class EngineTranslator:
         self._known: dict[int, int] = {}
         self._seeds: dict[int, int] = {}
         """Seed by engine hash, where it is not the base seed."""
-        self._groups: dict[KvGroup | None, _WireGroup] = {}
-        self._group_of: dict[int | None, _WireGroup] = {}
+        self._groups: dict[KvGroup | None, WireGroup] = {}
+        self._group_of: dict[int | None, WireGroup] = {}
         """By the engine's number."""
         self._parts: dict[int, tuple[int, ...]] = {}
         """All names of an engine hash, where its block is several of the index's."""
-        self._only: _WireGroup | None = None
+        self._only: WireGroup | None = None
         """Full attention, where it is the engine's only group."""
+        self._joined: EngineStored | None = None
+        """The last chain of several events: of an engine that has one for each block, which reports no reuse."""
         self._full_size = 0
         """Tokens in the largest block of full attention."""
-        self._resumptions: _Resumptions | None = _Resumptions()
-        """``None`` = judged."""
-        self._recomputed = 0
-        self._reports: dict[int, tuple[bool, set[int | None]]] = {}
-        """What was stored from the root on in this message, by its last engine hash: whether it is a report of what is
-        reused, and the groups that had theirs."""
+        self._resumptions = Resumptions(self._groups, self._group_of, block_size)
         self._report: GroupsReported | None = None
         self._is_reported = True
         """Whether readers know it, as far as they still know anything."""
@@ -167,7 +93,7 @@ class EngineTranslator:
         """Forget every engine hash; the groups are the model's, and are reported again."""
         self._is_reported = False
         self._report = None
-        self._resumptions, self._recomputed = _Resumptions(), 0
+        self._resumptions.reset()
         self._forget()
 
     def _forget(self) -> None:
@@ -188,9 +114,7 @@ class EngineTranslator:
         out: list[AnyEvent] = []
         named = self._look_ahead(events) if len(self._groups) > 1 else _NOTHING_NAMED
         are_met = False
-        self._reports.clear()
-        if self._resumptions is not None:
-            self._resumptions.begin_message()
+        self._resumptions.begin_message()
         for event in events if len(events) == 1 else self._chains(events):
             kind = type(event)
             if kind is EngineStored:
@@ -206,6 +130,7 @@ class EngineTranslator:
                 if group is not None and group.needs != NOT_RESUMABLE:
                     self._store(event, group, named, events, out)  # type: ignore[arg-type]
             elif kind is EngineRemoved:
+                self._resumptions.note_removed(event.hashes)  # type: ignore[union-attr]
                 if self._only is not None and event.group in self._group_of:  # type: ignore[union-attr]
                     self._remove_only(event, self._only, out)  # type: ignore[arg-type]
                 else:
@@ -225,16 +150,17 @@ class EngineTranslator:
             begin, end = end, end + 1
             first = events[begin]
             if self._only is not None and isinstance(first, EngineStored) and first.hashes:
-                # What is held already begins a report, or what is computed again: both are judged by themselves.
-                is_new = all(first.hashes[0] not in copies[first.tier] for copies in self._only.members.values())
-                if is_new and (first.parent is None or first.parent in self._known):
+                if first.parent is None or first.parent in self._known:
+                    is_held = _is_held(self._only, first)
                     while end < len(events) and _continues(events[end - 1], events[end]):
+                        if is_held and not _is_held(self._only, events[end]):
+                            break  # copies, or a report of what is reused, end where more is stored
                         end += 1
                 if end - begin > 1:
                     chain = [each for each in events[begin:end] if isinstance(each, EngineStored)]
                     hashes = [engine_hash for each in chain for engine_hash in each.hashes]
                     token_bytes = b"".join(each.token_bytes for each in chain)
-                    first = replace(first, hashes=hashes, token_bytes=token_bytes)
+                    self._joined = first = replace(first, hashes=hashes, token_bytes=token_bytes)
             yield first
 
     def _look_ahead(self, events: list[EngineEvent]) -> _Ahead:
@@ -265,9 +191,9 @@ class EngineTranslator:
         self._tell_groups(out)
 
     def _tell_groups(self, out: list[AnyEvent]) -> None:
-        needs = tuple(each for each in self._groups if each is not None)
-        report = GroupsReported(needs, None in self._groups or not needs, self._recomputed)
-        if (needs or self._recomputed or self._report is not None) and report != self._report:
+        needs, again = tuple(filter(None, self._groups)), self._resumptions.recomputed_blocks
+        report = GroupsReported(needs, None in self._groups or not needs, again)
+        if (needs or again or self._report is not None) and report != self._report:
             self._report = report
             out.append(report)
 
@@ -279,7 +205,7 @@ class EngineTranslator:
             others = len(self._groups) - (None in self._groups)
             if needs is not None and others >= GROUPS_PER_WORKER_MAX - 1:
                 needs = NOT_RESUMABLE
-            group = self._groups.setdefault(needs, _WireGroup(0 if needs is None else others + 1, needs))
+            group = self._groups.setdefault(needs, WireGroup(0 if needs is None else others + 1, needs))
         elif needs != NOT_RESUMABLE:
             self._lack(group, out)
         if len(self._group_of) < ENGINE_GROUPS_MAX:
@@ -292,9 +218,8 @@ class EngineTranslator:
             return None
         unit = max(self._block_size, self._full_size, size)
         stride, rest = divmod(unit, self._block_size)
-        if window == UNKNOWN_KIND or rest or unit % size or event.group is None:
-            return NOT_RESUMABLE
-        if len(self._group_of) >= ENGINE_GROUPS_MAX:
+        is_unfit = window == UNKNOWN_KIND or rest or unit % size or event.group is None
+        if is_unfit or len(self._group_of) >= ENGINE_GROUPS_MAX:
             return NOT_RESUMABLE
         if not window:
             return KvGroup(1, stride)
@@ -302,10 +227,10 @@ class EngineTranslator:
         needed = max(1, -(-(-(-(window - 1) // size) * size) // unit))
         return KvGroup(min(needed, WINDOW_BLOCKS_MAX), min(stride, WINDOW_BLOCKS_MAX))
 
-    def _lack(self, group: _WireGroup, out: list[AnyEvent]) -> None:
+    def _lack(self, group: WireGroup, out: list[AnyEvent]) -> None:
         """Take back what a group holds: one that it has besides has nothing yet."""
         for tier in Tier:
-            self._tell_removed(list(group.names[tier]), tier, group, out)
+            out.extend(_removals(list(group.names[tier]), tier, group))
         group.names = ({}, {}, {})
 
     # Names
@@ -372,17 +297,18 @@ class EngineTranslator:
 
     def _forget_hash(self, engine_hash: int) -> None:
         del self._known[engine_hash]
-        if self._seeds:
+        if self._seeds or self._parts:
             self._seeds.pop(engine_hash, None)
-        if self._parts:
             self._parts.pop(engine_hash, None)
 
     # Blocks
 
-    def _store_only(self, event: EngineStored, group: _WireGroup, out: list[AnyEvent]) -> None:
+    def _store_only(self, event: EngineStored, group: WireGroup, out: list[AnyEvent]) -> None:
         tier = event.tier
         on = group.members[event.group][tier]
-        if event.parent is None and len(event.hashes) > self._recomputed and all(each in on for each in event.hashes):
+        is_one = event is not self._joined
+        is_longer = len(event.hashes) > self._resumptions.recomputed_blocks
+        if is_one and event.parent is None and is_longer and all(each in on for each in event.hashes):
             return  # a report of what is reused
         named = self._name(event)
         if named is None:
@@ -390,8 +316,8 @@ class EngineTranslator:
         hashes, names, parent = named
         if not hashes:
             return
-        if self._resumptions is not None:
-            self._judge(event, out)
+        if is_one and not self._resumptions.is_judged and self._resumptions.judge(event):
+            self._tell_groups(out)
         if on.keys().isdisjoint(hashes):
             on.update(dict.fromkeys(hashes, 1))
             new: Sequence[int] = hashes
@@ -405,12 +331,12 @@ class EngineTranslator:
     def _store(
         self,
         event: EngineStored,
-        group: _WireGroup,
+        group: WireGroup,
         ahead: _Ahead,
         events: Sequence[EngineEvent],
         out: list[AnyEvent],
     ) -> None:
-        if event.parent is None and event.hashes and self._is_report(event, events):
+        if event.parent is None and event.hashes and self._resumptions.is_report(event, events):
             return
         if group.needs is None:
             named = ahead[0].get(id(event)) if len(self._groups) > 1 else self._name(event)
@@ -421,12 +347,12 @@ class EngineTranslator:
         hashes, names, parent = named
         member, tier = group.members[event.group], event.tier
         on = member[tier]
-        if self._resumptions is not None:
-            if group.needs is None:
-                self._judge(event, out)
-            else:
-                self._resumptions.fresh.update(each for each in hashes if each not in on)
         new = [each for each in dict.fromkeys(hashes) if each not in on]
+        if not self._resumptions.is_judged:
+            if group.needs is not None:
+                self._resumptions.note_other_group(new)
+            elif self._resumptions.judge(event):
+                self._tell_groups(out)
         for each in hashes:
             on[each] = on.get(each, 0) + 1
         known = self._known
@@ -439,56 +365,11 @@ class EngineTranslator:
             above = names[begin - 1] if begin else parent
             self._tell_stored(hashes[begin:end], names[begin:end], above, tier, group, out)
 
-    def _is_report(self, event: EngineStored, events: Sequence[EngineEvent]) -> bool:
-        """Return whether a store from the root on is a report of what is reused, of which each group has one.
-
-        It is where all of it is held and the engine could have resumed behind some block of it: then it computes none.
-        """
-        end = event.hashes[-1]
-        judged = self._reports.get(end)
-        if judged is None or event.group in judged[1]:
-            whole = event
-            if event.window_tokens is not None and None in self._groups:
-                same = (each for each in events if isinstance(each, EngineStored) and each.parent is None)
-                found = (each for each in same if each.window_tokens is None and each.hashes[-1:] == [end])
-                whole = next(found, event)
-            is_whole = whole.window_tokens is None or None not in self._groups
-            judged = self._reports[end] = (is_whole and self._could_have_resumed_within(whole), set())
-        judged[1].add(event.group)
-        return judged[0]
-
-    def _could_have_resumed_within(self, event: EngineStored) -> bool:
-        hashes, tier, again = event.hashes, event.tier, self._recomputed
-        full = self._groups.get(None)
-        if full is not None and any(each not in copies[tier] for copies in full.members.values() for each in hashes):
-            return False
-        others = [each for each in self._groups.values() if each.needs not in (None, NOT_RESUMABLE)]
-        return any(
-            all(self._is_resumable(each, event, end) for each in others) for end in range(len(hashes) - again, 0, -1)
-        )
-
-    def _is_resumable(self, group: _WireGroup, event: EngineStored, end: int) -> bool:
-        """Return whether a group holds what it needs behind so many blocks of an event."""
-        needs = group.needs
-        assert needs is not None, "full attention has no needs of its own"
-        step = needs.stride_blocks * self._block_size // event.block_size
-        if not step or end % step:
-            return False
-        needed, last = needs.needed_blocks, end
-        if needed > 1:
-            needed, last = needed + self._recomputed, end + self._recomputed * step
-        below = event.hashes[max(0, last - needed * step) : last][step - 1 :: step]
-        return last <= len(event.hashes) and all(
-            each in copies[event.tier] for each in below for copies in group.members.values()
-        )
-
     def _hold(self, new: Sequence[int], held: dict[int, int]) -> None:
         """Count the names of engine hashes that are held from now on."""
+        names = list(map(self._known.__getitem__, new))
         if self._parts:
             names = [name for each in new for name in self._names_of(each)]
-        else:
-            known = self._known
-            names = [known[each] for each in new]
         ones = dict.fromkeys(names, 1)
         if len(ones) == len(names) and held.keys().isdisjoint(ones):
             held.update(ones)
@@ -512,26 +393,18 @@ class EngineTranslator:
         names: Sequence[int],
         parent: int | None,
         tier: Tier,
-        group: _WireGroup,
+        group: WireGroup,
         out: list[AnyEvent],
     ) -> None:
         if self._parts and group.needs is None:
             names = [name for each in hashes for name in self._names_of(each)]
         for at in range(0, len(names), BLOCKS_PER_EVENT_MAX):
-            above = names[at - 1] if at else parent
-            stored = pack_hashes(names[at : at + BLOCKS_PER_EVENT_MAX])
-            out.append(BlocksStored(None if group.number else above, stored, tier, group.number))
+            above = None if group.number else names[at - 1] if at else parent
+            out.append(BlocksStored(above, pack_hashes(names[at : at + BLOCKS_PER_EVENT_MAX]), tier, group.number))
 
-    def _tell_removed(self, gone: list[int], tier: Tier, group: _WireGroup, out: list[AnyEvent]) -> None:
-        out.extend(
-            BlocksRemoved(pack_hashes(gone[at : at + BLOCKS_PER_EVENT_MAX]), tier, group.number)
-            for at in range(0, len(gone), BLOCKS_PER_EVENT_MAX)
-        )
-
-    def _remove_only(self, event: EngineRemoved, group: _WireGroup, out: list[AnyEvent]) -> None:
-        tier = event.tier
-        copies = group.members[event.group]
-        on, held = copies[tier], group.names[tier]
+    def _remove_only(self, event: EngineRemoved, group: WireGroup, out: list[AnyEvent]) -> None:
+        copies, tier = group.members[event.group], event.tier
+        on, held, known, parts = copies[tier], group.names[tier], self._known, self._parts
         others = [each for each in copies if each and each is not on]
         gone: list[int] = []
         for engine_hash in event.hashes:
@@ -539,10 +412,15 @@ class EngineTranslator:
             if count > 1:
                 on[engine_hash] = count - 1
             elif count:
-                self._let_go(engine_hash, held, gone)
+                name = known[engine_hash]
+                if parts or held[name] > 1:
+                    self._let_go(engine_hash, held, gone)
+                else:  # nearly always: without a call
+                    del held[name]
+                    gone.append(name)
                 if not others or not any(engine_hash in each for each in others):
                     self._forget_hash(engine_hash)
-        self._tell_removed(gone, tier, group, out)
+        out.extend(_removals(gone, tier, group))
 
     def _remove(self, event: EngineRemoved, out: list[AnyEvent]) -> None:
         group = self._group_of.get(event.group)
@@ -579,50 +457,19 @@ class EngineTranslator:
                 self._let_go(engine_hash, group.names[tier], gone)
             if not any(engine_hash in held for held in others):
                 self._forget_hash(engine_hash)
-        self._tell_removed(gone, tier, group, out)
+        out.extend(_removals(gone, tier, group))
 
-    # The last block of what is reused
 
-    def _judge(self, event: EngineStored, out: list[AnyEvent]) -> None:
-        """Look where a request resumed, which what full attention stores behind a parent shows."""
-        judged = self._resumptions
-        assert judged is not None, "it is asked for while it is judged"
-        is_continued = event.parent in judged.ends
-        judged.note_end(event.hashes[-1])
-        if event.parent is None or event.tier is not Tier.DEVICE:
-            return
-        if self._could_have_resumed(event, event.hashes[:-1], judged.fresh) or judged.is_in_doubt(event.parent):
-            judged.recomputed += 1
-        elif not is_continued and self._could_have_resumed(event, event.hashes, judged.fresh):
-            judged.doubt(event.hashes[-1])
-        elif not is_continued and all(event.hashes[0] not in copies[event.tier] for copies in self._full_members()):
-            judged.resumed += 1
-        is_recomputed = judged.recomputed > RECOMPUTED_SHARE * judged.resumed
-        if is_recomputed != bool(self._recomputed):
-            self._recomputed = int(is_recomputed)
-            self._tell_groups(out)
-        if judged.recomputed + judged.resumed >= RESUMPTIONS_MAX:
-            self._resumptions = None
+def _removals(gone: Sequence[int], tier: Tier, group: WireGroup) -> Iterator[BlocksRemoved]:
+    for at in range(0, len(gone), BLOCKS_PER_EVENT_MAX):
+        yield BlocksRemoved(pack_hashes(gone[at : at + BLOCKS_PER_EVENT_MAX]), tier, group.number)
 
-    def _full_members(self) -> Iterable[_Copies]:
-        return self._groups[None].members.values()
 
-    def _could_have_resumed(self, event: EngineStored, hashes: Sequence[int], fresh: Set[int]) -> bool:
-        """Return whether all groups held what they need behind some block of a chain before it was stored."""
-        tier = event.tier
-        states, windows = [], []
-        for group in self._groups.values():
-            if group.needs == NOT_RESUMABLE:
-                return False
-            held = [copies[tier] for copies in group.members.values()]
-            # Where a request resumed windows are whole: behind that place each block more is enough.
-            (states if group.needs is not None and group.needs.needed_blocks == 1 else windows).extend(held)
-        for engine_hash in hashes:
-            if engine_hash in fresh or any(engine_hash not in held for held in windows):
-                return False
-            if all(engine_hash in held for held in states):
-                return True
+def _is_held(only: WireGroup, event: EngineEvent) -> bool:
+    """Return whether full attention, the only group, holds what a stored event begins with."""
+    if not isinstance(event, EngineStored) or not event.hashes or event.group not in only.members:
         return False
+    return event.hashes[0] in only.members[event.group][event.tier]
 
 
 def _continues(before: EngineEvent, event: EngineEvent) -> bool:

@@ -125,6 +125,10 @@ class SourceStream(msgspec.Struct, array_like=True, frozen=True, gc=False):
     state: StreamState
     reason: Text = ""
 
+    def is_known(self, state: StreamState, reason: str) -> bool:
+        """Return whether a state is no news: reasons of others than a live stream change with every frame."""
+        return self.state is state and (state is not StreamState.LIVE or self.reason == reason)
+
 
 class WorkerState(msgspec.Struct, array_like=True, frozen=True):
     """All facts of the stream about one worker rank, without its blocks."""

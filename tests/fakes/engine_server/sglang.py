@@ -39,6 +39,10 @@ def ports_in_a_row(count: int) -> int:
                 return first
 
 
+UNNAMED = "extra key "
+"""How a salt begins that events do not name."""
+
+
 class SglangServer(VllmServer):
     """One server; ``role`` is ``prefill`` or ``decode`` where the two are apart."""
 
@@ -98,6 +102,8 @@ class SglangServer(VllmServer):
                 )
                 if event[name] is not None or name == "parent_block_hash"
             }
+            if (named.get("cache_salt") or "").startswith(UNNAMED):
+                del named["cache_salt"]
             if self._draws_pairs:
                 tokens = event["token_ids"]
                 named["token_ids"] = list(zip(tokens, [*tokens[1:], event["lookahead_token_ids"][-1][0]], strict=True))
@@ -170,7 +176,7 @@ class SglangServer(VllmServer):
             return
         room = body.get("bootstrap_room")
         if self.role and room is None:
-            words = f"Disaggregated request received without bootstrap room id. req.rid={body['rid']!r}"
+            words = f"Disaggregated request received without bootstrap room id. req.rid={body.get('rid')!r}"
             await reply.whole(400, {"error": {"message": f"Invalid request: {words}"}})
             return
         if room is not None:
@@ -193,7 +199,9 @@ class SglangServer(VllmServer):
             await reply.whole(400, {"error": {"message": words}})
             return
         cache = self.caches[rank or 0]
-        salt = "" if self._is_old else body.get("cache_salt") or ""
+        # What has an extra key alone is apart as well, and no event says so.
+        salt = body.get("cache_salt") if not self._is_old else None
+        salt = salt or (f"{UNNAMED}{key}" if (key := body.get("extra_key")) else "")
         sequence, cached = cache.begin(prompt, body.get("lora_path") or "", salt)
         self.running += 1
         try:
@@ -211,7 +219,7 @@ class SglangServer(VllmServer):
         count = 1 if self.role == "prefill" else body["sampling_params"]["max_new_tokens"]
         abort_after = self.faults.errors_after.popleft() if self.faults.errors_after else None
         prompt = list(sequence.tokens)
-        if body["stream"]:
+        if body.get("stream"):
             await reply.begin()
         made: list[int] = []
         for number in range(count):
@@ -224,11 +232,11 @@ class SglangServer(VllmServer):
             finish: dict[str, Any] | None = {"type": "length", "length": count} if number + 1 == count else None
             if number + 1 == abort_after:
                 finish = {"type": "abort", "message": "KV transfer failed", "status_code": 500}
-            if body["stream"]:
+            if body.get("stream"):
                 await reply.event(self._chunk(body, prompt, made, finish, cached), self.options.torn)
             if number + 1 == abort_after:
                 break
-        if body["stream"]:
+        if body.get("stream"):
             await reply.event(b"[DONE]")
             await reply.end()
         else:
@@ -237,9 +245,9 @@ class SglangServer(VllmServer):
     def _chunk(
         self, body: dict[str, Any], prompt: list[int], made: list[int], finish: dict[str, Any] | None, cached: int
     ) -> dict[str, Any]:
-        shown = made[-1:] if self.incremental and body["stream"] else made
+        shown = made[-1:] if self.incremental and body.get("stream") else made
         meta: dict[str, Any] = {
-            "id": body["rid"],
+            "id": body.get("rid"),
             "finish_reason": finish,
             "prompt_tokens": len(prompt),
             "completion_tokens": len(made),

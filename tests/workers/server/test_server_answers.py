@@ -294,7 +294,7 @@ def test_blocks_of_another_size_than_was_given_are_an_error_that_names_the_optio
                     await asyncio.sleep(0.02)
 
     asyncio.run(scenario())
-    assert "stores blocks of 4 tokens, this worker's have 16" in caplog.text
+    assert "stores blocks of 4 tokens, and its label has 16" in caplog.text
 
 
 class Piece(bytes):

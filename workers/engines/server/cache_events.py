@@ -103,7 +103,7 @@ class RankEvents:
         )
         self._tell_fault = tell_fault
         self.fault = ""
-        """In what the events do not fit what the worker says of the rank; empty = they fit."""
+        """In what the events do not fit the rank; empty = they fit."""
         self._connected = asyncio.Event()
         self._current = asyncio.Event()
         """Set once the first replay is applied."""

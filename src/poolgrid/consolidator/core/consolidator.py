@@ -475,11 +475,8 @@ class Consolidator:
     def note_stream(self, key: WorkerKey, source: str, state: StreamState, reason: str, turn: ConsolidatorTurn) -> None:
         """Write how far the stream of a source can be trusted, if that is news."""
         worker = self.pool.workers.get(key)
-        if worker is None:
-            return
-        known = worker.stream(source)
-        # A live stream may be of no use: that is news too. Reasons of other states change with every frame.
-        if known.state is state and (state is not LIVE or known.reason == reason[:TEXT_CHARS_MAX]):
+        # One that is live may be of no use, which is news too.
+        if worker is None or worker.stream(source).is_known(state, reason[:TEXT_CHARS_MAX]):
             return
         events: list[AnyEvent] = [StreamStateChanged(source, state, reason[:TEXT_CHARS_MAX])]
         fold(worker.streams, CONSOLIDATOR_SOURCE, events)

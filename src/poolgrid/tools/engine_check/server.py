@@ -148,7 +148,7 @@ def _generate(probe: CheckProbe) -> tuple[str, dict[str, Any]]:
     sampling = {"max_new_tokens": probe.max_tokens, "temperature": 0, "ignore_eos": True}
     body: dict[str, Any] = {"input_ids": list(probe.tokens), "sampling_params": sampling}
     if probe.salt:
-        body["extra_key"] = probe.salt
+        body["extra_key"] = body["cache_salt"] = probe.salt  # versions before 0.5.23 know the first alone
     if probe.lora:
         body["lora_path"] = probe.lora
     if probe.rank is not None:

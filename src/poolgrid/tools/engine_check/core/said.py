@@ -38,6 +38,8 @@ class SaidStored(Struct, frozen=True):
     group: int | None = None
     attention: str = ""
     """Kind of the layers' cache, as the engine calls it; empty = not reported."""
+    looks_ahead: bool = False
+    """Whether the hash of a block covers tokens behind it, as drafting layers have it."""
 
     @property
     def stands_for_prefixes(self) -> bool:
@@ -140,6 +142,7 @@ def _event(raw: Any) -> SaidEvent:
         medium=medium,
         group=number,
         attention=_text(fields.get("kv_cache_spec_kind")),
+        looks_ahead=_are_pairs(fields.get("token_ids")) or bool(fields.get("lookahead_token_ids")),
     )
 
 
@@ -155,11 +158,18 @@ def _hash(value: Any) -> int | None:
 def _tokens(value: Any) -> tuple[int, ...] | None:
     if not isinstance(value, list):
         return None
+    if _are_pairs(value):
+        value = [pair[0] for pair in value]
     try:
         struct.pack(f"<{len(value)}I", *value)
     except struct.error:
         return None
     return tuple(value)
+
+
+def _are_pairs(value: Any) -> bool:
+    """Return whether tokens come each with the one behind it."""
+    return isinstance(value, list) and bool(value) and all(isinstance(each, list) and len(each) == 2 for each in value)
 
 
 def _keys(value: Any) -> tuple[tuple[Any, ...], ...]:
