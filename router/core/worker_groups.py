@@ -173,8 +173,8 @@ def overlap_columns(
     else:
         columns = np.zeros(size), np.zeros(size), np.zeros(size)
     if path and request.by_text and projection.follows_blocks:
-        for row, worker in enumerate(group.workers):
-            _set(columns, row, projection.trust.predicted(worker, path, now_ms).device)
+        for place, worker in enumerate(group.workers):
+            _set(columns, place, projection.trust.predicted(worker, path, now_ms).device)
     elif path:
         index = projection.index
         if index.groups.reported:

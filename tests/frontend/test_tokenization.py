@@ -122,8 +122,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Watched:
     """What the tiny model's tokenizer is asked, with nothing known."""
     assert TINY.encoder is not None
     TINY.encoder.clear()
-    watched = Watched(TINY.encoder._encoder)
-    monkeypatch.setattr(TINY.encoder, "_encoder", watched)
+    watched = Watched(TINY.encoder._backend.encoder)
+    monkeypatch.setattr(TINY.encoder._backend, "encoder", watched)
     return watched
 
 

@@ -367,8 +367,7 @@ async def test_an_answer_has_a_date_from_the_first_one_on() -> None:
 # -- sockets -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("as_descriptor", [False, True])
-async def test_a_server_takes_a_socket_whose_owner_keeps_it_beyond_the_servers_end(as_descriptor: bool) -> None:
+async def test_a_server_takes_a_socket_whose_owner_keeps_it_beyond_the_servers_end() -> None:
     settings = ServerSettings(port=1, http_hosts=("*",), shutdown_timeout_ms=400)
     with socket.socket() as owned:
         owned.bind(("127.0.0.1", 0))
@@ -378,9 +377,8 @@ async def test_a_server_takes_a_socket_whose_owner_keeps_it_beyond_the_servers_e
             client.sendall(b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
             copy = owned.dup()
             async with AsyncExitStack() as opened:
-                listener = copy.detach() if as_descriptor else copy
                 servers = open_server(
-                    opened, settings, CollectorRegistry(), application(sizes), lambda: None, False, listener=listener
+                    opened, settings, CollectorRegistry(), application(sizes), lambda: None, False, listener=copy
                 )
                 servers.start()
                 assert servers.url == f"http://127.0.0.1:{owned.getsockname()[1]}"

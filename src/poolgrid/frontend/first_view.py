@@ -13,7 +13,7 @@ Rules
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -26,7 +26,7 @@ FIRST_VIEW_S = 10.0
 LOOK_S = 0.02
 """Between two looks at whether the router is ready, at its start alone."""
 
-Serve = Callable[[Any, Any, Any], Coroutine[Any, Any, None]]
+Serve = Callable[[Any, Any, Any], Awaitable[None]]
 
 Ready = Callable[[], str | None]
 

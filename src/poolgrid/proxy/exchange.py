@@ -626,7 +626,7 @@ class ForwardExchange:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def _send_head(self, status: int, headers: HeaderList) -> None:
+    async def _send_head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.status = status
         passed = response_headers(headers, self._keys, is_body_changed=self._filter is not None)
         passed = [pair for pair in passed if pair[0] != b"x-request-id"]
