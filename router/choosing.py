@@ -339,7 +339,7 @@ class Chooser:
         self, request: InferenceRequest, full: Mapping[WorkerKey, str], routed: LocalRequest | None
     ) -> Mapping[WorkerKey, str]:
         """Return who is not asked for a request, and why."""
-        # What is forwarded needs no connection to the process beside its server.
+        # What is forwarded needs no connection to the process that follows its server.
         found: Mapping[WorkerKey, str] = self._links.unreachable if request.carrier is None else {}
         if full:
             found = {**found, **full}

@@ -59,6 +59,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "fleet_page": ("wire", "process", "frontend", "serving", "consolidator", "router", "global_router"),
     "router.core": ("wire", "diagnosis", "consolidator.core.session_table", "consolidator.core.sharded_map"),
     "router.policies": ("wire", "router.core"),
+    "proxy": (
+        "forwarding",
+        "wire",
+        "process",
+        "http",
+        "inference",
+        "frontend",
+    ),
     "router": (
         "wire",
         "diagnosis",
@@ -68,6 +76,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "inference",
         "discovery",
         "frontend",
+        "proxy",
         "serving",
         "consolidator",
     ),

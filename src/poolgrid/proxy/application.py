@@ -134,7 +134,7 @@ class ForwardApplication:
         if target.access is TargetAccess.REFUSED:
             await _answer(scope, send, RequestError(400, "invalid_target", target.reason))
         elif target.access is TargetAccess.OPERATOR and not self._has_keys:
-            # Without keys nobody is known to be an operator.
+            # Without keys no request is known to be an operator's.
             message = f"{target.reason}; it is for operators, whom API keys name (api_keys)"
             await _answer(scope, send, RequestError(403, "operator_only", message))
         elif is_upgrade(scope):

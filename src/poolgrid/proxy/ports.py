@@ -23,7 +23,7 @@ class ServerPlace(NamedTuple):
 
 
 class ForwardBackend(InferenceBackend, Protocol):
-    """A router whose workers may stand beside engine servers. ``submit`` takes a request with a carrier."""
+    """A router whose workers may follow engine servers. ``submit`` takes a request with a carrier."""
 
     def forwards(self, model: str) -> bool:
         """Return whether requests for a model go to engine servers as their clients wrote them; with an empty name,

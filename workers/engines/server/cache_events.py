@@ -306,7 +306,7 @@ class FollowedEvents(CacheEvents):
         on_fault: Callable[[str], None] = lambda fault: None,
     ) -> None:
         """``total_blocks`` are those of each rank; 0 = that is not known. ``on_fault`` gets in what the events do not
-        fit what the worker says of its ranks, whenever that changes."""
+        fit the worker's ranks, whenever that changes."""
         self._root_seed = root_seed
         self._total_blocks = total_blocks
         self._on_fault = on_fault
