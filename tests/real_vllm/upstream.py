@@ -50,13 +50,9 @@ CHOSEN = (
     "openai/test_return_token_ids.py",
     "openai/test_return_tokens_as_ids.py",
     "pooling/basic/test_truncation.py",
-    "pooling/classify/test_online.py",
     "pooling/embed/test_cohere_online.py",
     "pooling/embed/test_online.py",
-    "pooling/embed/test_online_dimensions.py",
     "pooling/scoring/test_bi_encoder_online.py",
-    "pooling/scoring/test_cross_encoder_online.py",
-    "pooling/token_classify/test_online.py",
     "pooling/token_embed/test_online.py",
     "scale_out/derender/test_derender.py",
     "scale_out/render/test_render.py",
@@ -65,9 +61,9 @@ CHOSEN = (
     "serve/sagemaker/test_sagemaker_stateful_sessions.py",
     "serve/tokenize/test_tokenization.py",
 )
-"""Those that start a server and speak HTTP with it. Left out: what needs another model (images, audio, adapters,
-quantization, Harmony, correctness of answers), what operators alone may call (weights, sleep, RPC, metrics), keys of
-the server itself, sockets of Unix, and tests that run inside the server."""
+"""Those that start a server and speak HTTP with it. Left out: what needs another model (images, audio, classifiers,
+cross-encoders, quantization, Harmony, correctness of answers), what operators alone may call (weights, sleep, RPC,
+metrics), keys of the server itself, sockets of Unix, and tests that run inside the server."""
 
 MAKE_ADAPTER = """
 import json, sys, torch
@@ -116,7 +112,7 @@ class Suite:
             "adapter": str(self._adapter),
             "folder": str(self._folder),
             "start_s": START_TIMEOUT_S,
-            "arguments": ARGUMENTS[2:],
+            "arguments": ["--enable-scale-out", *ARGUMENTS[2:]],
             "router": [sys.executable, "-m", "poolgrid", "up", "--log-level", "error"] if through else [],
             "router_environment": {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             "outcomes": str(outcomes),

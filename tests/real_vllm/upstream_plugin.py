@@ -6,6 +6,7 @@ the tests alone and through a router. ``tests.real_vllm.upstream`` copies this f
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import json
@@ -87,7 +88,8 @@ def running_server(options: list[str], variables: dict[str, str]) -> int:
         if known == key:
             return int(port)
     while len(servers) >= KEPT_SERVERS:
-        os.killpg(servers.pop(0)[2], signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(servers.pop(0)[2], signal.SIGKILL)
     port, events, replay = free_port(), free_port(), free_port()
     publishing = {"enable_kv_cache_events": True, "publisher": "zmq", "topic": ""}
     publishing |= {"endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://*:{replay}"}
