@@ -1,9 +1,14 @@
-"""Messages pushed by workers: received in a turn of the core, answered once they are in the journal; and leases."""
+"""Messages pushed by workers: received in a turn of the core, answered once they are in the journal; and leases.
+
+A worker in this process pushes without a socket: its messages wait in a list until the loop's next turn.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -30,12 +35,43 @@ BATCH_BYTES_MAX = FRAME_BYTES_MAX - 1024 * 1024
 INGEST_QUEUE_MAX = 10_000
 """Messages that ZMQ keeps per worker while we are busy; then the worker's socket blocks and its outbox fills."""
 
+LOCAL_MESSAGES_MAX = 64
+"""Messages of pushers in this process that are handed over at once, as many as a socket hands over."""
+
 LEASE_PUT_OFF_MAX = 1000
 """How often leases are looked at a millisecond later because messages are still unread; each time some of them are."""
 
 
+class LocalIngest:
+    """The way of one pusher in this process, without a socket: frames in, replies by callback in a later turn."""
+
+    def __init__(self, plane: IngestPlane, on_frames: Callable[[list[bytes]], None]) -> None:
+        self._plane = plane
+        self._on_frames = on_frames
+        self.name = os.urandom(16)
+        """As a peer of the plane; none of a socket's has it."""
+        self._is_open = True
+        self._loop = asyncio.get_running_loop()
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        """Send; ``False`` when too much waits already."""
+        return self._is_open and self._plane.take_local([self.name, *frames])
+
+    def reply(self, frame: bytes) -> None:
+        self._loop.call_soon(self._hand_over, frame)
+
+    def _hand_over(self, frame: bytes) -> None:
+        if self._is_open:
+            self._on_frames([frame])
+
+    def close(self, orderly: bool) -> None:
+        """End; what was sent is taken in all the same."""
+        self._is_open = False
+        self._plane.forget_local(self.name)
+
+
 class IngestPlane:
-    """Receives on a ROUTER socket."""
+    """Receives on a ROUTER socket, and from pushers in this process."""
 
     def __init__(
         self,
@@ -58,13 +94,52 @@ class IngestPlane:
         self._context = context
         self._core: Consolidator
         self._lease_put_off = 0
+        self._bulk = bulk
+        self._local: dict[bytes, LocalIngest] = {}
+        self._local_waiting: list[list[bytes]] = []
+        """Messages of pushers in this process, which one turn takes in together."""
+        self._loop: asyncio.AbstractEventLoop
 
     def start(self, core: Consolidator) -> None:
         self._core = core
+        self._loop = asyncio.get_running_loop()
         self.inbox.start()
 
+    def open_local(self, on_frames: Callable[[list[bytes]], None]) -> LocalIngest:
+        """Return a way in for a pusher of this process; ``on_frames`` gets the replies."""
+        made = LocalIngest(self, on_frames)
+        self._local[made.name] = made
+        return made
+
+    def take_local(self, frames: list[bytes]) -> bool:
+        waiting = self._local_waiting
+        if len(waiting) >= INGEST_QUEUE_MAX:
+            return False
+        waiting.append(frames)
+        if len(waiting) == 1 and not self.paused:
+            self._loop.call_soon(self._take_local)
+        return True
+
+    def forget_local(self, name: bytes) -> None:
+        self._local.pop(name, None)
+
+    def _take_local(self) -> None:
+        if self.paused or not self._local_waiting:
+            return
+        waiting, self._local_waiting = self._local_waiting, []
+        left = self.take(waiting[:LOCAL_MESSAGES_MAX])
+        self._local_waiting = [*left, *waiting[LOCAL_MESSAGES_MAX:], *self._local_waiting]
+        if self._local_waiting:
+            self._bulk.soon(self._take_local)
+
     def on_messages(self, messages: list[list[bytes]]) -> None:
-        """Take messages in, as many as fit a slice; the rest comes again."""
+        left = self.take(messages)
+        if left:
+            self.inbox.give_back(left)
+
+    def take(self, messages: list[list[bytes]]) -> list[list[bytes]]:
+        """Take messages in, as many as fit a slice; return the rest."""
+        left: list[list[bytes]] = []
         monotonic_ms = self._running_clock.monotonic_ms
         ends_ms = monotonic_ms() + SLICE_MS
 
@@ -72,7 +147,7 @@ class IngestPlane:
             for at, frames in enumerate(messages):
                 if at and monotonic_ms() >= ends_ms:
                     # A map was divided, or the machine is slow: what is left has its turn later.
-                    self.inbox.give_back(messages[at:])
+                    left.extend(messages[at:])
                     break
                 try:
                     if len(frames) != 3:
@@ -93,9 +168,14 @@ class IngestPlane:
                     self._context.undecodable(f"{shown_peer(frames[0])} on the ingest plane", error)
 
         self._take_turn(work)
+        return left
 
     def reply(self, turn: ConsolidatorTurn) -> None:
         for peer, reply in turn.replies:
+            local = self._local.get(peer)
+            if local is not None:
+                local.reply(codec.from_consolidator.encode(reply))
+                continue
             try:
                 self._send((peer, codec.from_consolidator.encode(reply)))
             except zmq.ZMQError as error:
@@ -110,6 +190,7 @@ class IngestPlane:
     def resume(self) -> None:
         self.paused = False
         self.inbox.resume()
+        self._take_local()
         self.watch_leases()
 
     # Leases
@@ -126,7 +207,7 @@ class IngestPlane:
     def _expire(self) -> None:
         if self.paused:
             return
-        if self.inbox.has_more and self._lease_put_off < LEASE_PUT_OFF_MAX:
+        if (self.inbox.has_more or self._local_waiting) and self._lease_put_off < LEASE_PUT_OFF_MAX:
             # What waits in the socket may be the very heartbeat that is missing.
             self._lease_put_off += 1
             self._context.after("lease", 1.0, self._expire)

@@ -19,6 +19,9 @@ TTFT_TARGET_MS = 2000.0
 ITL_TARGET_MS = 50.0
 """20 tokens a second: three times as fast as people read."""
 
+NO_TOKENIZER = Path("none")
+"""Model path of a router that tokenizes nothing."""
+
 BODY_VALUES_MIN = 327_680
 """Values that every body may have: a prompt of 262,144 token ids."""
 
@@ -32,7 +35,7 @@ class FrontendSettings(MediaSettings):
         default=TINY_MODEL_PATH,
         description=(
             "Read tokenizer and chat template from this Hugging Face style model directory, or from ORG/MODEL of a "
-            "hub. Unset = the tiny model of the simulated engine."
+            "hub. none = choose engine servers by the text of prompts. Unset = the tiny model of the simulated engine."
         ),
     )
     served_model_name: str = Field(
@@ -151,6 +154,11 @@ class FrontendSettings(MediaSettings):
     @classmethod
     def _parser_name(cls, given: object) -> object:
         return parser_name(given)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Return whether prompts are tokenized here; without it only engine servers can be routed to."""
+        return self.model_path != NO_TOKENIZER
 
     @property
     def max_body_values(self) -> int:
