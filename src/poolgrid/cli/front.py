@@ -163,7 +163,7 @@ def make_plan(settings: UpSettings, servers: Sequence[FrontServer]) -> FrontPlan
         plan_workers(settings, arguments) if apart else [],
         what or "engine servers that have not answered yet",
         len(servers),
-        _note(silent, has_tokenizer=changes["model_path"] != NO_TOKENIZER),
+        _note(silent, has_tokenizer=changes["model_path"] != NO_TOKENIZER) if servers else "",
     )
 
 

@@ -23,6 +23,7 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import sys
@@ -67,6 +68,8 @@ from poolgrid.wire.selection import AskStatus, PoolStatus
 from poolgrid.workers.core.timing import PUBLISHED, TIMINGS, Timing
 from poolgrid.workers.engines.server.core.server_list import SERVERS_MAX, read_entry
 from poolgrid.workers.settings import MODALITY_HELP, Modality
+
+log = logging.getLogger(__name__)
 
 ASK_INTERVAL_S = 0.02
 
@@ -705,6 +708,7 @@ class LocalPool:
         settings = await front.settings_later()
         assert self._router is not None, "it was started"
         if settings is not None:
+            log.warning("an engine server has answered: the router starts again by what it reports")
             self._router.start_with([*router_arguments(settings, *ports), *rest])
 
     async def given_up(self) -> str:

@@ -307,7 +307,12 @@ class VllmServer:
             for name, count in sorted(self.counts.items())
             for line in (f"# TYPE vllm:{name} counter", f"vllm:{name}_total {count}")
         ]
-        return "\n".join([*info, *counted, ""])
+        engines = [
+            f'vllm:num_requests_{word}{{engine="{rank}",model_name="{options.model}"}} {float(count)}'
+            for rank in range(options.ranks)
+            for word, count in (("running", 0 if rank else self.running), ("waiting", 0))
+        ]
+        return "\n".join([*info, *engines, *counted, ""])
 
     def _sources(self) -> Any:
         if not self.options.publishes:
@@ -361,7 +366,10 @@ class VllmServer:
         await self._answer_to(request, reply, body, media)
 
     async def _complete(self, request: Request, reply: Reply) -> None:
-        await self._answer_to(request, reply, request.json(), ())
+        body = request.json()
+        if isinstance(body["prompt"], str):
+            body["prompt"] = [3 + byte for byte in body["prompt"].encode()]
+        await self._answer_to(request, reply, body, ())
 
     async def _answer_to(
         self, request: Request, reply: Reply, body: dict[str, Any], media: tuple[tuple[int, int, str], ...]

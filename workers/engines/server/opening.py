@@ -139,6 +139,8 @@ async def _asked(
             around.awake,
             around.metrics,
             server,
+            kind.health_path,
+            kind.figures,
         )
         around.metrics.engine_healthy.set(1)
         try:
