@@ -70,6 +70,8 @@ class EngineServerFollower:
         self._troubles: dict[str, str] = {}
         """Why a list cannot be read, by its name."""
         self._left_out = 0
+        self._closing: list[Callable[[], None]] = []
+        """What ends the ways to lists."""
         self._is_ending = False
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -87,6 +89,8 @@ class EngineServerFollower:
         finally:
             self._is_ending = True
             await cancel_all(tasks)
+            for close in self._closing:
+                close()
 
     async def _look_of(self, listed: ServerEntry | DnsName | PodSelector) -> tuple[str, float, Look] | None:
         if isinstance(listed, DnsName):
@@ -94,6 +98,7 @@ class EngineServerFollower:
         if isinstance(listed, PodSelector):
             what = f"k8s+http://:{listed.port}?selector={listed.labels}"
             pods = await plugin(PODS, f"engine_url {what}").open_pods(listed.labels, listed.namespace)
+            self._closing.append(pods.close)
 
             async def look() -> Sequence[ServerEntry]:
                 return [ServerEntry(url_of(host, listed.port), listed.role) for host in await pods.addresses()]
