@@ -178,7 +178,7 @@ def plan_workers(settings: UpSettings, following: Sequence[str]) -> list[Planned
     planned = []
     rest = [word for word in following if not word.startswith("--engine-url=")]
     for options, urls in groups.items():
-        if not urls:
+        if not urls and (planned or settings.engine_urls_file is None):
             continue
         name = "servers" if not planned else f"servers-{len(planned)}"
         arguments = [

@@ -65,7 +65,7 @@ class Following:
         """Wait until something holds."""
         try:
             async with asyncio.timeout(PATIENCE_S):
-                while not holds():
+                while not holds():  # noqa: ASYNC110 - what is under test tells the consolidator
                     await asyncio.sleep(0.02)
         except TimeoutError:
             raise AssertionError(f"it never came that {what}: {self.workers()}") from None
@@ -87,7 +87,7 @@ async def following(*urls: str, **given: Any) -> AsyncIterator[Following]:
             await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
                 serving.result()
-            while not hasattr(Beside, "service"):
+            while not hasattr(Beside, "service"):  # noqa: ASYNC110 - it begins after the ready word
                 await asyncio.sleep(0)
         yield Following(Beside.service, ready.result().http)
     finally:
@@ -161,7 +161,9 @@ async def test_servers_of_every_kind_join_and_their_caches_are_known_exactly() -
         assert [card.server_url for card in cards] == [each.url for each in servers]
         assert [card.block_size for card in cards] == [16, 16, 16, 16], "16 where a server reports no size"
         await complete(client, servers[0])
-        await pool.until(lambda: pool.blocks(name_of(servers[0])) == len(servers[0].caches[0].names()) == 5, "it is known")
+        await pool.until(
+            lambda: pool.blocks(name_of(servers[0])) == len(servers[0].caches[0].names()) == 5, "it is known"
+        )
 
 
 async def test_a_server_that_does_not_answer_delays_no_other_and_keeps_its_name_in_every_life() -> None:
@@ -335,12 +337,14 @@ async def test_what_cannot_be_a_pool_member_is_tried_again_and_keeps_no_other_fr
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.ERROR)
-    async with stand_ins(lambda context: vllm(context, key="secret"), vllm) as (closed, there):
-        async with following(closed.url, there.url) as pool:
-            await pool.until_members(name_of(there))
-            await pool.until(lambda: "engine_api_key is missing" in caplog.text, "it is reported")
-            closed.options.key = ""
-            await pool.until_members(name_of(there), name_of(closed))
+    async with (
+        stand_ins(lambda context: vllm(context, key="secret"), vllm) as (closed, there),
+        following(closed.url, there.url) as pool,
+    ):
+        await pool.until_members(name_of(there))
+        await pool.until(lambda: "engine_api_key is missing" in caplog.text, "it is reported")
+        closed.options.key = ""
+        await pool.until_members(name_of(there), name_of(closed))
 
 
 @pytest.mark.parametrize(

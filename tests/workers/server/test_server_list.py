@@ -29,7 +29,10 @@ from poolgrid.workers.engines.server.core.server_list import (
         ("dns+http://vllm.llm.svc:8000", DnsName("vllm.llm.svc", 8000, "aggregated")),
         ("decode=dns+http://vllm:8000", DnsName("vllm", 8000, "decode")),
         ("k8s+http://:8000?selector=app%3Dvllm", PodSelector("app=vllm", 8000, "", "aggregated")),
-        ("k8s+http://:80?selector=a%3Db,c%20in%20(d)&namespace=llm", PodSelector("a=b,c in (d)", 80, "llm", "aggregated")),
+        (
+            "k8s+http://:80?selector=a%3Db,c%20in%20(d)&namespace=llm",
+            PodSelector("a=b,c in (d)", 80, "llm", "aggregated"),
+        ),
     ],
 )
 def test_an_entry_is_a_server_a_name_or_labels(given: str, found: object) -> None:
