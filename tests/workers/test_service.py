@@ -46,8 +46,8 @@ from poolgrid.wire.requests import (
 )
 from poolgrid.wire.sessions import SessionTurn, TurnAnswer
 from poolgrid.workers import bootstrap
-from poolgrid.workers.adapters.sockets import CONSOLIDATOR, DealerSocket
 from poolgrid.workers.adapters.http_api import HttpApi, is_from_here
+from poolgrid.workers.adapters.sockets import CONSOLIDATOR, DealerSocket
 from poolgrid.workers.core.push_stream import PushStream
 from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.engines.simulated.opening import make_card

@@ -149,7 +149,9 @@ async def complete(client: httpx.AsyncClient, server: VllmServer, **body: Any) -
     assert answer.status_code == 200
 
 
-async def test_servers_of_every_kind_join_and_their_caches_are_known_exactly() -> None:
+async def test_servers_of_every_kind_join_and_their_caches_are_known_exactly(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with (
         stand_ins(vllm, sglang, openai, trtllm_serve) as servers,
         following(*(each.url for each in servers)) as pool,
@@ -164,6 +166,11 @@ async def test_servers_of_every_kind_join_and_their_caches_are_known_exactly() -
         await pool.until(
             lambda: pool.blocks(name_of(servers[0])) == len(servers[0].caches[0].names()) == 5, "it is known"
         )
+        lives = {name: worker.epoch for name, worker in pool.workers().items()}
+        # Several looks at the figures of each, which some do not have.
+        await asyncio.sleep(1.0)
+        assert {name: worker.epoch for name, worker in pool.workers().items()} == lives
+        assert "starts again" not in caplog.text
 
 
 async def test_a_server_that_does_not_answer_delays_no_other_and_keeps_its_name_in_every_life() -> None:

@@ -48,13 +48,13 @@ from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError
 from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.engines.server.cache_events import CacheEvents
 from poolgrid.workers.engines.server.core.calls import Failure, ServerAnswerPiece, ServerDialect, ServerRoom
-from poolgrid.workers.engines.server.core.openai_words import refusal_of, retry_after_ms
 from poolgrid.workers.engines.server.core.engine_figures import EngineFigures
+from poolgrid.workers.engines.server.core.openai_words import refusal_of, retry_after_ms
 from poolgrid.workers.engines.server.forward_books import ServerForwardBooks
 from poolgrid.workers.engines.server.health import ServerHealth
 from poolgrid.workers.engines.server.kinds import HEALTH_PATH
 from poolgrid.workers.engines.server.request_ledger import RequestLedger, ServerRequest
-from poolgrid.workers.engines.server.server_client import AnswerStream, ServerClient
+from poolgrid.workers.engines.server.server_client import AnswerStream, ServerClient, ServerError
 from poolgrid.workers.engines.server.started_server import StartedServer
 from poolgrid.workers.metrics import WorkerMetrics
 
