@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import zmq.asyncio
 
-from poolgrid.wire.events import CacheCleared, RequestFinished
+from poolgrid.wire.events import BlocksStored, CacheCleared, RequestFinished
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Routing, Sampling
 from poolgrid.workers.core.refusal import RefusedError
