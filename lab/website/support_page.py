@@ -51,7 +51,7 @@ PROOFS = {
         "trtllm-serve", "TensorRT-LLM 1.2", "no", "yes", "tests/workers/server/test_trtllm_serve_worker.py"
     ),
     "server": Proof(
-        "servers of any kind, each found out", "OpenAI's API", "as above", "yes", "tests/workers/server/test_follower.py"
+        "any of these servers, found out", "OpenAI's API", "as above", "yes", "tests/workers/server/test_follower.py"
     ),
     "trtllm": Proof(
         "TensorRT-LLM in the worker",

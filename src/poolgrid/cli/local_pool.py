@@ -249,8 +249,8 @@ class UpSettings(EventPlaneSettings):
         (),
         max_length=SERVERS_MAX,
         description=(
-            "Route to this engine server: http://gpu1:8000, or prefill=URL and decode=URL. dns+http://NAME:PORT "
-            "stands for all addresses of a name, k8s+http://:PORT?selector=LABELS for pods. Repeat for more."
+            "Route to this engine server: http://gpu1:8000, prefill=URL, decode=URL, dns+http://NAME:PORT or "
+            "k8s+http://:PORT?selector=LABELS. Repeat for more."
         ),
     )
     engine_urls_file: Path | None = Field(

@@ -19,7 +19,7 @@ from poolgrid.consolidator.ports import Journal
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings, Tuning
 from poolgrid.http.guard import Application
-from poolgrid.http.health_app import HealthApp
+from poolgrid.http.health_app import HealthApp, Observed
 from poolgrid.http.http_server import HttpServer
 from poolgrid.process.clock import Clock, SystemClock
 from poolgrid.process.lifecycle import LoopMetrics
@@ -129,7 +129,7 @@ async def serve(
 ) -> None:
     """Run a consolidator in a process of its own until ``stop`` is set; ``ready`` gets its address.
 
-    ``companion`` runs beside a consolidator that has its own journal, from when that takes events to its end.
+    ``companion`` runs in the process of a consolidator with its own journal, from when that takes events to its end.
 
     With an event plane on NATS it is ready when it stands by, and answers on its planes while it is active.
     Whatever ends it, what was opened is closed again, in reverse order.
@@ -153,8 +153,8 @@ async def serve(
         service = create(settings, registry, SystemClock(), make_context, tuning)
         opened.push_async_callback(service.stop)
         await service.start()
-        app = HealthApp(registry, ConsolidatorHealth(service))
-        server = open_server(opened, settings, registry, app if companion is None else companion.around(app))
+        around = _alone if companion is None else companion.around
+        server = open_server(opened, settings, registry, ConsolidatorHealth(service), around)
         server.start()
         if names is not None:
             opened.push_async_callback(names.withdraw)
@@ -184,15 +184,20 @@ def _context_maker(settings: ConsolidatorProcessSettings, registry: CollectorReg
     return lambda: PlaneContext.make(keys, metrics)
 
 
+def _alone(app: HealthApp) -> Application:
+    return app
+
+
 def open_server(
     opened: AsyncExitStack,
     settings: ConsolidatorProcessSettings,
     registry: CollectorRegistry,
-    app: Application,
+    observed: Observed,
+    around: Callable[[HealthApp], Application] = _alone,
 ) -> HttpServer:
     """Return the server of health and metrics, to be started; it stops with ``opened``."""
     server = HttpServer(
-        app,
+        around(HealthApp(registry, observed)),
         settings.host,
         settings.http_port,
         "http_port",

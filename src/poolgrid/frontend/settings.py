@@ -34,8 +34,8 @@ class FrontendSettings(MediaSettings):
     model_path: Path = Field(
         default=TINY_MODEL_PATH,
         description=(
-            "Read tokenizer and chat template from this Hugging Face style model directory, or from ORG/MODEL of a "
-            "hub. none = choose engine servers by the text of prompts. Unset = the tiny model of the simulated engine."
+            "Read tokenizer and chat template from this model directory, or ORG/MODEL of a hub. none = route by text. "
+            "Unset = the tiny model of the simulated engine."
         ),
     )
     served_model_name: str = Field(

@@ -18,7 +18,6 @@ from poolgrid.consolidator.settings import ConsolidatorProcessSettings
 from poolgrid.frontend.responses_api.kept import TTL_S
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.shared_state import SharedState, Sharing
-from poolgrid.http.health_app import HealthApp
 from poolgrid.nats.connection import NatsConnection
 from poolgrid.nats.election import LeaderElection, LeaderElectionMetrics
 from poolgrid.nats.history import StreamDirectory
@@ -138,7 +137,7 @@ async def serve_consolidator(
         )
 
     succession = LeaderElection(settings, journal, clock, metrics, make_service)
-    server = open_server(opened, settings, registry, HealthApp(registry, succession))
+    server = open_server(opened, settings, registry, succession)
     server.start()
     await unless(stop, connection.open(), "connection to NATS")
     if stop.is_set():

@@ -93,7 +93,7 @@ SERVER = EngineDefinition(
         "With `--engine server`: [follows engine servers](stock_engines.md#following-servers) of any kind, which come "
         "and go while it runs."
     ),
-    tables=(FollowerSettings, FollowedServersSettings),
+    tables=(FollowerSettings, FollowedServersSettings, FollowedServerSettings),
     serves=FollowedServerSettings.serves,
     server_kind=_any_kind,
     follow=_follow,

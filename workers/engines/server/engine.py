@@ -213,7 +213,9 @@ class ServerEngine:
         self._report.open(deliver)
         self._watching = [owned(self._health.run(), "health of the server"), owned(self._expire(), "kept legs")]
         if self._figures is not None:
-            self._watching.append(owned(self._follow_figures(self._figures), "figures of the engine"))
+            self._watching.append(
+                owned(follow_figures(self._client, self._figures, self._books, self.dp_size), "figures")
+            )
         if self._server is not None:
             self._watching.append(owned(self._server.watch(self._health.doubt), "watch over the server"))
         done, _ = await asyncio.wait([*self._watching, self._fault], return_when=asyncio.FIRST_COMPLETED)
@@ -494,20 +496,21 @@ class ServerEngine:
                 )
                 self._release(active, EXPIRED)
 
-    async def _follow_figures(self, figures: EngineFigures) -> None:
-        """Compare what the engine says that it has with the books."""
-        while True:
-            before = self._books.booked()
-            try:
-                page = await self._client.ask(figures.path)
-            except ServerError:
-                page = b""
-            await asyncio.sleep(REPORTED_WITHIN_S)
-            self._books.compare(figures.read(page, self.dp_size), before, self._books.booked())
-            await asyncio.sleep(FIGURES_INTERVAL_S)
-
     async def close(self) -> None:
         """End every exchange, and stop following."""
         self._report.close()
         self._events.close()
         await cancel_all([*self._watching, *self._exchanges])
+
+
+async def follow_figures(client: ServerClient, figures: EngineFigures, books: RequestLedger, dp_size: int) -> None:
+    """Compare the requests that the engine reports with the books, again and again."""
+    while True:
+        before = books.booked()
+        try:
+            page = await client.ask(figures.path)
+        except ServerError:
+            page = b""
+        await asyncio.sleep(REPORTED_WITHIN_S)
+        books.compare(figures.read(page, dp_size), before, books.booked())
+        await asyncio.sleep(FIGURES_INTERVAL_S)

@@ -52,6 +52,12 @@ def _check_url(given: str) -> str:
 ServerUrl = Annotated[str, StringConstraints(min_length=1, max_length=2048), AfterValidator(_check_url)]
 
 
+ENGINE_URL_HELP = (
+    "Use this engine server: http://gpu1:8000 or prefill=URL; with --engine server also dns+http://NAME:PORT or "
+    "k8s+http://:PORT?selector=LABELS. Repeat for more."
+)
+
+
 class EngineServersSettings(Settings):
     """What holds for engine servers that run already, whatever follows them."""
 
@@ -60,10 +66,7 @@ class EngineServersSettings(Settings):
     engine_url: tuple[ServerUrl, ...] = Field(
         (),
         max_length=256,
-        description=(
-            "Work in front of this running engine server, as http://gpu1:8000 or prefill=URL. Repeat for a worker "
-            "each in this process."
-        ),
+        description=ENGINE_URL_HELP,
     )
     engine_api_key: str = Field(
         "",
@@ -196,10 +199,7 @@ class FollowedServersSettings(EngineServersSettings):
     engine_url: tuple[ListedServer, ...] = Field(
         (),
         max_length=SERVERS_MAX,
-        description=(
-            "Follow this engine server: http://gpu1:8000, or prefill=URL and decode=URL. dns+http://NAME:PORT stands "
-            "for all addresses of a name, k8s+http://:PORT?selector=LABELS for pods. Repeat for more."
-        ),
+        description=ENGINE_URL_HELP,
     )
     engine_urls_file: Path | None = Field(
         None,

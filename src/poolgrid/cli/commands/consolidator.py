@@ -68,7 +68,7 @@ def consolidator(
 
 
 class ServersBeside(NamedTuple):
-    """Implements ``poolgrid.consolidator.bootstrap.Companion``: engine servers whose events pass no socket."""
+    """Implements ``poolgrid.consolidator.bootstrap.Companion``: engine servers whose events need no socket."""
 
     followed: FollowedServers
 
@@ -82,7 +82,7 @@ class ServersBeside(NamedTuple):
 
 
 def follower_settings(settings: ConsolidatorProcessSettings, servers: FollowedServersSettings) -> FollowerSettings:
-    """Return the settings of what follows servers beside a consolidator; its workers' ports are any free ones."""
+    """Return the settings of what follows servers in a consolidator's process; its workers' ports are any free ones."""
     given = {
         name: getattr(each, name)
         for each in (settings, servers)

@@ -1,4 +1,4 @@
-"""How many requests an engine server has, by its own metrics: what nobody reported here is others' load. Pure.
+"""How many requests an engine server has, by its own metrics: what no router reported is load of others. Pure.
 
 A page of metrics has some 200 KB and is read every second, so only the lines of the two series are looked at.
 

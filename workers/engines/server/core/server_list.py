@@ -148,7 +148,7 @@ def _selector(text: str, role: str) -> PodSelector:
         or not asked.keys() <= {"selector", "namespace"}
     ):
         raise ValueError(
-            f"{text[:80]!r} selects no pods, allowed is {PODS_FORM}, as k8s+http://:8000?selector=app%3Dvllm"
+            f"{text[:80]!r} selects no pods, allowed is {PODS_FORM}, as k8s+http://:8000?selector=app%3Dllm"
         )
     return PodSelector(labels, parts.port, namespace, role)
 
