@@ -64,8 +64,8 @@ class EngineChoice(Settings):
     engine: EngineName = Field(
         DEFAULT,
         description=(
-            "Choose the engine: simulated (no GPU), trtllm (TensorRT-LLM in this process), or a vllm, sglang "
-            "or trtllm-serve server."
+            "Choose the engine: simulated (no GPU), trtllm (TensorRT-LLM in this process), a vllm, sglang or "
+            "trtllm-serve server, or server (any of them)."
         ),
     )
 

@@ -175,7 +175,7 @@ def plan_workers(settings: UpSettings, following: Sequence[str]) -> list[Planned
     for role, urls in settings.backends().items():
         options = (*of_all, *settings.options_of(role)) if role != "aggregated" else of_all
         groups.setdefault(options, []).extend(url if role == "aggregated" else f"{role}={url}" for url in urls)
-    planned = []
+    planned: list[PlannedWorker] = []
     rest = [word for word in following if not word.startswith("--engine-url=")]
     for options, urls in groups.items():
         if not urls and (planned or settings.engine_urls_file is None):

@@ -174,7 +174,7 @@ class ApiReader:
         if self._clock.monotonic_ms() - self._account_read_ms >= 1000 * ACCOUNT_READ_S:
             await self._read_account_again()
 
-    async def list(self, path: str, selector: str, decode: Callable[[bytes], Page[T]], what: str, most: int) -> list[T]:
+    async def every(self, path: str, selector: str, decode: Callable[[bytes], Page[T]], what: str, most: int) -> list[T]:
         """Return all items at a path that a selector finds, at most so many; raises ``DiscoveryUnavailable``.
 
         ``decode`` raises ``ValueError`` for what is no page; ``what`` is what people call the items.

@@ -82,7 +82,7 @@ class SelectedPods:
     async def addresses(self) -> list[str]:
         """Return the addresses of the pods that serve; raises ``DiscoveryUnavailable``."""
         await self._reader.begin_look()
-        pods = await self._reader.list(self._path, self._selector, decode_pods, "pods", PODS_MAX)
+        pods = await self._reader.every(self._path, self._selector, decode_pods, "pods", PODS_MAX)
         return sorted({pod.status.ip for pod in pods if pod.serves and pod.status.ip})
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ class KubernetesRegistrations:
         for selector in sorted({_selector(scope) for scope in scopes}):
             for namespace in self._namespaces:
                 path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
-                for each in await self._reader.list(path, selector, decode_slices, SLICES, SLICES_MAX):
+                for each in await self._reader.every(path, selector, decode_slices, SLICES, SLICES_MAX):
                     found[each.metadata.namespace, each.metadata.name] = each
         return seen_in(found.values(), self._looks)
 

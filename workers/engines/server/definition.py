@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from typing import Any
 
 from poolgrid.process.settings import Settings
 from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine, ServerFollower
@@ -84,7 +85,7 @@ def _follow(settings: FollowerSettings, workers: ServerWorkers) -> ServerFollowe
     return EngineServerFollower(settings, workers)
 
 
-SERVER = EngineDefinition(
+SERVER: EngineDefinition[Any] = EngineDefinition(
     title="engine servers of any kind",
     settings=FollowerSettings,
     open=_open_any,
