@@ -80,7 +80,7 @@ def test_roles_with_options_of_their_own_have_processes_of_their_own() -> None:
 def test_with_events_on_nats_servers_are_followed_by_a_process_of_their_own(tmp_path: Path) -> None:
     nats = {"event_plane": "nats", "nats_url": ("nats://127.0.0.1:4222",)}
     for given in ({"engine_url": ("http://a",)}, {"engine_urls_file": tmp_path / "servers"}):
-        plan = make_plan(UpSettings(**given, **nats), [])  # type: ignore[arg-type]
+        plan = make_plan(UpSettings(**given, **nats), [])
         assert plan.arguments == []
         (process,) = plan.workers
         assert any(word.startswith("--engine-url") for word in process.arguments)

@@ -117,7 +117,7 @@ def test_four_servers_have_two_processes_and_hostile_answers_of_one_harm_no_othe
     assert pool.answers() == pool.texts
 
 
-def test_a_server_that_dies_and_comes_back_with_another_model_ends_its_own_worker_only(pool: Front) -> None:
+def test_a_server_that_dies_and_comes_back_with_another_model_is_that_models_and_no_other_changes(pool: Front) -> None:
     follower = pool.process("consolidator")
     pool.running.do(pool.bad.stop())
     assert pool.answers() == pool.texts
@@ -126,7 +126,14 @@ def test_a_server_that_dies_and_comes_back_with_another_model_ends_its_own_worke
     pool.running.do(pool.bad.start())
     for _ in range(3):
         assert pool.answers() == pool.texts
-    assert sorted(ready_workers(pool.up.url)) == sorted(pool.workers[1:])
+
+    def models() -> dict[str, str]:
+        rows = httpx.get(f"{pool.up.url}/v1/workers", timeout=WAIT_TIMEOUT_S).json()["data"]
+        return {row["worker_id"]: row["model"] for row in rows}
+
+    expected = dict.fromkeys(pool.workers, "tiny") | {pool.workers[0]: "other"}
+    eventually("it is another model's", lambda: models() == expected)
+    assert pool.answers() == pool.texts
     pool.running.do(pool.bad.stop())
     pool.bad.options.model = "tiny"
     pool.running.do(pool.bad.start())

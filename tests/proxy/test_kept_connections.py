@@ -55,7 +55,7 @@ async def test_an_answer_that_ends_while_its_client_does_not_read_leaves_a_conne
             first = await server.connect()
             for _ in range(3):
                 client = SlowClient(first)
-                first.send(client, (server.head(b"GET", b"/", [], None),))  # type: ignore[arg-type]
+                first.send(client, (server.head(b"GET", b"/", [], None),))
                 assert await client.over == b"hello"
                 assert server.kept() is first
     finally:

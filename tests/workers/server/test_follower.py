@@ -22,11 +22,11 @@ from poolgrid.consolidator.bootstrap import ConsolidatorEndpoints, MakePlanes
 from poolgrid.consolidator.core.pool_state import MemberRank
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings
-from poolgrid.wire.identifiers import Tier, WorkerKey
+from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
 from poolgrid.workers.bootstrap import FollowedServers
 from poolgrid.workers.engines.server import engine, follower, health
-from poolgrid.workers.engines.server.core.server_list import SERVERS_MAX
-from poolgrid.workers.engines.server.follower import WatchedFile, WatchedName, read_entry
+from poolgrid.workers.engines.server.core.server_list import SERVERS_MAX, read_entry
+from poolgrid.workers.engines.server.follower import WatchedFile, WatchedName
 from poolgrid.workers.engines.server.settings import FollowedServersSettings, FollowerSettings
 from tests.fakes.engine_server.openai import OpenAiServer
 from tests.fakes.engine_server.sglang import SglangServer
@@ -58,7 +58,7 @@ class Following:
         return {key.worker_id: worker for key, worker in self.service.core.pool.workers.items() if key.dp_rank == 0}
 
     def blocks(self, worker_id: str) -> int:
-        worker = self.service.core.pool.workers.get(WorkerKey(worker_id, 0))
+        worker = self.service.core.pool.workers.get(WorkerKey(WorkerId(worker_id), 0))
         return 0 if worker is None else worker.presence.counts()[Tier.DEVICE]
 
     async def until(self, holds: Callable[[], Any], what: str) -> None:
@@ -84,7 +84,8 @@ async def following(*urls: str, **given: Any) -> AsyncIterator[Following]:
     serving = asyncio.create_task(consolidator.serve(settings, stop, ready.set_result, companion=beside))
     try:
         async with asyncio.timeout(PATIENCE_S):
-            await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {serving, ready}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
                 serving.result()
             while not hasattr(Beside, "service"):  # noqa: ASYNC110 - it begins after the ready word
