@@ -169,7 +169,6 @@ async def _start(local: Local) -> None:
 BASICS = (
     "engine",
     "engine_url",
-    "engine_urls_file",
     "model_path",
     "workers",
     "prefill",
