@@ -95,6 +95,8 @@ class IngestPlane:
         self._core: Consolidator
         self._lease_put_off = 0
         self._bulk = bulk
+        self._give_back: Callable[[list[list[bytes]]], None] = self.inbox.give_back
+        """Takes the rest of the messages that are being handled, for a later turn."""
         self._local: dict[bytes, LocalIngest] = {}
         self._local_waiting: list[list[bytes]] = []
         """Messages of pushers in this process, which one turn takes in together."""
@@ -127,19 +129,18 @@ class IngestPlane:
         if self.paused or not self._local_waiting:
             return
         waiting, self._local_waiting = self._local_waiting, []
-        left = self.take(waiting[:LOCAL_MESSAGES_MAX])
+        left: list[list[bytes]] = []
+        self._give_back = left.extend
+        try:
+            self.on_messages(waiting[:LOCAL_MESSAGES_MAX])
+        finally:
+            self._give_back = self.inbox.give_back
         self._local_waiting = [*left, *waiting[LOCAL_MESSAGES_MAX:], *self._local_waiting]
         if self._local_waiting:
             self._bulk.soon(self._take_local)
 
     def on_messages(self, messages: list[list[bytes]]) -> None:
-        left = self.take(messages)
-        if left:
-            self.inbox.give_back(left)
-
-    def take(self, messages: list[list[bytes]]) -> list[list[bytes]]:
-        """Take messages in, as many as fit a slice; return the rest."""
-        left: list[list[bytes]] = []
+        """Take messages in, as many as fit a slice; the rest comes again."""
         monotonic_ms = self._running_clock.monotonic_ms
         ends_ms = monotonic_ms() + SLICE_MS
 
@@ -147,7 +148,7 @@ class IngestPlane:
             for at, frames in enumerate(messages):
                 if at and monotonic_ms() >= ends_ms:
                     # A map was divided, or the machine is slow: what is left has its turn later.
-                    left.extend(messages[at:])
+                    self._give_back(messages[at:])
                     break
                 try:
                     if len(frames) != 3:
@@ -168,7 +169,6 @@ class IngestPlane:
                     self._context.undecodable(f"{shown_peer(frames[0])} on the ingest plane", error)
 
         self._take_turn(work)
-        return left
 
     def reply(self, turn: ConsolidatorTurn) -> None:
         for peer, reply in turn.replies:
