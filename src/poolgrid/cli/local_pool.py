@@ -644,11 +644,11 @@ class LocalPool:
         settings: UpSettings,
         data_dir: Path,
         workers: Sequence[PlannedWorker],
-        front: ServersInFront | None = None,
+        servers: ServersInFront | None = None,
     ) -> None:
-        """``front`` is of a pool in front of engine servers; ``None`` = workers with the engine of the settings."""
-        self._front = front
-        self._what = front.what if front is not None else counted(len(workers), f"{settings.engine} worker")
+        """``servers`` is of a pool in front of engine servers; ``None`` = workers with the engine of the settings."""
+        self._servers = servers
+        self._what = servers.what if servers is not None else counted(len(workers), f"{settings.engine} worker")
         self._planning: asyncio.Task[None] | None = None
         self._settings = settings
         self._data_dir = data_dir
@@ -676,8 +676,8 @@ class LocalPool:
             data_dir = ["--data-dir", str(self._data_dir)]
             planes = [f"--{key}-port={self._ports.hold()}" for key in ("ingest", "feed", "query")]
             own = [*planes, *settings.options_of("consolidator")]
-            servers = [] if self._front is None else self._front.arguments
-            arguments = ["consolidator", "--host", settings.host, *data_dir, *own, *servers, *common]
+            following = [] if self._servers is None else self._servers.arguments
+            arguments = ["consolidator", "--host", settings.host, *data_dir, *own, *following, *common]
             only = await self._start_part("consolidator", arguments)
             self._ingest = only.word("ingest")
             follow = ["--feed-endpoint", only.word("feed"), "--query-endpoint", only.word("query")]
@@ -687,9 +687,9 @@ class LocalPool:
         started = await asyncio.gather(router, *(self._start_worker(each) for each in self._planned))
         self._router, self._workers = started[0], list(started[1:])
         url = self._router.ready_words[0]
-        if self._front is not None:
-            await self._until_servers_joined(self._front, self._router.word("select"))
-            self._planning = detached(self._plan_again(self._front, ports, rest), "plan by what servers report")
+        if self._servers is not None:
+            await self._until_servers_joined(self._servers, self._router.word("select"))
+            self._planning = detached(self._plan_again(self._servers, ports, rest), "plan by what servers report")
             return url
         workers = sum(each.count for each in self._planned)
         await until_workers_are_ready(self._router.word("select"), workers, START_TIMEOUT_S)
@@ -717,7 +717,7 @@ class LocalPool:
 
     def greeting(self, url: str) -> str:
         settings = self._settings
-        if self._front is not None and not self._front.answered:
+        if self._servers is not None and not self._servers.answered:
             return f"OpenAI API at {url}/v1, by {self._what}. Ctrl-C ends it.\n"
         apart = settings.prefill or settings.backends()["prefill"]
         shown = ": one worker computed the prompt, another one continues" if apart else ""

@@ -1,6 +1,6 @@
 """Messages pushed by workers: received in a turn of the core, answered once they are in the journal; and leases.
 
-A worker in this process pushes without a socket: its messages wait in a list until the loop's next turn.
+A worker in this process pushes past the socket: its messages are handed over with those that the socket receives.
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ BATCH_BYTES_MAX = FRAME_BYTES_MAX - 1024 * 1024
 
 INGEST_QUEUE_MAX = 10_000
 """Messages that ZMQ keeps per worker while we are busy; then the worker's socket blocks and its outbox fills."""
-
-LOCAL_MESSAGES_MAX = 64
-"""Messages of pushers in this process that are handed over at once, as many as a socket hands over."""
 
 LEASE_PUT_OFF_MAX = 1000
 """How often leases are looked at a millisecond later because messages are still unread; each time some of them are."""
@@ -94,17 +91,11 @@ class IngestPlane:
         self._context = context
         self._core: Consolidator
         self._lease_put_off = 0
-        self._bulk = bulk
-        self._give_back: Callable[[list[list[bytes]]], None] = self.inbox.give_back
-        """Takes the rest of the messages that are being handled, for a later turn."""
         self._local: dict[bytes, LocalIngest] = {}
-        self._local_waiting: list[list[bytes]] = []
-        """Messages of pushers in this process, which one turn takes in together."""
-        self._loop: asyncio.AbstractEventLoop
+        """Pushers in this process, by name."""
 
     def start(self, core: Consolidator) -> None:
         self._core = core
-        self._loop = asyncio.get_running_loop()
         self.inbox.start()
 
     def open_local(self, on_frames: Callable[[list[bytes]], None]) -> LocalIngest:
@@ -114,30 +105,13 @@ class IngestPlane:
         return made
 
     def take_local(self, frames: list[bytes]) -> bool:
-        waiting = self._local_waiting
-        if len(waiting) >= INGEST_QUEUE_MAX:
+        if len(self.inbox.added) >= INGEST_QUEUE_MAX:
             return False
-        waiting.append(frames)
-        if len(waiting) == 1 and not self.paused:
-            self._loop.call_soon(self._take_local)
+        self.inbox.add(frames)
         return True
 
     def forget_local(self, name: bytes) -> None:
         self._local.pop(name, None)
-
-    def _take_local(self) -> None:
-        if self.paused or not self._local_waiting:
-            return
-        waiting, self._local_waiting = self._local_waiting, []
-        left: list[list[bytes]] = []
-        self._give_back = left.extend
-        try:
-            self.on_messages(waiting[:LOCAL_MESSAGES_MAX])
-        finally:
-            self._give_back = self.inbox.give_back
-        self._local_waiting = [*left, *waiting[LOCAL_MESSAGES_MAX:], *self._local_waiting]
-        if self._local_waiting:
-            self._bulk.soon(self._take_local)
 
     def on_messages(self, messages: list[list[bytes]]) -> None:
         """Take messages in, as many as fit a slice; the rest comes again."""
@@ -148,7 +122,7 @@ class IngestPlane:
             for at, frames in enumerate(messages):
                 if at and monotonic_ms() >= ends_ms:
                     # A map was divided, or the machine is slow: what is left has its turn later.
-                    self._give_back(messages[at:])
+                    self.inbox.give_back(messages[at:])
                     break
                 try:
                     if len(frames) != 3:
@@ -190,7 +164,6 @@ class IngestPlane:
     def resume(self) -> None:
         self.paused = False
         self.inbox.resume()
-        self._take_local()
         self.watch_leases()
 
     # Leases
@@ -207,7 +180,7 @@ class IngestPlane:
     def _expire(self) -> None:
         if self.paused:
             return
-        if (self.inbox.has_more or self._local_waiting) and self._lease_put_off < LEASE_PUT_OFF_MAX:
+        if self.inbox.has_more and self._lease_put_off < LEASE_PUT_OFF_MAX:
             # What waits in the socket may be the very heartbeat that is missing.
             self._lease_put_off += 1
             self._context.after("lease", 1.0, self._expire)
