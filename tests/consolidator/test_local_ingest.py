@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
 from poolgrid.consolidator import ingest_plane
@@ -153,3 +154,24 @@ async def test_what_cannot_be_decoded_costs_that_message_alone() -> None:
         await replies.until(2)
         assert service.core.tally.batches == 1
         assert service.measure()[0]["undecodable_frames"] == 3
+
+
+async def test_local_messages_keep_no_worker_behind_the_socket_waiting() -> None:
+    async with started() as service:
+        link = service.open_local(lambda frames: None)
+        context = zmq.asyncio.Context()
+        remote = context.socket(zmq.DEALER)
+        remote.connect(service.ingest_endpoint)
+        try:
+            await remote.send_multipart([HELLO[0], codec.to_consolidator.encode(Hello("far", 0, 1, make_card(), 0, 0))])
+            assert link.send(HELLO)
+            seq = 0
+            async with asyncio.timeout(PATIENCE_S):
+                while len(service.core.pool.workers) < 2:
+                    assert link.send(end(seq)), "it waits"
+                    seq += 1
+                    if seq % 8 == 0:
+                        await asyncio.sleep(0)
+            assert isinstance(codec.from_consolidator.decode((await remote.recv_multipart())[-1]), Welcome)
+        finally:
+            context.destroy(linger=0)
