@@ -163,8 +163,13 @@ async def serve(
         await stop.wait()
 
 
-def vocabulary_check(model: PromptModel, card: WorkerCard) -> str:
-    """Say why the output of a worker with this card could not be read with a model's tokenizer; empty = it can."""
+def vocabulary_check(model: PromptModel | None, card: WorkerCard) -> str:
+    """Say why the output of a worker with this card could not be read with a model's tokenizer; empty = it can.
+
+    ``None`` = there is no tokenizer.
+    """
+    if model is None:
+        return "" if card.server_url else "this router has no tokenizer (--model-path none)"
     if card.model != model.name or card.vocabulary_size <= model.vocab_size * VOCABULARY_PADDING:
         return ""
     return (

@@ -130,7 +130,7 @@ for found in pkgutil.walk_packages(poolgrid.__path__, "poolgrid."):
     if not found.name.endswith("__main__"):
         importlib.import_module(found.name)
 from poolgrid.workers.engines.registry import engines, server_kinds
-assert "trtllm" not in engines() and set(server_kinds()) == {"sglang", "trtllm-serve", "vllm"}
+assert "trtllm" not in engines() and set(server_kinds()) == {"openai", "sglang", "trtllm-serve", "vllm"}
 """
     done = python(place, "-c", program)
     assert done.returncode == 0, done.stderr

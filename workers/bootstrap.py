@@ -1,39 +1,25 @@
-"""Picks the real things of a worker process: clock, sockets, engine, HTTP. The only place that does.
-
-Several workers in one process, each in front of its own engine server.
-
-Rules
-    1. Workers share the process and its event loop. Each has its own name, epoch, ports, connections, metrics and
-       health; nothing of one is read by another.
-    2. What ends one worker (its server came back as another one, or a task or a callback of its own failed) ends that
-       worker only. It starts again in a new epoch, at growing intervals (``poolgrid.process.leash``) and without
-       end, as a process of its own would; its requests move to other workers.
-    3. The process is ready with its first worker: a server that is down keeps no other one waiting.
-    4. Where every worker has failed and none was ever ready, the process ends with the last error: then the options are
-       wrong, and the caller has to know.
-"""
+"""Picks the real things of a worker process: clock, sockets, engine, HTTP. The only place that does."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from poolgrid.http.health_app import HealthApp
 from poolgrid.http.http_server import HttpServer
 from poolgrid.process.clock import AwakeClock, Clock, SystemClock
 from poolgrid.process.lifecycle import LoopMetrics
-from poolgrid.process.log_lines import fields_of_task
 from poolgrid.process.plugins import EVENT_PLANES, load_plugin
-from poolgrid.process.restart_pace import RestartPace
-from poolgrid.process.tasks import cancel_all, detached, on_fatal, owned, supervised, unless
+from poolgrid.process.tasks import cancel_all, detached, supervised, unless
 from poolgrid.process.tracing.tracing import open_tracing
 from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
 from poolgrid.transport.security import Tls
@@ -41,99 +27,31 @@ from poolgrid.wire.addresses import COMPONENTS
 from poolgrid.wire.card import AUTO, ChatSpec, WorkerCard
 from poolgrid.wire.ingest import Leader, LoadingWorker
 from poolgrid.wire.limits import CHAT_TEMPLATE_CHARS_MAX, IDENTIFIER_BYTES_MAX
-from poolgrid.workers.adapters.http_api import HttpApi
-from poolgrid.workers.adapters.sockets import RequestSocket
+from poolgrid.workers.adapters.http_api import FollowedApi, HttpApi
+from poolgrid.workers.adapters.sockets import CONSOLIDATOR, DealerSocket, RequestSocket
 from poolgrid.workers.core.push_stream import PushStream, PushTiming
 from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine, close_in_order
 from poolgrid.workers.engines.registry import engine_definition
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.model_fetch import cached_model
-from poolgrid.workers.publisher import ConsolidatorPlace, EventPublisher, tell_while_loading
+from poolgrid.workers.publisher import ConnectIngest, ConsolidatorPlace, EventPublisher, tell_while_loading
+from poolgrid.workers.server_workers import ServerWorkers
 from poolgrid.workers.service import ServiceLimits, WorkerService
 from poolgrid.workers.settings import WorkerProcessSettings
 from poolgrid.workers.start_phases import Phase, StartPhases
 
 log = logging.getLogger(__name__)
 
-ServeWorker = Callable[[WorkerProcessSettings, asyncio.Event, Callable[[str], None]], Awaitable[None]]
-
-
-class ServerWorkers:
-    """The workers of one process."""
-
-    def __init__(
-        self, workers: Sequence[WorkerProcessSettings], serve: ServeWorker, ready: Callable[[str], None]
-    ) -> None:
-        """``serve`` runs one worker; ``ready`` is called once, with the URL of the first that is ready."""
-        self._workers = workers
-        self._serve = serve
-        self._ready = ready
-        self._is_ready = False
-        self._failed: set[str] = set()
-
-    async def run(self, stop: asyncio.Event) -> None:
-        """Run all workers until ``stop`` is set and their requests are done."""
-        tasks = [owned(self._keep(each, stop), f"worker {each.worker_id}") for each in self._workers]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            await cancel_all(tasks)
-
-    async def _keep(self, settings: WorkerProcessSettings, stop: asyncio.Event) -> None:
-        """Run one worker, again whenever it fails."""
-        now_s = asyncio.get_running_loop().time
-        name, pace = settings.worker_id, RestartPace(settings.worker_id)
-        # All that this worker starts has this task's context.
-        fields_of_task.set({"worker": name})
-        while not stop.is_set():
-            ready_s: list[float] = []
-
-            def ready(url: str, since_s: list[float] = ready_s) -> None:
-                since_s.append(now_s())
-                self._note_ready(url)
-
-            try:
-                await self._live(settings, stop, ready)
-                return
-            except Exception as error:
-                self._failed.add(name)
-                if not self._is_ready and len(self._failed) == len(self._workers):
-                    raise
-                pause_s = pace.died(now_s() - ready_s[0] if ready_s else 0.0)
-                log.error("worker %s failed: it starts again in %.1f s: %s", name, pause_s, error)
-                log.debug("where it failed", exc_info=True)
-                await unless(stop, asyncio.sleep(pause_s), f"restart of {name}")
-
-    async def _live(self, settings: WorkerProcessSettings, stop: asyncio.Event, ready: Callable[[str], None]) -> None:
-        """Run one worker once; raises what ended it."""
-        ending = asyncio.Event()
-        fatal: list[RuntimeError] = []
-
-        def end(name: str, error: BaseException) -> None:
-            fatal.append(RuntimeError(f"background task {name!r} failed: {type(error).__name__}: {error}"))
-            ending.set()
-
-        async def follow_stop() -> None:
-            await stop.wait()
-            ending.set()
-
-        on_fatal.set(end)
-        following = owned(follow_stop(), f"end of worker {settings.worker_id}")
-        try:
-            await self._serve(settings, ending, ready)
-        finally:
-            await cancel_all([following])
-        if fatal:
-            raise fatal[0]
-
-    def _note_ready(self, url: str) -> None:
-        if not self._is_ready:
-            self._is_ready = True
-            self._ready(url)
-
-
 if TYPE_CHECKING:
     from poolgrid.discovery.discovery import Discovery
+
+
+class SharedPlanes(NamedTuple):
+    """What the workers of one process have together."""
+
+    context: PlaneContext
+    connect: ConnectIngest | None = None
+    """The way to a consolidator in the same process; ``None`` = it is elsewhere."""
 
 
 async def serve(
@@ -142,17 +60,69 @@ async def serve(
     ready: Callable[[str], None],
 ) -> None:
     """Run the workers of a process until ``stop`` is set and their requests are done."""
-    workers = engine_definition(settings.engine_name).workers(settings)
+    definition = engine_definition(settings.engine_name)
+    if definition.follow is not None:
+        await serve_followed(settings, stop, ready)
+        return
+    workers = definition.workers(settings)
     if len(workers) == 1:
         await serve_worker(workers[0], stop, ready)
     else:
         await ServerWorkers(workers, serve_worker, ready).run(stop)
 
 
+class FollowedServers:
+    """Workers that come and go in this process; made on a running event loop."""
+
+    def __init__(self, settings: WorkerProcessSettings) -> None:
+        self._settings = settings
+        follow = engine_definition(settings.engine_name).follow
+        assert follow is not None, "its workers come and go"
+        self._planes: SharedPlanes | None = None
+        self._follower = follow(settings, ServerWorkers((), self._serve, lambda url: None))
+
+    # What is shown: ``poolgrid.http.health_app.Observed``.
+
+    is_ready = is_healthy = True
+
+    def describe(self) -> dict[str, object]:
+        return {"status": "ready", **self._follower.describe()}
+
+    def around(self, app: HealthApp) -> FollowedApi:
+        """Return an application that answers for what is followed, too."""
+        return FollowedApi(app, self._follower.answer)
+
+    async def run(self, stop: asyncio.Event, context: PlaneContext, connect: ConnectIngest | None = None) -> None:
+        """Follow until ``stop`` is set, and the requests of all workers are done. ``context`` ends with it; ``connect``
+        is the way to a consolidator in the same process."""
+        async with AsyncExitStack() as opened:
+            _end_with(opened, context)
+            self._planes = SharedPlanes(context, connect)
+            await self._follower.run(stop)
+
+    async def _serve(self, settings: WorkerProcessSettings, stop: asyncio.Event, ready: Callable[[str], None]) -> None:
+        await serve_worker(settings, stop, ready, self._planes)
+
+
+async def serve_followed(settings: WorkerProcessSettings, stop: asyncio.Event, ready: Callable[[str], None]) -> None:
+    """Run workers that come and go until ``stop`` is set; ``ready`` gets the URL of this process's HTTP at once."""
+    async with AsyncExitStack() as opened:
+        registry = CollectorRegistry()
+        LoopMetrics(registry)
+        for warning in settings.exposures(settings.host, http=True, planes="the request planes"):
+            log.warning("%s", warning)
+        followed = FollowedServers(settings)
+        http = _open_server(opened, settings, registry, followed.around(HealthApp(registry, followed)))
+        http.start()
+        ready(http.url)
+        await followed.run(stop, _make_context(settings, registry))
+
+
 async def serve_worker(
     settings: WorkerProcessSettings,
     stop: asyncio.Event,
     ready: Callable[[str], None],
+    planes: SharedPlanes | None = None,
 ) -> None:
     """Run a worker until ``stop`` is set and its requests are done.
 
@@ -169,9 +139,13 @@ async def serve_worker(
         registry = CollectorRegistry()
         metrics = WorkerMetrics(registry)
         LoopMetrics(registry)
-        context = _open_context(opened, settings, registry)
-        for warning in settings.exposures(settings.host, http=True, planes="the request plane"):
-            log.warning("%s", warning)
+        if planes is None:
+            planes = SharedPlanes(_make_context(settings, registry))
+            _end_with(opened, planes.context)
+            for warning in settings.exposures(settings.host, http=True, planes="the request plane"):
+                log.warning("%s", warning)
+        context = planes.context
+        connect = planes.connect or partial(DealerSocket, context, CONSOLIDATOR)
         names: Discovery | None = None
         if settings.has_names:
             # Imported when it is used: most pools are given addresses.
@@ -183,12 +157,13 @@ async def serve_worker(
         http = _open_server(opened, settings, registry, api)
         # Before the engine: loading one takes minutes, and probes ask all the while.
         http.start()
-        place = ConsolidatorPlace("" if settings.on_nats or settings.consolidator_name else settings.consolidator)
+        is_found = planes.connect is None and bool(settings.on_nats or settings.consolidator_name)
+        place = ConsolidatorPlace("" if is_found else settings.consolidator)
         publishers = place.publishers
         close_in_order(opened, partial(_close_publishers, publishers))
         # Before the engine, too: a worker that loads reports it to the consolidator.
-        following = _follow_consolidator(opened, settings, place, clock) if settings.on_nats else None
-        if names is not None and settings.consolidator_name:
+        following = _follow_consolidator(opened, settings, place, clock) if is_found and settings.on_nats else None
+        if names is not None and is_found and settings.consolidator_name:
             _follow_by_name(names, settings.consolidator_name, place, clock)
         requests = _open_requests(opened, settings, context)
         start = StartPhases(metrics, clock, api.say_start)
@@ -196,7 +171,7 @@ async def serve_worker(
             context, registry, metrics, clock, awake, epoch, requests.port, http.port, api.say_start, start
         )
         opening = _open_engine(opened, definition, settings, around)
-        telling = _tell_while_loading(settings, definition.serves(settings), start, context, place)
+        telling = _tell_while_loading(settings, definition.serves(settings), start, connect, place)
         try:
             engine = await unless(stop, opening, "start of the engine")
         finally:
@@ -225,7 +200,7 @@ async def serve_worker(
         )
         api.show(service)
         for dp_rank in range(engine.engine.dp_size):
-            _open_publisher(place, settings, around, service, card_of_rank(card, dp_rank), dp_rank)
+            _open_publisher(connect, place, settings, around, service, card_of_rank(card, dp_rank), dp_rank)
         if following is not None:
             await unless(stop, _ended(following), "connection to NATS")
         if names is not None:
@@ -250,20 +225,21 @@ def _start_clock(opened: AsyncExitStack, clock: Clock, shortest_timeout_ms: floa
     return awake
 
 
-def _open_context(opened: AsyncExitStack, settings: WorkerProcessSettings, registry: CollectorRegistry) -> PlaneContext:
-    context = PlaneContext.make(CurveKeys.load(settings), PlaneMetrics(registry))
+def _make_context(settings: WorkerProcessSettings, registry: CollectorRegistry) -> PlaneContext:
+    return PlaneContext.make(CurveKeys.load(settings), PlaneMetrics(registry))
 
+
+def _end_with(opened: AsyncExitStack, context: PlaneContext) -> None:
     async def end() -> None:
         end_security(context)
         # In a thread: it waits for frames on their way, at most as long as the sockets linger.
         await asyncio.to_thread(context.destroy, linger=0)
 
     opened.push_async_callback(end)
-    return context
 
 
 def _open_server(
-    opened: AsyncExitStack, settings: WorkerProcessSettings, registry: CollectorRegistry, api: HttpApi
+    opened: AsyncExitStack, settings: WorkerProcessSettings, registry: CollectorRegistry, api: HealthApp | FollowedApi
 ) -> HttpServer:
     tls = Tls.load(settings, registry)
     limits = settings.http_limits()
@@ -282,7 +258,7 @@ def _tell_while_loading(
     settings: WorkerProcessSettings,
     serves: tuple[str, str],
     start: StartPhases,
-    context: PlaneContext,
+    connect: ConnectIngest,
     place: ConsolidatorPlace,
 ) -> asyncio.Task[None]:
     """Report the progress of the start to the consolidator, at its current address."""
@@ -294,7 +270,7 @@ def _tell_while_loading(
             settings.worker_id, model[:IDENTIFIER_BYTES_MAX], role, phase, start.done_bytes, start.total_bytes
         )
 
-    return detached(tell_while_loading(context, lambda: place.endpoint, now), "words of loading")
+    return detached(tell_while_loading(connect, lambda: place.endpoint, now), "words of loading")
 
 
 async def _open_engine(
@@ -309,6 +285,7 @@ async def _open_engine(
 
 
 def _open_publisher(
+    connect: ConnectIngest,
     place: ConsolidatorPlace,
     settings: WorkerProcessSettings,
     around: EngineHost,
@@ -320,7 +297,7 @@ def _open_publisher(
     timing = PushTiming(heartbeat_ms=settings.heartbeat_ms)
     stream = PushStream(settings.worker_id, dp_rank, around.epoch, card, timing)
     publisher = EventPublisher(
-        around.context,
+        connect,
         place.endpoint,
         stream,
         partial(service.restate, dp_rank),

@@ -12,20 +12,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
-
-import zmq
+from typing import Any, Protocol
 
 from poolgrid.process.clock import Clock
 from poolgrid.process.log_lines import Complaints
 from poolgrid.process.tasks import unless
-from poolgrid.transport.planes import PlaneContext
 from poolgrid.wire import codec
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, LoadReported, RequestProgressed
 from poolgrid.wire.ingest import LOADING_FRAME, TELL_EVERY_S, LoadingWorker
-from poolgrid.workers.adapters.sockets import CONSOLIDATOR, DealerSocket
 from poolgrid.workers.core.push_stream import Effect, PublishedRequests, PushStream, RestateNeeded, Send, State
 from poolgrid.workers.metrics import WorkerMetrics
 
@@ -58,6 +54,20 @@ def can_wait(event: AnyEvent) -> bool:
     return kind in GROWTH
 
 
+class IngestLink(Protocol):
+    """A way to one consolidator."""
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        """Send; ``False`` when it takes no more just now."""
+        ...
+
+    def close(self, orderly: bool) -> None: ...
+
+
+ConnectIngest = Callable[[str, Callable[[list[bytes]], None]], IngestLink]
+"""Opens the way to the consolidator at an endpoint, whose frames a function gets; raises ``ValueError``."""
+
+
 class EventPublisher:
     """Publishes batches, keeps membership, restates when asked.
 
@@ -67,7 +77,7 @@ class EventPublisher:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
+        connect: ConnectIngest,
         endpoint: str,
         stream: PushStream,
         restate: Callable[[], tuple[Sequence[AnyEvent], Sequence[AnyEvent]]],
@@ -94,8 +104,8 @@ class EventPublisher:
         self._closed = False
         self.started = asyncio.Event()
         self._endpoint = endpoint
-        self._context = context
-        self._socket = DealerSocket(context, CONSOLIDATOR, endpoint, self._on_frames) if endpoint else None
+        self._connect = connect
+        self._link = connect(endpoint, self._on_frames) if endpoint else None
 
     @property
     def is_registered(self) -> bool:
@@ -113,10 +123,10 @@ class EventPublisher:
         """Push to another consolidator from now on; empty = to none, until there is one."""
         if self._closed or endpoint == self._endpoint:
             return
-        if self._socket is not None:
-            self._socket.close(orderly=False)
+        if self._link is not None:
+            self._link.close(orderly=False)
         self._endpoint = endpoint
-        self._socket = DealerSocket(self._context, CONSOLIDATOR, endpoint, self._on_frames) if endpoint else None
+        self._link = self._connect(endpoint, self._on_frames) if endpoint else None
         if self.started.is_set() and endpoint:
             self._do(self._stream.greet_again(self._clock.monotonic_ms()))
 
@@ -203,8 +213,8 @@ class EventPublisher:
         self._take_held()
         if self._timer is not None:
             self._timer.cancel()
-        if self._socket is not None:
-            self._socket.close(orderly)
+        if self._link is not None:
+            self._link.close(orderly)
 
     def _is_load_due(self, load: LoadReported) -> bool:
         if load == self._load_said:
@@ -241,8 +251,8 @@ class EventPublisher:
         for effect in effects:
             if isinstance(effect, Send):
                 # A frame that does not leave now is still in the outbox (or is said again by the timer).
-                if self._socket is not None:
-                    self._socket.send(effect.frames)
+                if self._link is not None:
+                    self._link.send(effect.frames)
             elif isinstance(effect, RestateNeeded):
                 log.warning("restating the cache: %s", effect.reason)
                 self._say_all()
@@ -355,27 +365,26 @@ FIRST_WORD_S = 0.25
 """An engine that is there by then has not been loading visibly."""
 
 
-async def tell_while_loading(context: PlaneContext, where: Callable[[], str], now: Callable[[], LoadingWorker]) -> None:
+async def tell_while_loading(
+    connect: ConnectIngest, where: Callable[[], str], now: Callable[[], LoadingWorker]
+) -> None:
     """Send what ``now`` says to the consolidator that is ``where`` says, again and again until cancelled.
 
-    While it is nowhere (empty) nothing is said. A word that the socket does not take is left out. Raises
+    While it is nowhere (empty) nothing is said. A word that the link does not take is left out. Raises
     ``ValueError`` for an endpoint that cannot be used.
     """
     await asyncio.sleep(FIRST_WORD_S)
-    endpoint, socket = "", None
+    endpoint, link = "", None
     try:
         while True:
             if (there := where()) != endpoint:
-                if socket is not None:
-                    socket.close(orderly=False)
+                if link is not None:
+                    link.close(orderly=False)
                 # There are no answers.
-                endpoint, socket = (
-                    there,
-                    DealerSocket(context, CONSOLIDATOR, there, lambda frames: None) if there else None,
-                )
-            if socket is not None:
-                socket.send([LOADING_FRAME, codec.loading_worker.encode(now())])
+                endpoint, link = there, connect(there, lambda frames: None) if there else None
+            if link is not None:
+                link.send([LOADING_FRAME, codec.loading_worker.encode(now())])
             await asyncio.sleep(TELL_EVERY_S)
     finally:
-        if socket is not None:
-            socket.close(orderly=False)
+        if link is not None:
+            link.close(orderly=False)

@@ -17,6 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import uvloop
 import zmq
@@ -38,7 +39,7 @@ from poolgrid.wire.events import (
 from poolgrid.wire.hashing import hash_seed, pack_hashes
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
-from poolgrid.workers.adapters.sockets import RequestSocket
+from poolgrid.workers.adapters.sockets import CONSOLIDATOR, DealerSocket, RequestSocket
 from poolgrid.workers.core.push_stream import PushStream, PushTiming
 from poolgrid.workers.engines.protocol import AlwaysWell, EngineReport, RankReport
 from poolgrid.workers.metrics import WorkerMetrics
@@ -229,7 +230,9 @@ async def serve(consolidator: str, worker_id: str, block_size: int, step_ms: flo
         worker_id, epoch, card, MockEngine(block_size, step_ms), requests, ServiceLimits(), clock, metrics
     )
     stream = PushStream(worker_id, 0, epoch, card, PushTiming(), 64 * 1024 * 1024)
-    publisher = EventPublisher(context, consolidator, stream, service.restate, clock, metrics, 1000.0)
+    publisher = EventPublisher(
+        partial(DealerSocket, context, CONSOLIDATOR), consolidator, stream, service.restate, clock, metrics, 1000.0
+    )
     print(f"ready requests={card.request_endpoint}", flush=True)
     try:
         await service.run([publisher], stop)

@@ -48,6 +48,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -67,6 +68,7 @@ from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import AnyEvent
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.ingest import BATCH_FRAME, Acknowledged, Hello, Welcome
+from poolgrid.workers.adapters.sockets import CONSOLIDATOR, DealerSocket
 from poolgrid.workers.core.push_stream import PushStream
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, load_of
 from poolgrid.workers.engines.trtllm.feed import TrtllmFeed
@@ -353,7 +355,7 @@ async def measure(plan: EnginePlan, steps: int, turns: int, patience: Patience, 
         "model", Role.AGGREGATED, BLOCK_SIZE, WorkerLimits(64, 8192, RESIDENT_BLOCKS, WINDOW), "tcp://127.0.0.1:1"
     )
     publisher = EventPublisher(
-        context,
+        partial(DealerSocket, context, CONSOLIDATOR),
         ready.recv(),
         PushStream(WORKER_ID, 0, EPOCH, card),
         lambda: ((), ()),

@@ -50,6 +50,9 @@ PROOFS = {
     "trtllm-serve": Proof(
         "trtllm-serve", "TensorRT-LLM 1.2", "no", "yes", "tests/workers/server/test_trtllm_serve_worker.py"
     ),
+    "server": Proof(
+        "any of these servers, found out", "OpenAI's API", "as above", "yes", "tests/workers/server/test_follower.py"
+    ),
     "trtllm": Proof(
         "TensorRT-LLM in the worker",
         "1.2.1",
@@ -115,6 +118,8 @@ def _engines() -> Iterator[str]:
     yield "| Server | Flag that publishes KV events | Flag for the block size |"
     yield "|---|---|---|"
     for kind in server_kinds().values():
+        if not kind.owned_by:
+            continue
         yield f"| {kind.title} | {_code(kind.events_option)} | {_code(kind.block_size_option)} |"
     yield ""
 

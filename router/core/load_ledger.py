@@ -60,6 +60,16 @@ OTHERS: Final = "~others~"
 """Beginning of such entries' ids; no request has one like it (``poolgrid.wire.identifiers``: a name is never empty)."""
 
 
+FOREIGN: Final = "~foreign~"
+"""The same for requests that reach an engine past all routers."""
+
+FOREIGN_MAX: Final = 1024
+"""Foreign requests of one worker that count: more than engines run at a time. More would not change any choice."""
+
+FOREIGN_TOKENS: Final = 1024
+"""Tokens that a foreign request is taken to hold, where nothing is known of it but that it is there: a usual length of
+a chat's prompt with its answer."""
+
 Pick = Callable[[Sequence[int]], tuple[int, ...]]
 """Takes certain places of a sequence."""
 
@@ -102,6 +112,8 @@ class LoadLedger:
         """Leases so far."""
         self._crowding: deque[float] = deque()
         """When load that workers reported of other routers expires, in order; ``expire`` drops it."""
+        self._foreign: dict[WorkerKey, int] = {}
+        """Entries that stand for foreign requests; of a worker they are numbered from 0."""
         self.late_starts: dict[tuple[WorkerKey, str], None] = {}
         """Requests released before their workers reported their start, oldest first."""
         self._reservation_ttl_ms = reservation_ttl_ms
@@ -224,6 +236,23 @@ class LoadLedger:
             self.reserve(worker, slot, entry_id, unknown, 0, now_ms, CROWDING_LEASE_MS)
             self._crowding.append(now_ms + self.lease_ms(CROWDING_LEASE_MS))
 
+    def foreign(self, worker: WorkerKey, slot: int, requests: int, block_size: int, now_ms: float) -> None:
+        """Count requests of which a worker's engine reports that it has them, and that no router sent.
+
+        What they have still to compute is not known; they run, and their blocks are taken for those of usual requests.
+        """
+        blocks = -(-FOREIGN_TOKENS // block_size)
+        wanted = min(requests, FOREIGN_MAX)
+        present = self._foreign.get(worker, 0)
+        for number in range(present, wanted):
+            self._put(worker, f"{FOREIGN}{number}", LoadEntry(slot, 0, blocks, True, now_ms))
+        for number in range(wanted, present):
+            self.finished(worker, f"{FOREIGN}{number}")
+        if wanted:
+            self._foreign[worker] = wanted
+        else:
+            self._foreign.pop(worker, None)
+
     def prefill_completed(self, worker: WorkerKey, request_id: str) -> None:
         entry = self._entries.get((worker, request_id))
         if entry is not None:
@@ -272,6 +301,7 @@ class LoadLedger:
         return entry.active_blocks
 
     def drop(self, worker: WorkerKey) -> None:
+        self._foreign.pop(worker, None)
         for key in self._keys_of(worker):
             self._subtract(self._entries.pop(key))
 
@@ -323,6 +353,7 @@ class LoadLedger:
         self._leases.clear()
         self._odd_leases.clear()
         self._crowding.clear()
+        self._foreign.clear()
         self.late_starts.clear()
 
     def restore(
@@ -336,6 +367,8 @@ class LoadLedger:
         for worker, request_id, entry in entries:
             if self._put(worker, request_id, entry) and not entry.confirmed:
                 self._lease(worker, request_id, entry)
+            if request_id.startswith(FOREIGN):
+                self._foreign[worker] = self._foreign.get(worker, 0) + 1
 
     def knows(self, worker: WorkerKey, request_id: str) -> bool:
         return (worker, request_id) in self._entries

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 from poolgrid.consolidator.core.session_table import SessionTable
 from poolgrid.router.core.approximate_index import ApproximateIndex
-from poolgrid.router.core.fleet import Fleet
+from poolgrid.router.core.fleet import Fleet, Worker
 from poolgrid.router.core.leg_times import LearnedLegTimes
 from poolgrid.router.core.lineage import Lineage
 from poolgrid.router.core.load_ledger import LoadLedger
@@ -280,6 +280,14 @@ class Projection:
         worker = self.fleet.workers.get(key)
         if worker is not None:
             worker.load = event
+            self._count_foreign(worker, now_ms)
+
+    def _count_foreign(self, worker: Worker, now_ms: float) -> None:
+        load = worker.load
+        if load is not None:
+            self.ledger.foreign(
+                worker.key, self.index.slot(worker.key), load.foreign_requests, worker.card.block_size, now_ms
+            )
 
     def _joined(self, key: WorkerKey, record: JournalRecord, event: WorkerJoined, now_ms: float) -> None:
         self._forget(key)
@@ -363,6 +371,7 @@ class Projection:
             for request in state.requests:
                 prefill = request.isl - request.cached_tokens if request.prefilling else 0
                 self.ledger.started(key, slot, request.request_id, prefill, request.active_blocks, now_ms)
+            self._count_foreign(worker, now_ms)
         if any(state.card.role is Role.PREFILL for state in load.workers):
             self.follow_legs()
         for observer in self.observers:

@@ -33,6 +33,8 @@ class ApiServer:
         self.account = directory / "account"
         self.namespace = namespace
         self.slices: list[dict[str, Any]] = []
+        self.pods: list[dict[str, Any]] = []
+        """All of them have the labels that are asked for."""
         self.token = ""
         self.asked: list[dict[str, str]] = []
         """Questions of every list that was allowed."""
@@ -117,6 +119,9 @@ class ApiServer:
         if self.refusals:
             code, headers = self.refusals.pop(0)
             return code, headers, status(code, "TooManyRequests", "too many requests, please try again later")
+        if path == f"/api/v1/namespaces/{self.namespace}/pods":
+            self.asked.append(asked)
+            return 200, {}, {"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": self.pods}
         if path != PATH.format(self.namespace):
             said = (
                 'endpointslices.discovery.k8s.io is forbidden: User "system:serviceaccount:llm:x" cannot list resource'

@@ -15,7 +15,8 @@ from poolgrid.discovery.discovery import Discovery
 from poolgrid.discovery.registry import DiscoveryUnavailable, Scope
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.kubernetes import registrations as kubernetes
-from poolgrid.kubernetes.registrations import KubernetesRegistrations, api_server
+from poolgrid.kubernetes.api_reader import api_server
+from poolgrid.kubernetes.registrations import KubernetesRegistrations
 from poolgrid.process.clock import SystemClock
 from poolgrid.router.settings import RouterSettings
 from tests.clock import HandClock
@@ -102,7 +103,7 @@ async def test_a_list_without_end_is_given_up(tmp_path: Path, monkeypatch: pytes
     server.slices = [endpoint_slice(f"a-{number:05}", [endpoint(number)]) for number in range(7)]
     server.from_memory, server.page = False, 2
     async with reading(server) as names:
-        await unavailable(names, "more than 3 EndpointSlices")
+        await unavailable(names, "more than 3 endpointslices")
     assert len(server.asked) == 2
 
 

@@ -19,7 +19,7 @@ from tests.fakes.engine_server.vllm import Options
 
 pytestmark = pytest.mark.e2e
 
-WORKERS = [f"vllm-{number}" for number in range(4)]
+SERVERS = 4
 TOKENS = 24
 PROMPTS = [list(range(100 + 40 * number, 180 + 40 * number)) for number in range(16)]
 """More than one for each server, each unlike the others."""
@@ -32,6 +32,7 @@ class Front:
         self.up = up
         self.running = running
         self.bad = running.servers[0]
+        self.workers = [each.url.removeprefix("http://").replace(":", "-") for each in running.servers]
         self.texts = self.answers()
         """What undisturbed servers answer."""
 
@@ -69,13 +70,13 @@ class Front:
         return found
 
     def until_whole(self) -> None:
-        eventually("all four workers are there", lambda: sorted(ready_workers(self.up.url)) == WORKERS)
+        eventually("all four workers are there", lambda: sorted(ready_workers(self.up.url)) == sorted(self.workers))
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Front]:
     """One for all: each test leaves it as it was."""
-    with servers_in_thread(*(Options(block_size=16, step_s=0.01) for _ in WORKERS)) as running:
+    with servers_in_thread(*(Options(block_size=16, step_s=0.01) for _ in range(SERVERS))) as running:
         fronts = [word for each in running.servers for word in ("--engine-url", each.url)]
         with Process("up", *fronts, "--port", "0", "--model-path", str(TINY_MODEL_PATH), *PATIENT) as up:
             yield Front(up.wait_ready(), running)
@@ -120,25 +121,32 @@ def test_four_servers_have_two_processes_and_hostile_answers_of_one_reach_its_ow
     assert pool.answers() == pool.texts
 
 
-def test_a_server_that_dies_and_comes_back_with_another_model_ends_its_own_worker_only(pool: Front) -> None:
-    worker = pool.process("worker")
+def test_a_server_that_dies_and_comes_back_with_another_model_is_that_models_and_no_other_changes(pool: Front) -> None:
+    follower = pool.process("consolidator")
     pool.running.do(pool.bad.stop())
     assert pool.answers() == pool.texts
-    eventually("the others are left", lambda: sorted(ready_workers(pool.up.url)) == WORKERS[1:])
+    eventually("the others are left", lambda: sorted(ready_workers(pool.up.url)) == sorted(pool.workers[1:]))
     pool.bad.options.model = "other"
     pool.running.do(pool.bad.start())
     for _ in range(3):
         assert pool.answers() == pool.texts
-    assert sorted(ready_workers(pool.up.url)) == WORKERS[1:]
+
+    def models() -> dict[str, str]:
+        rows = httpx.get(f"{pool.up.url}/v1/workers", timeout=WAIT_TIMEOUT_S).json()["data"]
+        return {row["worker_id"]: row["model"] for row in rows}
+
+    expected = dict.fromkeys(pool.workers, "tiny") | {pool.workers[0]: "other"}
+    eventually("it is another model's", lambda: models() == expected)
+    assert pool.answers() == pool.texts
     pool.running.do(pool.bad.stop())
     pool.bad.options.model = "tiny"
     pool.running.do(pool.bad.start())
     pool.until_whole()
     assert pool.answers() == pool.texts
-    assert pool.process("worker") == worker
+    assert pool.process("consolidator") == follower
 
 
-def test_requests_that_have_begun_outlive_the_process_that_has_all_workers(pool: Front) -> None:
+def test_requests_that_have_begun_outlive_the_process_that_follows_all_servers(pool: Front) -> None:
     with ThreadPoolExecutor(len(PROMPTS)) as asking:
         begun = threading.Semaphore(0)
 
@@ -156,16 +164,16 @@ def test_requests_that_have_begun_outlive_the_process_that_has_all_workers(pool:
         answers = [asking.submit(ask, prompt) for prompt in PROMPTS]
         for _ in PROMPTS:
             assert begun.acquire(timeout=WAIT_TIMEOUT_S)
-        pool.process("worker").kill()
+        pool.process("consolidator").kill()
         interrupted = [each.result() for each in answers]
         pool.until_whole()
         assert interrupted == list(asking.map(ask, PROMPTS))
 
 
-def test_requests_without_a_token_outlive_the_process_that_has_all_workers(pool: Front) -> None:
+def test_requests_without_a_token_outlive_the_process_that_follows_all_servers(pool: Front) -> None:
     with ThreadPoolExecutor(1) as asking:
         answers = asking.submit(pool.answers)
         eventually("requests run", lambda: any(each.running for each in pool.running.servers))
-        pool.process("worker").kill()
+        pool.process("consolidator").kill()
         assert answers.result() == pool.texts
         pool.until_whole()

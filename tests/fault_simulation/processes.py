@@ -54,7 +54,7 @@ from poolgrid.wire.feed import BlockChain, WorkerState
 from poolgrid.wire.ingest import Leader, LoadingWorker
 from poolgrid.wire.requests import Generate
 from poolgrid.wire.sessions import NO_SESSIONS, SessionsSnapshot
-from poolgrid.workers.adapters.sockets import RequestSocket
+from poolgrid.workers.adapters.sockets import CONSOLIDATOR, DealerSocket, RequestSocket
 from poolgrid.workers.core.push_stream import PushStream, PushTiming
 from poolgrid.workers.core.refusal import BusyError
 from poolgrid.workers.core.timing import PolynomialTiming, ScaledTiming
@@ -620,7 +620,13 @@ class WorkerProcess(Process):
             world.scenario.outbox_bytes,
         )
         publisher = EventPublisher(
-            context, self._ingest_endpoint, self.stream, service.restate, clock, metrics, load_interval_ms=100
+            partial(DealerSocket, context, CONSOLIDATOR),
+            self._ingest_endpoint,
+            self.stream,
+            service.restate,
+            clock,
+            metrics,
+            load_interval_ms=100,
         )
         self._stop = asyncio.Event()
         try:

@@ -90,12 +90,13 @@ def _through(url: str, prefill: VllmServer, decode: VllmServer) -> Found:
     # One server for the whole of a request, to compare with.
     undisturbed = [each["choices"][0]["text"] for each in asyncio.run(_ask(prefill.url, prompts, "whole"))]
     legs = [_stages(url, f"apart-{number}") for number in range(REQUESTS)]
-    for worker, server in (("vllm-0", prefill), ("vllm-1", decode)):
+    names = [each.url.removeprefix("http://").replace(":", "-") for each in (prefill, decode)]
+    for worker, server in zip(names, (prefill, decode), strict=True):
         eventually(
             f"the index of {worker} is what its server holds",
             lambda name=worker, of=server: _believed(url, name) == held_at(of.replay_endpoint),  # type: ignore[misc]
         )
-    held = [len(_believed(url, name)) for name in ("vllm-0", "vllm-1")]
+    held = [len(_believed(url, name)) for name in names]
     moved = metric(decode.url, TRANSFERS) - before[TRANSFERS]
     prefill.kill()
     eventually("the prefill server's worker has left", lambda: _ready(url) == 1)

@@ -8,8 +8,13 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.router.core.load_ledger import LATE_STARTS_MAX, LoadLedger
-from tests.router.fleet_builder import worker_key
+from poolgrid.router.core.inputs import WorkerWanted
+from poolgrid.router.core.kv_policy import KvAware
+from poolgrid.router.core.load_ledger import FOREIGN_MAX, FOREIGN_TOKENS, LATE_STARTS_MAX, LoadEntry, LoadLedger
+from poolgrid.router.core.policy import RoutingRequest
+from poolgrid.wire.events import LoadReported
+from poolgrid.wire.feed import WorkerState
+from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, load_snapshot, make_card, worker_key
 
 W = worker_key("w")
 
@@ -170,3 +175,62 @@ def test_expiry_is_that_of_a_ledger_that_looks_at_every_entry(
                 del model[each]
         assert set(left(ledger)) == set(model)
         assert int(ledger.requests[0]) == len(model)
+
+
+def sums(ledger: LoadLedger, slot: int = 0) -> tuple[int, int, int]:
+    return int(ledger.requests[slot]), int(ledger.prefill_tokens[slot]), int(ledger.active_blocks[slot])
+
+
+def test_requests_that_pass_all_routers_count_as_usual_ones_that_run_until_fewer_are_reported() -> None:
+    ledger = ledger_with(0)
+    own = sums(ledger)
+    blocks = FOREIGN_TOKENS // 16
+    for reported in (3, 5, 2):
+        ledger.foreign(W, 0, reported, 16, now_ms=0)
+        assert sums(ledger) == (own[0] + reported, own[1], own[2] + reported * blocks)
+    ledger.expire(10_000)
+    assert sums(ledger) == (2, 0, 2 * blocks), "no lease ends them"
+    ledger.foreign(W, 0, 0, 16, now_ms=0)
+    assert (sums(ledger), left(ledger)) == ((0, 0, 0), [])
+
+
+def test_a_worker_that_leaves_or_moves_takes_them_with_it_and_another_ledger_goes_on_from_them() -> None:
+    ledger = LoadLedger()
+    ledger.foreign(W, 0, 2, 16, now_ms=0)
+    ledger.move(W, 1)
+    assert (sums(ledger), sums(ledger, 1)[0]) == ((0, 0, 0), 2)
+    other = LoadLedger()
+    other.restore(
+        (worker, request_id, LoadEntry(0, each.prefill_tokens, each.active_blocks, each.confirmed, each.due_ms))
+        for (worker, request_id), each in ledger.entries().items()
+    )
+    other.foreign(W, 0, 1, 16, now_ms=0)
+    assert sums(other)[0] == 1
+    ledger.drop(W)
+    assert sums(ledger, 1) == (0, 0, 0)
+    ledger.foreign(W, 0, 1, 16, now_ms=0)
+    assert sums(ledger)[0] == 1
+
+
+def test_no_number_of_them_fills_the_ledger() -> None:
+    ledger = LoadLedger()
+    ledger.foreign(W, 0, 2**32 - 1, 16, now_ms=0)
+    assert sums(ledger)[0] == len(ledger) == FOREIGN_MAX
+
+
+def test_a_worker_that_others_load_is_chosen_less_and_a_router_that_attaches_later_knows_it() -> None:
+    busy = LoadReported(0, 0, 0, 0, 0, 100, foreign_requests=40)
+    pool, late = Pool(), Pool()
+    a, b = pool.join("a", "b")
+    pool.say(a, busy)
+    states = [WorkerState(name, 0, 1, 0, make_card(), False, [], load) for name, load in (("a", busy), ("b", None))]
+    load_snapshot(late.projection, 0, states, [], 0.0)
+    for projection in (pool.projection, late.projection):
+        slots = [projection.index.slot(key) for key in (a, b)]
+        assert [int(projection.ledger.requests[slot]) for slot in slots] == [40, 0]
+    for each in (pool, late):
+        for number in range(8):
+            wanted = WorkerWanted(RoutingRequest(f"r{number}", "m", 64, BLOCK_SIZE, 4), [1, 2, 3, 4], 0.0, 0)
+            assert decided(each.selector(KvAware()).select(wanted)).worker == b
+    pool.say(a, LoadReported(0, 0, 0, 0, 0, 100))
+    assert int(pool.projection.ledger.requests[pool.projection.index.slot(a)]) == 0

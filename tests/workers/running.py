@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import httpx
@@ -19,7 +20,7 @@ from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Generate
 from poolgrid.workers import bootstrap
-from poolgrid.workers.adapters.sockets import RequestSocket
+from poolgrid.workers.adapters.sockets import CONSOLIDATOR, DealerSocket, RequestSocket
 from poolgrid.workers.core.push_stream import PushStream, PushTiming
 from poolgrid.workers.engines.protocol import Engine
 from poolgrid.workers.engines.simulated.core.next_token import expected_output
@@ -142,7 +143,15 @@ async def assembled(
         card = make_card(make_settings(consolidator.endpoint), socket.port, 0)
         service = WorkerService("w0", 5, card, engine, socket, limits or ServiceLimits(), clock, metrics)
         stream = PushStream("w0", 0, 5, card, timing)
-        publisher = EventPublisher(context, consolidator.endpoint, stream, service.restate, clock, metrics, 100)
+        publisher = EventPublisher(
+            partial(DealerSocket, context, CONSOLIDATOR),
+            consolidator.endpoint,
+            stream,
+            service.restate,
+            clock,
+            metrics,
+            100,
+        )
         yield Assembled(consolidator, card, service, socket, publisher, registry)
         socket.close(orderly=False)
         publisher.close(orderly=False)

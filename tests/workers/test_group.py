@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from poolgrid.process import lifecycle, logs
 from poolgrid.process.tasks import supervised
-from poolgrid.workers.bootstrap import ServerWorkers
 from poolgrid.workers.engines.server.definition import VLLM
 from poolgrid.workers.engines.server.settings import EngineServerSettings
+from poolgrid.workers.server_workers import ServerWorkers
 from poolgrid.workers.settings import WorkerProcessSettings
 
 PATIENCE_S = 120.0

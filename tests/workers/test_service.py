@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import httpx
 import msgspec
@@ -46,6 +47,7 @@ from poolgrid.wire.requests import (
 from poolgrid.wire.sessions import SessionTurn, TurnAnswer
 from poolgrid.workers import bootstrap
 from poolgrid.workers.adapters.http_api import HttpApi, is_from_here
+from poolgrid.workers.adapters.sockets import CONSOLIDATOR, DealerSocket
 from poolgrid.workers.core.push_stream import PushStream
 from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.engines.simulated.opening import make_card
@@ -639,7 +641,9 @@ async def test_a_worker_that_no_consolidator_welcomes_says_so_until_one_does(
         card = make_card(make_settings(endpoint), 1, 0)
         metrics = WorkerMetrics(CollectorRegistry())
         stream = PushStream("w0", 0, 5, card)
-        publisher = EventPublisher(context, endpoint, stream, lambda: ([], []), clock, metrics, 100)
+        publisher = EventPublisher(
+            partial(DealerSocket, context, CONSOLIDATOR), endpoint, stream, lambda: ([], []), clock, metrics, 100
+        )
         waiting = asyncio.create_task(publisher.until_registered())
         while not caplog.records:
             await asyncio.wait([waiting], timeout=0.01)
@@ -671,7 +675,15 @@ async def test_events_that_only_report_growth_leave_with_the_next_that_says_more
         stream = PushStream("w0", 0, 5, card)
         metrics = WorkerMetrics(CollectorRegistry())
         a_day_ms = 86_400_000.0
-        publisher = EventPublisher(context, consolidator.endpoint, stream, lambda: ([], []), clock, metrics, a_day_ms)
+        publisher = EventPublisher(
+            partial(DealerSocket, context, CONSOLIDATOR),
+            consolidator.endpoint,
+            stream,
+            lambda: ([], []),
+            clock,
+            metrics,
+            a_day_ms,
+        )
         publisher.start()
         await publisher.until_registered()
         grown: list[AnyEvent] = [RequestProgressed("r", 2), BlocksStored(None, bytes(8 * 16))]

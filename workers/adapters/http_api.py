@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from poolgrid.http.browser_requests import is_from_page
+from poolgrid.http.browser_requests import SAFE_METHODS, is_from_page
 from poolgrid.http.health_app import HealthApp, HttpAnswer, Receive, Scope, Send, send_answer
 from poolgrid.wire.limits import DRAIN_TIMEOUT_MS_MAX
 
@@ -92,3 +93,47 @@ def is_from_here(scope: Scope) -> bool:
     if not client:
         return False
     return ipaddress.ip_address(client[0]).is_loopback or (server is not None and client[0] == server[0])
+
+
+SERVERS = "/v1/servers"
+
+BODY_BYTES_MAX = 4096
+"""Largest body of a request about one server: its URL has at most 2,048 characters."""
+
+AnswerFollowed = Callable[[str, bytes, bytes], HttpAnswer]
+"""Answers a request by its method, query and body."""
+
+
+class FollowedApi:
+    """Adds ``/v1/servers`` to the HTTP of a process whose workers come and go.
+
+    There are no API keys here: what changes something is for this machine alone, and for no web page.
+    """
+
+    def __init__(self, app: HealthApp, answer: AnswerFollowed) -> None:
+        self._app = app
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != SERVERS:
+            await self._app(scope, receive, send)
+            return
+        await send_answer(scope, send, await self._serve(scope, receive))
+
+    async def _serve(self, scope: Scope, receive: Receive) -> HttpAnswer:
+        method = scope["method"]
+        if method not in SAFE_METHODS:
+            if is_from_page(scope["headers"]):
+                return 403, "text/plain", b"servers are not for web pages: the request has Origin or Sec-Fetch-Site\n"
+            if not is_from_here(scope):
+                return 403, "text/plain", b"servers are added and removed from the follower's own machine only\n"
+        body = b""
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                return 400, "text/plain", b"the request has ended before its body\n"
+            body += message.get("body", b"")
+            if len(body) > BODY_BYTES_MAX:
+                return 413, "text/plain", f"the body exceeds {BODY_BYTES_MAX} bytes\n".encode()
+            if not message.get("more_body", False):
+                return self._answer(method, scope.get("query_string", b""), body)

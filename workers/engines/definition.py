@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -23,7 +23,9 @@ from poolgrid.workers.start_phases import StartPhases
 from poolgrid.workers.transfers import EmbeddingExchange, KvExchange
 
 if TYPE_CHECKING:
+    from poolgrid.http.health_app import HttpAnswer
     from poolgrid.workers.engines.server.kinds import ServerKind
+    from poolgrid.workers.server_workers import ServerWorkers
 
 S = TypeVar("S", bound=WorkerProcessSettings)
 
@@ -78,6 +80,20 @@ class StartPlan:
     """How that comes about, as in ``TP 4 x PP 1``."""
 
 
+class ServerFollower(Protocol):
+    """Whose workers come and go while it runs."""
+
+    def answer(self, method: str, query: bytes, body: bytes) -> HttpAnswer:
+        """Answer a request of an operator on this machine about what is followed."""
+        ...
+
+    def describe(self) -> dict[str, object]: ...
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Follow until ``stop`` is set, and the requests of all workers are done."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class EngineDefinition(Generic[S]):
     """One engine: all that a worker, the command line and the documentation need to know of it."""
@@ -104,6 +120,8 @@ class EngineDefinition(Generic[S]):
     """The settings by which it loads a model from this directory, under the name that clients know."""
     workers: Callable[[S], Sequence[S]] = lambda settings: (settings,)
     """The settings of each worker of a process with these settings."""
+    follow: Callable[[S, ServerWorkers], ServerFollower] | None = None
+    """Makes what starts and ends the workers of a process; ``None`` = they are ``workers``, for as long as it runs."""
     read_limits: Callable[[Path], dict[str, int]] | None = None
     """The sizes in an engine file, as options of an engine that pretends to be the file's; raises ``ValueError``.
     ``None`` = it has no files."""

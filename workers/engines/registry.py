@@ -64,8 +64,8 @@ class EngineChoice(Settings):
     engine: EngineName = Field(
         DEFAULT,
         description=(
-            "Choose the engine: simulated (no GPU), trtllm (TensorRT-LLM in this process), or a vllm, sglang "
-            "or trtllm-serve server."
+            "Choose the engine: simulated (no GPU), trtllm (TensorRT-LLM in this process), a vllm, sglang or "
+            "trtllm-serve server, or server (any of them)."
         ),
     )
 
@@ -77,10 +77,7 @@ def engine_definition(name: str) -> EngineDefinition[Any]:
 
 
 def server_kinds() -> dict[str, ServerKind]:
-    """Return the kinds of engine servers there are, by the name of their engine."""
-    found = {}
-    for name in engines():
-        server_kind = engine_definition(name).server_kind
-        if server_kind is not None:
-            found[name] = server_kind()
-    return found
+    """Return the kinds of engine servers there are, by name."""
+    definitions = (engine_definition(name) for name in engines())
+    kinds = (each.server_kind() for each in definitions if each.server_kind is not None)
+    return {each.name: each for each in kinds}

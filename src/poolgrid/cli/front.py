@@ -1,15 +1,17 @@
-"""`poolgrid up --engine-url URL`: a pool in front of engine servers that run already.
+"""`poolgrid up --engine-url URL`: a pool in front of engine servers that run already, or that come later.
 
 Rules
-    1. Each server is asked what it is. They must serve one model with one block size; their kinds may differ.
-    2. The router tokenizes, so it needs the model's tokenizer: from ``--model-path``, or from the directory that a
-       server loaded, where that is on this machine too.
-    3. Where no server's cache events can be followed, the router goes by its own choices (the policy ``approximate``),
+    1. A router and one process with the consolidator and what follows the servers. Prompt and output apart
+       (``prefill=URL``) are still carried by workers, which have a process of their own.
+    2. Each server is asked what it is. Those that answer within ``ANSWER_WAIT_S`` must serve one model with one block
+       size; their kinds may differ. The others join when they answer.
+    3. The router tokenizes with the model's tokenizer: from ``--model-path``, from the directory that a server loaded,
+       or from a cache of this machine that has the model by its hub's name. Without one it goes by text.
+    4. Where no server's cache events can be followed, the router goes by its own choices (the policy ``approximate``),
        unless another policy was asked for. Where only some cannot be followed, it does so for them as soon as it sees
        that they reuse what no event announced.
-    4. The servers are not our children: they are neither started nor ended here.
-    5. One process has the workers of all servers of a kind, unless roles have options of their own; the consolidator is
-       in the router.
+    5. Where no server had answered, the router is started again once by what the first one reports.
+    6. The servers are not our children: they are neither started nor ended here.
 """
 
 from __future__ import annotations
@@ -21,34 +23,42 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from poolgrid.cli.hub_model import cached_directory
 from poolgrid.cli.launch_plan import INGEST, PlannedWorker
-from poolgrid.cli.local_pool import REAL_START_TIMEOUT_S, UpSettings
+from poolgrid.cli.local_pool import UpSettings
+from poolgrid.frontend.settings import NO_TOKENIZER
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.figures import counted
 from poolgrid.wire.errors import DecodeError
 from poolgrid.workers.engines.registry import server_kinds
 from poolgrid.workers.engines.server.core.server_facts import ServerFacts
+from poolgrid.workers.engines.server.core.server_list import ServerEntry, read_entry, read_file
 from poolgrid.workers.engines.server.kinds import learn
 from poolgrid.workers.engines.server.server_client import KeyRefused, ServerClient, ServerError
 
 log = logging.getLogger(__name__)
 
-ASK_AGAIN_S = 1.0
+ANSWER_WAIT_S = 3.0
+"""How long the start waits for answers: servers that run answer within milliseconds, under load within a second."""
+
+ASK_AGAIN_S = 0.5
 """Time between two questions to a server that does not answer yet."""
 
 APPROXIMATE = "approximate"
 
+WORKER = "server"
+"""Name of the engine that follows servers of any kind."""
+
 
 class FrontProblem(ValueError):
-    """The servers cannot be one pool, or do not answer."""
+    """The servers cannot be one pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrontServer:
-    """One server, and what its worker does."""
+    """One server that has answered."""
 
     url: str
-    role: str
     facts: ServerFacts
 
 
@@ -57,47 +67,72 @@ class FrontPlan:
     """A pool in front of servers, as it will be started."""
 
     settings: UpSettings
+    arguments: list[str]
+    """What the consolidator follows servers by; empty where ``workers`` do."""
     workers: list[PlannedWorker]
     what: str
     """What serves, for people."""
-    notes: tuple[str, ...]
-    """What people should know of it."""
+    answered: int
+    note: str
+    """What people should know of it, in a line; empty = nothing."""
 
 
 def plan_front(settings: UpSettings) -> FrontPlan:
     """Ask the servers, and return what to start; raises ``FrontProblem``."""
-    servers = asyncio.run(ask_all(settings))
-    return make_plan(settings, servers)
+    return make_plan(settings, asyncio.run(ask_all(settings)))
+
+
+async def settings_later(settings: UpSettings, plan: FrontPlan) -> UpSettings | None:
+    """Wait for the first server that answers, and return the settings by what it reports; ``None`` where the plan was
+    made by one, or there is none that can be asked here."""
+    entries = entries_of(settings)
+    if plan.answered or not entries:
+        return None
+    while True:
+        found = await ask_all(settings)
+        if found:
+            later = make_plan(settings, found)
+            if later.note:
+                log.warning("%s", later.note)
+            return later.settings
+        await asyncio.sleep(ASK_AGAIN_S)
+
+
+def entries_of(settings: UpSettings) -> list[ServerEntry]:
+    """Return the single servers that are named now; a file that cannot be read has none."""
+    given = [read_entry(url) for urls in settings.backends().values() for url in urls]
+    found = [each for each in given if isinstance(each, ServerEntry)]
+    if settings.engine_urls_file is not None:
+        try:
+            found += read_file(settings.engine_urls_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            log.warning("engine_urls_file is %s, which cannot be read now: %s", settings.engine_urls_file, error)
+    return found
 
 
 async def ask_all(settings: UpSettings) -> list[FrontServer]:
-    """Return the facts of every server, in the order in which they were given."""
-    wanted = [(url, role) for role, urls in settings.backends().items() for url in urls]
-    timeout_s = settings.start_timeout_s(REAL_START_TIMEOUT_S)
-    facts = await asyncio.gather(*(_ask(url, settings, timeout_s) for url, _ in wanted))
-    return [FrontServer(url, role, each) for (url, role), each in zip(wanted, facts, strict=True)]
+    """Return the facts of every server that answers soon, in the order in which they were given."""
+    entries = entries_of(settings)
+    facts = await asyncio.gather(*(_ask(each.url, settings) for each in entries))
+    return [FrontServer(entry.url, each) for entry, each in zip(entries, facts, strict=True) if each is not None]
 
 
-async def _ask(url: str, settings: UpSettings, timeout_s: float) -> ServerFacts:
-    said = ""
+async def _ask(url: str, settings: UpSettings) -> ServerFacts | None:
+    """Return what a server reports, ``None`` when it does not answer in time; raises ``FrontProblem``."""
+    client = ServerClient(url, SystemClock(), settings.engine_api_key)
     try:
-        client = ServerClient(url, SystemClock(), settings.engine_api_key)
-    except ValueError as error:
-        raise FrontProblem(f"engine_url: {error}") from None
-    try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(ANSWER_WAIT_S):
             while True:
                 try:
                     return await learn(client, server_kinds(), "", settings.served_model_name)
                 except KeyRefused as error:
                     raise FrontProblem(f"engine_url {url}: {error}") from None
                 except (ServerError, DecodeError) as error:
-                    if str(error) != said:
-                        said = str(error)
-                        log.warning("waiting for an engine server: %s", said)
+                    log.debug("an engine server does not answer: %s", error)
                 await asyncio.sleep(ASK_AGAIN_S)
     except TimeoutError:
-        raise FrontProblem(f"engine_url {url}: no answer within {timeout_s:.0f} s (start_timeout_ms): {said}") from None
+        log.warning("engine_url %s does not answer: it joins when it does", url)
+        return None
     except ValueError as error:
         raise FrontProblem(f"engine_url {url}: {error}") from None
     finally:
@@ -105,60 +140,87 @@ async def _ask(url: str, settings: UpSettings, timeout_s: float) -> ServerFacts:
 
 
 def make_plan(settings: UpSettings, servers: Sequence[FrontServer]) -> FrontPlan:
-    """Return what to start in front of servers; raises ``FrontProblem`` where they cannot be one pool. Pure."""
-    model = _the_same("model", {each.url: each.facts.model for each in servers}, "give served_model_name")
-    own = _option(settings.options_of("worker"), "kv-block-size")
-    sizes = {each.url: own or each.facts.block_size for each in servers}
-    unknown = [url for url, size in sizes.items() if size is None]
-    if unknown:
-        raise FrontProblem(
-            f"engine_url {unknown[0]}: the server does not report its block size: give --part-option "
-            "worker.kv-block-size=N"
+    """Return what to start in front of servers; raises ``FrontProblem`` where they cannot be one pool."""
+    options = settings.options_of("worker")
+    changes: dict[str, object] = {"model_path": _tokenizer(settings, servers)}
+    if servers:
+        changes["served_model_name"] = _the_same(
+            "model", {each.url: each.facts.model for each in servers}, "give served_model_name"
         )
-    block_size = _the_same(
-        "block size", sizes, f"a router's index has one: start them with the same, {_sizing(servers)}"
-    )
-    has_endpoints = _option(settings.options_of("worker"), "kv-events-endpoint") is not None
-    notes = [
-        f"{each.url}: cache events are not followed: {each.facts.events_missing}"
-        for each in servers
-        if each.facts.events_missing and not has_endpoints
-    ]
-    changes: dict[str, object] = {
-        "model_path": _tokenizer(settings, servers),
-        "served_model_name": model,
-        "kv_block_size": int(block_size),
-    }
-    if len(notes) == len(servers) and "policy" not in settings.model_fields_set:
+        _check_block_sizes(servers, _option(options, "kv-block-size"))
+    has_endpoints = _option(options, "kv-events-endpoint") is not None
+    silent = [] if has_endpoints else [each for each in servers if each.facts.events_missing]
+    if servers and len(silent) == len(servers) and "policy" not in settings.model_fields_set:
         changes["policy"] = APPROXIMATE
-        notes.append(f"no server publishes its cache events: workers are chosen by what they were sent ({APPROXIMATE})")
-    workers = plan_workers(settings, servers, model)
-    counts = Counter(each.facts.kind for each in servers)
-    what = " and ".join(counted(count, f"{kind} server") for kind, count in counts.items())
-    return FrontPlan(settings.model_copy(update=changes), workers, what, tuple(notes))
+    arguments = _following(settings)
+    # What carries tokens must not do so in the consolidator's process; on NATS any consolidator may be the active one.
+    apart = any(urls for role, urls in settings.backends().items() if role != "aggregated") or settings.on_nats
+    counts = Counter(server_kinds()[each.facts.kind].title for each in servers)
+    what = " and ".join(counted(count, f"{title} server") for title, count in counts.items())
+    return FrontPlan(
+        settings.model_copy(update=changes),
+        [] if apart else [*arguments, *settings.options_of("worker")],
+        plan_workers(settings, arguments) if apart else [],
+        what or "engine servers that have not answered yet",
+        len(servers),
+        _note(silent, has_tokenizer=changes["model_path"] != NO_TOKENIZER) if servers else "",
+    )
 
 
-def plan_workers(settings: UpSettings, servers: Sequence[FrontServer], model: str) -> list[PlannedWorker]:
-    """Return the processes in front of servers; their API key is in the environment."""
-    options_of = {role: tuple(settings.options_of("worker", role)) for role in {each.role for each in servers}}
-    groups: dict[tuple[str, tuple[str, ...]], list[FrontServer]] = {}
-    for each in servers:
-        groups.setdefault((each.facts.kind, options_of[each.role]), []).append(each)
-    kinds = Counter(kind for kind, _ in groups)
-    planned = []
-    for (kind, options), group in groups.items():
-        name = kind if kinds[kind] == 1 else f"{kind}-{group[0].role}"
-        urls = [each.url if each.role == "aggregated" else f"{each.role}={each.url}" for each in group]
-        # A process with several workers numbers them itself.
-        worker_id = name if len(group) > 1 else f"{name}-0"
+def plan_workers(settings: UpSettings, following: Sequence[str]) -> list[PlannedWorker]:
+    """Return the processes that follow servers apart from the consolidator: one, or one for each role with options of
+    its own. Their API key is in the environment."""
+    of_all = tuple(settings.options_of("worker"))
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for role, urls in settings.backends().items():
+        options = (*of_all, *settings.options_of(role)) if role != "aggregated" else of_all
+        groups.setdefault(options, []).extend(url if role == "aggregated" else f"{role}={url}" for url in urls)
+    planned: list[PlannedWorker] = []
+    rest = [word for word in following if not word.startswith("--engine-url=")]
+    for options, urls in groups.items():
+        if not urls and (planned or settings.engine_urls_file is None):
+            continue
+        name = "servers" if not planned else f"servers-{len(planned)}"
         arguments = [
-            *("worker", "--engine", kind, "--worker-id", worker_id),
-            *(word for url in urls for word in ("--engine-url", url)),
-            *("--served-model-name", model, "--host", settings.host),
-            *("--consolidator", INGEST, *settings.log_choice.arguments, *options),
+            *("worker", "--engine", WORKER, "--worker-id", name, "--host", settings.host, "--consolidator", INGEST),
+            *(f"--engine-url={url}" for url in urls),
+            *(rest if not planned else [word for word in rest if not word.startswith("--engine-urls-file=")]),
+            *settings.log_choice.arguments,
+            *options,
         ]
-        planned.append(PlannedWorker(worker_id, tuple(arguments), count=len(group)))
+        planned.append(PlannedWorker(name, tuple(arguments), count=len(urls)))
     return planned
+
+
+def _following(settings: UpSettings) -> list[str]:
+    """Return the options that name the servers, for any process that follows them."""
+    arguments = [
+        f"--engine-url={url if role == 'aggregated' else f'{role}={url}'}"
+        for role, urls in settings.backends().items()
+        for url in urls
+    ]
+    if settings.engine_urls_file is not None:
+        arguments.append(f"--engine-urls-file={settings.engine_urls_file}")
+    if settings.served_model_name:
+        arguments.append(f"--served-model-name={settings.served_model_name}")
+    return arguments
+
+
+def _note(silent: Sequence[FrontServer], has_tokenizer: bool) -> str:
+    """Return in a line what choices go by, and what makes them exact; empty where they are."""
+    if has_tokenizer and not silent:
+        return ""
+    kinds = server_kinds()
+    advice = []
+    for name in dict.fromkeys(each.facts.kind for each in silent):
+        kind = kinds[name]
+        if kind.owned_by:
+            advice.append(f"start {kind.title} with {kind.events_option} {kind.reuse_option}".rstrip())
+    if not has_tokenizer:
+        advice.append("give --model-path DIR (with tokenizer.json), or --model-path ORG/MODEL to fetch it")
+    by = "what they were sent before" if has_tokenizer else "the text of prompts"
+    said = f"servers are chosen by {by}"
+    return f"{said}; to choose by what their caches hold: {'; '.join(advice)}" if advice else said
 
 
 def _option(options: Sequence[str], name: str) -> str | None:
@@ -167,6 +229,12 @@ def _option(options: Sequence[str], name: str) -> str | None:
         if key.replace("_", "-") == name:
             return value
     return None
+
+
+def _check_block_sizes(servers: Sequence[FrontServer], own: str | None) -> None:
+    sizes = {each.url: size for each in servers if (size := own or each.facts.block_size) is not None}
+    if sizes:
+        _the_same("block size", sizes, f"a router's index has one: start them with the same, {_sizing(servers)}")
 
 
 def _the_same(what: str, said: Mapping[str, object], advice: str) -> str:
@@ -186,13 +254,11 @@ def _sizing(servers: Sequence[FrontServer]) -> str:
 def _tokenizer(settings: UpSettings, servers: Sequence[FrontServer]) -> Path:
     if "model_path" in settings.model_fields_set:
         return settings.model_path
-    for each in servers:
-        path = Path(each.facts.model_path)
-        if each.facts.model_path and (path / "tokenizer.json").is_file():
+    for loaded in dict.fromkeys(each.facts.model_path for each in servers if each.facts.model_path):
+        path = Path(loaded)
+        if (path / "tokenizer.json").is_file():
             return path
-    loaded = ", ".join(sorted({each.facts.model_path or "nothing that they name" for each in servers}))
-    raise FrontProblem(
-        f"engine_url: the router needs the model's tokenizer, and the servers loaded {loaded}, which "
-        "is no directory of this machine: give --model-path, a directory with config.json, tokenizer.json and "
-        "tokenizer_config.json"
-    )
+        cached = cached_directory(loaded)
+        if cached is not None:
+            return cached
+    return NO_TOKENIZER

@@ -15,6 +15,8 @@ from poolgrid.workers.model_cache.fetching import ModelFetch, is_hub_name, parse
 
 S = TypeVar("S", bound=Settings)
 
+TOKENIZER = "tokenizer.json"
+
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*")
 """Files that a router does not need."""
 
@@ -45,6 +47,27 @@ def model_directory(model: str, *, weights: bool, fetch: bool = True) -> Path:
         return cache.path(name)
     except ModelCacheError as error:
         raise ValueError(f"--model-path {model}: {error}") from None
+
+
+def cached_directory(model: str) -> Path | None:
+    """Return the directory of a hub's model that is on this machine already, with its tokenizer; asks no hub."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if not is_hub_name(model):
+        return None
+    try:
+        source = parse_source(model)
+        cache = ModelCache(default_directory(os.environ))
+        for name in (source.name, f"{source.name}-tokenizer"):
+            if cache.manifest(name) is not None:
+                return cache.path(name)
+    except ModelCacheError:
+        pass  # what is broken there is not taken; Hugging Face's own cache may have it
+    try:
+        found = try_to_load_from_cache(model, TOKENIZER)
+    except ValueError:
+        return None  # no name of Hugging Face's hub
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def with_directory(settings: S, name_field: str, *, weights: bool, fetch: bool = True) -> S:

@@ -24,12 +24,14 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -57,7 +59,7 @@ from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.process.figures import counted
 from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.settings import InputFile
-from poolgrid.process.tasks import cancel_all, owned
+from poolgrid.process.tasks import cancel_all, detached, owned
 from poolgrid.transport.bound_socket import ReservedPorts, listen
 from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics
 from poolgrid.transport.security import SecuritySettings
@@ -66,7 +68,10 @@ from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.selection import AskStatus, PoolStatus
 from poolgrid.workers.core.timing import PUBLISHED, TIMINGS, Timing
+from poolgrid.workers.engines.server.core.server_list import SERVERS_MAX, read_entry
 from poolgrid.workers.settings import MODALITY_HELP, Modality
+
+log = logging.getLogger(__name__)
 
 ASK_INTERVAL_S = 0.02
 
@@ -243,10 +248,17 @@ class UpSettings(EventPlaneSettings):
 
     engine_url: tuple[Option, ...] = Field(
         (),
-        max_length=256,
+        max_length=SERVERS_MAX,
         description=(
-            "Start a worker in front of this running engine server (http://gpu1:8000, or prefill=URL and "
-            "decode=URL). Repeat for more."
+            "Route to this engine server: http://gpu1:8000, prefill=URL, decode=URL, dns+http://NAME:PORT or "
+            "k8s+http://:PORT?selector=LABELS. Repeat for more."
+        ),
+    )
+    engine_urls_file: Path | None = Field(
+        None,
+        description=(
+            "Route to the engine servers in this file, a URL or ROLE=URL on each line. Changes are read within a "
+            "second."
         ),
     )
     engine_api_key: str = Field(
@@ -396,7 +408,7 @@ class UpSettings(EventPlaneSettings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_roles()
-        if self.engine_url:
+        if self.has_servers:
             return self._check_front()
         wrong = _OF_SIMULATED if self.real else ("gpus",)
         for name in wrong:
@@ -437,6 +449,13 @@ class UpSettings(EventPlaneSettings):
                     )
         if "encode" in by_role(self.engine_url):
             raise ValueError("engine_url has encode=URL: servers in front of others are prefill and decode")
+        for url in self.engine_url:
+            read_entry(url.removeprefix("worker="))
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether the pool is in front of engine servers that run."""
+        return bool(self.engine_url) or self.engine_urls_file is not None
 
     def backends(self) -> dict[str, list[str]]:
         """Return the URLs of servers that run already, by the role of their worker."""
@@ -600,6 +619,24 @@ def simulated_arguments(
     ]
 
 
+JOIN_TIMEOUT_S = 10.0
+"""How long the start waits for servers that have answered: they join within a second or two."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServersInFront:
+    """What a pool in front of engine servers has besides settings and workers."""
+
+    what: str
+    """What serves, for people."""
+    arguments: Sequence[str]
+    """What the consolidator follows them by; empty where processes of their own do."""
+    answered: int
+    """Servers that have answered."""
+    settings_later: Callable[[], Awaitable[UpSettings | None]]
+    """Waits for the first server that answers later; ``None`` = there is nothing to wait for."""
+
+
 class LocalPool:
     """All parts of a pool on this machine."""
 
@@ -607,15 +644,15 @@ class LocalPool:
         self,
         settings: UpSettings,
         data_dir: Path,
-        model: PromptModel,
         workers: Sequence[PlannedWorker],
-        what: str = "",
+        servers: ServersInFront | None = None,
     ) -> None:
-        """``what`` is what serves, for people; empty = workers with the engine of the settings."""
-        self._what = what or counted(len(workers), f"{settings.engine} worker")
+        """``servers`` is of a pool in front of engine servers; ``None`` = workers with the engine of the settings."""
+        self._servers = servers
+        self._what = servers.what if servers is not None else counted(len(workers), f"{settings.engine} worker")
+        self._planning: asyncio.Task[None] | None = None
         self._settings = settings
         self._data_dir = data_dir
-        self._model = model
         self._planned = workers
         self._environment = part_environment()
         if settings.engine_api_key:
@@ -643,34 +680,40 @@ class LocalPool:
             data_dir = ["--data-dir", str(self._data_dir)]
             planes = [f"--{key}-port={self._ports.hold()}" for key in ("ingest", "feed", "query")]
             own = [*planes, *settings.options_of("consolidator")]
-            if settings.engine_url:
-                follow = own  # the router's own consolidator: one process less that every event passes
-                host = f"[{settings.host}]" if ":" in settings.host else settings.host
-                self._ingest = f"tcp://{host}:{planes[0].rpartition('=')[2]}"
-            else:
-                arguments = ["consolidator", "--host", settings.host, *data_dir, *own, *common]
-                only = await self._start_part("consolidator", arguments)
-                self._ingest = only.word("ingest")
-                follow = ["--feed-endpoint", only.word("feed"), "--query-endpoint", only.word("query")]
-        port = self._front.getsockname()[1]
-        router = self._start_part(
-            "router",
-            [
-                *router_arguments(settings, str(port), str(self._ports.hold())),
-                *data_dir,
-                *follow,
-                *common,
-            ],
-            self._front,
-        )
+            following = [] if self._servers is None else self._servers.arguments
+            arguments = ["consolidator", "--host", settings.host, *data_dir, *own, *following, *common]
+            only = await self._start_part("consolidator", arguments)
+            self._ingest = only.word("ingest")
+            follow = ["--feed-endpoint", only.word("feed"), "--query-endpoint", only.word("query")]
+        ports = str(self._front.getsockname()[1]), str(self._ports.hold())
+        rest = [*data_dir, *follow, *common]
+        router = self._start_part("router", [*router_arguments(settings, *ports), *rest], self._front)
         started = await asyncio.gather(router, *(self._start_worker(each) for each in self._planned))
         self._router, self._workers = started[0], list(started[1:])
         url = self._router.ready_words[0]
+        if self._servers is not None:
+            await self._until_servers_joined(self._servers, self._router.word("select"))
+            self._planning = detached(self._plan_again(self._servers, ports, rest), "plan by what servers report")
+            return url
         workers = sum(each.count for each in self._planned)
         await until_workers_are_ready(self._router.word("select"), workers, START_TIMEOUT_S)
         if settings.real:
             await warm_up(url, settings)
         return url
+
+    async def _until_servers_joined(self, front: ServersInFront, select: str) -> None:
+        """Wait a moment for the servers that have answered; the others join when they do."""
+        if front.answered:
+            with suppress(TimeoutError):
+                await until_workers_are_ready(select, front.answered, JOIN_TIMEOUT_S)
+
+    async def _plan_again(self, front: ServersInFront, ports: tuple[str, str], rest: Sequence[str]) -> None:
+        """Start the router again by what the first server reports, where none had answered before."""
+        settings = await front.settings_later()
+        assert self._router is not None, "it was started"
+        if settings is not None:
+            log.warning("an engine server has answered: the router starts again by what it reports")
+            self._router.start_with([*router_arguments(settings, *ports), *rest])
 
     async def given_up(self) -> str:
         """Wait until a worker is not started again any more; return why."""
@@ -678,6 +721,8 @@ class LocalPool:
 
     def greeting(self, url: str) -> str:
         settings = self._settings
+        if self._servers is not None and not self._servers.answered:
+            return f"OpenAI API at {url}/v1, by {self._what}. Ctrl-C ends it.\n"
         apart = settings.prefill or settings.backends()["prefill"]
         shown = ": one worker computed the prompt, another one continues" if apart else ""
         return greeting(self._what, url, settings.model_name, settings.api_keys is not None, shown)
@@ -710,6 +755,8 @@ class LocalPool:
     async def stop(self) -> None:
         if self._front is not None:
             self._front.close()  # the router's copy is the last: once it is closed, connections are refused
+        if self._planning is not None:
+            self._planning.cancel()
         for parts in ([self._router], self._workers, self._consolidators):
             await stop_parts(parts)
         self._ports.close()

@@ -194,6 +194,12 @@ class Part:
                 log.warning("%s", error)
                 await self._kill()
 
+    def start_with(self, arguments: list[str]) -> None:
+        """End the process, which is then started again with other arguments, where these differ."""
+        if arguments != self.arguments:
+            self.arguments = arguments
+            self.signal(signal.SIGTERM)
+
     async def given_up(self) -> str:
         """Wait until it is not started again any more; return why. Without a bound that never is."""
         await self._lost.wait()

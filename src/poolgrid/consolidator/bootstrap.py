@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import zmq
 from prometheus_client import CollectorRegistry
@@ -18,6 +18,7 @@ from poolgrid.consolidator.journal.posix_disk import PosixDisk
 from poolgrid.consolidator.ports import Journal
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings, Tuning
+from poolgrid.http.guard import Application
 from poolgrid.http.health_app import HealthApp, Observed
 from poolgrid.http.http_server import HttpServer
 from poolgrid.process.clock import Clock, SystemClock
@@ -71,6 +72,21 @@ class ConsolidatorEndpoints(NamedTuple):
     http: str
 
 
+MakePlanes = Callable[[], PlaneContext]
+
+
+class Companion(Protocol):
+    """What runs in the process of a consolidator, and pushes its events without a socket."""
+
+    def around(self, app: HealthApp) -> Application:
+        """Return an application that answers for it, too."""
+        ...
+
+    async def run(self, service: ConsolidatorService, make_context: MakePlanes, stop: asyncio.Event) -> None:
+        """Run until ``stop`` is set, and what it has is over; ``make_context`` makes a context for its own sockets."""
+        ...
+
+
 def open_journal(settings: ConsolidatorSettings, tuning: Tuning) -> Journal:
     """Return the journal that the settings name; raises ``OSError`` or ``JournalCorrupt``."""
     if settings.data_dir is None:
@@ -109,8 +125,11 @@ async def serve(
     stop: asyncio.Event,
     ready: Callable[[ConsolidatorEndpoints], None],
     tuning: Tuning | None = None,
+    companion: Companion | None = None,
 ) -> None:
     """Run a consolidator in a process of its own until ``stop`` is set; ``ready`` gets its address.
+
+    ``companion`` runs in the process of a consolidator with its own journal, from when that takes events to its end.
 
     With an event plane on NATS it is ready when it stands by, and answers on its planes while it is active.
     Whatever ends it, what was opened is closed again, in reverse order.
@@ -130,9 +149,12 @@ async def serve(
             from poolgrid.discovery.directory import open_discovery
 
             names = await open_discovery(opened, settings, SystemClock(), registry)
-        service = _open_service(opened, settings, registry, tuning)
+        make_context = _context_maker(settings, registry)
+        service = create(settings, registry, SystemClock(), make_context, tuning)
+        opened.push_async_callback(service.stop)
         await service.start()
-        server = open_server(opened, settings, registry, ConsolidatorHealth(service))
+        around = _alone if companion is None else companion.around
+        server = open_server(opened, settings, registry, ConsolidatorHealth(service), around)
         server.start()
         if names is not None:
             opened.push_async_callback(names.withdraw)
@@ -152,20 +174,18 @@ async def serve(
                 http=server.url,
             )
         )
+        if companion is not None:
+            await companion.run(service, make_context, stop)
         await stop.wait()
 
 
-def _open_service(
-    opened: AsyncExitStack,
-    settings: ConsolidatorProcessSettings,
-    registry: CollectorRegistry,
-    tuning: Tuning | None,
-) -> ConsolidatorService:
-    keys = CurveKeys.load(settings)
-    metrics = PlaneMetrics(registry)
-    service = create(settings, registry, SystemClock(), lambda: PlaneContext.make(keys, metrics), tuning)
-    opened.push_async_callback(service.stop)
-    return service
+def _context_maker(settings: ConsolidatorProcessSettings, registry: CollectorRegistry) -> MakePlanes:
+    keys, metrics = CurveKeys.load(settings), PlaneMetrics(registry)
+    return lambda: PlaneContext.make(keys, metrics)
+
+
+def _alone(app: HealthApp) -> Application:
+    return app
 
 
 def open_server(
@@ -173,10 +193,11 @@ def open_server(
     settings: ConsolidatorProcessSettings,
     registry: CollectorRegistry,
     observed: Observed,
+    around: Callable[[HealthApp], Application] = _alone,
 ) -> HttpServer:
     """Return the server of health and metrics, to be started; it stops with ``opened``."""
     server = HttpServer(
-        HealthApp(registry, observed),
+        around(HealthApp(registry, observed)),
         settings.host,
         settings.http_port,
         "http_port",

@@ -2,13 +2,16 @@
 
 A batch that is much work is taken in part by part, each a record, with turns for all else in between; messages behind
 it wait. A worker that takes more than its share of the loop is muted for a while (``core.loop_share``).
+A worker in this process pushes past the socket: its messages are handed over with those that the socket receives.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -50,8 +53,36 @@ LEASE_PUT_OFF_MAX = 1000
 """How often leases are looked at a millisecond later because messages are still unread; each time some of them are."""
 
 
+class LocalIngest:
+    """The way of one pusher in this process, without a socket: frames in, replies by callback in a later turn."""
+
+    def __init__(self, plane: IngestPlane, on_frames: Callable[[list[bytes]], None]) -> None:
+        self._plane = plane
+        self._on_frames = on_frames
+        self.name = os.urandom(16)
+        """As a peer of the plane; none of a socket's has it."""
+        self._is_open = True
+        self._loop = asyncio.get_running_loop()
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        """Send; ``False`` when too much waits already."""
+        return self._is_open and self._plane.take_local([self.name, *frames])
+
+    def reply(self, frame: bytes) -> None:
+        self._loop.call_soon(self._hand_over, frame)
+
+    def _hand_over(self, frame: bytes) -> None:
+        if self._is_open:
+            self._on_frames([frame])
+
+    def close(self, orderly: bool) -> None:
+        """End; what was sent is taken in all the same."""
+        self._is_open = False
+        self._plane.forget_local(self.name)
+
+
 class IngestPlane:
-    """Receives on a ROUTER socket."""
+    """Receives on a ROUTER socket, and from pushers in this process."""
 
     def __init__(
         self,
@@ -77,10 +108,27 @@ class IngestPlane:
         self._share = LoopShare()
         self._begun: tuple[bytes, EventBatch, list[list[AnyEvent]], int] | None = None
         """The message that is taken in part by part, its parts, and how many of them are."""
+        self._local: dict[bytes, LocalIngest] = {}
+        """Pushers in this process, by name."""
 
     def start(self, core: Consolidator) -> None:
         self._core = core
         self.inbox.start()
+
+    def open_local(self, on_frames: Callable[[list[bytes]], None]) -> LocalIngest:
+        """Return a way in for a pusher of this process; ``on_frames`` gets the replies."""
+        made = LocalIngest(self, on_frames)
+        self._local[made.name] = made
+        return made
+
+    def take_local(self, frames: list[bytes]) -> bool:
+        if len(self.inbox.added) >= INGEST_QUEUE_MAX:
+            return False
+        self.inbox.add(frames)
+        return True
+
+    def forget_local(self, name: bytes) -> None:
+        self._local.pop(name, None)
 
     def on_messages(self, messages: list[list[bytes]]) -> None:
         """Take messages in, as many as fit a slice; the rest comes again."""
@@ -160,6 +208,10 @@ class IngestPlane:
 
     def reply(self, turn: ConsolidatorTurn) -> None:
         for peer, reply in turn.replies:
+            local = self._local.get(peer)
+            if local is not None:
+                local.reply(codec.from_consolidator.encode(reply))
+                continue
             try:
                 self._send((peer, codec.from_consolidator.encode(reply)))
             except zmq.ZMQError as error:

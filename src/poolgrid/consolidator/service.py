@@ -33,7 +33,7 @@ from prometheus_client import CollectorRegistry
 from poolgrid.consolidator.core.consolidator import Consolidator, ConsolidatorLimits, ConsolidatorTurn, Now
 from poolgrid.consolidator.core.pool_state import PoolState
 from poolgrid.consolidator.feed_publisher import FeedPublisher
-from poolgrid.consolidator.ingest_plane import IngestPlane
+from poolgrid.consolidator.ingest_plane import IngestPlane, LocalIngest
 from poolgrid.consolidator.journal.framing import JournalFenced
 from poolgrid.consolidator.journal_keeper import JournalKeeper
 from poolgrid.consolidator.metrics import ConsolidatorCollector
@@ -269,6 +269,11 @@ class ConsolidatorService:
                 self._listeners.remove(entry)
 
         return unsubscribe
+
+    def open_local(self, on_frames: Callable[[list[bytes]], None]) -> LocalIngest:
+        """Return a way in for events of this process, with the messages and acknowledgements of the ingest plane; only
+        after ``start``."""
+        return self._ingest.open_local(on_frames)
 
     def kept_records(self, from_offset: int, limit: int, bytes_max: int) -> tuple[int, list[bytes]]:
         """Return encoded records of a journal in memory, from an offset or the oldest kept, and the first's offset.

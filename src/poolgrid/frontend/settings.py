@@ -19,6 +19,9 @@ TTFT_TARGET_MS = 2000.0
 ITL_TARGET_MS = 50.0
 """20 tokens a second: three times as fast as people read."""
 
+NO_TOKENIZER = Path("none")
+"""Model path of a router that tokenizes nothing."""
+
 BODY_VALUES_MIN = 327_680
 """Texts, objects and lists that every body may have, and a quarter of its values: a prompt of 1,048,576 token ids."""
 
@@ -31,8 +34,8 @@ class FrontendSettings(MediaSettings):
     model_path: Path = Field(
         default=TINY_MODEL_PATH,
         description=(
-            "Read tokenizer and chat template from this Hugging Face style model directory, or from ORG/MODEL of a "
-            "hub. Unset = the tiny model of the simulated engine."
+            "Read tokenizer and chat template from this model directory, or ORG/MODEL of a hub. none = route by text. "
+            "Unset = the tiny model of the simulated engine."
         ),
     )
     served_model_name: str = Field(
@@ -156,6 +159,11 @@ class FrontendSettings(MediaSettings):
     @classmethod
     def _tool_call_parser_name(cls, given: object) -> object:
         return tool_call_parser_name(given)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Return whether prompts are tokenized here; without it only engine servers can be routed to."""
+        return self.model_path != NO_TOKENIZER
 
     @property
     def max_body_values(self) -> int:

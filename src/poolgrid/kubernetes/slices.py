@@ -96,6 +96,15 @@ class SliceList(msgspec.Struct, frozen=True):
     metadata: ListMetadata
     items: list[EndpointSlice] | None = None
 
+    @property
+    def more(self) -> str:
+        """Token for the next page; empty = there is none."""
+        return self.metadata.more
+
+    @property
+    def found(self) -> list[EndpointSlice]:
+        return self.items or []
+
 
 _DECODER = msgspec.json.Decoder(SliceList)
 

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from typing import Final
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Raw
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from poolgrid.forwarding.headers import request_headers
@@ -36,7 +36,7 @@ from poolgrid.process.tasks import Restart, cancel_all, supervised
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.proxy.changes import Changes, is_streamed, make_changes
 from poolgrid.proxy.collector import collect
-from poolgrid.proxy.exchange import CLIENT_LEFT, SILENCE_LOOKS, SILENCE_S, ForwardExchange
+from poolgrid.proxy.exchange import CLIENT_LEFT, SILENCE_LOOKS, SILENCE_S, ForwardExchange, RoutingFields
 from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ForwardBackend, ServerPlace
 from poolgrid.proxy.prompt_reading import UNLIMITED, PromptReader, members_of
@@ -60,19 +60,6 @@ MODELS: Final = "/v1/models"
 
 OTHER_ENDPOINT: Final = "other"
 """Of all other paths: clients can name any number of them."""
-
-
-class RoutingFields(Struct, frozen=True):
-    """What of a request matters here."""
-
-    target: RequestTarget
-    model: str
-    """As the client wrote it; empty where it names none."""
-    is_streamed: bool
-    has_prompt: bool
-    """Whether it is work for an engine, which is booked."""
-    values: Mapping[str, Raw]
-    """Members of its body, unread."""
 
 
 class ForwardApplication:

@@ -20,9 +20,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
-from msgspec import Raw
+from msgspec import Raw, Struct
 from starlette.types import Receive, Scope, Send
 
 from poolgrid.forwarding.event_filter import AnswerNotes, ApiForm, EventFilter, filter_answer
@@ -32,22 +32,23 @@ from poolgrid.frontend.access.gate import CALLER, key_of
 from poolgrid.frontend.access.meter import limit_headers
 from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.errors import RequestError, dialect_of, refused, without_others
-from poolgrid.frontend.request_body import ClientLeft
+from poolgrid.frontend.metrics import FrontendMetrics
+from poolgrid.frontend.request_body import ClientLeft, RequestIds
 from poolgrid.frontend.traffic import EndedRequest, TokenTotals
 from poolgrid.http.guard import Guard
 from poolgrid.inference import InferenceRequest, Refused, StreamDelta, TokenStream
+from poolgrid.process.clock import Clock
 from poolgrid.process.log_lines import about
 from poolgrid.process.tasks import detached
 from poolgrid.process.tracing.record import TraceRecord
+from poolgrid.proxy.changes import Changes
 from poolgrid.proxy.chunks import chunk, payloads
 from poolgrid.proxy.forward_server import ForwardServer
-from poolgrid.proxy.ports import ServerPlace
+from poolgrid.proxy.ports import ForwardBackend, ServerPlace
 from poolgrid.proxy.server_connection import AnswerFailed, HeaderList, ServerConnection
+from poolgrid.proxy.server_state import ServerState
 from poolgrid.wire.identifiers import WorkerKey
 from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
-
-if TYPE_CHECKING:
-    from poolgrid.proxy.application import ForwardApplication
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +109,69 @@ class BusyAnswer:
         return None
 
 
+class RoutingFields(Struct, frozen=True):
+    """What of a request matters here."""
+
+    target: RequestTarget
+    model: str
+    """As the client wrote it; empty where it names none."""
+    is_streamed: bool
+    has_prompt: bool
+    """Whether it is work for an engine, which is booked."""
+    values: Mapping[str, Raw]
+    """Members of its body, unread."""
+
+
+class ExchangeOwner(Protocol):
+    """What the exchanges of a router have in common."""
+
+    backend: ForwardBackend
+    request_ids: RequestIds
+    metrics: FrontendMetrics
+    clock: Clock
+    isolates: bool
+    """Whether tenants have caches of their own."""
+    state: ServerState
+
+    def begin(self, exchange: ForwardExchange) -> None:
+        """Take note of a request that begins."""
+        ...
+
+    def end(self, exchange: ForwardExchange) -> None:
+        """Take note of a request that is over, and count what it has got."""
+        ...
+
+    async def read_body(self, exchange: ForwardExchange) -> bytes | None:
+        """Return the body of a request, ``None`` when the client left. Raises ``RequestError``."""
+        ...
+
+    def understand(
+        self, scope: Scope, target: RequestTarget, headers: Mapping[bytes, bytes], body: bytes
+    ) -> RoutingFields:
+        """Return what of a request matters here."""
+        ...
+
+    def places(self, model: str) -> Sequence[ServerPlace]:
+        """Return the servers for a request that is not booked."""
+        ...
+
+    async def place_of_state(self, exchange: ForwardExchange) -> ServerPlace | None:
+        """Return the server that made what a request continues. Raises ``RequestError``."""
+        ...
+
+    async def prepare(self, exchange: ForwardExchange, asked: RoutingFields, body: bytes) -> InferenceRequest:
+        """Return a request as the router chooses for it. Raises ``RequestError``, ``Refused``."""
+        ...
+
+    def changes(self, exchange: ForwardExchange, request: InferenceRequest, place: ServerPlace) -> Changes:
+        """Return a request's body for a server, and what of its answer is not for the client."""
+        ...
+
+    def server(self, url: str) -> ForwardServer:
+        """Return the connections to a server."""
+        ...
+
+
 class ForwardExchange:
     """Implements ``AnswerSink`` for its server, ``AnswerSource`` for its client and ``Carrier`` for its router."""
 
@@ -165,7 +229,7 @@ class ForwardExchange:
 
     def __init__(
         self,
-        application: ForwardApplication,
+        application: ExchangeOwner,
         scope: Scope,
         receive: Receive,
         send: Send,

@@ -222,6 +222,7 @@ class ServerConnection(asyncio.Protocol):
     def _finish(self, keep: bool) -> None:
         sink, self._sink = self._sink, None
         if keep and self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()  # the end may have come while its client did not read
             self._has_answered = True
             self._begin()
             self._release(self, True)

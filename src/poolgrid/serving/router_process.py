@@ -65,13 +65,17 @@ class RouterProcess:
         self.settings = settings
         self.frontend = frontend
         self.place = place
-        self.prompt_model = PromptModel.load(
-            frontend.model_path,
-            frontend.served_model_name,
-            chat_template=frontend.chat_template,
-            tokenization_cache_bytes=frontend.tokenization_cache_bytes,
-            word_cache=frontend.word_cache,
-            proves_later=True,
+        self.prompt_model = (
+            PromptModel.load(
+                frontend.model_path,
+                frontend.served_model_name,
+                chat_template=frontend.chat_template,
+                tokenization_cache_bytes=frontend.tokenization_cache_bytes,
+                word_cache=frontend.word_cache,
+                proves_later=True,
+            )
+            if frontend.has_tokenizer
+            else None
         )
         self.clock = SystemClock()
         self.registry = CollectorRegistry()
@@ -148,7 +152,7 @@ class RouterProcess:
         """Open the application, which is not ready once ``stop`` is set."""
         app = create_app(
             service,
-            {self.prompt_model.name: self.prompt_model},
+            {} if self.prompt_model is None else {self.prompt_model.name: self.prompt_model},
             settings=self.frontend,
             registry=self.registry,
             ready=ready,

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import re
 import socket as sockets
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import monotonic
@@ -232,6 +233,8 @@ class BatchSocket(_LoopSocket):
         self._bulk = bulk
         self._paused = False
         self._given_back: list[list[bytes]] = []
+        self.added: deque[list[bytes]] = deque()
+        """Messages of this process (``add``) that are not handed over yet."""
         self.has_more = False
         """Whether messages were left behind when it last received: others run before they are taken."""
 
@@ -256,6 +259,11 @@ class BatchSocket(_LoopSocket):
         self.has_more = True
         self.check()
 
+    def add(self, message: list[bytes]) -> None:
+        """Have a message of this process handed over as those that the socket receives, soon and in order."""
+        self.added.append(message)
+        self.check()
+
     def sent(self) -> None:
         """Call this after sends on the same socket: they may have used up the signal of what came meanwhile."""
         if not self._scheduled and not self.socket.closed and self._has_message():
@@ -277,8 +285,13 @@ class BatchSocket(_LoopSocket):
         room = BATCH_BYTES_MAX
         for frames in messages:
             room -= len(frames[-1])
+        added = self.added
+        # At most half of a batch, so that the socket has its turn too.
+        while added and room > 0 and len(messages) < BATCH_MESSAGES_MAX // 2:
+            messages.append(added.popleft())
+            room -= len(messages[-1][-1])
         socket = self.socket
-        self.has_more = False
+        self.has_more = bool(added)
         try:
             while True:
                 if room <= 0 or len(messages) >= BATCH_MESSAGES_MAX:

@@ -143,6 +143,8 @@ class LoadReported(Event, frozen=True):
     total_blocks: U32
     steps: U64 = 0
     """Engine steps since the epoch began."""
+    foreign_requests: U32 = 0
+    """Requests of the engine that no router has reported, by its own figures: others send them to it."""
 
 
 @final

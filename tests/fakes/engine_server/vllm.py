@@ -366,7 +366,12 @@ class VllmServer:
             for name, count in sorted(self.counts.items())
             for line in (f"# TYPE vllm:{name} counter", f"vllm:{name}_total {count}")
         ]
-        return "\n".join([*info, *counted, ""])
+        engines = [
+            f'vllm:num_requests_{word}{{engine="{rank}",model_name="{options.model}"}} {float(count)}'
+            for rank in range(options.ranks)
+            for word, count in (("running", 0 if rank else self.running), ("waiting", 0))
+        ]
+        return "\n".join([*info, *engines, *counted, ""])
 
     def _sources(self) -> Any:
         if not self.options.publishes:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import zmq.asyncio
 
-from poolgrid.wire.events import CacheCleared, RequestFinished
+from poolgrid.wire.events import BlocksStored, CacheCleared, RequestFinished
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Routing, Sampling
 from poolgrid.workers.core.refusal import RefusedError
@@ -107,11 +107,17 @@ async def test_prompt_and_output_on_two_servers_of_their_own() -> None:
         assert (given["request_type"], given["encoded_opaque_state"]) == ("generation_only", "b3BhcXVl")
 
 
-async def test_a_server_that_does_not_say_its_block_size_needs_it_said() -> None:
-    async with serving() as server:
-        with pytest.raises(ValueError, match="give kv_block_size"):
-            async with worker_before(server, "trtllm-serve"):
-                pass
+async def test_a_server_that_does_not_say_its_block_size_is_routed_to_without_its_events(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving() as server, worker_before(server, "trtllm-serve") as front:
+        assert front.journal.cards[0].block_size == 16
+        prompt = list(range(10, 60))
+        await front.router.send(make_request("r", prompt, 2))
+        await front.router.until_finished("r")
+        await front.consolidator.until(lambda journal: RequestFinished in map(type, journal.events))
+        assert BlocksStored not in map(type, front.journal.events), "their size is not known"
+        assert "it does not report its block size: give kv_block_size" in caplog.text
 
 
 def asked(routing: Routing | None = None, **sampling: Any) -> dict[str, Any]:

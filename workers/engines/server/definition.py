@@ -6,11 +6,19 @@ import importlib
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from typing import Any
 
 from poolgrid.process.settings import Settings
-from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine
+from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine, ServerFollower
 from poolgrid.workers.engines.server.kinds import ServerKind
-from poolgrid.workers.engines.server.settings import EngineServerSettings
+from poolgrid.workers.engines.server.settings import (
+    EngineServerSettings,
+    EngineServersSettings,
+    FollowedServerSettings,
+    FollowedServersSettings,
+    FollowerSettings,
+)
+from poolgrid.workers.server_workers import ServerWorkers
 from poolgrid.workers.settings import StepTimesSettings
 
 DIALECTS = "poolgrid.workers.engines.server.dialects"
@@ -55,9 +63,48 @@ def _open(
 ) -> AbstractAsyncContextManager[OpenedEngine]:
     from poolgrid.workers.engines.server.opening import open_server
 
-    return open_server(settings, around, kind())
+    return open_server(settings, around, {kind().name: kind()})
 
 
-VLLM = server_engine("vllm", "vLLM", f"{DIALECTS}.vllm", "vLLM's own server", (EngineServerSettings, StepTimesSettings))
+def _any_kind() -> ServerKind:
+    """Return the kind of all servers that are of none of the others."""
+    found: ServerKind = importlib.import_module(f"{DIALECTS}.openai").KIND
+    return found
+
+
+def _open_any(settings: FollowedServerSettings, around: EngineHost) -> AbstractAsyncContextManager[OpenedEngine]:
+    from poolgrid.workers.engines.registry import server_kinds
+    from poolgrid.workers.engines.server.opening import open_server
+
+    return open_server(settings, around, server_kinds())
+
+
+def _follow(settings: FollowerSettings, workers: ServerWorkers) -> ServerFollower:
+    from poolgrid.workers.engines.server.follower import EngineServerFollower
+
+    return EngineServerFollower(settings, workers)
+
+
+SERVER: EngineDefinition[Any] = EngineDefinition(
+    title="engine servers of any kind",
+    settings=FollowerSettings,
+    open=_open_any,
+    shortest_timeout_ms=lambda settings: min(settings.health_timeout_ms, settings.progress_timeout_ms),
+    about=(
+        "With `--engine server`: [follows engine servers](stock_engines.md#following-servers) of any kind, which come "
+        "and go while it runs."
+    ),
+    tables=(FollowerSettings, FollowedServersSettings, FollowedServerSettings),
+    serves=FollowedServerSettings.serves,
+    server_kind=_any_kind,
+    follow=_follow,
+)
+VLLM = server_engine(
+    "vllm",
+    "vLLM",
+    f"{DIALECTS}.vllm",
+    "vLLM's own server",
+    (EngineServersSettings, EngineServerSettings, StepTimesSettings),
+)
 SGLANG = server_engine("sglang", "SGLang", f"{DIALECTS}.sglang", "SGLang's own server")
 TRTLLM_SERVE = server_engine("trtllm-serve", "trtllm-serve", f"{DIALECTS}.trtllm_serve", "TensorRT-LLM's own server")

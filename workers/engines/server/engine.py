@@ -14,7 +14,8 @@ Rules:
 6. A prefill leg whose KV stays is *kept* until its router reports that it is over, or for ``kv_transfer_timeout_ms``.
    No call can free such KV: the server frees it by its own time-out. Where both legs run at the same time
    (``Call.left_at_once``), the leg is kept during its exchange.
-7. Loads are the worker's own books (``lifecycle.rank_load``): what others send to the server is not in them.
+7. Loads are the worker's own books (``lifecycle.rank_load``). Each second the engine's own figures are compared with
+   them: what is beyond is load of others.
 8. An answer ends at ``max_tokens``, whatever the server sends: the rest is cut off, and the connection closed.
 9. An exception while one answer is read ends that request as broken. One in a callback for all of them is not caught:
    it ends the worker (``poolgrid.process.lifecycle``).
@@ -47,11 +48,13 @@ from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError
 from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.engines.server.cache_events import CacheEvents
 from poolgrid.workers.engines.server.core.calls import Failure, ServerAnswerPiece, ServerDialect, ServerRoom
+from poolgrid.workers.engines.server.core.engine_figures import EngineFigures
 from poolgrid.workers.engines.server.core.openai_words import refusal_of, retry_after_ms
 from poolgrid.workers.engines.server.forward_books import ServerForwardBooks
 from poolgrid.workers.engines.server.health import ServerHealth
+from poolgrid.workers.engines.server.kinds import HEALTH_PATH
 from poolgrid.workers.engines.server.request_ledger import RequestLedger, ServerRequest
-from poolgrid.workers.engines.server.server_client import AnswerStream, ServerClient
+from poolgrid.workers.engines.server.server_client import AnswerStream, ServerClient, ServerError
 from poolgrid.workers.engines.server.started_server import StartedServer
 from poolgrid.workers.metrics import WorkerMetrics
 
@@ -80,6 +83,12 @@ message costs a router more than a token in it. A tenth of the time between two 
 
 EXPIRY_CHECK_S = 0.5
 """Time between two looks at kept prefill legs, and at answers that are over."""
+
+FIGURES_INTERVAL_S = 1.0
+"""Time between two looks at the engine's own figures: a page of metrics costs a server some milliseconds."""
+
+REPORTED_WITHIN_S = 0.2
+"""Time after which routers have reported what they sent: they do so 20 times a second."""
 
 END_WAIT_MS = 500.0
 """How long an answer may take to end after its finish reason or its error status: usage and end mark follow at once."""
@@ -114,6 +123,8 @@ class ServerEngine:
         clock: Clock,
         metrics: WorkerMetrics,
         server: StartedServer | None = None,
+        health_path: str = HEALTH_PATH,
+        figures: EngineFigures | None = None,
     ) -> None:
         """``confirm`` asks what the server serves, or all that it is, and says in what it differs from before;
         ``about`` is for people.
@@ -152,7 +163,9 @@ class ServerEngine:
             clock,
             metrics,
             None if server is None else server.excuse,
+            health_path,
         )
+        self._figures = figures
         self._health.observe(self._on_health)
         self._observer: Callable[[], None] | None = None
         self._active: dict[str, ServerRequest] = {}
@@ -208,6 +221,10 @@ class ServerEngine:
         self._events.open(self._on_cache)
         self._follows.set()
         self._watching = [owned(self._health.run(), "health of the server"), owned(self._expire(), "kept legs")]
+        if self._figures is not None:
+            self._watching.append(
+                owned(follow_figures(self._client, self._figures, self._books, self.dp_size), "figures")
+            )
         if self._server is not None:
             self._watching.append(owned(self._server.watch(self._health.doubt), "watch over the server"))
         done, _ = await asyncio.wait([*self._watching, self._fault], return_when=asyncio.FIRST_COMPLETED)
@@ -493,3 +510,16 @@ class ServerEngine:
         self._report.close()
         self._events.close()
         await cancel_all([*self._watching, *self._exchanges])
+
+
+async def follow_figures(client: ServerClient, figures: EngineFigures, books: RequestLedger, dp_size: int) -> None:
+    """Compare the requests that the engine reports with the books, again and again."""
+    while True:
+        before = books.booked()
+        try:
+            page = await client.ask(figures.path)
+        except ServerError:
+            page = b""
+        await asyncio.sleep(REPORTED_WITHIN_S)
+        books.compare(figures.read(page, dp_size), before, books.booked())
+        await asyncio.sleep(FIGURES_INTERVAL_S)

@@ -56,12 +56,13 @@ class ServerHealth:
         clock: Clock,
         metrics: WorkerMetrics,
         excuse: Callable[[], str] | None = None,
+        path: str = HEALTH_PATH,
     ) -> None:
         """``confirm`` asks a server what it serves, or with ``True`` all that it is, and says in what it differs from
         before; ``stalled`` says what has not
         moved for too long, ``lives_since`` whether there was a heartbeat after a time.
 
-        ``excuse`` says why a server does not answer, where that is known.
+        ``excuse`` says why a server does not answer, where that is known; ``path`` answers while it does its work.
         """
         self._client = client
         self._confirm = confirm
@@ -73,6 +74,7 @@ class ServerHealth:
         self._clock = clock
         self._metrics = metrics
         self._excuse = excuse
+        self._path = path
         self._changed: Callable[[], None] = _nobody
         self._doubted = asyncio.Event()
         self._models_due_ms = self._facts_due_ms = 0.0
@@ -110,7 +112,7 @@ class ServerHealth:
     async def _look(self) -> None:
         asked_ms = self._clock.monotonic_ms()
         try:
-            await self._client.ask(HEALTH_PATH, timeout_s=self._timeout_s)
+            await self._client.ask(self._path, timeout_s=self._timeout_s)
         except ServerError as error:
             if error.is_late and not self.is_silent and self._lives_since(asked_ms):
                 return

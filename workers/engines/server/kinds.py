@@ -13,6 +13,7 @@ import msgspec
 
 from poolgrid.kv_events.cache_events import AnyEngineEvent
 from poolgrid.workers.engines.server.core.calls import ServerDialect
+from poolgrid.workers.engines.server.core.engine_figures import EngineFigures
 from poolgrid.workers.engines.server.core.launching import Launch
 from poolgrid.workers.engines.server.core.server_facts import (
     ListedModel,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 MODELS = "/v1/models"
 
 HEALTH_PATH = "/health"
-"""Path that answers 200 while a server does its work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ServerKind:
     title: str
     """What people call it."""
     owned_by: str
-    """What such servers write into their list of models."""
+    """What such servers write into their list of models; empty: servers that are of no other kind."""
     learn: Callable[[ServerClient, ListedModel], Awaitable[ServerFacts]]
     """Ask a server of this kind for all it tells of itself; raises ``ServerError``, ``DecodeError``."""
     make_dialect: Callable[[ServerFacts, EngineServerSettings], ServerDialect]
@@ -61,6 +61,12 @@ class ServerKind:
     """
     parse_drained: Callable[[Any], AnyEngineEvent] | None = None
     """Read one event of a server that hands them out over HTTP; raises ``DecodeError``."""
+    health_path: str = HEALTH_PATH
+    """Path that answers 200 while a server does its work."""
+    figures: EngineFigures | None = None
+    """Where it says how many requests it has; ``None`` = it does not."""
+    reuse_option: str = ""
+    """What to start it with so that its answers say how many prompt tokens it reused; empty = they do anyway."""
 
     async def ask(self, client: ServerClient, listed: ModelList, model: ListedModel) -> ServerFacts:
         """Return what a server of this kind says of itself; raises as ``learn`` does."""
@@ -84,29 +90,22 @@ async def version_of(client: ServerClient) -> str:
     return "" if version is None else version.version
 
 
-class UnknownServer(ValueError):
-    """A server is none of the kinds there are."""
-
-
 async def learn(
     client: ServerClient, kinds: Mapping[str, ServerKind], wanted_kind: str = "", wanted_model: str = ""
 ) -> ServerFacts:
     """Return the facts of a server.
 
     ``wanted_kind`` is taken instead of what the server looks like; ``wanted_model`` is one of its model names, empty =
-    the first that is no adapter. Raises ``ServerError`` when it does not answer, ``UnknownServer`` when it is of no
-    kind that is known, ``ValueError`` when it has no such model.
+    the first that is no adapter. Raises ``ServerError`` when it does not answer, ``ValueError`` when it has no such
+    model.
     """
     listed = await client.ask_for(MODELS, ModelList)
     model = choose_model(listed, wanted_model)
-    if wanted_kind:
-        kind = kinds[wanted_kind]
-    else:
-        found = [each for each in kinds.values() if each.owned_by == model.owned_by]
-        if not found:
-            raise UnknownServer(
-                f"{client.target.url} reports models owned by {model.owned_by!r}, known are "
-                f"{', '.join(f'{each.owned_by} ({each.name})' for each in kinds.values())}; name its engine"
-            )
-        kind = found[0]
+    kind = kinds[wanted_kind] if wanted_kind else kind_of(model, kinds)
     return await kind.ask(client, listed, model)
+
+
+def kind_of(model: ListedModel, kinds: Mapping[str, ServerKind]) -> ServerKind:
+    """Return the kind of the server that lists a model; one without an owner stands for all others."""
+    found = [each for each in kinds.values() if each.owned_by == model.owned_by]
+    return found[0] if found else next(each for each in kinds.values() if not each.owned_by)

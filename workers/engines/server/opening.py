@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ from poolgrid.workers.engines.server.core.server_facts import (
     choose_model,
 )
 from poolgrid.workers.engines.server.engine import ServerEngine, ServerLimits
-from poolgrid.workers.engines.server.kinds import MODELS, ServerKind, learn
+from poolgrid.workers.engines.server.kinds import MODELS, ServerKind, kind_of, learn
 from poolgrid.workers.engines.server.server_client import KeyRefused, ServerClient, ServerError
 from poolgrid.workers.engines.server.settings import ROLES, EngineServerSettings
 from poolgrid.workers.engines.server.started_server import StartedServer, start_server
@@ -36,41 +36,53 @@ from poolgrid.workers.engines.server.tasks import open_tasks
 
 log = logging.getLogger(__name__)
 
+ASSUMED_BLOCK_SIZE = 16
+"""Tokens of a block in the books about a server that reports no size: the smallest usual one, so that a beginning that
+two prompts share counts to 16 tokens. Its cache events, which count in its own blocks, are then not followed."""
+
 ASK_AGAIN_S = 1.0
 """Time between two questions to a server that is not there yet: loading a model takes minutes."""
 
 
 @asynccontextmanager
 async def open_server(
-    settings: EngineServerSettings, around: EngineHost, kind: ServerKind
+    settings: EngineServerSettings, around: EngineHost, kinds: Mapping[str, ServerKind]
 ) -> AsyncIterator[OpenedEngine]:
     """Ask a server that runs, or that is about to, or start one; waits for it until cancelled.
 
-    Raises ``ValueError`` naming the option for what the server does not tell, ``ServerEnded`` when its own server does
-    not start.
+    It is of the only kind, or of the one that it looks like, each time that it is asked.
+
+    Raises ``ValueError`` naming an option that the server contradicts, ``ServerEnded`` when its own server does not
+    start.
     """
+    if not settings.starts_server and settings.modality == "text":
+        async with _asked(settings, around, kinds, None) as opened:
+            yield opened
+        return
+    (kind,) = kinds.values()
     if settings.modality != "text":
         async with open_tasks(settings, around, kind) as opened:
             yield opened
         return
-    if not settings.starts_server:
-        async with _asked(settings, around, kind, None) as opened:
-            yield opened
-        return
     async with (
         start_server(settings, around, kind) as server,
-        _asked(server.settings, around, kind, server) as opened,
+        _asked(server.settings, around, kinds, server) as opened,
     ):
         yield opened
 
 
 @asynccontextmanager
 async def _asked(
-    settings: EngineServerSettings, around: EngineHost, kind: ServerKind, server: StartedServer | None
+    settings: EngineServerSettings,
+    around: EngineHost,
+    kinds: Mapping[str, ServerKind],
+    server: StartedServer | None,
 ) -> AsyncIterator[OpenedEngine]:
     client = ServerClient(settings.server_url, around.clock, settings.engine_api_key)
     try:
-        facts = completed(await _first_facts(client, kind, settings), settings, kind)
+        facts = await _first_facts(client, kinds, settings, around.say_start)
+        kind = _kind_of(facts, kinds)
+        facts = completed(facts, settings, kind)
         assert facts.block_size is not None, "completed has seen to it"
         if settings.image_placeholder:
             await _check_pictures(client, kind, settings)
@@ -111,7 +123,9 @@ async def _asked(
                     raise
                 return str(error)
             again = replace(facts, loras=adapters_of(listed, model), aliases=aliases_of(listed, model))
-            if all_facts:
+            if len(kinds) > 1:
+                again = replace(again, kind=kind_of(model, kinds).name)
+            if all_facts and again.kind == facts.kind:
                 again = completed(await kind.ask(client, listed, model), settings, kind)
             difference = again.differs_from(facts)
             if not difference:
@@ -136,6 +150,8 @@ async def _asked(
             around.awake,
             around.metrics,
             server,
+            kind.health_path,
+            kind.figures,
         )
         around.metrics.engine_healthy.set(1)
         try:
@@ -191,18 +207,29 @@ class _ShownCard:
         self._changed(card)
 
 
-async def _first_facts(client: ServerClient, kind: ServerKind, settings: EngineServerSettings) -> ServerFacts:
+def _kind_of(facts: ServerFacts, kinds: Mapping[str, ServerKind]) -> ServerKind:
+    return next(each for each in kinds.values() if each.name == facts.kind)
+
+
+async def _first_facts(
+    client: ServerClient,
+    kinds: Mapping[str, ServerKind],
+    settings: EngineServerSettings,
+    say_start: Callable[[str], None],
+) -> ServerFacts:
     """Ask until the server answers."""
     said = ""
+    wanted = next(iter(kinds)) if len(kinds) == 1 else ""
     while True:
         try:
-            return await learn(client, {kind.name: kind}, kind.name, settings.served_model_name)
+            return await learn(client, kinds, wanted, settings.served_model_name)
         except KeyRefused as error:
             raise ValueError(str(error)) from None
         except (ServerError, DecodeError) as error:
             if str(error) != said:
                 said = str(error)
                 log.warning("waiting for the engine server: %s", said)
+                say_start(f"waiting for the engine server: {said}")
         await asyncio.sleep(ASK_AGAIN_S)
 
 
@@ -217,7 +244,7 @@ async def _check_pictures(client: ServerClient, kind: ServerKind, settings: Engi
 
 
 def completed(facts: ServerFacts, settings: EngineServerSettings, kind: ServerKind) -> ServerFacts:
-    """Return a server's facts, completed by options; raises ``ValueError`` for facts that neither gives."""
+    """Return a server's facts, completed by options; raises ``ValueError`` for a role that is not the server's."""
     facts = replace(
         facts,
         block_size=settings.kv_block_size or facts.block_size,
@@ -246,7 +273,13 @@ def completed(facts: ServerFacts, settings: EngineServerSettings, kind: ServerKi
             f"give role {facts.role}, or start it for the other"
         )
     if facts.block_size is None:
-        raise ValueError(f"{kind.title} at {settings.server_url} does not report its block size: give kv_block_size")
+        facts = replace(
+            facts,
+            block_size=ASSUMED_BLOCK_SIZE,
+            sources=(),
+            drained_events="",
+            events_missing=facts.events_missing or "it does not report its block size: give kv_block_size",
+        )
     return facts
 
 

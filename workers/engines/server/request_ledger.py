@@ -1,6 +1,6 @@
 """The books of an engine server's requests: each rank's load and progress, and what the next report will say.
 
-Loads are the worker's own: what others send to the server is not in them.
+Loads are the worker's own. What others send to the server is found by comparing them with the engine's own figures.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
 from poolgrid.workers.engines.lifecycle.health import ProgressMonitor, Stall
 from poolgrid.workers.engines.lifecycle.rank_load import RankLoad, ReportBuffer
 from poolgrid.workers.engines.server.core.calls import Call, Failure, ServerAnswerPiece
+from poolgrid.workers.engines.server.core.engine_figures import ForeignLoad
 from poolgrid.workers.engines.server.server_client import AnswerStream
 
 PREFILLED = FinishReason.PREFILLED
@@ -97,11 +98,28 @@ class RequestLedger:
         for load in self.loads:
             load.assume_total_blocks(total_blocks)
         self._progress = [ProgressMonitor(progress_timeout_ms) for _ in range(dp_size)]
+        self._foreign = [ForeignLoad() for _ in range(dp_size)]
         self._cache_ms = [0.0] * dp_size
         """When the last cache event of each rank came."""
 
     def load(self, dp_rank: int) -> LoadReported:
-        return self.loads[dp_rank].report(self._cached_blocks(dp_rank))
+        load = self.loads[dp_rank].report(self._cached_blocks(dp_rank))
+        foreign = self._foreign[dp_rank].count
+        return structs.replace(load, foreign_requests=foreign) if foreign else load
+
+    def booked(self) -> list[int]:
+        """Return how many requests of each rank are on the books."""
+        return [load.requests for load in self.loads]
+
+    def compare(self, figures: Sequence[int] | None, *booked: Sequence[int]) -> None:
+        """Compare what the engine has, by rank, with what was on the books around that; ``None`` = it is not known."""
+        for rank, foreign in enumerate(self._foreign):
+            changed = (
+                foreign.forget() if figures is None else foreign.observe(figures[rank], [each[rank] for each in booked])
+            )
+            if changed:
+                self.report.rank(rank)
+                self.report.flush_soon()
 
     def enter(self, active: ServerRequest, now_ms: float) -> None:
         self.loads[active.rank].entered(active.request_id, active.prompt_tokens, computes=not active.transfers)

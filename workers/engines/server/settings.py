@@ -9,12 +9,13 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, StringConstraints, field_validator, model_validator
 
 from poolgrid.http.http_client import HttpTarget
-from poolgrid.process.settings import ZmqEndpoint
+from poolgrid.process.settings import Settings, ZmqEndpoint
 from poolgrid.wire.addresses import ip_endpoint_problem
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import SERVING_ENDPOINTS_MAX
 from poolgrid.wire.tasks import MODALITIES
 from poolgrid.workers.engines.server.core.launching import check_arguments
+from poolgrid.workers.engines.server.core.server_list import SERVERS_MAX, ServerEntry, read_entry
 from poolgrid.workers.settings import MODALITY_HELP, StepTimesSettings, WorkerProcessSettings, check_task_role
 
 ROLES = {"aggregated": Role.AGGREGATED, "prefill": Role.PREFILL, "decode": Role.DECODE}
@@ -51,59 +52,22 @@ def _check_url(given: str) -> str:
 ServerUrl = Annotated[str, StringConstraints(min_length=1, max_length=2048), AfterValidator(_check_url)]
 
 
-class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
-    """A worker in front of an engine server, or several workers in one process, each in front of its own."""
+ENGINE_URL_HELP = (
+    "Use this engine server: http://gpu1:8000 or prefill=URL; with --engine server also dns+http://NAME:PORT or "
+    "k8s+http://:PORT?selector=LABELS. Repeat for more."
+)
+
+
+class EngineServersSettings(Settings):
+    """What holds for engine servers that run already, whatever follows them."""
 
     panel: ClassVar[str] = "Engine server"
-
-    own_arguments: ClassVar[Callable[[], Mapping[str, str]]]
-    """Options of the server that the worker sets, each with what to do instead."""
 
     engine_url: tuple[ServerUrl, ...] = Field(
         (),
         max_length=256,
-        description=(
-            "Work in front of this running engine server, as http://gpu1:8000 or prefill=URL. Repeat for a worker "
-            "each in this process."
-        ),
+        description=ENGINE_URL_HELP,
     )
-    model_path: str = Field(
-        "",
-        max_length=4096,
-        description=(
-            "Use this model: a directory, or a hub name where the engine loads weights. Arguments after -- go "
-            "to a server that is started with it."
-        ),
-    )
-    engine_command: str = Field(
-        "",
-        max_length=4096,
-        description="Start the server with this command line. Unset = the engine's usual command, found on PATH.",
-    )
-    engine_argument: tuple[Argument, ...] = Field(
-        (),
-        max_length=1024,
-        description="Pass this argument to the server, as those after -- are. Repeat for more.",
-    )
-    engine_port: int = Field(
-        0, ge=0, le=65535, description="Start the server at this port of the loopback interface; 0 = any free port."
-    )
-    log_dir: Path = Field(
-        Path("poolgrid-logs"),
-        description="Write the server's log into this directory, in a file with the worker's name.",
-    )
-    start_timeout_ms: float = Field(
-        1_800_000.0,
-        gt=0,
-        le=86_400_000,
-        description=(
-            "Give up when the server does not answer after this time. Large models may load for half an hour."
-        ),
-    )
-    engine_stop_timeout_s: ClassVar[float] = 60.0
-    """How long its own server may take to end before it is killed."""
-    engine_restarts_max: ClassVar[int] = 3
-    """Deaths of its own server in a row after which the worker ends; each start loads the model."""
     engine_api_key: str = Field(
         "",
         max_length=4096,
@@ -119,14 +83,6 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
             "Serve the model under this name. Unset = the model path, or an engine server's first base model."
         ),
     )
-    role: Literal["aggregated", "prefill", "decode"] = Field(
-        "aggregated",
-        description=(
-            "Choose the role: whole requests and any leg, prefill only, decode and whole requests, or encode "
-            "images (some engines)."
-        ),
-    )
-    modality: Literal["text", "embedding"] = Field("text", description=MODALITY_HELP)
     kv_block_size: int | None = Field(
         None,
         ge=1,
@@ -141,8 +97,6 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
         le=65_536,
         description="Assume this limit per rank if the server reports none.",
     )
-    max_num_tokens: ClassVar[int] = 8192
-    """Tokens in one engine step of a rank, where the server does not say."""
     data_parallel_size: int | None = Field(
         None,
         ge=1,
@@ -185,18 +139,6 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
             "Accept images, which the model's chat template writes as this text, as <|image_pad|>. Unset = text only."
         ),
     )
-    kv_transfer_timeout_ms: ClassVar[float] = 60_000.0
-    """How long a prefill leg is counted whose KV no decode worker is known to have taken. The server frees it by
-    its own time-out, which is shorter."""
-    kept_transfers_max: ClassVar[int] = 256
-    """Prefilled requests whose KV is kept at a time, as many as a batch has; one more is refused as busy."""
-    max_requests: ClassVar[int] = 8192
-    """Requests in the server, waiting ones included: more than any server runs. One more is refused."""
-    health_interval_ms: ClassVar[float] = 2_000.0
-    """Time between two health checks of the server."""
-    health_timeout_ms: ClassVar[float] = 10_000.0
-    """How long its answer may take before the worker moves its requests elsewhere and leaves the pool: above the
-    longest step of a loaded server."""
     progress_timeout_ms: float = Field(
         120_000.0,
         ge=10.0,
@@ -212,6 +154,158 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
         if twice:
             raise ValueError(f"engine_url is {twice[0]!r} {len(twice)} times: a server has one worker")
         return given
+
+    @field_validator("serving_endpoint")
+    @classmethod
+    def _check_serving(cls, endpoints: tuple[str, ...]) -> tuple[str, ...]:
+        for endpoint in endpoints:
+            problem = ip_endpoint_problem(endpoint)
+            if problem is not None:
+                raise ValueError(
+                    f"serving_endpoint is {endpoint!r}, which {problem}; allowed are ip:port and [ipv6]:port"
+                )
+        return endpoints
+
+    @model_validator(mode="after")
+    def _check_events(self) -> Self:
+        replays, endpoints = len(self.kv_events_replay_endpoint), len(self.kv_events_endpoint)
+        if replays not in (0, endpoints):
+            raise ValueError(
+                f"kv_events_replay_endpoint is given {replays} times and kv_events_endpoint {endpoints} times: allowed "
+                "are as many, or none"
+            )
+        ranks = max(1, len(self.engine_url)) * (self.data_parallel_size or 0)
+        if self.data_parallel_size is not None and endpoints not in (0, ranks):
+            raise ValueError(
+                f"kv_events_endpoint is given {endpoints} times, data_parallel_size is {self.data_parallel_size}: one "
+                "for each rank of each server"
+            )
+        return self
+
+
+def _check_listed(given: str) -> str:
+    read_entry(given)
+    return given
+
+
+ListedServer = Annotated[str, StringConstraints(min_length=1, max_length=2048), AfterValidator(_check_listed)]
+
+
+class FollowedServersSettings(EngineServersSettings):
+    """Engine servers of any kind, which come and go while they are followed."""
+
+    panel: ClassVar[str] = "Engine servers"
+
+    engine_url: tuple[ListedServer, ...] = Field(
+        (),
+        max_length=SERVERS_MAX,
+        description=ENGINE_URL_HELP,
+    )
+    engine_urls_file: Path | None = Field(
+        None,
+        description=(
+            "Follow the engine servers in this file, a URL or ROLE=URL on each line. Changes are read within a second."
+        ),
+    )
+
+    @property
+    def follows_servers(self) -> bool:
+        return bool(self.engine_url) or self.engine_urls_file is not None
+
+    @model_validator(mode="after")
+    def _check_each(self) -> Self:
+        entries = [read_entry(each) for each in self.engine_url]
+        fixed = self.engine_urls_file is None and all(isinstance(each, ServerEntry) for each in entries)
+        for name in OF_EACH_SERVER:
+            given = len(getattr(self, name))
+            if given and (not fixed or given % len(entries)):
+                raise ValueError(
+                    f"{name} is given {given} times: allowed are as many for each engine_url, all of which are single "
+                    "servers, without engine_urls_file"
+                )
+        return self
+
+    def own_of(self, entry: ServerEntry) -> dict[str, object]:
+        """Return the settings of which each server has its own."""
+        urls = [read_entry(each) for each in self.engine_url]
+        if entry not in urls:
+            return dict.fromkeys(OF_EACH_SERVER, ())
+        number = urls.index(entry)
+        own: dict[str, object] = {}
+        for name in OF_EACH_SERVER:
+            given = getattr(self, name)
+            share = len(given) // len(urls)
+            own[name] = given[number * share : (number + 1) * share]
+        return own
+
+
+class EngineServerSettings(EngineServersSettings, StepTimesSettings, WorkerProcessSettings):
+    """A worker in front of an engine server, or several workers in one process, each in front of its own."""
+
+    panel: ClassVar[str] = "Engine server"
+
+    own_arguments: ClassVar[Callable[[], Mapping[str, str]]]
+    """Options of the server that the worker sets, each with what to do instead."""
+
+    model_path: str = Field(
+        "",
+        max_length=4096,
+        description=(
+            "Use this model: a directory, or a hub name where the engine loads weights. Arguments after -- go "
+            "to a server that is started with it."
+        ),
+    )
+    engine_command: str = Field(
+        "",
+        max_length=4096,
+        description="Start the server with this command line. Unset = the engine's usual command, found on PATH.",
+    )
+    engine_argument: tuple[Argument, ...] = Field(
+        (),
+        max_length=1024,
+        description="Pass this argument to the server, as those after -- are. Repeat for more.",
+    )
+    engine_port: int = Field(
+        0, ge=0, le=65535, description="Start the server at this port of the loopback interface; 0 = any free port."
+    )
+    log_dir: Path = Field(
+        Path("poolgrid-logs"),
+        description="Write the server's log into this directory, in a file with the worker's name.",
+    )
+    start_timeout_ms: float = Field(
+        1_800_000.0,
+        gt=0,
+        le=86_400_000,
+        description=(
+            "Give up when the server does not answer after this time. Large models may load for half an hour."
+        ),
+    )
+    engine_stop_timeout_s: ClassVar[float] = 60.0
+    """How long its own server may take to end before it is killed."""
+    engine_restarts_max: ClassVar[int] = 3
+    """Deaths of its own server in a row after which the worker ends; each start loads the model."""
+    role: Literal["aggregated", "prefill", "decode"] = Field(
+        "aggregated",
+        description=(
+            "Choose the role: whole requests and any leg, prefill only, decode and whole requests, or encode "
+            "images (some engines)."
+        ),
+    )
+    modality: Literal["text", "embedding"] = Field("text", description=MODALITY_HELP)
+    max_num_tokens: ClassVar[int] = 8192
+    """Tokens in one engine step of a rank, where the server does not say."""
+    kv_transfer_timeout_ms: ClassVar[float] = 60_000.0
+    """How long a prefill leg is counted whose KV no decode worker is known to have taken. The server frees it by
+    its own time-out, which is shorter."""
+    kept_transfers_max: ClassVar[int] = 256
+    """Prefilled requests whose KV is kept at a time, as many as a batch has; one more is refused as busy."""
+    max_requests: ClassVar[int] = 8192
+    """Requests in the server, waiting ones included: more than any server runs. One more is refused."""
+    health_interval_ms: ClassVar[float] = 2_000.0
+    """Time between two health checks of the server."""
+    health_timeout_ms: ClassVar[float] = 10_000.0
+    """How long its answer may take before the worker moves its requests elsewhere and leaves the pool: above the
+    longest step of a loaded server."""
 
     @model_validator(mode="after")
     def _check_that_there_is_a_server(self) -> Self:
@@ -320,29 +414,45 @@ class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
             check_arguments(arguments, cls.own_arguments())
         return arguments
 
-    @field_validator("serving_endpoint")
-    @classmethod
-    def _check_serving(cls, endpoints: tuple[str, ...]) -> tuple[str, ...]:
-        for endpoint in endpoints:
-            problem = ip_endpoint_problem(endpoint)
-            if problem is not None:
-                raise ValueError(
-                    f"serving_endpoint is {endpoint!r}, which {problem}; allowed are ip:port and [ipv6]:port"
-                )
-        return endpoints
+
+class FollowerSettings(FollowedServersSettings, StepTimesSettings, WorkerProcessSettings):
+    """Follows engine servers of any kind in one process, a worker for each."""
+
+    engine_name: ClassVar[str] = "server"
 
     @model_validator(mode="after")
-    def _check_events(self) -> Self:
-        replays, endpoints = len(self.kv_events_replay_endpoint), len(self.kv_events_endpoint)
-        if replays not in (0, endpoints):
+    def _check_that_servers_are_given(self) -> Self:
+        if not self.follows_servers:
             raise ValueError(
-                f"kv_events_replay_endpoint is given {replays} times and kv_events_endpoint {endpoints} times: allowed "
-                "are as many, or none"
+                "neither engine_url nor engine_urls_file is given: a worker with the engine server follows servers "
+                "that run, as http://gpu1:8000"
             )
-        ranks = max(1, len(self.engine_url)) * (self.data_parallel_size or 0)
-        if self.data_parallel_size is not None and endpoints not in (0, ranks):
-            raise ValueError(
-                f"kv_events_endpoint is given {endpoints} times, data_parallel_size is {self.data_parallel_size}: one "
-                "for each rank of each server"
-            )
+        for name in ("request_port", "http_port"):
+            if getattr(self, name) + SERVERS_MAX > PORTS:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}: as many ports as there may be servers ({SERVERS_MAX}) follow it"
+                )
         return self
+
+    def of_server(self, entry: ServerEntry, number: int) -> FollowedServerSettings:
+        """Return the settings of a server's worker; ``number`` is that of its ports after the follower's own."""
+        shared = {
+            name: getattr(self, name)
+            for name in self.model_fields_set
+            if name in FollowedServerSettings.model_fields and name not in OF_EACH_SERVER
+        }
+        ports = {"request_port": self.request_port + number, "http_port": self.http_port + 1 + number}
+        own = {
+            **self.own_of(entry),
+            **{name: port for name, port in ports.items() if getattr(self, name)},
+            "engine_url": (entry.url,),
+            "role": entry.role,
+            "worker_id": entry.worker_id,
+        }
+        return FollowedServerSettings.model_validate({**shared, **own})
+
+
+class FollowedServerSettings(EngineServerSettings):
+    """The worker of one server that is followed."""
+
+    engine_name: ClassVar[str] = FollowerSettings.engine_name

@@ -1,13 +1,22 @@
-"""`poolgrid consolidator`: the pool's event store alone."""
+"""`poolgrid consolidator`: the pool's event store, alone or with what follows engine servers."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING, NamedTuple
 
 from poolgrid.cli.command_line import LogChoice, command, log_options
 from poolgrid.cli.options import with_settings
 from poolgrid.cli.service_process import run_service, say_ready
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings
+from poolgrid.workers.engines.server.settings import FollowedServersSettings, FollowerSettings
+
+if TYPE_CHECKING:
+    from poolgrid.consolidator.bootstrap import MakePlanes
+    from poolgrid.consolidator.service import ConsolidatorService
+    from poolgrid.http.guard import Application
+    from poolgrid.http.health_app import HealthApp
+    from poolgrid.workers.bootstrap import FollowedServers
 
 BASICS = (
     "host",
@@ -16,6 +25,8 @@ BASICS = (
     "query_port",
     "http_port",
     "data_dir",
+    "engine_url",
+    "engine_urls_file",
     "lease_ms",
     "event_plane",
     "nats_url",
@@ -24,10 +35,15 @@ BASICS = (
 
 
 @command()
-@with_settings(ConsolidatorProcessSettings, basics=BASICS)
+@with_settings(ConsolidatorProcessSettings, FollowedServersSettings, basics=BASICS)
 @log_options
-def consolidator(settings: ConsolidatorProcessSettings, log_choice: LogChoice) -> None:
-    """Run a consolidator alone, for several routers or for one that may restart."""
+def consolidator(
+    settings: ConsolidatorProcessSettings, servers: FollowedServersSettings, log_choice: LogChoice
+) -> None:
+    """Run a consolidator alone, for several routers or for one that may restart.
+
+    With --engine-url or --engine-urls-file it follows engine servers in the same process.
+    """
     from poolgrid.consolidator.bootstrap import ConsolidatorEndpoints, serve
 
     def ready(endpoints: ConsolidatorEndpoints) -> None:
@@ -36,6 +52,41 @@ def consolidator(settings: ConsolidatorProcessSettings, log_choice: LogChoice) -
         say_ready(endpoints.http, *(f"{name}={endpoint}" for name, endpoint in planes if endpoint))
 
     async def main(stop: asyncio.Event) -> None:
-        await serve(settings, stop, ready)
+        if not servers.follows_servers:
+            await serve(settings, stop, ready)
+            return
+        from poolgrid.workers.bootstrap import FollowedServers, serve_followed
+
+        follower = follower_settings(settings, servers)
+        if settings.on_nats:
+            # Any of the consolidators may be the active one: events go to it over its plane.
+            await asyncio.gather(serve(settings, stop, ready), serve_followed(follower, stop, lambda url: None))
+        else:
+            await serve(settings, stop, ready, companion=ServersBeside(FollowedServers(follower)))
 
     run_service("consolidator", log_choice, main)
+
+
+class ServersBeside(NamedTuple):
+    """Implements ``poolgrid.consolidator.bootstrap.Companion``: engine servers whose events need no socket."""
+
+    followed: FollowedServers
+
+    def around(self, app: HealthApp) -> Application:
+        """Return an application that answers for the servers, too."""
+        return self.followed.around(app)
+
+    async def run(self, service: ConsolidatorService, make_context: MakePlanes, stop: asyncio.Event) -> None:
+        """Follow until ``stop`` is set."""
+        await self.followed.run(stop, make_context(), lambda endpoint, on_frames: service.open_local(on_frames))
+
+
+def follower_settings(settings: ConsolidatorProcessSettings, servers: FollowedServersSettings) -> FollowerSettings:
+    """Return the settings of what follows servers in a consolidator's process; its workers' ports are any free ones."""
+    given = {
+        name: getattr(each, name)
+        for each in (settings, servers)
+        for name in each.model_fields_set
+        if name in FollowerSettings.model_fields and name != "http_port"
+    }
+    return FollowerSettings.model_validate(given)

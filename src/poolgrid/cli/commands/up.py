@@ -13,6 +13,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -21,11 +22,12 @@ import click
 from poolgrid.cli.command_line import command, print_json
 from poolgrid.cli.hub_model import with_directory
 from poolgrid.cli.launch_plan import OptionProblem, PlannedPart, show, usable_on_this_machine
-from poolgrid.cli.local_pool import LocalPool, UpSettings, plan, plan_engines, planned_parts
+from poolgrid.cli.local_pool import LocalPool, ServersInFront, UpSettings, plan, plan_engines, planned_parts
 from poolgrid.cli.options import with_settings
 from poolgrid.cli.part import PartFailed
 from poolgrid.cli.service_process import log_failure, say_ready, start_status
 from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.settings import NO_TOKENIZER
 from poolgrid.process import lifecycle
 from poolgrid.process.tasks import unless
 from poolgrid.workers.engines.registry import engines
@@ -41,7 +43,7 @@ def run_up(settings: UpSettings, as_json: bool = False) -> int:
     try:
         settings.log_choice.configure("up")
         settings = with_directory(settings, "served_model_name", weights=settings.real, fetch=not settings.dry_run)
-        if settings.engine_url:
+        if settings.has_servers:
             return run_front(settings)
         if settings.engine not in engines():
             there = ", ".join(engines())
@@ -59,7 +61,7 @@ def run_up(settings: UpSettings, as_json: bool = False) -> int:
     for worker in workers:
         for warning in worker.warnings:
             log.warning("%s: %s", worker.name, warning)
-    return _run(lambda directory: LocalPool(settings, settings.data_dir or directory, model, workers))
+    return _run(lambda directory: LocalPool(settings, settings.data_dir or directory, workers))
 
 
 def print_plan(planned: Sequence[PlannedPart], as_json: bool) -> int:
@@ -76,14 +78,20 @@ def print_plan(planned: Sequence[PlannedPart], as_json: bool) -> int:
 
 def run_front(settings: UpSettings) -> int:
     """Run a pool in front of servers that run already; return the exit status. Raises ``ValueError``."""
-    from poolgrid.cli.front import plan_front
+    from poolgrid.cli.front import plan_front, settings_later
 
-    front = plan_front(settings)
-    model = PromptModel.load(front.settings.model_path, prompts=False)
-    for note in front.notes:
-        log.warning("%s", note)
+    plan = plan_front(settings)
+    if plan.settings.model_path != NO_TOKENIZER:
+        PromptModel.load(plan.settings.model_path, prompts=False)
+    if plan.note:
+        log.warning("%s", plan.note)
     return _run(
-        lambda directory: LocalPool(front.settings, settings.data_dir or directory, model, front.workers, front.what)
+        lambda directory: LocalPool(
+            plan.settings,
+            settings.data_dir or directory,
+            plan.workers,
+            ServersInFront(plan.what, plan.arguments, plan.answered, partial(settings_later, settings, plan)),
+        )
     )
 
 

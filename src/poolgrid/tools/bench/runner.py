@@ -409,7 +409,7 @@ async def open_pools(policies: Sequence[str], options: str) -> AsyncIterator[dic
             for policy in policies:
                 directory = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="poolgrid-bench-")))
                 settings = given.model_copy(update={"policy": policy, "port": 0})
-                pool = LocalPool(settings, directory, model, plan(settings, model, lambda _: ()))
+                pool = LocalPool(settings, directory, plan(settings, model, lambda _: ()))
                 opened.push_async_callback(pool.stop)
                 urls[policy] = await pool.start()
         except (PartFailed, ModelDirectoryError, TimeoutError, OSError) as error:

@@ -11,8 +11,8 @@ from poolgrid.process.clock import Clock
 from poolgrid.tools.engine_check.core.evidence import CheckProbe, ServerStatement
 from poolgrid.wire.errors import DecodeError
 from poolgrid.workers.engines.registry import server_kinds
-from poolgrid.workers.engines.server.core.server_facts import ModelList, ServerFacts, choose_model
-from poolgrid.workers.engines.server.kinds import MODELS, UnknownServer, learn
+from poolgrid.workers.engines.server.core.server_facts import ServerFacts
+from poolgrid.workers.engines.server.kinds import MODELS, learn
 from poolgrid.workers.engines.server.server_client import ServerClient, ServerError
 
 ANSWER_BYTES_SHOWN = 300
@@ -51,10 +51,11 @@ class EngineServer:
         kinds = server_kinds()
         try:
             facts = await learn(self._asked, kinds, kind if kind in kinds else "", model)
-        except UnknownServer:
-            return await self._of_another_kind(model)
         except DecodeError as error:
             raise ServerError(f"asking {self._url}: {error}; is --url right?") from error
+        if not kinds[facts.kind].owned_by:
+            # It reports nothing of its cache: it can be measured, and told the rest.
+            return ServerFacts(facts.kind, model=facts.model, max_sequence_length=facts.max_sequence_length)
         if facts.role not in ("", "aggregated"):
             raise ServerError(
                 f"{kinds[facts.kind].title} at {self._url} was started for {facts.role}: it takes no request without "
@@ -62,11 +63,6 @@ class EngineServer:
                 "of its worker reports the events"
             )
         return facts
-
-    async def _of_another_kind(self, model: str) -> ServerFacts:
-        """Learn what can be learned of any server that speaks OpenAI's API: it can be measured, and told the rest."""
-        chosen = choose_model(await self._asked.ask_for(MODELS, ModelList), model)
-        return ServerFacts("openai", model=chosen.id, max_sequence_length=chosen.max_model_len)
 
     async def metrics_page(self) -> str:
         try:

@@ -39,6 +39,7 @@ from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, RefusalKind, Sampling, TokenLogprobs
 from poolgrid.workers.core.refusal import TokenCount, TokenId, UnableError, count_of, logprob_of
 from poolgrid.workers.engines.server.core.calls import Call, Failure, ServerAnswerPiece
+from poolgrid.workers.engines.server.core.engine_figures import EngineFigures
 from poolgrid.workers.engines.server.core.launching import Launch, Publishing, ServerCommand, WantedServer
 from poolgrid.workers.engines.server.core.openai_words import (
     FINISH_REASONS,
@@ -542,4 +543,6 @@ KIND = ServerKind(
     EVENTS_OPTION,
     "--page-size N",
     pictures_missing,
+    figures=EngineFigures("/metrics", b"sglang:num_running_reqs", b"sglang:num_queue_reqs"),
+    reuse_option="--enable-cache-report",
 )

@@ -33,6 +33,7 @@ from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, RefusalKind, Sampling, TokenLogprobs
 from poolgrid.workers.core.refusal import TokenId, UnableError, cached_of, logprob_of
 from poolgrid.workers.engines.server.core.calls import Call, Failure, ServerAnswerPiece
+from poolgrid.workers.engines.server.core.engine_figures import EngineFigures
 from poolgrid.workers.engines.server.core.launching import Launch, ServerCommand, WantedServer, without_option
 from poolgrid.workers.engines.server.core.openai_words import (
     FINISH_REASONS,
@@ -326,4 +327,5 @@ KIND = ServerKind(
     "kv_cache_config: {tokens_per_block: N} in its YAML",
     pictures_missing,
     parse_event,
+    figures=EngineFigures("/prometheus/metrics", b"trtllm_num_requests_running", b"trtllm_num_requests_waiting"),
 )

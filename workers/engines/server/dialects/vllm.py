@@ -49,6 +49,7 @@ from poolgrid.workers.core.refusal import (
     logprob_of,
 )
 from poolgrid.workers.engines.server.core.calls import Call, Failure, ServerAnswerPiece
+from poolgrid.workers.engines.server.core.engine_figures import EngineFigures
 from poolgrid.workers.engines.server.core.launching import Launch, ServerCommand, WantedServer
 from poolgrid.workers.engines.server.core.openai_words import (
     FINISH_REASONS,
@@ -608,4 +609,6 @@ KIND = ServerKind(
     EVENTS_OPTION,
     "--block-size N",
     pictures_missing,
+    figures=EngineFigures("/metrics", b"vllm:num_requests_running", b"vllm:num_requests_waiting"),
+    reuse_option="--enable-prompt-tokens-details",
 )
