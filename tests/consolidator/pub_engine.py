@@ -87,17 +87,17 @@ class Cache:
         parent = engine[cut - 1] if cut else None
         return block_stored(self.dialect, engine[cut:], parent, tokens[cut * BLOCK :], MEDIA[tier], lora)
 
-    def store_missing(self, tokens: list[int]) -> list[Any]:
-        """Store what the device lacks of a prompt, as an engine does: what it holds is reused, and no event says so."""
+    def store_missing(self, tokens: list[int], tier: Tier = Tier.DEVICE) -> list[Any]:
+        """Store what a tier lacks of a prompt, as an engine does: what it holds is reused, and no event says so."""
         names = sequence_hashes(block_hashes(pack_tokens(tokens), BLOCK))
-        held = self.truth[Tier.DEVICE]
+        held = self.truth[tier]
         lacking = [self._engine_hash(name) not in held for name in names]
         events: list[Any] = []
         begin = 0
         for lacks, run in groupby(lacking):
             end = begin + sum(1 for _ in run)
             if lacks:
-                events.append(self.store(tokens[: end * BLOCK], cut=begin))
+                events.append(self.store(tokens[: end * BLOCK], tier, cut=begin))
             begin = end
         return events
 

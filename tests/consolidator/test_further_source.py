@@ -130,7 +130,8 @@ class Scene:
         self.reach()
 
     def store(self, number: int, tier: Tier = Tier.HOST, lost: bool = False) -> None:
-        self.say(self.block.cache.store(prompt(number), tier), lost=lost)
+        # An engine computes nothing that it holds: such a store would be a report of reuse.
+        self.say(*self.block.cache.store_missing(prompt(number), tier), lost=lost)
 
     # Time
 

@@ -404,7 +404,8 @@ def _encoder(
 
 def _prove(encoder: PromptEncoder) -> None:
     encoder.prove()
-    _say(encoder)
+    if threading.main_thread().is_alive():  # the last line of a process that ends is its reason
+        _say(encoder)
 
 
 def _say(encoder: PromptEncoder) -> None:
