@@ -11,10 +11,10 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from poolgrid.wire.hashing import pack_tokens, unpack_tokens
+from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Sampling
 from poolgrid.workers.engines.simulated.core.next_token import expected_output
-from tests.e2e.expectation import SPOKEN
+from tests.e2e.expectation import MODEL, SPOKEN, pieces_of
 
 FIRST_TRICK = 900_000
 """Seed of the first trick; bystanders give none."""
@@ -34,8 +34,9 @@ class Asked:
         self.max_tokens: int = body["max_tokens"]
         self.share = share
         """Of the full size of a trick."""
-        wanted = Sampling(max_tokens=self.max_tokens, ignore_eos=True)
-        self.tokens = list(unpack_tokens(pack_tokens(expected_output(pack_tokens(body["prompt"]), wanted, SPOKEN))))
+        prompt = body["prompt"]
+        packed = MODEL.encode(prompt) if isinstance(prompt, str) else pack_tokens(prompt)
+        self.tokens = expected_output(packed, Sampling(max_tokens=self.max_tokens, ignore_eos=True), SPOKEN)
         """The right answer."""
 
 
@@ -57,11 +58,12 @@ async def answer(asked: Asked, write: Write, usage: Any = None, pause_s: float =
     """Answer rightly; ``usage`` is what follows the last token."""
     await write(HEAD)
     last = len(asked.tokens) - 1
-    for number, token in enumerate(asked.tokens):
-        choice = {"index": 0, "token_ids": [token], "finish_reason": "length" if number == last else None}
+    for number, piece in enumerate(pieces_of(asked.tokens)):
+        choice = {"index": 0, "text": piece, "finish_reason": "length" if number == last else None}
         await write(event({"choices": [choice]}))
         await asyncio.sleep(pause_s)
-    said = {"prompt_tokens_details": {"cached_tokens": 0}} if usage is None else usage
+    counts = {"prompt_tokens": 1, "completion_tokens": len(asked.tokens), "total_tokens": 1 + len(asked.tokens)}
+    said = {**counts, "prompt_tokens_details": {"cached_tokens": 0}} if usage is None else usage
     await write(event(f'{{"choices": [], "usage": {said if isinstance(said, str) else json.dumps(said)}}}'))
     await write(event("[DONE]") + b"0\r\n\r\n")
 
@@ -92,7 +94,9 @@ async def endless(asked: Asked, write: Write) -> None:
     """Send tokens for as long as somebody reads."""
     await write(HEAD)
     while True:
-        await write(event({"choices": [{"index": 0, "token_ids": asked.tokens[:1], "finish_reason": None}]}))
+        await write(
+            event({"choices": [{"index": 0, "text": "a", "token_ids": asked.tokens[:1], "finish_reason": None}]})
+        )
         await asyncio.sleep(0)  # others are answered on this loop as well
 
 
@@ -193,6 +197,7 @@ class EngineServer:
         if path == b"/metrics":
             blocks = f'vllm:cache_config_info{{block_size="{BLOCK_TOKENS}",num_gpu_blocks="4096"}} 1.0\n'
             return b"200 OK", b"# TYPE vllm:cache_config_info gauge\n" + blocks.encode()
-        if path in (b"/health", b"/version"):
+        # The harness asks each API once before it counts; bystanders and attacker use completions alone.
+        if path in (b"/health", b"/version", b"/v1/chat/completions", b"/v1/responses"):
             return b"200 OK", b"{}"
         return b"404 Not Found", b"{}"

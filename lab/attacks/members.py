@@ -44,6 +44,9 @@ NAME = "attacker"
 TAKEN_TIMEOUT_S = 60.0
 """How long a consolidator may take over what it is sent."""
 
+REFUSED_TIMEOUT_S = 3.0
+"""What is refused is never acknowledged: long enough for its harm to show."""
+
 Messages = Callable[[Random, float], Iterator[list[AnyEvent]]]
 """Yields the events of one message after the other, given a share of their full number."""
 
@@ -151,7 +154,7 @@ class Member:
             model, Role.AGGREGATED, 32, WorkerLimits(256, 8192, 2048, 131_072), request_endpoint="tcp://127.0.0.1:9"
         )
 
-    def report(self, messages: Iterator[list[AnyEvent]]) -> tuple[int, bool]:
+    def report(self, messages: Iterator[list[AnyEvent]], timeout_s: float) -> tuple[int, bool]:
         """Join, send all, wait until it was taken in, and leave; return the bytes, and whether all was taken."""
         try:
             self._control(Hello(NAME, 0, self._epoch, self._card, 0, 0))
@@ -161,7 +164,7 @@ class Member:
             for events in messages:
                 sent += self._send(events)
             taken = self._until(
-                lambda answer: isinstance(answer, Acknowledged) and answer.next_seq >= self._seq, TAKEN_TIMEOUT_S
+                lambda answer: isinstance(answer, Acknowledged) and answer.next_seq >= self._seq, timeout_s
             )
             self._control(Goodbye(NAME, 0, self._epoch, "done"))
             self._until(lambda answer: False, 0.5)
@@ -196,7 +199,9 @@ def reporting(messages: Messages, is_taken: bool = True) -> Run:
     async def run(scene: Scene) -> Outcome:
         member = Member(scene.pool.endpoint("ingest"), scene.pool.model.name)
         began_s = time.monotonic()
-        sent, taken = await asyncio.to_thread(member.report, messages(scene.random, scene.share))
+        sent, taken = await asyncio.to_thread(
+            member.report, messages(scene.random, scene.share), TAKEN_TIMEOUT_S if is_taken else REFUSED_TIMEOUT_S
+        )
         faults = ["what the contract allows was not taken in"] if is_taken and not taken else []
         return Outcome(f"{sent / 1e6:.1f} MB, taken in after {time.monotonic() - began_s:.1f} s", faults)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+from collections.abc import Sequence
 from dataclasses import replace
 
 from poolgrid.frontend.models import TINY_MODEL_PATH
@@ -22,8 +24,13 @@ SPOKEN = replace(PLAIN, words=surviving_words(TINY_MODEL_PATH))
 
 def expected_text(prompt: bytes, max_tokens: int, seed: int | None = None, vocabulary: Vocabulary = SPOKEN) -> str:
     """Return the text that must follow a prompt, of an answer that does not end by itself before."""
-    tokens = expected_output(prompt, Sampling(max_tokens=max_tokens, seed=seed, ignore_eos=True), vocabulary)
-    return MODEL.decode(pack_tokens(tokens))
+    return "".join(pieces_of(expected_output(prompt, Sampling(max_tokens, seed=seed, ignore_eos=True), vocabulary)))
+
+
+def pieces_of(tokens: Sequence[int]) -> list[str]:
+    """Return the text that comes with each token; a character that does not end within the answer is left out."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    return [decoder.decode(MODEL.token_bytes(token)) for token in tokens]
 
 
 class Verifier:

@@ -47,12 +47,12 @@ def test_events_of_an_engine_server_arrive() -> None:
             blocks = len(server.caches[0].names())
             assert blocks >= 5
 
-            def arrived() -> bool:
-                return [row["indexed_blocks"] for row in worker_rows(up.url).values()] == [blocks]
+            def held() -> list[object]:
+                return [row["indexed_blocks"] for row in worker_rows(up.url).values()]
 
-            eventually("the index is what the server holds", arrived)
+            eventually("the index is what the server holds", lambda: held() == [blocks])
             running.do(server.reset_prefix_cache())
-            eventually("what it forgets is forgotten", lambda: worker_rows(up.url)["vllm-0"]["indexed_blocks"] == 0)
+            eventually("what it forgets is forgotten", lambda: held() == [0])
 
 
 def test_a_global_router_reaches_its_pools(tmp_path: Path) -> None:
