@@ -50,6 +50,21 @@ async def test_somebody_is_told_when_there_may_be_room_again() -> None:
     assert not full.at(clock.now_ms)
 
 
+@pytest.mark.parametrize("other", [False, True])
+async def test_a_look_at_full_workers_takes_away_no_word_of_room(other: bool) -> None:
+    """A page of metrics may be the first to see that a time is over, and another worker may become full then."""
+    clock, told = HandClock(), asyncio.Event()
+    full: FullWorkers[str] = FullWorkers(clock)
+    full.observe(told.set)
+    full.note("w", 1)
+    clock.now_ms += 1
+    assert not full.at(clock.now_ms)
+    if other:
+        full.note("other", RETRY_AFTER_MAX_MS)
+    await asyncio.wait_for(told.wait(), 20)
+    full.close()
+
+
 def join(router: Routed, *loras: tuple[str, ...]) -> None:
     served = loras or ((), ())
     for worker, endpoint, names in zip((OLD, NEW), (BEFORE, AFTER), served, strict=False):

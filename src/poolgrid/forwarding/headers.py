@@ -108,6 +108,14 @@ def blotted(text: bytes, keys: Collection[bytes]) -> bytes:
     return text
 
 
+def blotted_part(text: bytes, keys: Collection[bytes]) -> tuple[bytes, bytes]:
+    """Return what of the next part of a body can be passed, and its end, which may be the beginning of a key."""
+    text = blotted(text, keys)
+    kept = max((len(form) for key in keys for form in _forms(key)), default=1) - 1
+    cut = max(0, len(text) - kept)
+    return text[:cut], text[cut:]
+
+
 @lru_cache(maxsize=64)
 def _forms(key: bytes) -> tuple[bytes, ...]:
     """The longest first: it contains the others."""

@@ -26,7 +26,7 @@ from msgspec import Raw, Struct
 from starlette.types import Receive, Scope, Send
 
 from poolgrid.forwarding.event_filter import AnswerNotes, ApiForm, EventFilter, filter_answer
-from poolgrid.forwarding.headers import blotted, request_headers, response_headers
+from poolgrid.forwarding.headers import blotted, blotted_part, request_headers, response_headers
 from poolgrid.forwarding.paths import STATEFUL_COLLECTIONS, RequestTarget
 from poolgrid.frontend.access.gate import CALLER, key_of
 from poolgrid.frontend.access.meter import limit_headers
@@ -474,7 +474,9 @@ class ForwardExchange:
 
     def _take_head(self, status: int, headers: HeaderList, is_chunked: bool) -> None:
         self._answer_status, self._answer_headers = status, headers
-        self._is_raw = is_chunked and self.scope["http_version"] == "1.1" and self.scope["method"] != "HEAD"
+        is_raw = is_chunked and self.scope["http_version"] == "1.1" and self.scope["method"] != "HEAD"
+        # What is looked through for keys is not passed as it came.
+        self._is_raw = is_raw and not (self._keys and status >= 400)
         if self._filter is not None and (status != 200 or not self._is_event_stream()):
             self._filter = None
         if self._filter is None and status == 200 and (self._request is not None or self._makes_state):
@@ -520,7 +522,7 @@ class ForwardExchange:
             self._keep_whole(data)
         if self._is_raw:
             data = chunk(data)
-            self._last_piece = data
+        self._last_piece = data
         if self._is_open:
             self._guard.write(data)
         else:
@@ -644,29 +646,30 @@ class ForwardExchange:
             self._failure = AnswerFailed(f"the server answered {self._answer_status}")
         if self._is_raw:
             self._open()
+        keys = self._keys if self._answer_status >= 400 else ()
+        held = b""
         while True:
             self._check()
             if self._failure is not None:
                 await self._cut(self._failure)
                 return
             pieces, self._pieces = self._pieces, []
+            body = held + b"".join(pieces)
             if self._is_over:
-                body = self._without_keys(b"".join(pieces))
+                body = blotted(body, keys)
                 if self._is_raw:
                     if body:
                         self._guard.write(body)
                     body = b""
                 await self._send({"type": "http.response.body", "body": b"" if is_head_request else body})
                 return
-            if pieces:
-                body = self._without_keys(b"".join(pieces))
-                await self._send({"type": "http.response.body", "body": body, "more_body": True})
-            else:
+            if not pieces:
                 await self._wait()
-
-    def _without_keys(self, body: bytes) -> bytes:
-        """Return a part of a body without the server's key, which some repeat in a refusal."""
-        return blotted(body, self._keys) if self._keys and self._answer_status >= 400 else body
+                continue
+            if keys:  # which some servers repeat in a refusal
+                body, held = blotted_part(body, keys)
+            if body:
+                await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     def _open(self) -> None:
         """Have chunks go straight to the client's connection from now on."""
@@ -751,7 +754,8 @@ class ForwardExchange:
     def _is_between_events(self) -> bool:
         if self._filter is not None:
             return self._filter.is_between_events
-        return not self._last_piece or self._last_piece.endswith(b"\n\n\r\n")
+        # A chunk's payload has a line end behind it.
+        return not self._last_piece or self._last_piece.endswith((b"\n\n\r\n", b"\n\n"))
 
     async def _answer_without_server(self, last: StreamDelta) -> None:
         """Answer a request that no server took."""
@@ -763,7 +767,7 @@ class ForwardExchange:
             headers = [pair for pair in busy.headers if pair[0] not in (b"content-length", b"transfer-encoding")]
             headers.append((b"content-length", b"%d" % len(busy.body)))
             await self._send_head(busy.status, headers)
-            await self._send({"type": "http.response.body", "body": bytes(busy.body)})
+            await self._send({"type": "http.response.body", "body": blotted(bytes(busy.body), self._keys)})
             return
         message = f"forwarding the request: {last.error or 'no server took it'}"
         if last.poison:
@@ -776,7 +780,7 @@ class ForwardExchange:
         """End an answer that cannot be completed, so that no client takes it for whole."""
         self.error = "server_lost"
         log.warning("request %s: %s", self.name, failure, extra=about(request_id=str(self.name)))
-        if self._is_raw and self._is_event_stream():
+        if self._is_event_stream() and not any(name == b"content-length" for name, _ in self._answer_headers):
             await self._end_stream(RequestError(502, "server_lost", str(failure)))
             return
         self.status = 502

@@ -243,6 +243,7 @@ class FullWorkers(Generic[K]):
         until_ms = self._clock.monotonic_ms() + max(1, pause_ms)
         self._until_ms[worker] = max(until_ms, self._until_ms.get(worker, 0.0))
         self._changed()
+        self._arm()
 
     def at(self, now_ms: float) -> Mapping[K, str]:
         """Return the workers that are full at this time; the mapping is never changed afterwards."""
@@ -262,13 +263,22 @@ class FullWorkers(Generic[K]):
     def _changed(self) -> None:
         self._reasons = dict.fromkeys(self._until_ms, FULL)
         self._next_ms = min(self._until_ms.values(), default=float("inf"))
-        self.close()
-        if self._until_ms:
-            delay_s = max(0.001, (self._next_ms - self._clock.monotonic_ms()) / 1000)
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_time)
+
+    def _arm(self) -> None:
+        """Have ``_on_time`` called at the next of these times. A call that is due earlier stays: what it is for may have
+        been seen by ``at`` already, which wakes no request."""
+        if not self._until_ms:
+            return
+        loop = asyncio.get_running_loop()
+        when_s = loop.time() + max(0.001, (self._next_ms - self._clock.monotonic_ms()) / 1000)
+        if self._timer is not None:
+            if self._timer.when() <= when_s:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(when_s, self._on_time)
 
     def _on_time(self) -> None:
-        full = self.at(self._clock.monotonic_ms())
-        if full and self._timer is not None and self._timer.when() <= asyncio.get_running_loop().time():
-            self._changed()  # the loop's clock is ahead of ours
+        self._timer = None
+        self.at(self._clock.monotonic_ms())
+        self._arm()
         self._on_room()

@@ -1,0 +1,82 @@
+"""The pool that tests send requests to."""
+
+from __future__ import annotations
+
+import psutil
+
+from tests.e2e.processes import Process, becomes, metric, ready_workers
+from tests.proxy.raw_client import CHAT, Answer, RawClient, chat_body
+from tests.proxy.scripted_server import Call, Script, ScriptedServer, serve_plainly, whole
+
+SERVER_KEY = "server/key-4711"
+"""What the servers want."""
+
+GROWTH_BYTES_MAX = 48 << 20
+"""Most that a router may grow by for one request of a test, whose servers send more than twice as much."""
+
+
+class ScriptedPool:
+    """A router in front of two scripted servers."""
+
+    def __init__(self, up: Process, servers: list[ScriptedServer]) -> None:
+        self.url = up.url
+        self.servers = servers
+        self.router = psutil.Process(up.child("router").pid)
+
+    def begin(self) -> None:
+        """Wait until both servers take requests, and forget what came before."""
+        for each in self.servers:
+            each.script = None
+        becomes(lambda: len(ready_workers(self.url)), len(self.servers))
+        for each in self.servers:
+            each.calls.clear()
+            each.targets.clear()
+            each.failures.clear()
+
+    def end(self) -> None:
+        """No script may have failed, no request may be left, and the next one is answered."""
+        assert [error for each in self.servers for error in each.failures] == []
+        becomes(self.running, 0.0)
+        self.on(serve_plainly)
+        assert self.post(CHAT, chat_body()).status == 200
+
+    def on(self, script: Script) -> None:
+        """Have a script answer all requests from now on."""
+        for each in self.servers:
+            each.script = script
+
+    def says(self, data: bytes) -> None:
+        """Have all requests answered with these bytes, after which the connection ends."""
+        self.on(lambda call: call.cut(data))
+
+    def answers(self, body: bytes, status: int = 200, *headers: str, kind: str = "application/json") -> None:
+        """Have all requests answered."""
+        self.on(lambda call: call.send(whole(body, status, *headers, kind=kind)))
+
+    @property
+    def calls(self) -> list[Call]:
+        return [call for each in self.servers for call in each.calls]
+
+    def only_call(self) -> Call:
+        (call,) = self.calls
+        return call
+
+    def call(self, method: str, target: str, body: bytes | None = None, *headers: str) -> Answer:
+        """Send one request on a connection of its own."""
+        with RawClient(self.url) as client:
+            client.ask(method, target, body, *headers)
+            return client.answer(method)
+
+    def post(self, target: str, body: bytes, *headers: str) -> Answer:
+        return self.call("POST", target, body, *headers)
+
+    def client(self, receive_buffer: int | None = None) -> RawClient:
+        return RawClient(self.url, receive_buffer)
+
+    def running(self) -> float:
+        """Return how many requests the router counts as running."""
+        return metric(self.url, "poolgrid_frontend_in_flight_requests")
+
+    def memory_bytes(self) -> int:
+        return int(self.router.memory_info().rss)
+
