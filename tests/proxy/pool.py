@@ -79,4 +79,3 @@ class ScriptedPool:
 
     def memory_bytes(self) -> int:
         return int(self.router.memory_info().rss)
-
