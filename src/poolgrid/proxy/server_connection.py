@@ -23,6 +23,9 @@ from poolgrid.proxy.chunks import ChunkError, ChunkReader, are_whole
 HEAD_BYTES_MAX: Final = 64 * 1024
 """Longest head of an answer; servers in use stay below 16 KiB."""
 
+STATUS_MAX: Final = 599
+"""Highest status that HTTP has a class for, and that can be written to a client."""
+
 NO_BODY: Final = frozenset((204, 304))
 """Statuses of answers without a body."""
 
@@ -181,6 +184,8 @@ class ServerConnection(asyncio.Protocol):
             self._parser.feed_data(data[: cut + 4])
             data = data[cut + 4 :]
             status = self._parser.get_status_code()
+            if status > STATUS_MAX:
+                raise ChunkError(f"its status is {status}, allowed are 200 to {STATUS_MAX}")
             if status >= 200:
                 break
             if status == 101:
