@@ -149,7 +149,7 @@ class ServerConnection(asyncio.Protocol):
                 sink.on_data(data)
             else:
                 self._take_head(sink, data)
-        except (httptools.HttpParserError, ChunkError) as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade, ChunkError) as error:
             self._fail(AnswerFailed(f"the server's answer cannot be read: {error}"))
 
     def eof_received(self) -> bool:
