@@ -115,6 +115,7 @@ class ScriptedServer:
         """Method and target of each request."""
         self.failures: list[BaseException] = []
         """What scripts have raised."""
+        self.connections_made = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._connections: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
@@ -153,6 +154,7 @@ class ScriptedServer:
             except OSError:
                 return
             self._connections.add(connection)
+            self.connections_made += 1
             thread = threading.Thread(target=self._serve, args=(connection,))
             self._threads.append(thread)
             thread.start()

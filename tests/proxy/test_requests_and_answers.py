@@ -16,11 +16,11 @@ from tests.proxy.scripted_server import ANSWER, LAST_CHUNK, Call, chunk, stream_
 pytestmark = pytest.mark.e2e
 
 BODIES = {
-    "unknown fields": b'{"model":"tiny","messages":[{"role":"user","content":"hi","x":{"y":[1]}}],"z_vendor":{"a":null}}',
+    "unknown fields": b'{"model":"tiny","messages":[{"role":"user","content":"hi","x":{"y":[1]}}],"z_vendor":{"a":null}}',  # noqa: E501
     "white space": b'\n {\t"model" :  "tiny" ,\r\n "messages":[ {"role":"user" , "content":"hi"} ]  }\n\n',
-    "spellings of numbers": b'{"model":"tiny","messages":[{"role":"user","content":"hi"}],"top_p":1.0,"seed":9007199254740993,'
+    "spellings of numbers": b'{"model":"tiny","messages":[{"role":"user","content":"hi"}],"top_p":1.0,"seed":9007199254740993,'  # noqa: E501
     b'"a":1E2,"b":-0.0,"c":0.1000,"d":123456789012345678901234567890}',
-    "escapes": b'{"model":"tiny","messages":[{"role":"user","content":"\\u00e9\\/\\ud83d\\ude80 \xc3\xa9"}],"\\u0078":"\\u0000"}',
+    "escapes": b'{"model":"tiny","messages":[{"role":"user","content":"\\u00e9\\/\\ud83d\\ude80 \xc3\xa9"}],"\\u0078":"\\u0000"}',  # noqa: E501
     "half of a surrogate pair": b'{"model":"tiny","messages":[{"role":"user","content":"\\ud83d"}]}',
     "order of keys": b'{"z":1,"messages":[{"content":"hi","role":"user"}],"a":{"z":1,"a":2},"model":"tiny"}',
     "repeated keys": b'{"model":"x","messages":[{"role":"user","content":"hi"}],"a":1,"model":"tiny","a":2}',
@@ -97,7 +97,7 @@ def test_form_with_a_file_reaches_the_server_as_it_is(pool: ScriptedPool, path: 
     pool.answers(b"{}")
     form = (
         b'--b0\r\nContent-Disposition: form-data; name="model"\r\n\r\ntiny\r\n'
-        b'--b0\r\nContent-Disposition: form-data; name="file"; filename="\xc3\xa9.wav"\r\nContent-Type: audio/wav\r\n\r\n'
+        b'--b0\r\nContent-Disposition: form-data; name="file"; filename="\xc3\xa9.wav"\r\nContent-Type: audio/wav\r\n\r\n'  # noqa: E501
         + bytes(range(256)) * 400
         + b"\r\n--b0\r\ncontent-disposition: form-data; name=x; y=z\r\n\r\n--b\r\n--b0--\r\nepilogue"
     )
@@ -148,7 +148,7 @@ def test_preflight_of_a_browser_is_answered_by_the_server(pool: ScriptedPool) ->
 
 
 ANSWERS = {
-    "odd JSON": b'{ "vendor": {"z":1,"a":[null,1.0,1e3]},\n"logprob":-Infinity,"n":9007199254740993,"t":"\\u00e9\\/" }\n',
+    "odd JSON": b'{ "vendor": {"z":1,"a":[null,1.0,1e3]},\n"logprob":-Infinity,"n":9007199254740993,"t":"\\u00e9\\/" }\n',  # noqa: E501
     "no JSON": b"\xff\xfe\x00 not JSON",
     "empty": b"",
     "of megabytes": b"x" * (3 << 20),
@@ -317,8 +317,9 @@ def test_models_of_all_servers_are_one_list_of_their_own_cards(pool: ScriptedPoo
     one = pool.call("GET", "/v1/models/adapter-b")
 
     first, second = pool.servers
-    cards = {card["id"]: card for card in listed.json()["data"]}
-    assert cards == {card["id"]: card for card in (*second.cards(), *first.cards())}
+    by_id = {card["id"]: card for card in (*second.cards(), *first.cards())}
+    assert {card["id"]: card for card in listed.json()["data"]} == by_id
+    assert pool.call("GET", "/v1/models").body == listed.body
     assert one.json() == second.cards()[1]
     assert pool.call("GET", "/v1/models/none").status == 404
     head = pool.call("HEAD", "/v1/models")

@@ -134,7 +134,8 @@ class ForwardApplication:
     async def _list_models(self, scope: Scope, send: Send, name: str) -> None:
         """Answer with the models of all servers, each card as its server wrote it, or with the card of one."""
         caller = caller_of(scope)
-        answers = await asyncio.gather(*map(self._models_of, self.backend.places("")))
+        places = sorted(self.backend.places(""), key=lambda place: place.url)  # in one order, whatever their load
+        answers = await asyncio.gather(*map(self._models_of, places))
         merged = merge_model_lists((url, body) for url, body in answers if body is not None)
         body: bytes | None = merged.body
         if name:

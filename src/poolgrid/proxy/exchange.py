@@ -384,6 +384,7 @@ class ForwardExchange:
             self._attempt(place)
             while not (self._answer_status or self._failure is not None):
                 await self._wait()
+                self._check()
             if self._failure is None:
                 return
         raise RequestError(502, "server_lost", f"forwarding the request: {self._failure}")

@@ -23,6 +23,12 @@ from poolgrid.proxy.chunks import ChunkError, ChunkReader, are_whole
 HEAD_BYTES_MAX: Final = 64 * 1024
 """Longest head of an answer; servers in use stay below 16 KiB."""
 
+STATUS_MAX: Final = 599
+"""Highest status that HTTP has a class for, and that can be written to a client."""
+
+INTERIM_ANSWERS_MAX: Final = 100
+"""Answers 1xx before the one that counts: servers send one or two."""
+
 NO_BODY: Final = frozenset((204, 304))
 """Statuses of answers without a body."""
 
@@ -78,6 +84,7 @@ class ServerConnection(asyncio.Protocol):
         """Whether an exchange before this one ended well."""
         self._came = False
         """Whether anything of the current answer has come."""
+        self._interim_answers = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -100,6 +107,7 @@ class ServerConnection(asyncio.Protocol):
         """Send a request, given as the bytes that are written, and hand its answer to ``sink``."""
         assert self._transport is not None, "connected"
         self._sink, self._is_head_request, self._came = sink, is_head_request, False
+        self._interim_answers = 0
         self._transport.writelines(parts)
 
     def write(self, data: bytes) -> None:
@@ -146,7 +154,7 @@ class ServerConnection(asyncio.Protocol):
                 sink.on_data(data)
             else:
                 self._take_head(sink, data)
-        except (httptools.HttpParserError, ChunkError) as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade, ChunkError) as error:
             self._fail(AnswerFailed(f"the server's answer cannot be read: {error}"))
 
     def eof_received(self) -> bool:
@@ -181,10 +189,15 @@ class ServerConnection(asyncio.Protocol):
             self._parser.feed_data(data[: cut + 4])
             data = data[cut + 4 :]
             status = self._parser.get_status_code()
+            if status > STATUS_MAX:
+                raise ChunkError(f"its status is {status}, allowed are 200 to {STATUS_MAX}")
             if status >= 200:
                 break
             if status == 101:
                 raise ChunkError("it switches protocols, and was not asked to")
+            self._interim_answers += 1
+            if self._interim_answers > INTERIM_ANSWERS_MAX:
+                raise ChunkError(f"it has more than {INTERIM_ANSWERS_MAX} interim answers")
             self._begin()
             if not data:
                 return

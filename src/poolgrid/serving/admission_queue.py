@@ -265,8 +265,10 @@ class FullWorkers(Generic[K]):
         self._next_ms = min(self._until_ms.values(), default=float("inf"))
 
     def _arm(self) -> None:
-        """Have ``_on_time`` called at the next of these times. A call that is due earlier stays: what it is for may have
-        been seen by ``at`` already, which wakes no request."""
+        """Have ``_on_time`` called at the next of these times.
+
+        A call that is due earlier stays: ``at`` may have seen its cause already, and wakes no request.
+        """
         if not self._until_ms:
             return
         loop = asyncio.get_running_loop()

@@ -1,0 +1,96 @@
+"""What only one server has is asked of that server, and a websocket passes bytes both ways."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.proxy.pool import SERVER_KEY, ScriptedPool
+from tests.proxy.raw_client import chat_body
+from tests.proxy.scripted_server import Call, ScriptedServer, whole
+
+pytestmark = pytest.mark.e2e
+
+
+def knows(server: ScriptedServer, *ids: str) -> None:
+    """Have a server answer for these ids, and refuse all others."""
+
+    def script(call: Call) -> None:
+        path = call.target.partition("?")[0]
+        named = json.loads(call.body or b"{}").get("previous_response_id")
+        has = named in ids if named else any(f"/{each}" in path for each in ids)
+        call.send(whole(b'{"id":"made"}') if has else whole(b'{"error":"unknown"}', 404))
+
+    server.script = script
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("collection", ["/v1/responses", "/v1/files", "/v1/batches"])
+def test_id_that_this_router_has_not_seen_is_found_at_the_server_that_has_it(
+    pool: ScriptedPool, collection: str, at: int
+) -> None:
+    name = f"id_{collection[-3:]}_{at}"
+    knows(pool.servers[1 - at])
+    knows(pool.servers[at], name)
+
+    for method, rest in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/content?x=1")):
+        answer = pool.call(method, f"{collection}/{name}{rest}", b"{}" if method == "POST" else None)
+        assert (answer.status, answer.body) == (200, b'{"id":"made"}')
+        assert pool.servers[at].calls[-1].target == f"{collection}/{name}{rest}"
+    assert len(pool.servers[1 - at].calls) <= 1
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_response_that_continues_another_goes_to_the_server_that_has_it(pool: ScriptedPool, at: int) -> None:
+    knows(pool.servers[1 - at])
+    knows(pool.servers[at], f"resp_{at}")
+
+    for _ in range(3):
+        body = chat_body(input="and then?", previous_response_id=f"resp_{at}")
+        assert pool.post("/v1/responses", body).status == 200
+        assert pool.servers[at].calls[-1].body == body
+
+
+def test_id_that_no_server_has_is_not_found_after_each_was_asked(pool: ScriptedPool) -> None:
+    for each in pool.servers:
+        knows(each)
+
+    answer = pool.call("GET", "/v1/files/file_none")
+
+    assert answer.status == 404
+    assert "'file_none'" in answer.json()["error"]["message"]
+    assert [len(each.calls) for each in pool.servers] == [1, 1]
+
+
+UPGRADE = ("connection: Upgrade", "upgrade: websocket", "sec-websocket-version: 13", "sec-websocket-key: YQ==")
+SWITCH = b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: Upgrade\r\n\r\n"
+
+
+def test_tunnel_passes_bytes_both_ways_and_ends_with_its_client(pool: ScriptedPool) -> None:
+    def script(call: Call) -> None:
+        call.send(SWITCH + b"first")
+        while data := call.receive():
+            call.send(data)
+        call.is_left.set()
+
+    pool.on(script)
+    data = bytes(range(256)) * 400
+    with pool.client() as client:
+        client.ask("GET", "/v1/realtime?model=tiny", None, *UPGRADE, "authorization: Bearer of-the-client")
+        assert client.head().status == 101
+        assert client.exactly(5) == b"first"
+        client.write(data)
+        assert client.exactly(len(data)) == data
+
+    call = pool.only_call()
+    assert call.is_left.wait(60)
+    assert (call.header("upgrade"), call.header("authorization")) == ("websocket", f"Bearer {SERVER_KEY}")
+
+
+def test_tunnel_ends_with_its_server(pool: ScriptedPool) -> None:
+    pool.says(SWITCH + b"last")
+    with pool.client() as client:
+        client.ask("GET", "/v1/realtime", None, *UPGRADE)
+        assert client.head().status == 101
+        assert client.rest() == b"last"
