@@ -50,7 +50,8 @@ NOT_NEEDED = {
         "poolgrid.tools.simulation", "poolgrid.workers.service",
     },
     ("consolidator", "poolgrid.consolidator.bootstrap"): {
-        "fastapi", "jinja2", "tokenizers", "httpx", "rich", "numpy", "yaml", "poolgrid.frontend", "poolgrid.workers",
+        "fastapi", "jinja2", "tokenizers", "httpx", "rich", "numpy", "yaml", "poolgrid.frontend",
+        "poolgrid.workers.bootstrap", "poolgrid.workers.service", # their settings are options of this command
         "poolgrid.global_router", "poolgrid.tools.simulation", "poolgrid.router.core",
     },
     ("router", "poolgrid.router.bootstrap"): {
