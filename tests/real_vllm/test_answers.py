@@ -303,3 +303,13 @@ def test_one_difference_fails_the_whole() -> None:
     assert summary([good, good])["requests"] == 2
     with pytest.raises(Unequal, match="1 of 2"):
         summary([good, dataclasses.replace(good, differences=run((STREAM,), (b"",)).differences)])
+
+
+def test_the_fingerprint_of_a_choice_may_be_missing_only_where_there_are_several() -> None:
+    mark, printed = b'"finish_reason":"stop"', b'"finish_reason":"stop"}],"system_fingerprint":"vllm-0.32"'
+    one = chunk("", finish='"stop"')
+    several = one + chunk("", index=1, finish='"stop"') + DONE
+    for body, is_found in ((one + DONE, True), (several, False)):
+        server = body.replace(mark + b"}]", printed, 1)
+        assert server != body
+        assert bool(compare(answered(server, SSE), answered(body, SSE))) is is_found
