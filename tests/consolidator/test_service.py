@@ -569,7 +569,7 @@ def test_a_pub_engine_is_followed_through_losses_and_a_restart(tmp_path: Path, d
         for _ in range(10):
             await engine.publish(some_events(cache, source))  # before anybody listens
         replays = asyncio.create_task(engine.answer_replays(dialect))
-            # On a busy machine seconds pass between the two lives; the lease is not what ends the first.
+        # On a busy machine seconds pass between the two lives; the lease is not what ends the first.
         service = await started(pub_sources=sources_file(tmp_path, engine), lease_ms=5000)
         reader = Reader()
         service.subscribe(reader)
