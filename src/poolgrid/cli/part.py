@@ -29,7 +29,7 @@ from pathlib import Path
 
 from poolgrid.cli.service_process import PARENT_PIPE_VARIABLE
 from poolgrid.process.restart_pace import RestartPace
-from poolgrid.process.tasks import Restart, detached, supervised
+from poolgrid.process.tasks import Restart, cancel_all, detached, owned, supervised
 from poolgrid.transport.bound_socket import LISTENER_VARIABLE
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class Part:
         assert self._process.stdout is not None
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                line = await self._ready_line(self._process.stdout)
+                line = await self._ready_line_of(self._process)
         except TimeoutError:
             raise PartFailed(f"{self.name} was not ready within {self._start_timeout_s:.0f} s{self._where()}") from None
         if not line:
@@ -131,6 +131,21 @@ class Part:
         self._ready_s = asyncio.get_running_loop().time()
         if self._log_file is not None:
             self._copying = detached(self._copy_to_log(self._process.stdout), f"log of {self.name}")
+
+    async def _ready_line_of(self, process: Process) -> list[str]:
+        """Return the words of the ready line, or none once the process has ended.
+
+        A process of its own that outlives it may keep the pipe open, so the pipe's end alone does not show that.
+        """
+        assert process.stdout is not None
+        reading = owned(self._ready_line(process.stdout), f"ready line of {self.name}")
+        ending = owned(process.wait(), f"end of {self.name}")
+        try:
+            await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({reading}, timeout=LAST_WORDS_S)
+            return reading.result() if reading.done() else []
+        finally:
+            await cancel_all([reading, ending])
 
     def _where(self) -> str:
         return "" if self._log_file is None else f"; its own words are in {self._log_file}"
