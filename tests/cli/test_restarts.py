@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import signal
 import socket
 import subprocess
 import sys
+import textwrap
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -126,6 +128,24 @@ async def test_a_part_that_does_not_start_the_first_time_is_an_error() -> None:
         part = Part("consolidator", ["consolidator", "--ingest-port", str(port)], part_environment())
         with pytest.raises(PartFailed, match="ended with status 1 before it was ready"):
             await part.start()
+        await stop_parts([part])
+
+
+async def test_a_part_that_dies_before_it_is_ready_is_seen_though_its_child_keeps_its_pipe_open(tmp_path: Path) -> None:
+    dying = f"""
+        import os, subprocess
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
+        os._exit(9)
+    """
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(dying))
+    part = Part("consolidator", ["consolidator"], {**part_environment(), "PYTHONPATH": str(tmp_path)})
+    try:
+        async with asyncio.timeout(30):
+            with pytest.raises(PartFailed, match="ended with status 9 before it was ready"):
+                await part.start()
+    finally:
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
         await stop_parts([part])
 
 

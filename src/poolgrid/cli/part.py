@@ -39,6 +39,9 @@ START_TIMEOUT_S = 60.0
 
 STOP_TIMEOUT_S = 10.0
 
+END_LOOK_S = 0.1
+"""Between two looks at whether a process has ended."""
+
 LAST_WORDS_S = 2.0
 """How long what a part has printed before its end may take to be in its log."""
 
@@ -121,7 +124,7 @@ class Part:
         except TimeoutError:
             raise PartFailed(f"{self.name} was not ready within {self._start_timeout_s:.0f} s{self._where()}") from None
         if not line:
-            status = await self._process.wait()
+            status = await _ended(self._process)
             raise PartFailed(
                 f"{self.name} ended with status {status} before it was ready; its own words are "
                 f"{'above' if self._log_file is None else f'in {self._log_file}'}",
@@ -139,7 +142,7 @@ class Part:
         """
         assert process.stdout is not None
         reading = owned(self._ready_line(process.stdout), f"ready line of {self.name}")
-        ending = owned(process.wait(), f"end of {self.name}")
+        ending = owned(_ended(process), f"end of {self.name}")
         try:
             await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait({reading}, timeout=LAST_WORDS_S)
@@ -180,7 +183,7 @@ class Part:
         loop = asyncio.get_running_loop()
         while not self.stopping:
             assert self._process is not None
-            status = await self._process.wait()
+            status = await _ended(self._process)
             self._end_group()
             if self.stopping:
                 return
@@ -244,7 +247,7 @@ class Part:
             return
         try:
             async with asyncio.timeout(self._stop_timeout_s):
-                await self._process.wait()
+                await _ended(self._process)
         except TimeoutError:
             log.warning("%s did not end within %.0f s: killing it", self.name, self._stop_timeout_s)
             await self._kill()
@@ -256,7 +259,7 @@ class Part:
     async def _kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(signal.SIGKILL)
-            await self._process.wait()
+            await _ended(self._process)
         self._end_group()
 
     def _end_group(self) -> None:
@@ -264,6 +267,13 @@ class Part:
         if self._process is not None and self._process.returncode is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+
+async def _ended(process: Process) -> int:
+    """Return the status of a process once it has ended; ``Process.wait`` waits for its pipes, too."""
+    while process.returncode is None:  # noqa: ASYNC110 - asyncio reports it once the pipes are closed, too
+        await asyncio.sleep(END_LOOK_S)
+    return process.returncode
 
 
 async def stop_parts(parts: Iterable[Part | None]) -> None:
