@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from urllib.parse import quote
 
 import pytest
 
@@ -63,6 +65,36 @@ def test_id_that_no_server_has_is_not_found_after_each_was_asked(pool: ScriptedP
     assert [len(each.calls) for each in pool.servers] == [1, 1]
 
 
+@pytest.mark.parametrize(
+    "name", ["x HTTP/1.1\r\nhost: a\r\n\r\nPOST /sleep", "a/../../sleep", "a b?c#d", "\u00e9\u4e00%2f"]
+)
+def test_id_of_a_body_stays_one_segment_of_the_path_that_servers_are_asked_for(pool: ScriptedPool, name: str) -> None:
+    for each in pool.servers:
+        knows(each)
+
+    answer = pool.post("/v1/responses", chat_body(input="and then?", previous_response_id=name))
+
+    assert answer.status == 404
+    for each in pool.servers:
+        assert [call.method for call in each.calls] == ["GET"]
+        assert each.calls[0].target == f"/v1/responses/{quote(name, safe='')}"
+
+
+def test_answer_about_an_id_that_does_not_end_is_left(pool: ScriptedPool) -> None:
+    def endless(call: Call) -> None:
+        call.send(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n")
+        with contextlib.suppress(OSError):
+            while True:
+                call.send(b"x" * 65_536)
+        call.is_left.set()
+
+    knows(pool.servers[0])
+    pool.servers[1].script = endless
+
+    assert pool.call("GET", "/v1/files/file_none").status == 404
+    assert pool.servers[1].calls[0].is_left.wait(60)
+
+
 UPGRADE = ("connection: Upgrade", "upgrade: websocket", "sec-websocket-version: 13", "sec-websocket-key: YQ==")
 SWITCH = b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: Upgrade\r\n\r\n"
 
@@ -94,3 +126,21 @@ def test_tunnel_ends_with_its_server(pool: ScriptedPool) -> None:
         client.ask("GET", "/v1/realtime", None, *UPGRADE)
         assert client.head().status == 101
         assert client.rest() == b"last"
+
+
+@pytest.mark.parametrize("cut", [0, 70, 75, 200])
+def test_refused_upgrade_comes_as_the_server_wrote_it_without_its_key(pool: ScriptedPool, cut: int) -> None:
+    body = f"the key {SERVER_KEY} is wrong".encode()
+    said = whole(body, 401, kind="text/plain")
+
+    def script(call: Call) -> None:
+        call.send(said[:cut])
+        call.cut(said[cut:])
+
+    pool.on(script)
+    with pool.client() as client:
+        client.ask("GET", "/v1/realtime", None, *UPGRADE)
+        answer = client.answer("GET")
+
+    assert answer.status == 401
+    assert answer.body == body.replace(SERVER_KEY.encode(), b"*" * len(SERVER_KEY))

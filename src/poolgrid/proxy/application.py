@@ -36,7 +36,7 @@ from poolgrid.process.tasks import Restart, cancel_all, supervised
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.proxy.changes import Changes, is_streamed, make_changes
 from poolgrid.proxy.collector import collect
-from poolgrid.proxy.exchange import CLIENT_LEFT, SILENCE_LOOKS, SILENCE_S, ForwardExchange, RoutingFields
+from poolgrid.proxy.exchange import CLIENT_LEFT, SILENCE_LOOKS, SILENCE_S, ForwardExchange, RoutingFields, target_of
 from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ForwardBackend, ServerPlace
 from poolgrid.proxy.prompt_reading import UNLIMITED, PromptReader, members_of
@@ -293,11 +293,9 @@ class ForwardApplication:
         values, caller = asked.values, exchange.caller
         reading = await self._reader.read(asked.target.path, body, request_id, values)
         request = reading.request
-        model = reading.model or self._any_model()
         if request is None:
+            model = reading.model or self._any_model()
             request = InferenceRequest(request_id, model, b"", UNLIMITED, by_text=True)
-        elif not request.by_text and not reading.model:
-            request.model = model
         request.session = hint_of_members(values, exchange.header_values, reading.after_tool, reading.answer)
         salt = _text(values.get("cache_salt"))
         if caller is not None:
@@ -383,7 +381,8 @@ class ForwardApplication:
             server = self.server(place.url)
             upgrade = [pair for pair in scope["headers"] if pair[0] in (b"connection", b"upgrade")]
             headers = request_headers(scope["headers"], server.key_headers, key_of(scope))
-            tunnel = Tunnel(guard, server.head(b"GET", target_of(scope), [*headers, *upgrade], None))
+            head = server.head(b"GET", target_of(scope), [*headers, *upgrade], None)
+            tunnel = Tunnel(guard, head, server.keys)
             guard.source = tunnel
             try:
                 await tunnel.open(server)
@@ -424,13 +423,6 @@ def exact_path(scope: Scope, target: RequestTarget) -> str:
     """Return a path as the client wrote it where only the case differs from its plain form, in which ids are lost."""
     path: str = scope["path"]
     return path if path.lower() == target.path else target.path
-
-
-def target_of(scope: Scope) -> bytes:
-    """Return path and query as the client wrote them."""
-    query: bytes = scope["query_string"]
-    path: bytes = scope["raw_path"]
-    return path + b"?" + query if query else path
 
 
 def endpoint_of(path: str) -> str:

@@ -60,12 +60,10 @@ async def collect(server: ForwardServer, method: bytes, target: bytes) -> tuple[
             connection.send(found, (head,))
             try:
                 await found.over
-            except AnswerFailed:
-                if not found.is_stale:
+            except BaseException as error:
+                connection.abort()
+                if not isinstance(error, AnswerFailed) or not found.is_stale:
                     raise
                 connection = None
                 continue
-            except BaseException:
-                connection.abort()
-                raise
             return found.status, bytes(found.body)

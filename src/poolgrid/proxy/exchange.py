@@ -88,10 +88,6 @@ FIRST_OUTPUT: Final = b"\0\0\0\0"
 EVENT_STREAM: Final = b"text/event-stream"
 
 
-class ServerLost(Exception):
-    """The answer cannot be completed; the message is for the client."""
-
-
 class BusyAnswer:
     """The answer of a busy server, kept until it is known whether another takes the request."""
 
@@ -425,11 +421,9 @@ class ForwardExchange:
         if b"content-encoding" in self.header_values:  # the body was inflated
             received = [pair for pair in received if pair[0] != b"content-encoding"]
         headers = request_headers(received, added, self._client_key)
-        query = scope["query_string"]
-        target = scope["raw_path"] + b"?" + query if query else scope["raw_path"]
         method = scope["method"].encode()
         has_length = bool(self._sent_body) or method not in (b"GET", b"HEAD", b"OPTIONS", b"DELETE")
-        head = server.head(method, target, headers, len(self._sent_body) if has_length else None)
+        head = server.head(method, target_of(scope), headers, len(self._sent_body) if has_length else None)
         self._connection = connection
         connection.send(self, (head, self._sent_body) if self._sent_body else (head,), method == b"HEAD")
 
@@ -880,3 +874,10 @@ class ForwardExchange:
             workers="" if self._place is None else str(self._place.worker),
             trace_id="" if self.trace is None else self.trace.trace_id,
         )
+
+
+def target_of(scope: Scope) -> bytes:
+    """Return path and query as the client wrote them."""
+    query: bytes = scope["query_string"]
+    path: bytes = scope["raw_path"]
+    return path + b"?" + query if query else path

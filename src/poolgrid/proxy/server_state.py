@@ -10,6 +10,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Final
+from urllib.parse import quote
 
 import msgspec
 from msgspec import Raw
@@ -55,7 +56,7 @@ class ServerState:
         for place, _ in places:
             if place.url == url:
                 return place
-        target = f"{collection}/{state_id}".encode("latin-1", "replace")
+        target = f"{collection}/{quote(state_id, safe='')}".encode()  # it may be any text of a client's body
         asked = places[:ASKED_MAX]
         answers = await asyncio.gather(*(_has(server, target) for _, server in asked))
         for (place, _), has in zip(asked, answers, strict=True):

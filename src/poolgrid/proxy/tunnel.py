@@ -2,7 +2,7 @@
 
 Rules
     1. The head goes to the server with the headers that ask for the upgrade. Whatever the server answers goes back as
-       it is: 101 and what follows, or its refusal, after which both connections end.
+       it is but for the server's key: 101 and what follows, or its refusal, after which both connections end.
     2. A side that does not read has the other one paused: at most ``WRITE_BUFFER_BYTES`` wait in each direction.
     3. The end of one side ends the other.
 """
@@ -15,6 +15,7 @@ from typing import Final, cast
 
 import httptools
 
+from poolgrid.forwarding.headers import blotted_part
 from poolgrid.http.guard import Guard
 from poolgrid.proxy.forward_server import CONNECT_TIMEOUT_S, ForwardServer, probe_when_idle
 from poolgrid.proxy.server_connection import HEAD_BYTES_MAX
@@ -30,15 +31,17 @@ WRITE_BUFFER_BYTES: Final = 256 * 1024
 class Tunnel(asyncio.Protocol):
     """The server's side of one tunnel; also ``AnswerSource`` of its client's connection."""
 
-    def __init__(self, guard: Guard, head: bytes) -> None:
+    def __init__(self, guard: Guard, head: bytes, keys: tuple[bytes, ...]) -> None:
+        """``keys`` of the server are blotted out of its answer to ``head``."""
         self._guard = guard
         self._head = head
+        self._keys = keys
+        self._held = b""
+        """The end of what has come of that answer, which may be the beginning of a key."""
         self._transport: asyncio.Transport | None = None
         self._is_open = False
         """Whether the server has switched protocols."""
         self._came = 0
-        self._early: list[bytes] = []
-        """What the client sent before there was a connection to the server."""
         self._parser = httptools.HttpResponseParser(self)
         self.status = 0
         """Of the server's answer; 0 = none has come."""
@@ -60,14 +63,13 @@ class Tunnel(asyncio.Protocol):
         made.set_write_buffer_limits(WRITE_BUFFER_BYTES)
         made.write(self._head)
         self._guard.divert(self.send, self.client_gone)
-        for data in self._early:
-            made.write(data)
-        self._early.clear()
 
     def data_received(self, data: bytes) -> None:
-        self._guard.write(data)
         if self._is_open:
+            self._guard.write(data)
             return
+        passed, self._held = blotted_part(self._held + data, self._keys)
+        self._guard.write(passed)
         self._came += len(data)
         try:
             self._parser.feed_data(data)
@@ -78,7 +80,9 @@ class Tunnel(asyncio.Protocol):
             log.warning("an engine server's answer to an upgrade cannot be read: %s", error)
             self._end()
             return
-        if not self._is_open and not self.status and self._came > HEAD_BYTES_MAX:
+        if self._is_open:
+            self._pass_held()
+        elif not self.status and self._came > HEAD_BYTES_MAX:
             self._end()
 
     def on_headers_complete(self) -> None:
@@ -105,8 +109,6 @@ class Tunnel(asyncio.Protocol):
     def send(self, data: bytes) -> None:
         if self._transport is not None:
             self._transport.write(data)
-        else:
-            self._early.append(data)
 
     def client_gone(self) -> None:
         if self._transport is not None:
@@ -121,7 +123,13 @@ class Tunnel(asyncio.Protocol):
         if self._transport is not None:
             self._transport.resume_reading()
 
+    def _pass_held(self) -> None:
+        held, self._held = self._held, b""
+        if held:
+            self._guard.write(held)
+
     def _end(self) -> None:
+        self._pass_held()
         if self._transport is not None:
             self._transport.close()
         self._guard.close()
