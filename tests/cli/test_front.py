@@ -284,7 +284,7 @@ def test_a_server_of_which_nothing_is_known_and_no_tokenizer_serve_by_text_from_
                 assert next(lines).startswith("data:")
                 file.write_text(second.url)
                 eventually("the first has left", lambda: name(first) not in workers())
-                assert [line for line in lines if line][-1] == "data: [DONE]", "what runs there goes on"
+                assert [line for line in lines if line][-1] == "data: [DONE]", "its running stream ends normally"
             assert client.post(f"{url}/v1/completions", json=body).status_code == 200
             assert len(second.bodies) == served[1] + 1
             status, errors = up.stop()

@@ -180,7 +180,7 @@ def test_a_router_that_is_to_end_is_not_ready_first_and_serves_on_until_it_is_le
             assert answer.status_code == 200
             assert answer.headers["connection"] == "close"
         eventually("it takes no connections", lambda: not _connects(host, int(port)))
-        assert stream.is_alive(), "what it has goes on"
+        assert stream.is_alive(), "its requests continue"
         stream.ended()
         status, errors = router.stop()
     assert status == 0, errors

@@ -55,7 +55,7 @@ async def test_requests_of_clients_wait_for_the_first_view_and_those_of_operator
 
         router.missing = "no worker takes requests"
         await router.ask("/v1/models")
-        assert len(router.served) == 9, "one that loses its workers lets nobody wait"
+        assert len(router.served) == 9, "a router that loses its workers lets no request wait"
 
 
 async def test_without_any_worker_they_wait_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,7 +177,7 @@ class Engine:
         return 0
 
     def knows(self, prompt: list[int]) -> int:
-        """Behind how many leading blocks it goes on: those that full attention has, without it where it resumes."""
+        """Return how many leading blocks full attention has; without it, behind how many the engine resumes."""
         names = names_of(prompt)
         full = [copies for layers, copies in zip(self.layers, self.copies, strict=True) if layers == FULL]
         if not full:

@@ -1,7 +1,7 @@
 """vLLM's server: ``/v1/completions`` with token ids, its facts, and its publisher of cache events.
 
 Shapes are those of real servers of 0.25 and 0.32, and of 0.33 as its sources have them. The model is greedy: the
-next token depends on the tokens before it and on nothing else, so a request that goes on elsewhere must give the same
+next token depends on the tokens before it and on nothing else, so a request that continues elsewhere must give the same
 answer.
 """
 

@@ -1,4 +1,4 @@
-"""What engines say of their requests, and what of it is load that no router reported."""
+"""Counts of requests that engines report, and the part of them that no router reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists of engine servers that change while they are followed: what stands in them, and who is wanted. Pure.
+"""Lists of engine servers that change while they are followed: their entries, and the servers that are wanted. Pure.
 
 Rules
 
