@@ -404,6 +404,7 @@ class RouterService:
         """Return the servers of a model, of all models for an empty name, the least busy first; each server once."""
         fleet, ledger, index = self.projection.fleet, self.projection.ledger, self.projection.index
         workers = fleet.models().get(model, ()) if model else fleet.workers.values()
+        full = self._full.at(self._clock.monotonic_ms())
         found: dict[str, tuple[bool, float, Worker]] = {}
         for worker in workers:
             url = worker.card.server_url
@@ -411,10 +412,7 @@ class RouterService:
                 continue
             slot = index.slot(worker.key)
             ledger.ensure_slot(slot)
-            rank = (
-                worker.draining or worker.key in self._full.at(self._clock.monotonic_ms()),
-                float(ledger.requests[slot]),
-            )
+            rank = (worker.draining or worker.key in full, float(ledger.requests[slot]))
             if url not in found or rank < found[url][:2]:
                 found[url] = (*rank, worker)
         return [_place(worker) for _, _, worker in sorted(found.values(), key=lambda each: each[:2])]

@@ -202,6 +202,23 @@ def test_the_first_server_that_answers_later_settles_what_the_router_goes_by() -
         assert asyncio.run(settings_later(settings, answered)) is None
 
 
+def test_a_problem_of_the_first_server_is_reported_once_and_what_it_reports_later_is_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(front, "ASK_AGAIN_S", 0.01)
+    settings = UpSettings(engine_url=("http://a:1", "http://b:1"))
+    found = [[], *[[server("http://a:1", model="m"), server("http://b:1", model="other")]] * 3, [server("http://a:1")]]
+
+    async def ask(_: UpSettings) -> list[FrontServer]:
+        return found.pop(0)
+
+    monkeypatch.setattr(front, "ask_all", ask)
+    later = asyncio.run(settings_later(settings, make_plan(settings, [])))
+
+    assert (later is not None, found) == (True, [])
+    assert caplog.text.count("the servers differ in their model") == 1
+
+
 def held(url: str, worker: str, dp_rank: int) -> set[int]:
     """What the router believes of a rank."""
     lines = httpx.get(f"{url}/v1/workers/{worker}/blocks", params={"dp_rank": dp_rank}, timeout=30).text.split("\n")

@@ -163,12 +163,16 @@ def test_a_sender_that_costs_more_than_its_share_is_muted_and_heard_again() -> N
 
 def test_senders_that_are_known_are_bounded() -> None:
     share = LoopShare()
-    share.spend(b"flood", BURST_MS - 10, 0.0)
     for number in range(2 * SENDERS_MAX):
         share.spend(number.to_bytes(4, "little"), 1.0, float(number))
 
+        share.spend(b"busy", 0.1, float(number))
+    for number in range(2 * SENDERS_MAX):
+        assert share.spend(number.to_bytes(8, "little"), 2 * BURST_MS, MUTE_MS * number)
+
     assert len(share._ahead) <= SENDERS_MAX
-    assert b"flood" in share._ahead
+    assert b"busy" in share._ahead
+    assert len(share.muted) == 1
 
 
 class Records:

@@ -79,7 +79,12 @@ class FrontPlan:
 
 def plan_front(settings: UpSettings) -> FrontPlan:
     """Ask the servers, and return what to start; raises ``FrontProblem``."""
-    return make_plan(settings, asyncio.run(ask_all(settings)))
+    found = asyncio.run(ask_all(settings))
+    answered = {each.url for each in found}
+    for entry in entries_of(settings):
+        if entry.url not in answered:
+            log.warning("engine_url %s does not answer: it joins when it does", entry.url)
+    return make_plan(settings, found)
 
 
 async def settings_later(settings: UpSettings, plan: FrontPlan) -> UpSettings | None:
@@ -88,10 +93,17 @@ async def settings_later(settings: UpSettings, plan: FrontPlan) -> UpSettings | 
     entries = entries_of(settings)
     if plan.answered or not entries:
         return None
+    trouble = ""
     while True:
-        found = await ask_all(settings)
-        if found:
-            later = make_plan(settings, found)
+        try:
+            found = await ask_all(settings)
+            later = make_plan(settings, found) if found else None
+        except FrontProblem as problem:  # which an operator can put right at the servers
+            later = None
+            if str(problem) != trouble:
+                trouble = str(problem)
+                log.error("what servers report cannot be used, the router stays as it is: %s", trouble)
+        if later is not None:
             if later.note:
                 log.warning("%s", later.note)
             return later.settings
@@ -131,7 +143,6 @@ async def _ask(url: str, settings: UpSettings) -> ServerFacts | None:
                     log.debug("an engine server does not answer: %s", error)
                 await asyncio.sleep(ASK_AGAIN_S)
     except TimeoutError:
-        log.warning("engine_url %s does not answer: it joins when it does", url)
         return None
     except ValueError as error:
         raise FrontProblem(f"engine_url {url}: {error}") from None
@@ -174,7 +185,7 @@ def plan_workers(settings: UpSettings, following: Sequence[str]) -> list[Planned
     groups: dict[tuple[str, ...], list[str]] = {}
     for role, urls in settings.backends().items():
         options = (*of_all, *settings.options_of(role)) if role != "aggregated" else of_all
-        groups.setdefault(options, []).extend(url if role == "aggregated" else f"{role}={url}" for url in urls)
+        groups.setdefault(options, []).extend(_words(role, urls))
     planned: list[PlannedWorker] = []
     rest = [word for word in following if not word.startswith("--engine-url=")]
     for options, urls in groups.items():
@@ -194,16 +205,17 @@ def plan_workers(settings: UpSettings, following: Sequence[str]) -> list[Planned
 
 def _following(settings: UpSettings) -> list[str]:
     """Return the options that name the servers, for any process that follows them."""
-    arguments = [
-        f"--engine-url={url if role == 'aggregated' else f'{role}={url}'}"
-        for role, urls in settings.backends().items()
-        for url in urls
-    ]
+    arguments = [f"--engine-url={word}" for role, urls in settings.backends().items() for word in _words(role, urls)]
     if settings.engine_urls_file is not None:
         arguments.append(f"--engine-urls-file={settings.engine_urls_file}")
     if settings.served_model_name:
         arguments.append(f"--served-model-name={settings.served_model_name}")
     return arguments
+
+
+def _words(role: str, urls: Sequence[str]) -> list[str]:
+    """Return entries as ``--engine-url`` takes them."""
+    return [url if role == "aggregated" else f"{role}={url}" for url in urls]
 
 
 def _note(silent: Sequence[FrontServer], has_tokenizer: bool) -> str:

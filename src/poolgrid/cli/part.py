@@ -145,7 +145,6 @@ class Part:
         ending = owned(_ended(process), f"end of {self.name}")
         try:
             await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({reading}, timeout=LAST_WORDS_S)
             return reading.result() if reading.done() else []
         finally:
             await cancel_all([reading, ending])
@@ -270,9 +269,15 @@ class Part:
 
 
 async def _ended(process: Process) -> int:
-    """Return the status of a process once it has ended; ``Process.wait`` waits for its pipes, too."""
+    """Return the status of a process once it has ended, and its pipes are closed or its last words late.
+
+    ``Process.wait`` alone waits for pipes that a process of its own, which outlives it, keeps open.
+    """
     while process.returncode is None:  # noqa: ASYNC110 - asyncio reports it once the pipes are closed, too
         await asyncio.sleep(END_LOOK_S)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LAST_WORDS_S):
+            await process.wait()
     return process.returncode
 
 

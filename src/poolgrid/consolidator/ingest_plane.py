@@ -134,12 +134,15 @@ class IngestPlane:
         """Take messages in, as many as fit a slice; the rest comes again."""
         monotonic_ms = self._running_clock.monotonic_ms
         ends_ms = monotonic_ms() + SLICE_MS
+        taken = messages
 
         def work(core: Consolidator, turn: ConsolidatorTurn) -> None:
+            nonlocal taken
             for at, frames in enumerate(messages):
                 if at and monotonic_ms() >= ends_ms:
                     # A map was divided, or the machine is slow: what is left has its turn later.
                     self.inbox.give_back(messages[at:])
+                    taken = messages[:at]
                     break
                 try:
                     if len(frames) != 3:
@@ -155,6 +158,7 @@ class IngestPlane:
                                 continue
                         if not self._take_batch(core, turn, peer, payload, ends_ms):
                             self.inbox.give_back(messages[at:])
+                            taken = messages[:at]
                             break
                     elif tag == LOADING_FRAME:
                         self._feed.note_loading(codec.loading_worker.decode(payload))
@@ -166,10 +170,10 @@ class IngestPlane:
                     self._context.undecodable(f"{shown_peer(frames[0])} on the ingest plane", error)
 
         self._take_turn(work)
-        if len(messages) >= FLOOD_MESSAGES:
+        if len(taken) >= FLOOD_MESSAGES:
             now_ms = monotonic_ms()
-            each_ms = (now_ms - ends_ms + SLICE_MS) / len(messages)
-            for sender, count in Counter([frames[0] for frames in messages]).items():
+            each_ms = (now_ms - ends_ms + SLICE_MS) / len(taken)
+            for sender, count in Counter([frames[0] for frames in taken]).items():
                 if self._share.spend(sender, count * each_ms, now_ms):
                     self._take_turn(partial(self._mute, sender))
 

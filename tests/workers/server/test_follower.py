@@ -25,7 +25,7 @@ from poolgrid.consolidator.settings import ConsolidatorProcessSettings
 from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
 from poolgrid.workers.bootstrap import FollowedServers
 from poolgrid.workers.engines.server import engine, follower, health
-from poolgrid.workers.engines.server.core.server_list import SERVERS_MAX, read_entry
+from poolgrid.workers.engines.server.core.server_list import SERVERS_MAX, ServerEntry, read_entry
 from poolgrid.workers.engines.server.follower import WatchedFile, WatchedName
 from poolgrid.workers.engines.server.settings import FollowedServersSettings, FollowerSettings
 from tests.fakes.engine_server.openai import OpenAiServer
@@ -242,6 +242,33 @@ async def test_a_file_is_followed_and_one_that_is_broken_changes_nothing(
             assert pool.workers()[name_of(a)].epoch > epoch, "another life of the same worker"
 
 
+async def test_a_server_that_the_options_forbid_is_named_and_the_others_are_followed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "servers"
+    file.write_text("prefill=http://a:1\nhttp://b:1")
+    async with (
+        following(engine_urls_file=file, image_placeholder="<image>") as pool,
+        httpx.AsyncClient(timeout=PATIENCE_S) as client,
+    ):
+        at = f"{pool.url}/v1/servers"
+
+        async def until_followed(*urls: str) -> dict[str, str]:
+            async with asyncio.timeout(PATIENCE_S):
+                while True:
+                    said = (await client.get(at)).json()
+                    if {row["url"] for row in said["servers"]} == set(urls):
+                        return dict(said["troubles"])
+
+        troubles = await until_followed("http://b:1")
+        assert "image_placeholder" in troubles["http://a:1"]
+        assert f"http://a:1 of {file} cannot be followed: image_placeholder is" in caplog.text
+        answer = await client.post(at, json={"url": "http://c:1", "role": "prefill"})
+        assert (answer.status_code, "image_placeholder" in answer.text) == (400, True)
+        file.write_text("http://a:1\nhttp://b:1")
+        assert await until_followed("http://a:1", "http://b:1") == {}
+
+
 async def test_operators_add_and_remove_servers_and_are_told_what_is_wrong() -> None:
     async with (
         stand_ins(vllm, openai, vllm) as (a, b, c),
@@ -291,7 +318,7 @@ async def test_a_name_that_cannot_be_resolved_changes_nothing(monkeypatch: pytes
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     listed = read_entry("prefill=dns+http://vllm:8000")
     name = WatchedName(listed)  # type: ignore[arg-type]
-    assert [each.word for each in await name.look()] == ["prefill=http://10.0.0.1:8000"]
+    assert list(await name.look()) == [ServerEntry("http://10.0.0.1:8000", "prefill")]
     with pytest.raises(OSError, match="not known"):
         await name.look()
     assert [each.url for each in await name.look()] == ["http://10.0.0.1:8000", "http://[fd00::2]:8000"]
@@ -361,6 +388,7 @@ async def test_what_cannot_be_a_pool_member_is_tried_again_and_keeps_no_other_fr
         ({}, "neither engine_url nor engine_urls_file is given"),
         ({"engine_url": ("http://a:1", "http://a:1")}, "2 times"),
         ({"engine_url": ("a:1",)}, "allowed are"),
+        ({"engine_urls_file": "/servers", "kv_events_endpoint": ("tcp://a:1",)}, "as many for each"),
         ({"engine_url": ("dns+http://a:1",), "kv_events_endpoint": ("tcp://a:1",)}, "single servers"),
         ({"engine_url": ("http://a:1",), "http_port": 65_500}, "as many ports"),
         ({"engine_url": ("http://a:1", "http://b:1"), "kv_events_endpoint": ("tcp://a:1",)}, "as many for each"),

@@ -61,11 +61,17 @@ def test_an_entry_is_a_server_a_name_or_labels(given: str, found: object) -> Non
         "k8s+http://:8000?selector=a%0ab",
         "k8s+http://:8000?selector=a&namespace=../b",
         "http://" + "a" * 3000,
+        "http://gpu1:8000/" + "a" * 300,
+        "http://gpu1:0",
+        "http://gpu1:8000/\u00fc",
+        "http://gpu<1:8000",
+        "http://:secret@gpu1:8000",
     ],
 )
 def test_what_is_no_entry_is_refused_with_what_is_allowed(given: str) -> None:
-    with pytest.raises(ValueError, match=r"allowed (is|are)"):
+    with pytest.raises(ValueError, match=r"allowed (is|are)") as refused:
         read_entry(given)
+    assert "secret" not in str(refused.value)
 
 
 def test_a_file_has_an_entry_a_line_and_comments() -> None:

@@ -215,7 +215,8 @@ class FollowedServersSettings(EngineServersSettings):
     @model_validator(mode="after")
     def _check_each(self) -> Self:
         entries = [read_entry(each) for each in self.engine_url]
-        fixed = self.engine_urls_file is None and all(isinstance(each, ServerEntry) for each in entries)
+        single = [each for each in entries if isinstance(each, ServerEntry)]
+        fixed = bool(entries) and len(single) == len(entries) and self.engine_urls_file is None
         for name in OF_EACH_SERVER:
             given = len(getattr(self, name))
             if given and (not fixed or given % len(entries)):

@@ -4,7 +4,7 @@ Rules
     1. What a sender costs flows off at ``SHARE`` of the time. One that is ever more than ``BURST_MS`` ahead of that is
        muted for ``MUTE_MS``: what it sends is dropped unread, as if it had been lost, and is asked for afterwards.
     2. A cost is the time that it took here, or the time that it may take the readers, if that is more.
-    3. At most ``SENDERS_MAX`` are known; those that cost nothing lately are forgotten first.
+    3. At most ``SENDERS_MAX`` are known; those that sent nothing for the longest time are forgotten first.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class LoopShare:
 
     def spend(self, sender: bytes, cost_ms: float, now_ms: float) -> bool:
         """Take note of a cost; return whether the sender is muted for it."""
-        ahead_ms, at_ms = self._ahead.get(sender, (0.0, now_ms))
+        ahead_ms, at_ms = self._ahead.pop(sender, (0.0, now_ms))
         ahead_ms = max(0.0, ahead_ms - SHARE * (now_ms - at_ms)) + cost_ms
         if ahead_ms > BURST_MS:
-            self._ahead.pop(sender, None)
+            self.muted = {each: until_ms for each, until_ms in self.muted.items() if now_ms < until_ms}
             self.muted[sender] = now_ms + MUTE_MS
             return True
         self._ahead[sender] = (ahead_ms, now_ms)
         if len(self._ahead) > SENDERS_MAX:
-            del self._ahead[min(self._ahead, key=self._ahead.__getitem__)]
+            del self._ahead[next(iter(self._ahead))]
         return False
 
     def hears(self, sender: bytes, now_ms: float) -> bool:

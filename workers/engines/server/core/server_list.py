@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
+from poolgrid.wire.addresses import http_url_problem
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 
 ROLES = ("aggregated", "prefill", "decode")
@@ -29,6 +30,7 @@ SERVERS_MAX = 256
 """Servers of one follower: each has some ten sockets and is asked several questions a second."""
 
 URL_CHARS_MAX = 2048
+"""Of an entry; that of a single server has at most ``IDENTIFIER_BYTES_MAX``, as it stands on its worker's card."""
 
 FILE_CHARS_MAX = 2 * SERVERS_MAX * URL_CHARS_MAX
 """Largest list: one of ``SERVERS_MAX`` longest URLs, with as much in comments."""
@@ -63,11 +65,6 @@ class ServerEntry(NamedTuple):
             return name
         return f"{name[: IDENTIFIER_BYTES_MAX - 9]}-{hashlib.sha256(self.url.encode()).hexdigest()[:8]}"
 
-    @property
-    def word(self) -> str:
-        """The entry as it is written."""
-        return self.url if self.role == ROLES[0] else f"{self.role}={self.url}"
-
 
 class DnsName(NamedTuple):
     """A name whose addresses are servers."""
@@ -101,11 +98,19 @@ def read_entry(text: str) -> Listed:
     if given.startswith(PODS):
         return _selector(given, role)
     parts = _split(given, f"http://HOST:PORT, https://HOST:PORT, {DNS_FORM} and {PODS_FORM}")
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+    entry = ServerEntry(f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}", role)
+    problem = http_url_problem(entry.url)
+    if problem is None and parts.query:
+        problem = "has a query"
+    if problem is None and len(entry.url) > IDENTIFIER_BYTES_MAX:
+        problem = f"has {len(entry.url)} characters, allowed are at most {IDENTIFIER_BYTES_MAX}"
+    if problem is not None:
+        shown = "an entry" if "@" in text else repr(text[:80])  # what is before @ may be a password
         raise ValueError(
-            f"{text[:80]!r} is no server, allowed are http://HOST:PORT, https://HOST:PORT, {DNS_FORM} and {PODS_FORM}"
+            f"{shown} is no server, it {problem}; allowed are http://HOST:PORT, https://HOST:PORT, {DNS_FORM} and "
+            f"{PODS_FORM}"
         )
-    return ServerEntry(f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}", role)
+    return entry
 
 
 class _Split(NamedTuple):
@@ -115,7 +120,6 @@ class _Split(NamedTuple):
     port: int | None
     path: str
     query: str
-    username: str | None
 
 
 def _split(text: str, allowed: str) -> _Split:
@@ -125,7 +129,7 @@ def _split(text: str, allowed: str) -> _Split:
     except ValueError as error:
         raise ValueError(f"{text[:80]!r}: {error}; allowed are {allowed}") from None
     host = parts.hostname or ""
-    return _Split(parts.scheme, parts.netloc.lower(), host, port, parts.path, parts.query, parts.username)
+    return _Split(parts.scheme, parts.netloc.lower(), host, port, parts.path, parts.query)
 
 
 def _dns_name(text: str, role: str) -> DnsName:
