@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from poolgrid.process.clock import Clock
 from poolgrid.process.log_lines import Complaints
@@ -23,6 +23,7 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, LoadReported, RequestProgressed
 from poolgrid.wire.ingest import LOADING_FRAME, TELL_EVERY_S, LoadingWorker
 from poolgrid.workers.core.push_stream import Effect, PublishedRequests, PushStream, RestateNeeded, Send, State
+from poolgrid.workers.engines.protocol import UntilKnown
 from poolgrid.workers.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
@@ -305,10 +306,6 @@ class ConsolidatorPlace:
 
 GOODBYE_TIMEOUT_S = 2.0
 """How long the end waits for the consolidator's last acknowledgements; without them the lease ends the membership."""
-
-
-UntilKnown = Callable[[], Coroutine[Any, Any, None]]
-"""Waits, not without end, until an engine's ``restate`` has what it held before this process."""
 
 
 class Membership:

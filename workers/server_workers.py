@@ -32,7 +32,7 @@ ServeWorker = Callable[[WorkerProcessSettings, asyncio.Event, Callable[[str], No
 
 
 @dataclass(slots=True, eq=False)
-class _Life:
+class _Run:
     """One worker, until it is removed."""
 
     settings: WorkerProcessSettings
@@ -54,7 +54,7 @@ class ServerWorkers:
         self._serve = serve
         self._ready = ready
         self._is_ready = False
-        self._lives: dict[str, _Life] = {}
+        self._runs: dict[str, _Run] = {}
         self._next: dict[str, WorkerProcessSettings] = {}
         """Workers that begin once one of the same name has ended."""
         self._fault: BaseException | None = None
@@ -65,30 +65,30 @@ class ServerWorkers:
     def add(self, settings: WorkerProcessSettings) -> None:
         """Begin a worker, after one of the same name that is about to end."""
         name = settings.worker_id
-        if name in self._lives:
+        if name in self._runs:
             self._next[name] = settings
-            self._lives[name].stop.set()
+            self._runs[name].stop.set()
             return
-        life = self._lives[name] = _Life(settings)
+        run = self._runs[name] = _Run(settings)
         self._over.clear()
-        life.task = owned(self._keep(life), f"worker {name}")
-        life.task.add_done_callback(lambda task: self._on_over(name, task))
+        run.task = owned(self._keep(run), f"worker {name}")
+        run.task.add_done_callback(lambda task: self._on_over(name, task))
 
     def remove(self, worker_id: str) -> None:
         """Have a worker leave the pool."""
         self._next.pop(worker_id, None)
-        life = self._lives.get(worker_id)
-        if life is not None:
-            life.stop.set()
+        run = self._runs.get(worker_id)
+        if run is not None:
+            run.stop.set()
 
     def state_of(self, worker_id: str) -> str:
         """Return in words what a worker is at."""
-        life = self._lives.get(worker_id)
-        if life is None:
+        run = self._runs.get(worker_id)
+        if run is None:
             return "ended"
-        if life.stop.is_set():
+        if run.stop.is_set():
             return "leaving"
-        return "ready" if life.is_ready else f"failed: {life.failure}" if life.failure else "waiting"
+        return "ready" if run.is_ready else f"failed: {run.failure}" if run.failure else "waiting"
 
     async def run(self, stop: asyncio.Event) -> None:
         """Run workers until ``stop`` is set and their requests are done, or all of the command line have ended."""
@@ -98,30 +98,30 @@ class ServerWorkers:
             await (unless(stop, self._over.wait(), "end of the workers") if self._workers else stop.wait())
             self._is_ending = True
             self._next.clear()
-            for life in self._lives.values():
-                life.stop.set()
-            if self._lives and self._fault is None:
+            for run in self._runs.values():
+                run.stop.set()
+            if self._runs and self._fault is None:
                 self._over.clear()
                 await self._over.wait()
             if self._fault is not None:
                 raise self._fault
         finally:
-            await cancel_all([life.task for life in self._lives.values() if life.task is not None])
+            await cancel_all([run.task for run in self._runs.values() if run.task is not None])
 
     def _on_over(self, name: str, task: asyncio.Task[None]) -> None:
-        del self._lives[name]
+        del self._runs[name]
         if not task.cancelled() and task.exception() is not None:
             self._fault = self._fault or task.exception()
         following = self._next.pop(name, None)
         if following is not None and not self._is_ending:
             self.add(following)
-        if not self._lives or self._fault is not None:
+        if not self._runs or self._fault is not None:
             self._over.set()
 
-    async def _keep(self, life: _Life) -> None:
+    async def _keep(self, run: _Run) -> None:
         """Run one worker, again whenever it fails."""
         now_s = asyncio.get_running_loop().time
-        settings, stop = life.settings, life.stop
+        settings, stop = run.settings, run.stop
         name, pace = settings.worker_id, RestartPace(settings.worker_id)
         # All that this worker starts has this task's context.
         fields_of_task.set({"worker": name})
@@ -130,22 +130,24 @@ class ServerWorkers:
 
             def ready(url: str, since_s: list[float] = ready_s) -> None:
                 since_s.append(now_s())
-                life.is_ready, life.failure = True, ""
+                run.is_ready, run.failure = True, ""
                 self._note_ready(url)
 
             try:
-                await self._live(settings, stop, ready)
+                await self._run_once(settings, stop, ready)
                 return
             except Exception as error:
-                life.is_ready, life.failure = False, str(error)
-                if self._workers and not self._is_ready and all(each.failure for each in self._lives.values()):
+                run.is_ready, run.failure = False, str(error)
+                if self._workers and not self._is_ready and all(each.failure for each in self._runs.values()):
                     raise
                 pause_s = pace.died(now_s() - ready_s[0] if ready_s else 0.0)
                 log.error("worker %s failed: it starts again in %.1f s: %s", name, pause_s, error)
                 log.debug("where it failed", exc_info=True)
                 await unless(stop, asyncio.sleep(pause_s), f"restart of {name}")
 
-    async def _live(self, settings: WorkerProcessSettings, stop: asyncio.Event, ready: Callable[[str], None]) -> None:
+    async def _run_once(
+        self, settings: WorkerProcessSettings, stop: asyncio.Event, ready: Callable[[str], None]
+    ) -> None:
         """Run one worker once; raises what ended it."""
         ending = asyncio.Event()
         fatal: list[RuntimeError] = []

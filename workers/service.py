@@ -73,10 +73,10 @@ from poolgrid.workers.core.refusal import (
     UnknownModelError,
 )
 from poolgrid.workers.endings import Ending, Endings, WorkerDrain, cancelled_delta, refused_delta
-from poolgrid.workers.engines.protocol import Engine, EngineReport, ForwardBooks
+from poolgrid.workers.engines.protocol import Engine, EngineReport, ForwardBooks, UntilKnown
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.peers import Peers
-from poolgrid.workers.publisher import EventPublisher, Membership, UntilKnown
+from poolgrid.workers.publisher import EventPublisher, Membership
 from poolgrid.workers.transfers import EmbeddingExchange, KvExchange, Transfers
 
 WORK = "work"

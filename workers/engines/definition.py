@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -16,7 +16,7 @@ from poolgrid.process.clock import AwakeClock, Clock
 from poolgrid.process.settings import Settings
 from poolgrid.transport.planes import PlaneContext
 from poolgrid.wire.card import WorkerCard
-from poolgrid.workers.engines.protocol import Engine, ForwardBooks
+from poolgrid.workers.engines.protocol import Engine, ForwardBooks, UntilKnown
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.settings import WorkerProcessSettings
 from poolgrid.workers.start_phases import StartPhases
@@ -63,7 +63,7 @@ class OpenedEngine:
     """Calls a function for each new card, of an engine that may serve other names later."""
     forward_books: ForwardBooks | None = None
     """Books of the requests that routers send straight to its server; ``None`` for an engine without one."""
-    until_known: Callable[[], Coroutine[Any, Any, None]] | None = None
+    until_known: UntilKnown | None = None
     """Waits, not without end, until ``engine.restate`` has what the engine held before this process; it is called when
     ``engine.run`` is. ``None`` where the cache begins with the process."""
 
@@ -81,7 +81,7 @@ class StartPlan:
 
 
 class ServerFollower(Protocol):
-    """Whose workers come and go while it runs."""
+    """Follows engine servers: starts and ends their workers while it runs."""
 
     def answer(self, method: str, query: bytes, body: bytes) -> HttpAnswer:
         """Answer a request of an operator on this machine about what is followed."""

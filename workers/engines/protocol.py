@@ -6,15 +6,18 @@ of its own; they share the process, its request plane and its steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from poolgrid.wire.events import AnyEvent, BlocksStored, LoadReported
 from poolgrid.wire.requests import ForwardBegan, Generate, KvOffered, TokenDelta
 from poolgrid.workers.core.cache_facts import RestatedEvent
 from poolgrid.workers.core.kv_fetches import KvArrival, KvWanted
 from poolgrid.workers.tensor_transfer.port import Tensor
+
+UntilKnown = Callable[[], Coroutine[Any, Any, None]]
+"""Waits, not without end, until an engine's ``restate`` has what it held before this process."""
 
 
 @dataclass(slots=True)

@@ -1,16 +1,15 @@
 """A whole pool on this machine: what `poolgrid up` takes, and the parts that it starts.
 
 Rules
-    0. An option that may differ by role is given as ``ROLE=VALUE`` or ``VALUE``; see ``by_role``.
-    1. Parts start in the order consolidator, router, workers.
-    2. A part that dies is started again where it was, at growing intervals (``poolgrid.process.leash``): its
-       ports are held for it (``transport.bound_socket``), and the others continue. The socket at which clients come in
-       listens here, so that they wait for a router that is started again. Only a part that does not start
-       the first time ends everything, and a worker with
-       a real engine that has died more than ``REAL_RESTARTS_MAX`` times in a row.
-    4. Workers with a real engine are planned before anything starts (``poolgrid.cli.launch_plan``): their GPUs are
+    1. An option that may differ by role is given as ``ROLE=VALUE`` or ``VALUE``; see ``by_role``.
+    2. Workers with a real engine are planned before anything starts (``poolgrid.cli.launch_plan``): their GPUs are
        counted, compared with what is there and assigned. The pool is ready once requests have gone through all of it.
-    3. At the end parts stop in the order router, workers, consolidator; a part that is not gone in time is killed.
+    3. Parts start in the order consolidator, router, workers.
+    4. A part that dies is started again where it was, at growing intervals (``poolgrid.process.leash``): its ports are
+       held for it (``transport.bound_socket``), and the others continue. The socket at which clients come in listens
+       here, so that they wait for a router that is started again. Only a part that does not start the first time ends
+       everything, and a worker with a real engine that has died more than ``REAL_RESTARTS_MAX`` times in a row.
+    5. At the end parts stop in the order router, workers, consolidator; a part that is not gone in time is killed.
        Parts also stop when this process disappears, whatever became of it: they hold the other end of a pipe.
 
 The first lines of `poolgrid up`: the processes it started, and three commands that show what a router is for.

@@ -253,7 +253,7 @@ class BatchSocket(_LoopSocket):
     def give_back(self, messages: list[list[bytes]]) -> None:
         """Return the last of the messages that are being handled: they come again, first, once others had their turn.
 
-        For who takes longer over them than he should.
+        For a handler that exceeds its slice.
         """
         self._given_back = messages
         self.has_more = True

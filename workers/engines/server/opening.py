@@ -15,6 +15,7 @@ from poolgrid.transport.security import is_loopback
 from poolgrid.wire.addresses import ip_endpoint_problem
 from poolgrid.wire.card import MediaSpec, WorkerCard, WorkerLimits
 from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import PROMPT_TOKENS_MAX, TEXT_CHARS_MAX
 from poolgrid.wire.multimodal import MediaKind
 from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
@@ -30,7 +31,7 @@ from poolgrid.workers.engines.server.core.server_facts import (
 from poolgrid.workers.engines.server.engine import ServerEngine, ServerLimits
 from poolgrid.workers.engines.server.kinds import MODELS, ServerKind, kind_of, learn
 from poolgrid.workers.engines.server.server_client import KeyRefused, ServerClient, ServerError
-from poolgrid.workers.engines.server.settings import ROLES, EngineServerSettings
+from poolgrid.workers.engines.server.settings import EngineServerSettings
 from poolgrid.workers.engines.server.started_server import StartedServer, start_server
 from poolgrid.workers.engines.server.tasks import open_tasks
 
@@ -295,7 +296,7 @@ def make_card(
     assert facts.block_size is not None, "no worker joins without"
     return WorkerCard(
         model=facts.model,
-        role=ROLES[settings.role],
+        role=Role[settings.role.upper()],
         decodes_only=facts.role == "decode",
         block_size=facts.block_size,
         limits=WorkerLimits(
@@ -342,9 +343,7 @@ def _server_url(settings: EngineServerSettings, started: bool) -> str:
         return target.url
     if started:
         return ""
-    host = settings.advertised_host
-    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
-    return f"{'https' if target.secure else 'http'}://{host}:{target.port}{target.path}"
+    return f"{'https' if target.secure else 'http'}://{settings.advertised_host}:{target.port}{target.path}"
 
 
 def _limits(settings: EngineServerSettings) -> ServerLimits:

@@ -11,14 +11,11 @@ from pydantic import AfterValidator, Field, StringConstraints, field_validator, 
 from poolgrid.http.http_client import HttpTarget
 from poolgrid.process.settings import Settings, ZmqEndpoint
 from poolgrid.wire.addresses import ip_endpoint_problem
-from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import SERVING_ENDPOINTS_MAX
 from poolgrid.wire.tasks import MODALITIES
 from poolgrid.workers.engines.server.core.launching import check_arguments
-from poolgrid.workers.engines.server.core.server_list import SERVERS_MAX, ServerEntry, read_entry
+from poolgrid.workers.engines.server.core.server_list import SERVERS_MAX, ServerEntry, read_entry, role_and_url
 from poolgrid.workers.settings import MODALITY_HELP, StepTimesSettings, WorkerProcessSettings, check_task_role
-
-ROLES = {"aggregated": Role.AGGREGATED, "prefill": Role.PREFILL, "decode": Role.DECODE}
 
 PORTS = 65_536
 
@@ -38,12 +35,6 @@ OF_EACH_SERVER = ("kv_events_endpoint", "kv_events_replay_endpoint", "serving_en
 """Settings that are given for one server after the other, equally often for each."""
 
 
-def role_and_url(given: str, role: str) -> tuple[str, str]:
-    """Return the role and the URL of ``ROLE=URL``, or of a URL alone, whose worker has ``role``."""
-    prefix, equals, url = given.partition("=")
-    return (prefix, url) if equals and prefix in ROLES else (role, given)
-
-
 def _check_url(given: str) -> str:
     HttpTarget(role_and_url(given, "")[1])
     return given
@@ -56,6 +47,16 @@ ENGINE_URL_HELP = (
     "Use this engine server: http://gpu1:8000 or prefill=URL; with --engine server also dns+http://NAME:PORT or "
     "k8s+http://:PORT?selector=LABELS. Repeat for more."
 )
+
+
+def shares_of(settings: EngineServersSettings, number: int, servers: int) -> dict[str, object]:
+    """Return one server's part of what is given for one after the other."""
+    own: dict[str, object] = {}
+    for name in OF_EACH_SERVER:
+        given = getattr(settings, name)
+        share = len(given) // servers
+        own[name] = given[number * share : (number + 1) * share]
+    return own
 
 
 class EngineServersSettings(Settings):
@@ -231,13 +232,7 @@ class FollowedServersSettings(EngineServersSettings):
         urls = [read_entry(each) for each in self.engine_url]
         if entry not in urls:
             return dict.fromkeys(OF_EACH_SERVER, ())
-        number = urls.index(entry)
-        own: dict[str, object] = {}
-        for name in OF_EACH_SERVER:
-            given = getattr(self, name)
-            share = len(given) // len(urls)
-            own[name] = given[number * share : (number + 1) * share]
-        return own
+        return shares_of(self, urls.index(entry), len(urls))
 
 
 class EngineServerSettings(EngineServersSettings, StepTimesSettings, WorkerProcessSettings):
@@ -375,10 +370,7 @@ class EngineServerSettings(EngineServersSettings, StepTimesSettings, WorkerProce
         if servers > 1:
             own["worker_id"] = f"{self.worker_id}-{number}"
             own |= {name: port + number for name in ("request_port", "http_port") if (port := getattr(self, name))}
-            for name in OF_EACH_SERVER:
-                given = getattr(self, name)
-                share = len(given) // servers
-                own[name] = given[number * share : (number + 1) * share]
+            own |= shares_of(self, number, servers)
         return self.model_copy(update=own)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 from poolgrid.cli.command_line import LogChoice, command, log_options
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from poolgrid.http.guard import Application
     from poolgrid.http.health_app import HealthApp
     from poolgrid.workers.bootstrap import FollowedServers
+
+log = logging.getLogger(__name__)
 
 BASICS = (
     "host",
@@ -51,6 +54,9 @@ def consolidator(
         planes = (("ingest", endpoints.ingest), ("feed", endpoints.feed), ("query", endpoints.query))
         say_ready(endpoints.http, *(f"{name}={endpoint}" for name, endpoint in planes if endpoint))
 
+    def follows(url: str) -> None:
+        log.info("engine servers are followed, their list is at %s/v1/servers", url)
+
     async def main(stop: asyncio.Event) -> None:
         if not servers.follows_servers:
             await serve(settings, stop, ready)
@@ -60,7 +66,7 @@ def consolidator(
         follower = follower_settings(settings, servers)
         if settings.on_nats:
             # Any of the consolidators may be the active one: events go to it over its plane.
-            await asyncio.gather(serve(settings, stop, ready), serve_followed(follower, stop, lambda url: None))
+            await asyncio.gather(serve(settings, stop, ready), serve_followed(follower, stop, follows))
         else:
             await serve(settings, stop, ready, companion=ServersBeside(FollowedServers(follower)))
 

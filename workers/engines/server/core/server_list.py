@@ -87,10 +87,15 @@ class PodSelector(NamedTuple):
 Listed = ServerEntry | DnsName | PodSelector
 
 
+def role_and_url(given: str, role: str) -> tuple[str, str]:
+    """Return the role and the URL of ``ROLE=URL``, or of a URL alone, whose worker has ``role``."""
+    prefix, _, url = given.partition("=")
+    return (prefix, url) if prefix in ROLES and url else (role, given)
+
+
 def read_entry(text: str) -> Listed:
     """Return what an entry stands for; raises ``ValueError``."""
-    role, _, rest = text.partition("=")
-    role, given = (role, rest) if role in ROLES and rest else (ROLES[0], text)
+    role, given = role_and_url(text, ROLES[0])
     if len(given) > URL_CHARS_MAX or not given.isprintable() or " " in given:
         raise ValueError(f"{text[:80]!r} is no URL, allowed are http://HOST:PORT, {DNS_FORM} and {PODS_FORM}")
     if given.startswith(DNS):
