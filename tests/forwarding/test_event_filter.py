@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poolgrid.forwarding.event_filter import (
-    MAX_ERROR_CHARACTERS,
     MAX_EVENT_BYTES,
     AnswerNotes,
     ApiForm,
@@ -493,7 +492,7 @@ STREAMS = [
             event(chunk([], usage=USAGE)),
             DONE,
         ],
-        AnswerNotes("chatcmpl-1", 31, 16, 5, "length", True, None, 3, b"[1,2]"),
+        AnswerNotes("chatcmpl-1", 31, 16, 5, "length", True, 3, b"[1,2]"),
         id="vllm-chat",
     ),
     pytest.param(
@@ -505,19 +504,19 @@ STREAMS = [
     pytest.param(
         ApiForm.CHAT,
         [event(chunk([choice("a")])), event({"error": {"message": "worker lost", "code": 500}}), DONE],
-        AnswerNotes("chatcmpl-1", error="worker lost", has_ended=True),
+        AnswerNotes("chatcmpl-1", has_ended=True),
         id="error-in-a-stream",
     ),
     pytest.param(
         ApiForm.CHAT,
         [event({"object": "error", "message": "out of memory", "code": 500})],
-        AnswerNotes(error="out of memory"),
+        AnswerNotes(),
         id="flat-error",
     ),
     pytest.param(
         ApiForm.CHAT,
         [event({"error": "short"}), DONE],
-        AnswerNotes(error="short", has_ended=True),
+        AnswerNotes(has_ended=True),
         id="error-of-a-string",
     ),
     pytest.param(
@@ -535,7 +534,7 @@ STREAMS = [
     pytest.param(
         ApiForm.MESSAGES,
         [*MESSAGES[:2], event({"type": "error", "error": {"type": "overloaded_error", "message": "busy"}}, "error")],
-        AnswerNotes("msg_1", 31, None, 0, error="busy"),
+        AnswerNotes("msg_1", 31, None, 0),
         id="messages-error",
     ),
     pytest.param(
@@ -553,13 +552,13 @@ STREAMS = [
     pytest.param(
         ApiForm.RESPONSES,
         responses("failed", error={"code": "server_error", "message": "no"}),
-        AnswerNotes("resp_1", 31, 16, 5, "failed", True, "no"),
+        AnswerNotes("resp_1", 31, 16, 5, "failed", True),
         id="responses-failed",
     ),
     pytest.param(
         ApiForm.RESPONSES,
         [*responses("completed")[:2], event({"type": "error", "code": "x", "message": "bad"}, "error"), DONE],
-        AnswerNotes("resp_1", error="bad", has_ended=True),
+        AnswerNotes("resp_1", has_ended=True),
         id="responses-error-event",
     ),
 ]
@@ -591,10 +590,23 @@ def test_the_last_event_is_known_by_its_name_however_long_it_is() -> None:
         assert run(last, ServerExtras(), ApiForm.RESPONSES, size)[1].has_ended
 
 
-def test_an_error_is_noted_within_a_bound() -> None:
-    notes = run(event({"error": {"message": "x" * 10_000}}), VLLM)[1]
+ODD_ERRORS = [
+    pytest.param(b'{"error":{"code":1e999}}', id="number-beyond-the-range"),
+    pytest.param(b'{"error":{"a":"\xff"}}', id="no-utf-8"),
+    pytest.param(b'{"error":"\xff"}', id="text-that-is-no-utf-8"),
+    pytest.param(b'{"usage":{"a":"\xff","\xff":1e999},"response":{"error":{"code":1e999}}}', id="odd-usage"),
+    pytest.param(b'{"error":' + b"[" * 100_000 + b"]" * 100_000 + b"}", id="deep"),
+]
 
-    assert notes.error == "x" * MAX_ERROR_CHARACTERS
+
+@pytest.mark.parametrize("form", ApiForm)
+@pytest.mark.parametrize("asked", [ServerExtras(), VLLM])
+@pytest.mark.parametrize("body", ODD_ERRORS)
+def test_an_error_that_cannot_be_decoded_passes(form: ApiForm, asked: ServerExtras, body: bytes) -> None:
+    data = b"data: " + body + b"\n\n"
+
+    assert run(data, asked, form) == (data, AnswerNotes())
+    assert filter_answer(form, body, asked)[0] == body
 
 
 WHOLE = [
@@ -605,7 +617,7 @@ WHOLE = [
             {"id": "c", "choices": [choice("a", "stop", token_ids=[1, 2])], "usage": USAGE, "prompt_token_ids": [7]}
         ),
         packed({"id": "c", "choices": [choice("a", "stop", token_ids=None)], "usage": USAGE, "prompt_token_ids": None}),
-        AnswerNotes("c", 31, 16, 5, "stop", True, None, 2, b"[7]"),
+        AnswerNotes("c", 31, 16, 5, "stop", True, 2, b"[7]"),
         id="vllm-chat",
     ),
     pytest.param(
@@ -633,7 +645,7 @@ WHOLE = [
         b'"usage": {"prompt_tokens":3}, "x":1.0 }\n',
         b'{ "id":"c", "choices" : [ {"logprobs":{"a":-Infinity}, "token_ids": null , "finish_reason":"stop"} ] , '
         b'"usage": {"prompt_tokens":3}, "x":1.0 }\n',
-        AnswerNotes("c", 3, None, None, "stop", True, None, 2),
+        AnswerNotes("c", 3, None, None, "stop", True, 2),
         id="minus-infinity",
     ),
     pytest.param(
@@ -664,7 +676,7 @@ WHOLE = [
         VLLM,
         packed({"error": {"message": "no", "code": 400}}),
         None,
-        AnswerNotes(has_ended=True, error="no"),
+        AnswerNotes(has_ended=True),
         id="error",
     ),
     pytest.param(ApiForm.CHAT, VLLM, b"RIFF\xff\xfe", None, AnswerNotes(), id="no-json"),

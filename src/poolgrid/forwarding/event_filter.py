@@ -37,9 +37,6 @@ MAX_EVENT_BYTES: Final = 2 << 20
 """Bytes of an event that is held until it is whole. The largest that is to be changed is the first one, with the ids of
 a prompt: 256k ids of six digits and a comma. A longer event is passed as it comes, unparsed."""
 
-MAX_ERROR_CHARACTERS: Final = 500
-"""Of a server's error message, for the log."""
-
 _ABSENT: Final = msgspec.Raw()
 _COUNT = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 
@@ -91,7 +88,6 @@ class AnswerNotes:
     """The last one, of ``n`` choices."""
     has_ended: bool = False
     """The end mark of a stream came, or the answer is whole."""
-    error: str | None = None
     output_ids: int = 0
     """Token ids that were taken out so far."""
     prompt_token_ids: bytes | None = None
@@ -124,22 +120,19 @@ class _Part(msgspec.Struct):
     status: str | None = None
     stop_reason: str | None = None
     usage: msgspec.Raw = _ABSENT
-    error: msgspec.Raw = _ABSENT
 
 
 class _Answer(msgspec.Struct):
     """A whole answer or the data of an event, of any form."""
 
     id: str | None = None
-    object: str | None = None
     type: str | None = None
     status: str | None = None
     stop_reason: str | None = None
     choices: list[_Choice] | None = None
     usage: msgspec.Raw = _ABSENT
-    error: msgspec.Raw = _ABSENT
     system_fingerprint: msgspec.Raw = _ABSENT
-    message: _Part | str | None = None
+    message: _Part | None = None
     delta: _Part | str | None = None
     response: _Part | None = None
 
@@ -330,12 +323,12 @@ class EventFilter:
         return event
 
     def _responses_event(self, event: bytes) -> bytes:
-        if event.find(b'"response"') >= 0 or event.find(b'"error"') >= 0 or len(event) < 32:
+        if event.find(b'"response"') >= 0 or len(event) < 32:
             self._note_rare(event)
         return event
 
     def _note_rare(self, event: bytes) -> None:
-        """Note an event that is no common one: a start, an end, an error, a comment."""
+        """Note an event that is no common one: a start, an end, a comment."""
         data = _data_of(event)
         if data.strip() == b"[DONE]":
             self.notes.has_ended = True
@@ -417,18 +410,16 @@ def _members_of(value: Any, kind: type[msgspec.Struct]) -> Any:
 
 
 def _note_event(notes: AnswerNotes, answer: _Answer) -> None:
-    """The event of a Messages or Responses stream, or one of an error."""
+    """The event of a Messages or Responses stream."""
     part = answer.response or answer.message
-    if isinstance(part, _Part):
+    if part is not None:
         notes.response_id = notes.response_id or part.id
         _note_usage(notes, part.usage)
-        _note_error(notes, part.error)
         if answer.type in _ENDS:
             notes.finish_reason = part.status
     if isinstance(answer.delta, _Part) and answer.delta.stop_reason is not None:
         notes.finish_reason = answer.delta.stop_reason
     _note_usage(notes, answer.usage)
-    _note_own_error(notes, answer)
     notes.has_ended = notes.has_ended or answer.type in _ENDS
 
 
@@ -438,7 +429,6 @@ def _note_chat(notes: AnswerNotes, answer: _Answer) -> None:
     for choice in answer.choices or ():
         notes.finish_reason = choice.finish_reason or notes.finish_reason
     _note_usage(notes, answer.usage)
-    _note_own_error(notes, answer)
 
 
 def _note_usage(notes: AnswerNotes, raw: msgspec.Raw) -> None:
@@ -460,20 +450,6 @@ def _note_usage(notes: AnswerNotes, raw: msgspec.Raw) -> None:
     completion = usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
     if completion is not None:
         notes.completion_tokens = completion
-
-
-def _note_own_error(notes: AnswerNotes, answer: _Answer) -> None:
-    """An error of the answer itself: in a member of that name, or flat as older servers write it."""
-    _note_error(notes, answer.error)
-    if notes.error is None and (answer.type == "error" or answer.object == "error"):
-        notes.error = answer.message[:MAX_ERROR_CHARACTERS] if isinstance(answer.message, str) else "error"
-
-
-def _note_error(notes: AnswerNotes, raw: msgspec.Raw) -> None:
-    error = msgspec.json.decode(raw) if bytes(raw) else None
-    if error is not None:
-        message = error.get("message", "error") if isinstance(error, dict) else error
-        notes.error = str(message)[:MAX_ERROR_CHARACTERS]
 
 
 def _cut_ids(data: bytes, left: TokenIds, notes: AnswerNotes) -> bytes:
