@@ -111,24 +111,27 @@ def test_what_only_looks_like_a_path_of_clients_is_for_operators(target: bytes) 
 
 
 @pytest.mark.parametrize(
-    ("target", "state_id"),
+    ("target", "collection", "state_id"),
     [
-        (b"/v1/responses/resp_aB1", "resp_aB1"),
-        (b"/v1/responses/resp_aB1/cancel?x", "resp_aB1"),
-        (b"/V1/responses//resp_aB1/", "resp_aB1"),
-        (b"/v1/responses", None),
-        (b"/v1/responses/render", None),
-        (b"/v1/files/file-1/content", "file-1"),
-        (b"/v1/batches/batch_1", "batch_1"),
-        (b"/v1/messages/batches/msgbatch_1/results", "msgbatch_1"),
-        (b"/v1/messages/count_tokens", None),
-        (b"/v1/videos/video_1/content", "video_1"),
-        (b"/v1/videos/generations", None),
-        (b"/v1/chat/completions/render", None),
+        (b"/v1/responses/resp_aB1", "/v1/responses", "resp_aB1"),
+        (b"/v1/responses/resp_aB1/cancel?x", "/v1/responses", "resp_aB1"),
+        (b"/V1/responses//resp_aB1/", "/V1/responses", "resp_aB1"),
+        (b"/V1/Files/aBc", "/V1/Files", "aBc"),
+        (b"/v1/responses", "", None),
+        (b"/v1/responses/render", "", None),
+        (b"/v1/files/file-1/content", "/v1/files", "file-1"),
+        (b"/v1/batches/batch_1", "/v1/batches", "batch_1"),
+        (b"/v1/messages/batches/msgbatch_1/results", "/v1/messages/batches", "msgbatch_1"),
+        (b"/v1/messages/count_tokens", "", None),
+        (b"/v1/videos/video_1/content", "/v1/videos", "video_1"),
+        (b"/v1/videos/generations", "", None),
+        (b"/v1/chat/completions/render", "", None),
     ],
 )
-def test_a_path_names_what_only_one_server_has(target: bytes, state_id: str | None) -> None:
-    assert read_target(target).state_id == state_id
+def test_a_path_names_what_only_one_server_has(target: bytes, collection: str, state_id: str | None) -> None:
+    found = read_target(target)
+
+    assert (found.collection, found.state_id) == (collection, state_id)
 
 
 def test_every_stateful_collection_names_its_ids() -> None:

@@ -73,6 +73,8 @@ class RequestTarget:
     path: str = ""
     """In its plain form, letters as they came; empty if refused."""
     route: ClientRoute | None = None
+    collection: str = ""
+    """The path of the collection that ``state_id`` is in, letters as they came."""
     state_id: str | None = None
     """The id of what only the server has that made it."""
 
@@ -260,15 +262,18 @@ def _access_of(path: str) -> RequestTarget:
         route = route or (_MODEL_CARD if plain.startswith("/v1/models/") else _OTHER)
     if route is None:
         return RequestTarget(TargetAccess.OPERATOR, f"{path} is not among the paths of clients", path)
-    return RequestTarget(TargetAccess.CLIENT, f"{path} {route.reason}", path, route, _state_id(path, plain))
+    return RequestTarget(TargetAccess.CLIENT, f"{path} {route.reason}", path, route, *_state_of(path, plain))
 
 
-def _state_id(path: str, plain: str) -> str | None:
+def _state_of(path: str, plain: str) -> tuple[str, str | None]:
+    """The collection and the id in a path."""
     for collection in STATEFUL_COLLECTIONS:
         if plain.startswith(collection + "/"):
             name = path[len(collection) + 1 :].partition("/")[0]
-            return None if name.lower() in NO_IDS else name
-    return None
+            if name.lower() not in NO_IDS:
+                return path[: len(collection)], name
+            break
+    return "", None
 
 
 def _quoted(raw: bytes) -> str:

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Raw
 
-from poolgrid.forwarding.paths import STATE_MEMBERS, STATEFUL_COLLECTIONS
+from poolgrid.forwarding.paths import STATE_MEMBERS
 from poolgrid.proxy.collector import collect
 from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ServerPlace
@@ -72,11 +72,6 @@ async def _has(server: ForwardServer, target: bytes) -> bool:
     except (AnswerFailed, OSError, TimeoutError):
         return False
     return status == 200
-
-
-def collection_of(path: str) -> str:
-    """Return the collection that a path with an id is in."""
-    return next((each for each in STATEFUL_COLLECTIONS if path.startswith(each + "/")), "")
 
 
 def named_state(values: Mapping[str, Raw]) -> tuple[str, str] | None:
