@@ -13,7 +13,6 @@ from poolgrid.forwarding.paths import (
     RESERVED_PREFIXES,
     RESERVED_ROUTES,
     STATEFUL_COLLECTIONS,
-    ModelPlace,
     TargetAccess,
     read_target,
 )
@@ -140,25 +139,23 @@ def test_every_stateful_collection_names_its_ids() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "prompt", "answer", "model"),
+    ("target", "has_prompt", "answer", "model_in_path"),
     [
-        (b"/v1/chat/completions", ("messages",), ApiForm.CHAT, ModelPlace.BODY),
-        (b"/v1/completions/", ("prompt",), ApiForm.CHAT, ModelPlace.BODY),
-        (b"/v1/messages?beta=true", ("system", "messages"), ApiForm.MESSAGES, ModelPlace.BODY),
-        (b"/v1/responses", ("instructions", "input"), ApiForm.RESPONSES, ModelPlace.BODY),
-        (b"/v1/audio/transcriptions", (), None, ModelPlace.FORM),
-        (b"/v1/realtime?model=m", (), None, ModelPlace.QUERY),
-        (b"/v1/models/a/b", (), None, ModelPlace.PATH),
-        (b"/v1/unheard_of", (), None, ModelPlace.BODY),
+        (b"/v1/chat/completions", True, ApiForm.CHAT, False),
+        (b"/v1/completions/", True, ApiForm.CHAT, False),
+        (b"/v1/messages?beta=true", True, ApiForm.MESSAGES, False),
+        (b"/v1/responses", True, ApiForm.RESPONSES, False),
+        (b"/v1/audio/transcriptions", False, None, False),
+        (b"/v1/realtime?model=m", False, None, False),
+        (b"/v1/models/a/b", False, None, True),
+        (b"/v1/unheard_of", False, None, False),
     ],
 )
-def test_what_is_known_of_a_path(
-    target: bytes, prompt: tuple[str, ...], answer: ApiForm | None, model: ModelPlace
-) -> None:
+def test_what_is_known_of_a_path(target: bytes, has_prompt: bool, answer: ApiForm | None, model_in_path: bool) -> None:
     route = read_target(target).route
 
     assert route is not None
-    assert (route.prompt, route.answer, route.model) == (prompt, answer, model)
+    assert (route.has_prompt, route.answer, route.model_in_path) == (has_prompt, answer, model_in_path)
 
 
 @pytest.mark.parametrize("path", CLIENT_ROUTES)

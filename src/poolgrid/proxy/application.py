@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from poolgrid.forwarding.headers import request_headers
 from poolgrid.forwarding.model_list import merge_model_lists
 from poolgrid.forwarding.multipart import FormFields, boundary_of, model_of_query
-from poolgrid.forwarding.paths import ModelPlace, RequestTarget, TargetAccess, read_target
+from poolgrid.forwarding.paths import RequestTarget, TargetAccess, read_target
 from poolgrid.frontend.access.gate import AccessGate, GateKeys, PathClass, caller_of, is_upgrade, key_of
 from poolgrid.frontend.access.tenants import CacheDomains
 from poolgrid.frontend.errors import RequestError, dialect_of
@@ -253,9 +253,9 @@ class ForwardApplication:
         if not model and scope["query_string"]:
             model = model_of_query(scope["query_string"]) or ""
         route = target.route
-        if not model and route is not None and route.model is ModelPlace.PATH:
+        if not model and route is not None and route.model_in_path:
             model = target.path[len(MODELS) + 1 :]
-        has_prompt = scope["method"] == "POST" and route is not None and bool(route.prompt) and bool(values)
+        has_prompt = scope["method"] == "POST" and route is not None and route.has_prompt and bool(values)
         return RoutingFields(target, model, is_streamed(values), has_prompt, values)
 
     def places(self, model: str) -> Sequence[ServerPlace]:
