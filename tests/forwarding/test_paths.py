@@ -13,7 +13,6 @@ from poolgrid.forwarding.paths import (
     RESERVED_PREFIXES,
     RESERVED_ROUTES,
     STATEFUL_COLLECTIONS,
-    ModelPlace,
     TargetAccess,
     read_target,
 )
@@ -73,6 +72,7 @@ def test_what_changes_a_server_is_closed_under_a_version_too(name: str, form: st
         (b"a:443", "allowed is a path"),
         (b"*", "allowed is a path"),
         (b"//v1/models", "begins with one '/'"),
+        (b"//", "begins with one '/'"),
         (b"/v1/../sleep", "dot segment"),
         (b"/v1/%2E./sleep", "dot segment"),
         (b"/v1\\sleep", "backslash"),
@@ -110,24 +110,27 @@ def test_what_only_looks_like_a_path_of_clients_is_for_operators(target: bytes) 
 
 
 @pytest.mark.parametrize(
-    ("target", "state_id"),
+    ("target", "collection", "state_id"),
     [
-        (b"/v1/responses/resp_aB1", "resp_aB1"),
-        (b"/v1/responses/resp_aB1/cancel?x", "resp_aB1"),
-        (b"/V1/responses//resp_aB1/", "resp_aB1"),
-        (b"/v1/responses", None),
-        (b"/v1/responses/render", None),
-        (b"/v1/files/file-1/content", "file-1"),
-        (b"/v1/batches/batch_1", "batch_1"),
-        (b"/v1/messages/batches/msgbatch_1/results", "msgbatch_1"),
-        (b"/v1/messages/count_tokens", None),
-        (b"/v1/videos/video_1/content", "video_1"),
-        (b"/v1/videos/generations", None),
-        (b"/v1/chat/completions/render", None),
+        (b"/v1/responses/resp_aB1", "/v1/responses", "resp_aB1"),
+        (b"/v1/responses/resp_aB1/cancel?x", "/v1/responses", "resp_aB1"),
+        (b"/V1/responses//resp_aB1/", "/V1/responses", "resp_aB1"),
+        (b"/V1/Files/aBc", "/V1/Files", "aBc"),
+        (b"/v1/responses", "", None),
+        (b"/v1/responses/render", "", None),
+        (b"/v1/files/file-1/content", "/v1/files", "file-1"),
+        (b"/v1/batches/batch_1", "/v1/batches", "batch_1"),
+        (b"/v1/messages/batches/msgbatch_1/results", "/v1/messages/batches", "msgbatch_1"),
+        (b"/v1/messages/count_tokens", "", None),
+        (b"/v1/videos/video_1/content", "/v1/videos", "video_1"),
+        (b"/v1/videos/generations", "", None),
+        (b"/v1/chat/completions/render", "", None),
     ],
 )
-def test_a_path_names_what_only_one_server_has(target: bytes, state_id: str | None) -> None:
-    assert read_target(target).state_id == state_id
+def test_a_path_names_what_only_one_server_has(target: bytes, collection: str, state_id: str | None) -> None:
+    found = read_target(target)
+
+    assert (found.collection, found.state_id) == (collection, state_id)
 
 
 def test_every_stateful_collection_names_its_ids() -> None:
@@ -136,25 +139,23 @@ def test_every_stateful_collection_names_its_ids() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "prompt", "answer", "model"),
+    ("target", "has_prompt", "answer", "model_in_path"),
     [
-        (b"/v1/chat/completions", ("messages",), ApiForm.CHAT, ModelPlace.BODY),
-        (b"/v1/completions/", ("prompt",), ApiForm.CHAT, ModelPlace.BODY),
-        (b"/v1/messages?beta=true", ("system", "messages"), ApiForm.MESSAGES, ModelPlace.BODY),
-        (b"/v1/responses", ("instructions", "input"), ApiForm.RESPONSES, ModelPlace.BODY),
-        (b"/v1/audio/transcriptions", (), None, ModelPlace.FORM),
-        (b"/v1/realtime?model=m", (), None, ModelPlace.QUERY),
-        (b"/v1/models/a/b", (), None, ModelPlace.PATH),
-        (b"/v1/unheard_of", (), None, ModelPlace.BODY),
+        (b"/v1/chat/completions", True, ApiForm.CHAT, False),
+        (b"/v1/completions/", True, ApiForm.CHAT, False),
+        (b"/v1/messages?beta=true", True, ApiForm.MESSAGES, False),
+        (b"/v1/responses", True, ApiForm.RESPONSES, False),
+        (b"/v1/audio/transcriptions", False, None, False),
+        (b"/v1/realtime?model=m", False, None, False),
+        (b"/v1/models/a/b", False, None, True),
+        (b"/v1/unheard_of", False, None, False),
     ],
 )
-def test_what_is_known_of_a_path(
-    target: bytes, prompt: tuple[str, ...], answer: ApiForm | None, model: ModelPlace
-) -> None:
+def test_what_is_known_of_a_path(target: bytes, has_prompt: bool, answer: ApiForm | None, model_in_path: bool) -> None:
     route = read_target(target).route
 
     assert route is not None
-    assert (route.prompt, route.answer, route.model) == (prompt, answer, model)
+    assert (route.has_prompt, route.answer, route.model_in_path) == (has_prompt, answer, model_in_path)
 
 
 @pytest.mark.parametrize("path", CLIENT_ROUTES)
@@ -168,7 +169,8 @@ def test_a_route_of_clients_is_read_as_itself(path: str) -> None:
 def encoded(draw: st.DrawFn, path: str) -> bytes:
     """A spelling that a server reads as that path: letters encoded, slashes repeated at the end."""
     letters = [f"%{ord(c):02X}" if draw(st.booleans()) else c for c in path[1:]]
-    return ("/" + "".join(letters) + draw(st.sampled_from(["", "/", "?q", "/?../"]))).encode()
+    ends = ["", "?q"] if path == "/" else ["", "/", "?q", "/?../"]
+    return ("/" + "".join(letters) + draw(st.sampled_from(ends))).encode()
 
 
 @given(data=st.data(), path=st.sampled_from(OPERATORS))

@@ -65,6 +65,16 @@ def test_id_that_no_server_has_is_not_found_after_each_was_asked(pool: ScriptedP
     assert [len(each.calls) for each in pool.servers] == [1, 1]
 
 
+def test_id_in_a_path_of_another_case_is_asked_for_as_the_client_wrote_it(pool: ScriptedPool) -> None:
+    knows(pool.servers[0])
+    knows(pool.servers[1], "file_aB")
+
+    answer = pool.call("GET", "/v1/Files/file_aB/content")
+    assert (answer.status, answer.body) == (200, b'{"id":"made"}')
+    assert [call.target for call in pool.servers[0].calls] == ["/v1/Files/file_aB"]
+    assert [call.target for call in pool.servers[1].calls] == ["/v1/Files/file_aB", "/v1/Files/file_aB/content"]
+
+
 @pytest.mark.parametrize(
     "name", ["x HTTP/1.1\r\nhost: a\r\n\r\nPOST /sleep", "a/../../sleep", "a b?c#d", "\u00e9\u4e00%2f"]
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Final, NamedTuple
 
@@ -41,14 +41,11 @@ _value_end = json.JSONDecoder().raw_decode
 
 
 class BodyMember(NamedTuple):
-    """Where a member of an object lies: its key, its value, and the comma behind it."""
+    """Where the value of an object's member lies."""
 
     name: str
-    key_start: int
     value_start: int
     value_end: int
-    comma_end: int
-    """Behind the comma, or ``value_end`` of the last member."""
 
 
 class Fields:
@@ -124,31 +121,15 @@ def top_level(body: bytes) -> Fields:
     return Fields(body, opening, values, members)
 
 
-def set_fields(body: bytes | Fields, values: Mapping[str, bytes]) -> bytes:
-    """Set top-level members to raw JSON."""
-    return edit(body, values)
-
-
-def set_nested(body: bytes | Fields, outer: str, inner: str, value: bytes) -> bytes:
-    """Set a member of a top-level object, which is made where it is absent or null.
-
-    A value of another kind stays as it is: the engine refuses it in its own words.
-    """
-    return edit(body, nested={outer: {inner: value}})
-
-
-def remove_fields(body: bytes | Fields, names: Collection[str]) -> bytes:
-    """Remove top-level members, each occurrence."""
-    return edit(body, removed=names)
-
-
 def edit(
     body: bytes | Fields,
     values: Mapping[str, bytes] | None = None,
     nested: Mapping[str, Mapping[str, bytes]] | None = None,
-    removed: Collection[str] = (),
 ) -> bytes:
-    """Set, set within top-level objects, and remove, in one copy of the body. What is set is not removed.
+    """Set top-level members to raw JSON, and members of top-level objects, in one copy of the body.
+
+    An object that is absent or null is made. A value of another kind stays as it is: the engine refuses it in its own
+    words.
 
     Raises:
         ValueError: As ``top_level``.
@@ -162,70 +143,47 @@ def edit(
             changes[outer] = edit(b"{}", inner)
         elif current.startswith(b"{"):
             changes[outer] = edit(current, inner)
-    gone = {name for name in removed if name in fields.values and name not in changes}
     added = [name for name in changes if name not in fields.values]
     text = b",".join(b"%b:%b" % (msgspec.json.encode(name), changes[name]) for name in added)
-    if text and len(gone) < len(fields.values):
+    if text and fields.values:
         text += b","
-    if not gone and len(added) == len(changes):
-        return b"".join((body[: fields.opening], text, memoryview(body)[fields.opening :])) if text else body
-    return b"".join(_pieces(fields, text, changes, gone))
+    view, at = memoryview(body), fields.opening
+    pieces: list[bytes | memoryview] = [view[:at], text]
+    if len(added) < len(changes):
+        for member in fields.members:
+            if member.name in changes:
+                pieces += (view[at : member.value_start], changes[member.name])
+                at = member.value_end
+    elif not text:
+        return body
+    return b"".join((*pieces, view[at:]))
 
 
-def edit_elements(array: bytes, change: Callable[[bytes], bytes]) -> bytes:
-    """The raw JSON array with each element changed, and the bytes between them as they are.
+def elements(array: bytes) -> list[bytes]:
+    """Return the elements of a raw JSON array, each as its bytes.
 
     Raises:
         ValueError: It is no JSON array, or is nested too deep.
     """
-    lengths, text = None, ""
     try:
-        lengths = [len(bytes(element)) for element in _decode_array(array)]
+        return [bytes(element) for element in _decode_array(array)]
     except RecursionError:
         raise ValueError("the array is not JSON that can be read: it is nested too deep") from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         text = _python_text(array, "the array is not JSON")
-    view, at = memoryview(array), array.index(b"[") + 1
-    start = _SPACE.match(array, at).end()  # type: ignore[union-attr]  # it matches nothing too
+    start = _SPACE.match(array, array.index(b"[") + 1).end()  # type: ignore[union-attr]  # it matches nothing too
+    found: list[bytes] = []
     if array.startswith(b"]", start):
-        return array
-    pieces: list[bytes | memoryview] = [view[:start]]
-    index = 0
+        return found
     while True:
-        end = _end_by_python(text, start) if lengths is None else start + lengths[index]
-        pieces.append(change(array[start:end]))
+        end = _end_by_python(text, start)
+        found.append(array[start:end])
         after = _AFTER_ELEMENT.match(array, end)
         if after is None:
             raise ValueError(f"the array is not JSON: {_byte(array, end)}, allowed are ',' and ']'")
         if after[1] == b"]":
-            pieces.append(view[end:])
-            return b"".join(pieces)
-        pieces.append(view[end : after.end()])
-        start, index = after.end(), index + 1
-
-
-def _pieces(fields: Fields, text: bytes, changes: Mapping[str, bytes], gone: set[str]) -> list[bytes | memoryview]:
-    """The body with ``text`` behind its opening brace, changed values, and without what is gone.
-
-    A member that goes takes the comma behind it along, the last ones take the comma before them.
-    """
-    view, members = memoryview(fields.body), fields.members
-    kept = [index for index, member in enumerate(members) if member.name not in gone]
-    last = kept[-1] if kept else -1
-    pieces: list[bytes | memoryview] = [view[: fields.opening], text]
-    at = fields.opening
-    for member in members[: last + 1]:
-        if member.name in gone:
-            pieces.append(view[at : member.key_start])
-            at = member.comma_end
-        elif member.name in changes:
-            pieces += (view[at : member.value_start], changes[member.name])
-            at = member.value_end
-    if last < len(members) - 1:
-        pieces.append(view[at : members[last].value_end if kept else members[0].key_start])
-        at = members[-1].value_end
-    pieces.append(view[at:])
-    return pieces
+            return found
+        start = after.end()
 
 
 def _walk(body: bytes, opening: int, end_of_value: Callable[[str, int], int]) -> list[BodyMember]:
@@ -249,8 +207,7 @@ def _walk(body: bytes, opening: int, end_of_value: Callable[[str, int], int]) ->
         after = _AFTER_VALUE.match(body, end)
         if after is None:
             raise _OutOfStepError(end)
-        comma_end = after.start(1) + 1 if after[1] != b"}" else end
-        members.append(BodyMember(name, at, start, end, comma_end))
+        members.append(BodyMember(name, start, end))
         if after[1] == b"}":
             return members
         at = after.end()

@@ -1,19 +1,16 @@
-"""What poolgrid asked a server for itself is taken out of the answer again, and what it counts is noted.
+"""The chunk with usage that poolgrid asked a server for is taken out of a stream, and what answers count is noted.
 
 ``EventFilter`` takes the bytes of a ``text/event-stream`` as they come, split anywhere, and returns those for the
 client. An event that holds nothing to take out is passed byte for byte: comments, unknown fields, line ends.
-``filter_answer`` does the same for a whole JSON answer.
+``read_answer`` notes the counts of a whole JSON answer.
 
 The common event of a token is looked at with a few searches for constant bytes and never parsed. Such a search finds
 keys only: within a JSON string a quote has a backslash before it.
 
 Figures of the forms, of vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM 1.4:
 
-- vLLM writes ``"token_ids":null`` where no ids were asked for, SGLang has no such member then.
-- vLLM sends chat events without a delta only where ids are asked for (half of a tool call, for example).
 - vLLM writes its ``system_fingerprint`` into the chunk with usage where there is one, else into the last chunk of each
   choice. The event with a finish reason therefore waits for the one behind it, which vLLM writes at once.
-- SGLang sends the ids of a chat at its end, with ``x-sglext-ids-framed: 1`` as an event of that name.
 - ``"usage":null`` with each chunk is OpenAI's form of ``include_usage``. SGLang writes it unasked in most chunks,
   trtllm-serve in those of text completions, vLLM never: of these three it is never to be cut.
 """
@@ -25,20 +22,16 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum, StrEnum
+from enum import StrEnum
 from itertools import pairwise
 from typing import Annotated, Any, Final
 
 import msgspec
 
-from poolgrid.forwarding.body_edit import MAX_SLOW_BYTES, edit, edit_elements, top_level
+from poolgrid.forwarding.body_edit import MAX_SLOW_BYTES, top_level
 
 MAX_EVENT_BYTES: Final = 2 << 20
-"""Bytes of an event that is held until it is whole. The largest that is to be changed is the first one, with the ids of
-a prompt: 256k ids of six digits and a comma. A longer event is passed as it comes, unparsed."""
-
-MAX_ERROR_CHARACTERS: Final = 500
-"""Of a server's error message, for the log."""
+"""Bytes of an event that is held until it is whole. A longer event is passed as it comes, unparsed."""
 
 _ABSENT: Final = msgspec.Raw()
 _COUNT = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
@@ -53,31 +46,6 @@ class ApiForm(StrEnum):
     RESPONSES = "responses"
 
 
-class TokenIds(Enum):
-    """What is left in place of token ids."""
-
-    KEPT = "the client asked for them"
-    NULL = "null, as vLLM writes where no ids were asked for"
-    ABSENT = "no member, as SGLang writes where no ids were asked for"
-
-
-@dataclass(frozen=True, slots=True)
-class ServerExtras:
-    """What poolgrid asked the server for, and the client did not."""
-
-    usage: bool = False
-    """``include_usage``: the chunk with usage alone is dropped, and the fingerprint in it put back. Not to be asked
-    for a client that sets ``continuous_usage_stats``: its chunks would then have usage, or not, by the server."""
-    token_ids: TokenIds = TokenIds.KEPT
-    """``return_token_ids``. Not to be asked for a text completion with ``echo``: vLLM 0.32 and 0.33 then leave the
-    prompt out of its text."""
-    sglext_ids: tuple[str, ...] = ()
-    """``input_ids`` by ``return_input_ids_in_sglext``, ``output_ids`` by ``return_output_ids_in_sglext``."""
-
-
-NOTHING: Final = ServerExtras()
-
-
 @dataclass(slots=True)
 class AnswerNotes:
     """What an answer reports; ``None`` is unknown."""
@@ -87,15 +55,6 @@ class AnswerNotes:
     """All of them, cached ones too, in the Messages API as well."""
     cached_tokens: int | None = None
     completion_tokens: int | None = None
-    finish_reason: str | None = None
-    """The last one, of ``n`` choices."""
-    has_ended: bool = False
-    """The end mark of a stream came, or the answer is whole."""
-    error: str | None = None
-    output_ids: int = 0
-    """Token ids that were taken out so far."""
-    prompt_token_ids: bytes | None = None
-    """A JSON array, where ids were taken out."""
 
 
 class _Details(msgspec.Struct):
@@ -118,29 +77,20 @@ class _Choice(msgspec.Struct):
 
 
 class _Part(msgspec.Struct):
-    """The ``message``, ``delta`` or ``response`` of an event."""
+    """The ``message`` or ``response`` of an event."""
 
     id: str | None = None
-    status: str | None = None
-    stop_reason: str | None = None
     usage: msgspec.Raw = _ABSENT
-    error: msgspec.Raw = _ABSENT
 
 
 class _Answer(msgspec.Struct):
     """A whole answer or the data of an event, of any form."""
 
     id: str | None = None
-    object: str | None = None
-    type: str | None = None
-    status: str | None = None
-    stop_reason: str | None = None
     choices: list[_Choice] | None = None
     usage: msgspec.Raw = _ABSENT
-    error: msgspec.Raw = _ABSENT
     system_fingerprint: msgspec.Raw = _ABSENT
-    message: _Part | str | None = None
-    delta: _Part | str | None = None
+    message: _Part | None = None
     response: _Part | None = None
 
 
@@ -149,38 +99,27 @@ _decode_usage = msgspec.json.Decoder(_Usage).decode
 
 _EVENT_END = re.compile(rb"(?>\r\n|\n|\r){2}")
 _DATA_LINE = re.compile(rb"(?:^|[\r\n])(data(?:: ?([^\r\n]*)|(?=[\r\n]|$)))")
-_EVENT_NAME = re.compile(rb"(?:^|[\r\n])event: ?([^\r\n]*)")
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 _NEWLINE: Final = 10
-_FINISH, _USAGE, _IDS = b'"finish_reason"', b'"usage"', b'token_ids"'
+_FINISH, _USAGE = b'"finish_reason"', b'"usage"'
 _NULLS = (b":null", b": null")
-_CHOICE_WITH_IDS = re.compile(
-    rb'"finish_reason":(?:null|"[a-z_]*")'
-    rb'(?:,"(?:stop_reason|matched_stop)":(?:null|-?\d+|"[^"\\]*"))?'
-    rb'(?:,"prompt_token_ids":null)?'
-    rb'(,"token_ids":)(\[[\d,]*\])'
-)
-"""From the finish reason of a choice to its ids, as vLLM and SGLang write them."""
-_WITHOUT_DELTA = b'"delta":{},"logprobs":null,"finish_reason":null'
-_ID_MEMBERS = ("token_ids", "prompt_token_ids", "response_token_ids")
-
-_ENDS = {"response.completed", "response.incomplete", "response.failed", "message_stop"}
 
 
 class EventFilter:
     """One stream of events, from the server to the client."""
 
-    def __init__(self, form: ApiForm, asked: ServerExtras = NOTHING) -> None:
+    def __init__(self, form: ApiForm, takes_usage: bool = False) -> None:
+        """``takes_usage`` takes the chunk with usage alone out, and puts the fingerprint in it back. Usage is not to be
+        asked for where a client sets ``continuous_usage_stats``: its chunks would then have usage, or not, by the
+        server."""
         self.notes = AnswerNotes()
-        self._asked = asked
-        self._only_notes = asked == NOTHING
+        self._takes_usage = takes_usage
         self._event: Callable[[bytes], bytes] = {
             ApiForm.CHAT: self._chat_event,
             ApiForm.MESSAGES: self._messages_event,
             ApiForm.RESPONSES: self._responses_event,
         }[form]
-        self._takes_ids = asked.token_ids is not TokenIds.KEPT
         self._held = bytearray()
         self._is_passing = False
         """Within an event beyond the bound."""
@@ -215,7 +154,7 @@ class EventFilter:
             passed = self._event(data)
         else:
             passed = b"".join(map(self._block, data[:-2].split(b"\n\n")))
-        return data if self._only_notes else passed
+        return passed if self._takes_usage else data
 
     def finish(self) -> bytes:
         """What is still held when the stream ends: an event whose blank line is missing."""
@@ -223,7 +162,7 @@ class EventFilter:
         self._held.clear()
         passed = self._event(rest) if rest else b""
         passed, self._waiting = passed + self._waiting, b""
-        return b"" if self._only_notes else passed
+        return passed if self._takes_usage else b""
 
     def _feed_any(self, data: bytes) -> bytes:
         if not data:
@@ -252,8 +191,6 @@ class EventFilter:
         while (end := self._end_of(held, start)) >= 0:
             block = bytes(held[at:end])
             event = block.lstrip(b"\r\n")
-            if len(event) > MAX_EVENT_BYTES:
-                self._note_name(event)
             passed = self._event(event) if 0 < len(event) <= MAX_EVENT_BYTES else event
             pieces += (block[: len(block) - len(event)], passed)
             if end == len(held) and block.endswith(b"\r"):
@@ -261,7 +198,6 @@ class EventFilter:
             at = start = end
         del held[:at]
         if len(held) > MAX_EVENT_BYTES:
-            self._note_name(held)
             self._is_passing, self._tail = True, bytes(held[-1:])
         if self._is_passing or not held.strip(b"\r\n"):
             pieces.append(bytes(held))
@@ -295,7 +231,6 @@ class EventFilter:
         if event.find(b'"choices"') < 0:
             self._note_rare(event)
             return event
-        notes, asked = self.notes, self._asked
         finish, usage = event.find(_FINISH), event.find(_USAGE)
         is_last = False
         has_usage = usage >= 0 and not event.startswith(_NULLS, usage + len(_USAGE))
@@ -308,17 +243,11 @@ class EventFilter:
             self._is_first = False
             answer = _read(_data_of(event))
             if answer is not None:
-                _note_chat(notes, answer)
-                if asked.usage and has_usage and answer.choices == []:
+                _note_chat(self.notes, answer)
+                if self._takes_usage and has_usage and answer.choices == []:
                     self._fingerprint = bytes(answer.system_fingerprint) or None
                     return b""
-                is_last = asked.usage and any(choice.finish_reason for choice in answer.choices or ())
-        if self._takes_ids:
-            event = self._without_ids(event, finish)
-            if asked.token_ids is TokenIds.NULL and event.find(_WITHOUT_DELTA) >= 0:
-                return b""
-        if asked.sglext_ids and event.find(b'"sglext"') >= 0:
-            event = self._without_sglext_ids(event)
+                is_last = self._takes_usage and any(choice.finish_reason for choice in answer.choices or ())
         if is_last and event.find(b'"system_fingerprint"') < 0:
             self._waiting = event
             return b""
@@ -330,66 +259,23 @@ class EventFilter:
         return event
 
     def _responses_event(self, event: bytes) -> bytes:
-        if event.find(b'"response"') >= 0 or event.find(b'"error"') >= 0 or len(event) < 32:
+        if event.find(b'"response"') >= 0:
             self._note_rare(event)
         return event
 
     def _note_rare(self, event: bytes) -> None:
-        """Note an event that is no common one: a start, an end, an error, a comment."""
-        data = _data_of(event)
-        if data.strip() == b"[DONE]":
-            self.notes.has_ended = True
-        elif (answer := _read(data)) is not None:
+        """Note an event that is no common one: a start, an end."""
+        if (answer := _read(_data_of(event))) is not None:
             _note_event(self.notes, answer)
 
-    def _note_name(self, event: bytes | bytearray) -> None:
-        """Of an event that is too long to be read, its name is known."""
-        name = _EVENT_NAME.search(event, 0, 4096)
-        if name is not None and name[1].decode("latin-1") in _ENDS:
-            self.notes.has_ended = True
 
-    def _without_ids(self, event: bytes, finish: int) -> bytes:
-        found = _CHOICE_WITH_IDS.match(event, finish) if finish >= 0 else None
-        if found is not None and event.find(_IDS, 0, finish) < 0 and event.find(_IDS, found.end()) < 0:
-            start, end = found.span(2)
-            if end - start > 2:
-                self.notes.output_ids += event.count(b",", start, end) + 1
-            if self._asked.token_ids is TokenIds.NULL:
-                return b"%bnull%b" % (event[:start], event[end:])
-            return event[: found.start(1)] + event[end:]
-        if event.find(_IDS) < 0:
-            return event
-        return _with_data(event, lambda data: _cut_ids(data, self._asked.token_ids, self.notes))
-
-    def _without_sglext_ids(self, event: bytes) -> bytes:
-        is_empty = False
-
-        def cut(data: bytes) -> bytes:
-            nonlocal is_empty
-            kept = _cut_sglext(data, self._asked.sglext_ids, self.notes)
-            fields = top_level(kept)
-            is_empty = "sglext" not in fields.values and fields.value("choices") == b"[]"
-            return kept
-
-        event = _with_data(event, cut)
-        return b"" if is_empty else event
-
-
-def filter_answer(form: ApiForm, body: bytes, asked: ServerExtras = NOTHING) -> tuple[bytes, AnswerNotes]:
-    """A whole JSON answer for the client, and what it reports."""
+def read_answer(body: bytes) -> AnswerNotes:
+    """What a whole JSON answer reports."""
     notes = AnswerNotes()
     answer = _read(body)
-    if answer is None:
-        return body, notes
-    notes.has_ended = True
-    notes.finish_reason = answer.stop_reason if form is ApiForm.MESSAGES else answer.status
-    _note_chat(notes, answer)
-    with suppress(ValueError):
-        if asked.token_ids is not TokenIds.KEPT and body.find(_IDS) >= 0:
-            body = _cut_ids(body, asked.token_ids, notes)
-        if asked.sglext_ids and body.find(b'"sglext"') >= 0:
-            body = _cut_sglext(body, asked.sglext_ids, notes)
-    return body, notes
+    if answer is not None:
+        _note_chat(notes, answer)
+    return notes
 
 
 def _read(data: bytes) -> _Answer | None:
@@ -404,7 +290,7 @@ def _read(data: bytes) -> _Answer | None:
     with suppress(ValueError, RecursionError, msgspec.DecodeError):
         # Python's parser takes NaN and -Infinity, which log probabilities are at times.
         answer = _members_of(json.loads(data), _Answer)
-        for name in ("message", "delta", "response"):
+        for name in ("message", "response"):
             answer[name] = _members_of(answer.get(name), _Part)
         choices = answer.get("choices")
         answer["choices"] = [_members_of(choice, _Choice) for choice in choices] if isinstance(choices, list) else None
@@ -417,28 +303,18 @@ def _members_of(value: Any, kind: type[msgspec.Struct]) -> Any:
 
 
 def _note_event(notes: AnswerNotes, answer: _Answer) -> None:
-    """The event of a Messages or Responses stream, or one of an error."""
+    """The event of a Messages or Responses stream."""
     part = answer.response or answer.message
-    if isinstance(part, _Part):
+    if part is not None:
         notes.response_id = notes.response_id or part.id
         _note_usage(notes, part.usage)
-        _note_error(notes, part.error)
-        if answer.type in _ENDS:
-            notes.finish_reason = part.status
-    if isinstance(answer.delta, _Part) and answer.delta.stop_reason is not None:
-        notes.finish_reason = answer.delta.stop_reason
     _note_usage(notes, answer.usage)
-    _note_own_error(notes, answer)
-    notes.has_ended = notes.has_ended or answer.type in _ENDS
 
 
 def _note_chat(notes: AnswerNotes, answer: _Answer) -> None:
     """A chunk, or a whole answer of any form."""
     notes.response_id = notes.response_id or answer.id
-    for choice in answer.choices or ():
-        notes.finish_reason = choice.finish_reason or notes.finish_reason
     _note_usage(notes, answer.usage)
-    _note_own_error(notes, answer)
 
 
 def _note_usage(notes: AnswerNotes, raw: msgspec.Raw) -> None:
@@ -460,70 +336,6 @@ def _note_usage(notes: AnswerNotes, raw: msgspec.Raw) -> None:
     completion = usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
     if completion is not None:
         notes.completion_tokens = completion
-
-
-def _note_own_error(notes: AnswerNotes, answer: _Answer) -> None:
-    """An error of the answer itself: in a member of that name, or flat as older servers write it."""
-    _note_error(notes, answer.error)
-    if notes.error is None and (answer.type == "error" or answer.object == "error"):
-        notes.error = answer.message[:MAX_ERROR_CHARACTERS] if isinstance(answer.message, str) else "error"
-
-
-def _note_error(notes: AnswerNotes, raw: msgspec.Raw) -> None:
-    error = msgspec.json.decode(raw) if bytes(raw) else None
-    if error is not None:
-        message = error.get("message", "error") if isinstance(error, dict) else error
-        notes.error = str(message)[:MAX_ERROR_CHARACTERS]
-
-
-def _cut_ids(data: bytes, left: TokenIds, notes: AnswerNotes) -> bytes:
-    """The answer or chunk without ids, at its top and in its choices.
-
-    Raises:
-        ValueError: It is no JSON.
-    """
-
-    def cut(part: bytes) -> bytes:
-        fields = top_level(part)
-        found = [name for name in _ID_MEMBERS if (fields.value(name) or b"").startswith(b"[")]
-        for name in found:
-            ids = fields.value(name) or b"[]"
-            if name == "prompt_token_ids":
-                notes.prompt_token_ids = notes.prompt_token_ids or ids
-            elif len(ids) > 2:
-                notes.output_ids += ids.count(b",") + 1
-        if left is TokenIds.NULL:
-            return edit(fields, dict.fromkeys(found, b"null"))
-        return edit(fields, removed=found)
-
-    fields = top_level(cut(data))
-    choices = fields.value("choices")
-    if choices is None or not choices.startswith(b"["):
-        return fields.body
-    return edit(
-        fields, {"choices": edit_elements(choices, lambda choice: cut(choice) if choice[:1] == b"{" else choice)}
-    )
-
-
-def _cut_sglext(data: bytes, names: tuple[str, ...], notes: AnswerNotes) -> bytes:
-    """The answer or chunk without these of SGLang's ids; ``sglext`` goes where nothing else is in it.
-
-    Raises:
-        ValueError: It is no JSON.
-    """
-    fields = top_level(data)
-    extension = fields.value("sglext")
-    if extension is None or not extension.startswith(b"{"):
-        return data
-    inner = top_level(extension)
-    if "input_ids" in names:
-        notes.prompt_token_ids = notes.prompt_token_ids or inner.value("input_ids")
-    if "output_ids" in names and "output_ids" in inner.values:
-        with suppress(msgspec.DecodeError):
-            notes.output_ids += sum(map(len, msgspec.json.decode(inner.values["output_ids"], type=list[list[int]])))
-    if set(inner.values) <= set(names):
-        return edit(fields, removed=("sglext",))
-    return edit(fields, {"sglext": edit(inner, removed=names)})
 
 
 def _data_of(event: bytes) -> bytes:

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from poolgrid.forwarding.body_edit import edit, edit_elements, top_level
+from poolgrid.forwarding.body_edit import edit, elements, top_level
 
 MAX_LIST_BYTES: Final = 1 << 20
 """Of one server's answer. A card has about 600 bytes, so there is room for 1,700 adapters. Longer answers are not
@@ -84,14 +84,10 @@ def _cards_of(body: bytes) -> list[tuple[str, bytes]]:
     if data is None or not data.startswith(b"["):
         raise ValueError("the list of models has no member data that is a list")
     cards: list[tuple[str, bytes]] = []
-
-    def read(card: bytes) -> bytes:
+    for card in elements(data):
         try:
             name = _decode_name(top_level(card).value("id") or b"null")
         except (ValueError, msgspec.DecodeError):
             raise ValueError(f"card {len(cards)} of the list of models has no id that is a string") from None
         cards.append((name, card))
-        return card
-
-    edit_elements(data, read)
     return cards

@@ -34,26 +34,17 @@ class TargetAccess(Enum):
     REFUSED = "a malformed target"
 
 
-class ModelPlace(Enum):
-    """Where a request names its model."""
-
-    BODY = "the member model of a JSON body"
-    FORM = "the field model of a multipart/form-data body"
-    QUERY = "the parameter model of the query"
-    PATH = "the end of the path"
-    NOWHERE = "it names none"
-
-
 class ClientRoute(NamedTuple):
     """What is known of a path for clients; others are forwarded too."""
 
     reason: str
     """Why clients may use it."""
-    prompt: tuple[str, ...] = ()
-    """Members of the JSON body that make up the prompt, in its order."""
+    has_prompt: bool = False
+    """Its JSON body has a prompt."""
     answer: ApiForm | None = None
     """The API of its answers, where they report tokens."""
-    model: ModelPlace = ModelPlace.BODY
+    model_in_path: bool = False
+    """The end of the path is the name of a model."""
 
 
 class ReservedRoute(NamedTuple):
@@ -73,51 +64,55 @@ class RequestTarget:
     path: str = ""
     """In its plain form, letters as they came; empty if refused."""
     route: ClientRoute | None = None
+    collection: str = ""
+    """The path of the collection that ``state_id`` is in, letters as they came."""
     state_id: str | None = None
     """The id of what only the server has that made it."""
 
 
 CLIENT_ROUTES: Final = {
-    "/v1/chat/completions": ClientRoute("generates", ("messages",), ApiForm.CHAT),
-    "/v1/chat/completions/batch": ClientRoute("generates", ("messages",), ApiForm.CHAT),
-    "/v1/completions": ClientRoute("generates", ("prompt",), ApiForm.CHAT),
-    "/v1/messages": ClientRoute("generates", ("system", "messages"), ApiForm.MESSAGES),
-    "/v1/responses": ClientRoute("generates", ("instructions", "input"), ApiForm.RESPONSES),
-    "/v1/decisions": ClientRoute("scores candidates", ("input",)),
-    "/v1/systemone": ClientRoute("scores candidates", ("instructions", "state")),
-    "/v1/embeddings": ClientRoute("pools", ("input",), ApiForm.CHAT),
-    "/v2/embed": ClientRoute("pools", ("texts",)),
-    "/v1/score": ClientRoute("scores", ("text_1", "text_2")),
-    "/v1/classify": ClientRoute("classifies", ("input",)),
-    "/v1/rerank": ClientRoute("ranks", ("query", "documents")),
-    "/v2/rerank": ClientRoute("ranks", ("query", "documents")),
-    "/rerank": ClientRoute("ranks; vLLM and trtllm-serve", ("query", "documents")),
-    "/score": ClientRoute("scores; vLLM", ("text_1", "text_2")),
-    "/classify": ClientRoute("classifies; vLLM and SGLang", ("input",)),
-    "/pooling": ClientRoute("pools; vLLM", ("input",)),
-    "/generative_scoring": ClientRoute("scores; vLLM", ("query", "items")),
-    "/inference/v1/generate": ClientRoute("generates from token ids; vLLM", ("token_ids",), ApiForm.CHAT),
-    "/invocations": ClientRoute("the SageMaker form of chat and others; vLLM and SGLang", ("messages",), ApiForm.CHAT),
-    "/cohere/v2/chat": ClientRoute("generates; vLLM", ("messages",)),
+    "/v1/chat/completions": ClientRoute("generates", has_prompt=True, answer=ApiForm.CHAT),
+    "/v1/chat/completions/batch": ClientRoute("generates", has_prompt=True, answer=ApiForm.CHAT),
+    "/v1/completions": ClientRoute("generates", has_prompt=True, answer=ApiForm.CHAT),
+    "/v1/messages": ClientRoute("generates", has_prompt=True, answer=ApiForm.MESSAGES),
+    "/v1/responses": ClientRoute("generates", has_prompt=True, answer=ApiForm.RESPONSES),
+    "/v1/decisions": ClientRoute("scores candidates", has_prompt=True),
+    "/v1/systemone": ClientRoute("scores candidates", has_prompt=True),
+    "/v1/embeddings": ClientRoute("pools", has_prompt=True, answer=ApiForm.CHAT),
+    "/v2/embed": ClientRoute("pools", has_prompt=True),
+    "/v1/score": ClientRoute("scores", has_prompt=True),
+    "/v1/classify": ClientRoute("classifies", has_prompt=True),
+    "/v1/rerank": ClientRoute("ranks", has_prompt=True),
+    "/v2/rerank": ClientRoute("ranks", has_prompt=True),
+    "/rerank": ClientRoute("ranks; vLLM and trtllm-serve", has_prompt=True),
+    "/score": ClientRoute("scores; vLLM", has_prompt=True),
+    "/classify": ClientRoute("classifies; vLLM and SGLang", has_prompt=True),
+    "/pooling": ClientRoute("pools; vLLM", has_prompt=True),
+    "/generative_scoring": ClientRoute("scores; vLLM", has_prompt=True),
+    "/inference/v1/generate": ClientRoute("generates from token ids; vLLM", has_prompt=True, answer=ApiForm.CHAT),
+    "/invocations": ClientRoute(
+        "the SageMaker form of chat and others; vLLM and SGLang", has_prompt=True, answer=ApiForm.CHAT
+    ),
+    "/cohere/v2/chat": ClientRoute("generates; vLLM", has_prompt=True),
     "/cohere/v2/chat/render": ClientRoute("renders the client's own prompt; vLLM"),
     "/tokenize": ClientRoute("tokenizes the client's own text; vLLM and SGLang"),
     "/detokenize": ClientRoute("detokenizes the client's own ids; vLLM and SGLang"),
-    "/tokenizer_info": ClientRoute("shows the tokenizer where vLLM was started to", model=ModelPlace.NOWHERE),
-    "/v1/audio/transcriptions": ClientRoute("transcribes", model=ModelPlace.FORM),
-    "/v1/audio/translations": ClientRoute("transcribes", model=ModelPlace.FORM),
-    "/v1/images/edits": ClientRoute("generates from a file", model=ModelPlace.FORM),
-    "/v1/images/variations": ClientRoute("generates from a file", model=ModelPlace.FORM),
-    "/v1/videos": ClientRoute("generates, from a file or JSON", model=ModelPlace.FORM),
-    "/v1/videos/generations": ClientRoute("generates, from a file or JSON", model=ModelPlace.FORM),
-    "/v1/files": ClientRoute("keeps a file for batches", model=ModelPlace.NOWHERE),
-    "/v1/batches": ClientRoute("runs a file of requests", model=ModelPlace.NOWHERE),
-    "/v1/realtime": ClientRoute("a session over a websocket", model=ModelPlace.QUERY),
-    "/v1/models": ClientRoute("lists models", model=ModelPlace.NOWHERE),
+    "/tokenizer_info": ClientRoute("shows the tokenizer where vLLM was started to"),
+    "/v1/audio/transcriptions": ClientRoute("transcribes"),
+    "/v1/audio/translations": ClientRoute("transcribes"),
+    "/v1/images/edits": ClientRoute("generates from a file"),
+    "/v1/images/variations": ClientRoute("generates from a file"),
+    "/v1/videos": ClientRoute("generates, from a file or JSON"),
+    "/v1/videos/generations": ClientRoute("generates, from a file or JSON"),
+    "/v1/files": ClientRoute("keeps a file for batches"),
+    "/v1/batches": ClientRoute("runs a file of requests"),
+    "/v1/realtime": ClientRoute("a session over a websocket"),
+    "/v1/models": ClientRoute("lists models"),
 }
 """Of vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM 1.4. What is outside of ``/v1`` and ``/v2`` is for clients because it is
 here, each row with the servers that have it."""
 
-_MODEL_CARD = ClientRoute("shows a model", model=ModelPlace.PATH)
+_MODEL_CARD = ClientRoute("shows a model", model_in_path=True)
 _OTHER = ClientRoute("is under /v1 or /v2")
 
 RESERVED_ROUTES: Final = (
@@ -180,9 +175,6 @@ STATEFUL_COLLECTIONS: Final = (
 
 NO_IDS: Final = frozenset({"render", "derender", "compact", "input_tokens", "generations", "edits"})
 """Segments below the collections that are names of actions."""
-
-STATE_MEMBERS: Final = ("previous_response_id", "conversation", "input_file_id")
-"""Members of JSON bodies that name such an id."""
 
 _PLAIN = re.compile(rb"/[A-Za-z0-9_/.-]*")
 _ODD_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
@@ -260,15 +252,18 @@ def _access_of(path: str) -> RequestTarget:
         route = route or (_MODEL_CARD if plain.startswith("/v1/models/") else _OTHER)
     if route is None:
         return RequestTarget(TargetAccess.OPERATOR, f"{path} is not among the paths of clients", path)
-    return RequestTarget(TargetAccess.CLIENT, f"{path} {route.reason}", path, route, _state_id(path, plain))
+    return RequestTarget(TargetAccess.CLIENT, f"{path} {route.reason}", path, route, *_state_of(path, plain))
 
 
-def _state_id(path: str, plain: str) -> str | None:
+def _state_of(path: str, plain: str) -> tuple[str, str | None]:
+    """The collection and the id in a path."""
     for collection in STATEFUL_COLLECTIONS:
         if plain.startswith(collection + "/"):
             name = path[len(collection) + 1 :].partition("/")[0]
-            return None if name.lower() in NO_IDS else name
-    return None
+            if name.lower() not in NO_IDS:
+                return path[: len(collection)], name
+            break
+    return "", None
 
 
 def _quoted(raw: bytes) -> str:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from poolgrid.forwarding.headers import request_headers
 from poolgrid.forwarding.model_list import merge_model_lists
 from poolgrid.forwarding.multipart import FormFields, boundary_of, model_of_query
-from poolgrid.forwarding.paths import ModelPlace, RequestTarget, TargetAccess, read_target
+from poolgrid.forwarding.paths import RequestTarget, TargetAccess, read_target
 from poolgrid.frontend.access.gate import AccessGate, GateKeys, PathClass, caller_of, is_upgrade, key_of
 from poolgrid.frontend.access.tenants import CacheDomains
 from poolgrid.frontend.errors import RequestError, dialect_of
@@ -41,7 +41,7 @@ from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ForwardBackend, ServerPlace
 from poolgrid.proxy.prompt_reading import UNLIMITED, PromptReader, members_of
 from poolgrid.proxy.server_connection import AnswerFailed
-from poolgrid.proxy.server_state import ServerState, collection_of, named_state
+from poolgrid.proxy.server_state import ServerState, named_state
 from poolgrid.proxy.tunnel import TUNNELS_MAX, Tunnel
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class ForwardApplication:
         elif is_upgrade(scope):
             await self._tunnel(scope, send)
         elif scope["method"] in ("GET", "HEAD") and (target.path + "/").startswith(MODELS + "/"):
-            await self._list_models(scope, send, exact_path(scope, target)[len(MODELS) + 1 :])
+            await self._list_models(scope, send, target.path[len(MODELS) + 1 :])
         else:
             await ForwardExchange(self, scope, receive, send, target, endpoint_of(target.path)).run()
 
@@ -253,9 +253,9 @@ class ForwardApplication:
         if not model and scope["query_string"]:
             model = model_of_query(scope["query_string"]) or ""
         route = target.route
-        if not model and route is not None and route.model is ModelPlace.PATH:
-            model = exact_path(scope, target)[len(MODELS) + 1 :]
-        has_prompt = scope["method"] == "POST" and route is not None and bool(route.prompt) and bool(values)
+        if not model and route is not None and route.model_in_path:
+            model = target.path[len(MODELS) + 1 :]
+        has_prompt = scope["method"] == "POST" and route is not None and route.has_prompt and bool(values)
         return RoutingFields(target, model, is_streamed(values), has_prompt, values)
 
     def places(self, model: str) -> Sequence[ServerPlace]:
@@ -268,10 +268,7 @@ class ForwardApplication:
         Raises ``RequestError`` where no server of the pool has it.
         """
         target = exchange.target
-        named = named_state(exchange.values)
-        if target.state_id is not None:
-            collection = collection_of(target.path)
-            named = collection, exact_path(exchange.scope, target)[len(collection) + 1 :].partition("/")[0]
+        named = named_state(exchange.values) if target.state_id is None else (target.collection, target.state_id)
         if named is None:
             return None
         collection, state_id = named
@@ -417,12 +414,6 @@ def class_of(scope: Scope, metrics_need_key: bool) -> PathClass:
     """Return who may send a request to an engine server."""
     access = read_target(scope["raw_path"]).access
     return PathClass.OPERATOR if access is TargetAccess.OPERATOR else PathClass.TENANT
-
-
-def exact_path(scope: Scope, target: RequestTarget) -> str:
-    """Return a path as the client wrote it where only the case differs from its plain form, in which ids are lost."""
-    path: str = scope["path"]
-    return path if path.lower() == target.path else target.path
 
 
 def endpoint_of(path: str) -> str:

@@ -9,7 +9,6 @@ import msgspec
 from msgspec import Raw, Struct
 
 from poolgrid.forwarding.body_edit import edit
-from poolgrid.forwarding.event_filter import NOTHING, ServerExtras
 from poolgrid.frontend.errors import RequestError
 
 COUNTS_ON_DEMAND: Final = frozenset(("/v1/chat/completions", "/v1/completions"))
@@ -20,10 +19,10 @@ KNOWN_KINDS: Final = frozenset(("vllm", "sglang", "trtllm-serve"))
 
 
 class Changes(Struct, frozen=True):
-    """A request's body as the server gets it, and what of the answer is not for the client."""
+    """A request's body as the server gets it, and whether it asks for usage that is not for the client."""
 
     body: bytes
-    asked: ServerExtras = NOTHING
+    asks_usage: bool = False
 
 
 class _StreamOptions(Struct):
@@ -65,10 +64,10 @@ def make_changes(
     """
     fields: dict[str, bytes] = {}
     nested: dict[str, dict[str, bytes]] = {}
-    asked = NOTHING
+    asks_usage = False
     if path in COUNTS_ON_DEMAND and kind in KNOWN_KINDS and is_streamed(values) and _counts(values) is False:
         nested["stream_options"] = {"include_usage": b"true"}
-        asked = ServerExtras(usage=True)
+        asks_usage = True
     if salt:
         fields["cache_salt"] = msgspec.json.encode(salt)
     if priority_max is not None and (priority := _number(values.get("priority"))) is not None:
@@ -76,7 +75,7 @@ def make_changes(
     if not fields and not nested:
         return Changes(body)
     try:
-        return Changes(edit(body, fields, nested), asked)
+        return Changes(edit(body, fields, nested), asks_usage)
     except ValueError as error:
         if fields:
             raise RequestError(400, "invalid_json", f"reading the request body: {error}") from None

@@ -25,7 +25,7 @@ from typing import Final, Protocol
 from msgspec import Raw, Struct
 from starlette.types import Receive, Scope, Send
 
-from poolgrid.forwarding.event_filter import AnswerNotes, ApiForm, EventFilter, filter_answer
+from poolgrid.forwarding.event_filter import AnswerNotes, ApiForm, EventFilter, read_answer
 from poolgrid.forwarding.headers import blotted, blotted_part, request_headers, response_headers
 from poolgrid.forwarding.paths import STATEFUL_COLLECTIONS, RequestTarget
 from poolgrid.frontend.access.gate import CALLER, key_of
@@ -433,7 +433,7 @@ class ForwardExchange:
         changes = self._application.changes(self, request, place)
         self._sent_body = changes.body
         if self.is_streamed and self._form is not None:
-            self._filter = EventFilter(self._form, changes.asked)
+            self._filter = EventFilter(self._form, changes.asks_usage)
             self._notes = self._filter.notes
 
     def _attempt_failed(self, error: AnswerFailed) -> None:
@@ -601,7 +601,7 @@ class ForwardExchange:
     def _end_well(self) -> None:
         """Report the end of an answer that is whole."""
         if self._whole is not None:
-            _, self._notes = filter_answer(self._form or ApiForm.CHAT, bytes(self._whole))
+            self._notes = read_answer(bytes(self._whole))
         self.cached_tokens = self._notes.cached_tokens
         if self._makes_state and self._notes.response_id is not None and self._place is not None:
             self._application.state.note(self._notes.response_id, self._place.url)

@@ -15,7 +15,6 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Raw
 
-from poolgrid.forwarding.paths import STATE_MEMBERS, STATEFUL_COLLECTIONS
 from poolgrid.proxy.collector import collect
 from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ServerPlace
@@ -32,7 +31,7 @@ COLLECTION_OF: Final = {
     "conversation": "/v1/conversations",
     "input_file_id": "/v1/files",
 }
-"""By member of a body: where a server is asked for its id."""
+"""By member of a JSON body that names an id: where a server is asked for it. The first member that is given counts."""
 
 
 class ServerState:
@@ -74,14 +73,9 @@ async def _has(server: ForwardServer, target: bytes) -> bool:
     return status == 200
 
 
-def collection_of(path: str) -> str:
-    """Return the collection that a path with an id is in."""
-    return next((each for each in STATEFUL_COLLECTIONS if path.startswith(each + "/")), "")
-
-
 def named_state(values: Mapping[str, Raw]) -> tuple[str, str] | None:
     """Return collection and id that a body continues, if it does."""
-    for member in STATE_MEMBERS:
+    for member, collection in COLLECTION_OF.items():
         value = values.get(member)
         if value is None:
             continue
@@ -92,5 +86,5 @@ def named_state(values: Mapping[str, Raw]) -> tuple[str, str] | None:
         if isinstance(found, dict):
             found = found.get("id")
         if isinstance(found, str) and found:
-            return COLLECTION_OF[member], found
+            return collection, found
     return None
