@@ -369,3 +369,22 @@ def test_without_the_package_the_reference_is_used(monkeypatch: pytest.MonkeyPat
     encoder = PromptEncoder(made("byte-level", awkward=False, fast=False)[0])
     assert encoder.slow_because.startswith("it is not installed")
     assert prompt_encoder.CACHE_BYTES_DEFAULT > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, False),
+        ({"fast": False}, False),
+        ({"word_cache": False}, False),
+        ({"fast": False, "proves_later": True}, False),
+        ({"word_cache": False, "proves_later": True}, False),
+        ({"proves_later": True}, True),
+    ],
+)
+def test_text_of_a_tokenizer_is_kept_only_while_it_is_still_to_be_proven(settings: dict[str, bool], kept: bool) -> None:
+    tokenizer = Tokenizer.from_str(trained("byte-level", False).to_str())
+    encoder = PromptEncoder(tokenizer, **settings)
+    assert bool(encoder._backend._text) is kept
+    encoder.prove()
+    assert not encoder._backend._text

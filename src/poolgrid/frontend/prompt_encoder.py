@@ -134,8 +134,10 @@ class TokenizerBackend:
     def __init__(self, tokenizer: Tokenizer, fast: bool, word_cache: bool, proves_later: bool = False) -> None:
         if not word_cache:
             _forget_words(tokenizer)
-        self._text = tokenizer.to_str()
-        document = read_document(self._text)
+        text = tokenizer.to_str()
+        document = read_document(text)
+        self._text = text if fast and word_cache else ""
+        """The tokenizer as it writes itself, megabytes, until ``prove`` has read it."""
         self.reference: BatchEncoder = _Tokenizers(tokenizer)
         self.encoder: BatchEncoder = self.reference
         self.slow_because = UNPROVEN
