@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
 
+from poolgrid.frontend.parsers.pieces import FEED_CHARS_MAX
+
 DEPTH_MAX = 200
 
 TOKEN_CHARS_MAX = 1024
@@ -146,9 +148,15 @@ class ValueReader:
         return self._buffer
 
     def feed(self, text: str) -> None:
-        self._buffer += text
-        while self._buffer and not self.done and not self.failed and self._state(self):
-            pass
+        """Take new text, a slice at a time: each token copies what is left of its slice."""
+        at = 0
+        while at < len(text) and not self.done and not self.failed:
+            self._buffer += text[at : at + FEED_CHARS_MAX]
+            at += FEED_CHARS_MAX
+            while self._buffer and not self.done and not self.failed and self._state(self):
+                pass
+        if at < len(text):
+            self._buffer += text[at:]
 
     def end(self) -> None:
         """Become ``done`` or ``failed``: no text follows."""
