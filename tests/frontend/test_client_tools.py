@@ -112,6 +112,30 @@ def responses(tools: list[dict[str, Any]], items: Any = "hi", text: str = "Hello
     return response.json(), prompt_of(backend)
 
 
+def custom_tool(**fields: Any) -> dict[str, Any]:
+    return {"type": "custom", "name": "apply_patch", "description": "word-apply_patch", **fields}
+
+
+@pytest.mark.parametrize("namespace", [False, True])
+def test_deferred_custom_tool_is_not_in_the_prompt_and_can_be_called(namespace: bool) -> None:
+    def placed(*tools: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"type": "namespace", "name": "files", "tools": [*tools]}] if namespace else [*tools]
+
+    other = {"type": "function", "name": "read", "parameters": {"type": "object", "properties": {}}}
+    name = "files__apply_patch" if namespace else "apply_patch"
+    text = call_of(name, {"input": "*** Begin"})
+    answered, prompt = responses(placed(other, custom_tool(defer_loading=True)), text=text)
+    assert prompt == responses(placed(other))[1]
+    assert "word-apply_patch" in responses(placed(other, custom_tool(defer_loading=False)))[1]
+    [item] = answered["output"]
+    assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "apply_patch", "*** Begin")
+
+
+def test_deferred_custom_tool_is_shown_where_only_a_vendor_could_search_for_it() -> None:
+    _, prompt = responses([{"type": "tool_search"}, custom_tool(defer_loading=True)])
+    assert "word-apply_patch" in prompt
+
+
 def test_tools_that_a_client_search_found_leave_the_beginning_of_the_prompt_as_it_was() -> None:
     search = {"type": "tool_search", "execution": "client", "description": "Finds tools.", "parameters": {}}
     found = {"type": "function", "name": "cron", "description": "word-cron", "parameters": {"type": "object"}}

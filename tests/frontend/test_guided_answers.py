@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from poolgrid.frontend.guided_answers import _Choices, _Scalar
 from tests.frontend.answers import PATHS, Answer, body_for, read
 from tests.frontend.fake_backend import FakeBackend, speak
 from tests.frontend.server import FrontEnd, front_end
@@ -120,3 +121,35 @@ def test_reasoning_that_is_no_choice_streams_at_once(opened: FrontEnd) -> None:
     deltas = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
     parts = [d["choices"][0]["delta"].get("reasoning_content") for d in deltas if d["choices"]]
     assert len([part for part in parts if part]) > 3
+
+
+FORMS = (
+    "-12.5e+3 ", " -0.5E-10 ", "1e5", "true ", "false", "null ", " \n 12 \t\r ", "-12", "tru e", "1 2", "12.", "--1",
+    "1e+-2", " truex", "nullx", "1.2.3", "\u0661\u0662", "\x1f1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", FORMS)
+def test_text_fits_a_scalar_in_pieces_as_it_does_at_once(text: str) -> None:
+    for end in range(1, len(text) + 1):
+        at_once = _Scalar().fits(text[:end])
+        scalar = _Scalar()
+        assert [scalar.fits(character) for character in text[:end]][-1] is at_once
+        widened = "".join(character * 40 if character in "123 " else character for character in text[:end])
+        assert _Scalar().fits(widened) is at_once
+
+
+@pytest.mark.parametrize("text", [" ", "7", "\n\t"])
+def test_what_is_looked_at_for_a_scalar_stays_short_however_long_it_is(text: str) -> None:
+    scalar = _Scalar()
+    for _ in range(1000):
+        assert scalar.fits(text)
+        assert len(scalar._begun) <= 1
+
+
+def test_choices_that_an_answer_can_no_longer_be_are_not_looked_at_again() -> None:
+    choices = _Choices(["positive", "pos", "negative", "positively"])
+    assert [choices.fits(text) for text in ("p", "os", "", "itive", "ly")] == [True] * 5
+    assert choices._left == ["positively"]
+    assert not choices.fits(" ")
+    assert not choices.fits("")

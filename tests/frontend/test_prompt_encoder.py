@@ -369,3 +369,52 @@ def test_without_the_package_the_reference_is_used(monkeypatch: pytest.MonkeyPat
     encoder = PromptEncoder(made("byte-level", awkward=False, fast=False)[0])
     assert encoder.slow_because.startswith("it is not installed")
     assert prompt_encoder.CACHE_BYTES_DEFAULT > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, False),
+        ({"fast": False}, False),
+        ({"word_cache": False}, False),
+        ({"fast": False, "proves_later": True}, False),
+        ({"word_cache": False, "proves_later": True}, False),
+        ({"proves_later": True}, True),
+    ],
+)
+def test_text_of_a_tokenizer_is_kept_only_while_it_is_still_to_be_proven(settings: dict[str, Any], kept: bool) -> None:
+    tokenizer = Tokenizer.from_str(trained("byte-level", False).to_str())
+    encoder = PromptEncoder(tokenizer, **settings)
+    assert bool(encoder._backend._text) is kept
+    encoder.prove()
+    assert not encoder._backend._text
+
+
+def test_encoder_chosen_later_that_contradicts_the_cuts_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.from_str(trained("byte-level", False).to_str())
+
+    class Contradicts:
+        """The reference, with a mark at the end of every text: the pieces of a text have more than the whole."""
+
+        def encode(self, texts: list[str], add_special_tokens: bool) -> list[bytes]:
+            return [answer(tokenizer, text, add_special_tokens) + pack_tokens([7]) for text in texts]
+
+    def chosen(*_: object) -> tuple[Contradicts, str]:
+        return Contradicts(), ""
+
+    monkeypatch.setattr(prompt_encoder, "_choose", chosen)
+    later = PromptEncoder(tokenizer, proves_later=True)
+    copy = later.for_template("<|end|>")
+    assert later.delimiters
+    assert [*copy.delimiters] == ["<|end|>"]
+    text = f"<|start|>{'some text ' * 60}<|end|>{'more text ' * 60}"
+    begun = later.look_up(text, domain=EVERYBODY)
+    assert begun.is_cut
+
+    later.prove()
+
+    assert later.is_fast
+    assert not any((later.delimiters, copy.delimiters, later.for_template("<|start|>").delimiters))
+    assert later.complete(begun) == answer(tokenizer, text)
+    assert not later.look_up(text, domain=EVERYBODY).is_cut
+    assert later.encode(text, domain=EVERYBODY) == answer(tokenizer, text) + pack_tokens([7])

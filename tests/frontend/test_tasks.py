@@ -235,6 +235,16 @@ async def test_a_task_that_fails_is_answered_as_a_completion_is(
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
 
+@pytest.mark.parametrize(("said", "shown"), [("image/webp", "webp"), ("", None), ("image/odd", "octet-stream")])
+async def test_output_format_is_null_where_the_worker_names_no_media_type(said: str, shown: str | None) -> None:
+    backend = FakeBackend(lambda _: done(TaskResult((PNG,), said)), served=MODELS)
+    async with asked(backend) as client:
+        image = await client.post("/v1/images/generations", json={"prompt": "x"})
+        video = await client.post("/v1/videos", json={"prompt": "x", "response_format": "b64_json"})
+    assert image.json()["output_format"] == shown
+    assert [row["output_format"] for row in video.json()["data"]] == [shown]
+
+
 # -- videos ------------------------------------------------------------------------------------------------------------
 
 

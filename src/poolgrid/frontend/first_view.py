@@ -37,7 +37,6 @@ class FirstView:
     def __init__(self, app: Serve, ready: Ready) -> None:
         self._app = app
         self._ready = ready
-        self._is_over = False
         self._over = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
 
@@ -46,14 +45,13 @@ class FirstView:
 
     def end(self) -> None:
         """Let nothing wait any more."""
-        self._is_over = True
         self._over.set()
         if self._watching is not None:
             self._watching.cancel()
 
     def __call__(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
         """Return what serves one request."""
-        if self._is_over or not is_path_of_tenants(scope.get("path", "")):
+        if self._over.is_set() or not is_path_of_tenants(scope.get("path", "")):
             return self._app(scope, receive, send)
         return self._later(scope, receive, send)
 
@@ -66,5 +64,4 @@ class FirstView:
             async with asyncio.timeout(FIRST_VIEW_S):
                 while self._ready() is not None:  # noqa: ASYNC110 - a look at several states, at the start alone
                     await asyncio.sleep(LOOK_S)
-        self._is_over = True
         self._over.set()

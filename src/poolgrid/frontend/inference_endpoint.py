@@ -500,11 +500,31 @@ class InferenceExchange:
 
     def account(self) -> TokenTotals:
         """Return what the request has sent to workers and got so far."""
-        return account_of(self)
+        prompt_tokens = cached_tokens = output_tokens = 0
+        for output in self._outputs:
+            if output.stream is not None:
+                prompt_tokens += len(output.request.token_ids) // TOKEN_BYTES
+                cached_tokens += output.cached_tokens or 0
+                output_tokens += output.completion_tokens
+        return TokenTotals(prompt_tokens, cached_tokens, output_tokens)
 
     def line(self) -> EndedRequest:
         """Return what there is to log of it, once it is over."""
-        return line_of(self)
+        streams = [output.stream for output in self._outputs if output.stream is not None]
+        return EndedRequest(
+            name=str(self._wanted_id),
+            endpoint=self._endpoint.name,
+            status=self.status,
+            error=self.error,
+            streaming=self.streaming,
+            model=self.model,
+            tenant=self._caller.tenant if self._caller is not None else "",
+            account=self.account(),
+            ttft_ms=None if self.first_token_ms is None else self.first_token_ms - self._arrived_ms,
+            duration_ms=self._clock.monotonic_ms() - self._arrived_ms,
+            workers=",".join(dict.fromkeys(stream.worker for stream in streams)),
+            trace_id=self.trace.trace_id if self.trace is not None else "",
+        )
 
     def _give_up(self) -> None:
         """Cancel every stream that has not ended; before anything is written about it, for workers come first."""
@@ -785,40 +805,9 @@ def counted_tokens(metrics: FrontendMetrics) -> TokenTotals:
     return TokenTotals(*(int(counter.value) for counter in counters))
 
 
-def account_of(exchange: InferenceExchange) -> TokenTotals:
-    """Return what a request has sent to workers and got so far."""
-    prompt_tokens = cached_tokens = output_tokens = 0
-    for output in exchange._outputs:
-        if output.stream is not None:
-            prompt_tokens += len(output.request.token_ids) // TOKEN_BYTES
-            cached_tokens += output.cached_tokens or 0
-            output_tokens += output.completion_tokens
-    return TokenTotals(prompt_tokens, cached_tokens, output_tokens)
-
-
-def line_of(exchange: InferenceExchange) -> EndedRequest:
-    """Return what there is to log of a request that is over."""
-    streams = [output.stream for output in exchange._outputs if output.stream is not None]
-    arrived_ms, first_ms = exchange._arrived_ms, exchange.first_token_ms
-    return EndedRequest(
-        name=str(exchange._wanted_id),
-        endpoint=exchange._endpoint.name,
-        status=exchange.status,
-        error=exchange.error,
-        streaming=exchange.streaming,
-        model=exchange.model,
-        tenant=exchange._caller.tenant if exchange._caller is not None else "",
-        account=account_of(exchange),
-        ttft_ms=None if first_ms is None else first_ms - arrived_ms,
-        duration_ms=exchange._clock.monotonic_ms() - arrived_ms,
-        workers=",".join(dict.fromkeys(stream.worker for stream in streams)),
-        trace_id=exchange.trace.trace_id if exchange.trace is not None else "",
-    )
-
-
 def tell(trace: TraceRecord, exchange: InferenceExchange) -> str:
     """Put what is known of a request that is over on its span; return its error in a word, for one that failed here."""
-    ended = line_of(exchange)
+    ended = exchange.line()
     if not ended.error and exchange.status == CLIENT_LEFT:
         ended = ended._replace(error="client_left")
     outputs = [output for output in exchange._outputs if output.stream is not None]

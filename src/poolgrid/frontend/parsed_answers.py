@@ -165,23 +165,33 @@ def encoder_of(
     created_s: int,
 ) -> AnswerEncoder:
     """Return what turns the output of a request into the bytes of its answer."""
-    encoder = _encoder_of(job, prompts, outputs, request_ids, created_s)
-    encoder.outputs = outputs
-    return encoder
-
-
-def _encoder_of(
-    job: PreparedRequest,
-    prompts: Sequence[Prompt],
-    outputs: Sequence[SequenceOutput],
-    request_ids: Sequence[str],
-    created_s: int,
-) -> AnswerEncoder:
     request_id = base_name(request_ids)
     options = job.body.stream_options
     include_usage = options is not None and options.include_usage
-    if job.output_format is None and job.form is None:
-        return AnswerEncoder(
+    call_ids = CallIds(request_id, "" if job.output_format is None else job.output_format.tools, job.earlier_calls)
+
+    def reader(index: int) -> OutputParser:
+        return outputs[index].pieces or _parser(job, prompts[0])
+
+    encoder: AnswerEncoder
+    if job.form is not None:
+        parser = None if job.output_format is None else reader(0)
+        isl = prompts[0].isl
+        start = AnswerStart(request_ids, created_s, isl, job.output_model, parser, call_ids, job.tools)
+        encoder = job.form.encoder(start)
+    elif job.output_format is not None:
+        encoder = ParsedChatEncoder(
+            new_parser=reader,
+            call_ids=call_ids,
+            custom=job.tools.custom,
+            request_id=request_id,
+            model_name=job.body.model,
+            created_s=created_s,
+            model=job.output_model,
+            include_usage=include_usage,
+        )
+    else:
+        encoder = AnswerEncoder(
             chat=job.chat,
             request_id=request_id,
             model_name=job.body.model,
@@ -189,25 +199,8 @@ def _encoder_of(
             model=job.output_model,
             include_usage=include_usage,
         )
-
-    def reader(index: int) -> OutputParser:
-        return outputs[index].pieces or _parser(job, prompts[0])
-
-    call_ids = CallIds(request_id, "" if job.output_format is None else job.output_format.tools, job.earlier_calls)
-    if job.form is not None:
-        parser = None if job.output_format is None else reader(0)
-        isl = prompts[0].isl
-        return job.form.encoder(AnswerStart(request_ids, created_s, isl, job.output_model, parser, call_ids, job.tools))
-    return ParsedChatEncoder(
-        new_parser=reader,
-        call_ids=call_ids,
-        custom=job.tools.custom,
-        request_id=request_id,
-        model_name=job.body.model,
-        created_s=created_s,
-        model=job.output_model,
-        include_usage=include_usage,
-    )
+    encoder.outputs = outputs
+    return encoder
 
 
 def stops_parser(job: PreparedRequest, prompt: Prompt) -> OutputParser | None:

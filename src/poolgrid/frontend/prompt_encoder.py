@@ -25,10 +25,12 @@ import logging
 import random
 import re
 import struct
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from itertools import pairwise
 from typing import Any, Final, Protocol
+from weakref import WeakSet
 
 import msgspec
 from tokenizers import Tokenizer
@@ -134,11 +136,17 @@ class TokenizerBackend:
     def __init__(self, tokenizer: Tokenizer, fast: bool, word_cache: bool, proves_later: bool = False) -> None:
         if not word_cache:
             _forget_words(tokenizer)
-        self._text = tokenizer.to_str()
-        document = read_document(self._text)
+        text = tokenizer.to_str()
+        document = read_document(text)
+        self._text = text if fast and word_cache else ""
+        """The tokenizer as it writes itself, megabytes, until ``prove`` has read it."""
         self.reference: BatchEncoder = _Tokenizers(tokenizer)
         self.encoder: BatchEncoder = self.reference
         self.slow_because = UNPROVEN
+        self.lock = threading.Lock()
+        """Held while ``encoder`` is replaced, and while a prompt encoder checks its cuts with it."""
+        self.prompt_encoders: WeakSet[PromptEncoder] = WeakSet()
+        """Those that work with this tokenizer, one for each template."""
         contents = [str(added["content"]) for added in document.added_tokens or []]
         self._probes = list(probes(contents))
         if fast and not word_cache:
@@ -152,9 +160,16 @@ class TokenizerBackend:
         self.wrapping = _wrapping(document.post_processor)
 
     def prove(self) -> None:
-        """Use ``fastokens`` from now on where it agrees, unless that was found out; takes seconds, in any thread."""
+        """Use ``fastokens`` from now on where it agrees, unless that was found out; takes seconds, in any thread.
+
+        The prompt encoders check their cuts with it first.
+        """
         if self.slow_because is UNPROVEN:
-            self.encoder, self.slow_because = _choose(self._text, self.reference, self._probes)
+            encoder, slow_because = _choose(self._text, self.reference, self._probes)
+            with self.lock:
+                for each in self.prompt_encoders if encoder is not self.reference else ():
+                    each.check_cuts(encoder)
+                self.encoder, self.slow_because = encoder, slow_because
         self._text = ""
 
 
@@ -192,7 +207,9 @@ class PromptEncoder:
         self._cache_bytes = cache_bytes
         self.delimiters: tuple[str, ...] = ()
         """Added tokens in front of which prompts are cut."""
-        self._cut_at(template_text)
+        with self._backend.lock:
+            self._cut_at(template_text)
+            self._backend.prompt_encoders.add(self)
 
     def for_template(self, template_text: str) -> PromptEncoder:
         """Return an encoder for another template, with caches and counts of its own and this one's tokenizer."""
@@ -203,8 +220,12 @@ class PromptEncoder:
         cuttable = self._backend.cuttable
         used = [content for content in cuttable if content in template_text]
         rest = [content for content in cuttable if content not in template_text]
-        self.delimiters = tuple((used or rest)[:DELIMITERS_MAX])
-        if self._cache_bytes <= 0 or (self.delimiters and not self._cuts_agree(self._backend.cut_probes)):
+        self.delimiters = tuple((used or rest)[:DELIMITERS_MAX]) if self._cache_bytes > 0 else ()
+        self.check_cuts(self._backend.encoder)
+
+    def check_cuts(self, encoder: BatchEncoder) -> None:
+        """Cut no prompts from now on where an encoder contradicts the proof."""
+        if self.delimiters and not self._cuts_agree(encoder, self._backend.cut_probes):
             self.delimiters = ()
 
     @property
@@ -232,7 +253,8 @@ class PromptEncoder:
 
     def look_up(self, text: str, add_special_tokens: bool = False, domain: CacheDomain | None = None) -> Lookup:
         """Cut a text and look its segments up, which is quick; ``complete`` does the rest, here or in a thread."""
-        if len(text) < 2 * SEGMENT_CHARS_MIN or not self.delimiters or (add_special_tokens and self._wrapping is None):
+        delimiters, length = self.delimiters, len(text)
+        if length < 2 * SEGMENT_CHARS_MIN or not delimiters or (add_special_tokens and self._wrapping is None):
             return Lookup(False, add_special_tokens, [b""], [0], [text])
         cache = None if domain is None else self._caches.of(domain.tenant, domain.shares)
         if cache is None or domain is None:
@@ -241,7 +263,6 @@ class PromptEncoder:
         parts: list[bytes] = []
         missing: list[int] = []
         texts: list[str] = []
-        delimiters, length = self.delimiters, len(text)
         cutter = Cutter(text, delimiters)
         begin = 0
         while (begin := cache.follow(text, begin, delimiters, salt, parts)) < length:
@@ -262,7 +283,7 @@ class PromptEncoder:
         reused = sum(map(len, parts))
         if lookup.texts:
             of_tokenizer = lookup.add_special_tokens and not lookup.is_cut
-            found = self._encode(lookup.texts, of_tokenizer)
+            found = self._encode(lookup.texts, of_tokenizer, lookup.is_cut)
             for index, segment, packed in zip(lookup.missing, lookup.texts, found, strict=True):
                 parts[index] = packed
                 if lookup.cache is not None and len(segment) >= SEGMENT_CHARS_MIN:
@@ -286,8 +307,10 @@ class PromptEncoder:
         """Return the bytes that the segments take."""
         return sum(cache.used_bytes for cache in self._caches)
 
-    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[bytes]:
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool, is_cut: bool = False) -> list[bytes]:
         encoder = self._backend.encoder
+        if is_cut and not self.delimiters:  # cut before an encoder was chosen that contradicts the proof
+            encoder = self._reference
         try:
             return encoder.encode(texts, add_special_tokens)
         except BaseException as error:  # a panic of the native code arrives as a BaseException of its own
@@ -297,9 +320,8 @@ class PromptEncoder:
             log.warning("fastokens failed on a prompt, tokenizers does it: %s: %s", type(error).__name__, error)
             return self._reference.encode(texts, add_special_tokens)
 
-    def _cuts_agree(self, texts: Iterable[str]) -> bool:
+    def _cuts_agree(self, encoder: BatchEncoder, texts: Iterable[str]) -> bool:
         """Try the proof on real input; a tokenizer that contradicts it is never cut."""
-        encoder = self._backend.encoder
         filler = "x y\n" * (SEGMENT_CHARS_MIN // 2)
         for text in texts:
             for delimiter in self.delimiters:

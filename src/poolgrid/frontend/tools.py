@@ -154,10 +154,11 @@ class Tools:
         if kind == "function":
             self._add_function(tool, where, namespace, found)
         elif kind == "custom":
+            deferred = self._is_deferred(tool)
             definition, place = _definition(tool, "custom", where)
             name = _name(definition, place)
-            client_tool = ClientTool("custom", name, namespace)
-            self._show(_custom_function(definition, joined_name(namespace, name)), place, client_tool, found=found)
+            function = _custom_function(definition, joined_name(namespace, name))
+            self._show(function, place, ClientTool("custom", name, namespace), found=found, deferred=deferred)
         elif kind == "namespace":
             self._add_namespace(tool, where, found)
         elif (own := openai_function(tool)) is not None:
@@ -172,7 +173,7 @@ class Tools:
             raise wrong_type(f"{where}.type", kind, "a string")
 
     def _add_function(self, tool: dict[str, Any], where: str, namespace: str, found: bool) -> None:
-        deferred = tool.pop(DEFER, None) is True and not self.shows_deferred
+        deferred = self._is_deferred(tool)
         function, place = _definition(tool, "function", where)
         name = _name(function, place)
         if namespace:
@@ -182,6 +183,10 @@ class Tools:
         else:
             whole = tool if function is tool.get("function") else None
             self._show(function, place, None, whole, found, deferred)
+
+    def _is_deferred(self, tool: dict[str, Any]) -> bool:
+        """Take the field from a tool that says so, and return whether the tool is not shown."""
+        return tool.pop(DEFER, None) is True and not self.shows_deferred
 
     def _add_namespace(self, tool: dict[str, Any], where: str, found: bool) -> None:
         namespace = _name(tool, where)

@@ -63,6 +63,31 @@ FIRST_PING_RETRY_S: Final = 0.005
 """libzmq may tell of a connection a moment before it takes messages for it; the first ping is then tried again."""
 
 
+class _Soon:
+    """Calls ``report`` a moment after the first of several things to report, or at once when they are many."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, report: Callable[[], None]) -> None:
+        self._loop = loop
+        self._report = report
+        self._timer: asyncio.TimerHandle | None = None
+
+    def added(self, waiting: int, most: int) -> None:
+        """Note that something was added, which makes it ``waiting`` of at most ``most``."""
+        if waiting >= most:
+            self._now()
+        elif self._timer is None:
+            self._timer = self._loop.call_later(ANSWERS_TOGETHER_S, self._now)
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _now(self) -> None:
+        self.cancel()
+        self._report()
+
+
 class WorkerLink:
     """A connection to one worker process."""
 
@@ -93,12 +118,13 @@ class WorkerLink:
         self._loop = asyncio.get_running_loop()
         """Asking for it is a system call until Python 3.12."""
         self._answers: list[TurnAnswer] = []
-        """That the worker is to be told of together."""
+        """Not reported to the worker yet."""
         self._began: list[ForwardBegan] = []
         self._computed: list[str] = []
         self._ended: list[ForwardEnded] = []
         """Of forwarded requests, not reported yet; the worker takes them in this order."""
-        self._reporting: asyncio.TimerHandle | None = None
+        self._soon_answers = _Soon(self._loop, self._report_answers)
+        self._soon_forwards = _Soon(self._loop, self._report_forwards)
         self._waiting: deque[Iterator[TokenDelta]] = deque()
         """What is left of a frame, and the frames after it: bounded by the tokens of the requests there."""
         self._nonce = 0
@@ -132,41 +158,28 @@ class WorkerLink:
 
     def answered(self, answer: TurnAnswer) -> None:
         """Have the worker soon put the end of a turn into the pool's journal; a link that is down loses it."""
-        answers = self._answers
-        answers.append(answer)
-        if len(answers) == 1:
-            self._loop.call_later(ANSWERS_TOGETHER_S, self._tell_answers)
-        elif len(answers) >= ANSWERS_TOGETHER_MAX:
-            self._tell_answers()
+        self._answers.append(answer)
+        self._soon_answers.added(len(self._answers), ANSWERS_TOGETHER_MAX)
 
-    def _tell_answers(self) -> None:
+    def _report_answers(self) -> None:
         answers, self._answers = self._answers, []
-        if answers and self.is_up:
+        if self.is_up:
             self._dealer.send(codec.to_worker.encode(Cancel(answers[0].request_id, tuple(answers))))
 
     def forward_began(self, began: ForwardBegan) -> None:
         """Have the worker soon book a request that went straight to its server; a link that is down loses it."""
         self._began.append(began)
-        self._forwards_changed(len(self._began))
+        self._soon_forwards.added(len(self._began), FORWARDS_TOGETHER_MAX)
 
     def forward_computed(self, request_id: str) -> None:
         self._computed.append(request_id)
-        self._forwards_changed(len(self._computed))
+        self._soon_forwards.added(len(self._computed), FORWARDS_TOGETHER_MAX)
 
     def forward_ended(self, ended: ForwardEnded) -> None:
         self._ended.append(ended)
-        self._forwards_changed(len(self._ended))
-
-    def _forwards_changed(self, waiting: int) -> None:
-        if waiting >= FORWARDS_TOGETHER_MAX:
-            self._report_forwards()
-        elif self._reporting is None:
-            self._reporting = self._loop.call_later(ANSWERS_TOGETHER_S, self._report_forwards)
+        self._soon_forwards.added(len(self._ended), FORWARDS_TOGETHER_MAX)
 
     def _report_forwards(self) -> None:
-        if self._reporting is not None:
-            self._reporting.cancel()
-            self._reporting = None
         report = Forwarded(tuple(self._began), tuple(self._computed), tuple(self._ended))
         self._began, self._computed, self._ended = [], [], []
         if self.is_up:
@@ -206,8 +219,8 @@ class WorkerLink:
         self.is_up = False
         self._waiting.clear()
         self._stop_trying()
-        if self._reporting is not None:
-            self._reporting.cancel()
+        self._soon_answers.cancel()
+        self._soon_forwards.cancel()
         self._dealer.close()
 
     def on_frame(self, frame: bytes) -> None:

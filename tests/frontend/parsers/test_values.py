@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from poolgrid.frontend.parsers.call_forms import JsonCall
+from poolgrid.frontend.parsers.pieces import FEED_CHARS_MAX
 from poolgrid.frontend.parsers.values import GEMMA, JSON, PYTHON, Notation, ValueReader, strict_json
 from tests.examples import examples
 from tests.frontend.parsers.writers import gemma_value
@@ -104,3 +106,54 @@ def test_literals_of_python_have_pythons_meaning_and_unescaped_quotes_are_text(t
 @pytest.mark.parametrize("text", ["{'a': 1", "[1, 2}", "{a: 1}", "[NaN]", "[01]", "[" * 201 + "]" * 201, "", "{} x"])
 def test_what_is_no_value_in_any_notation_is_none(text: str) -> None:
     assert strict_json(text) is None
+
+
+LONG = {
+    "numbers": "[" + "1, " * 40_000 + "1]",
+    "strings": str(["a\\b\n'" * 3] * 8_000),
+    "members": "{" + ", ".join(f"'k{number}': True" for number in range(9_000)) + "}",
+    "white space": "[1," + " " * 100_000 + "2]",
+    "one string": "'" + "a\n" * 40_000 + "'",
+}
+
+
+@pytest.mark.parametrize("text", LONG.values(), ids=LONG)
+def test_long_text_in_one_piece_is_read_in_slices_and_gives_the_same(text: str) -> None:
+    longest = 0
+
+    class Watched(ValueReader):
+        """Notes how much text its states copy at most."""
+
+        @property
+        def _buffer(self) -> str:
+            return self._watched
+
+        @_buffer.setter
+        def _buffer(self, text: str) -> None:
+            nonlocal longest
+            self._watched = text
+            longest = max(longest, len(text))
+
+    reader = Watched()
+    reader.feed(text)
+    assert reader.done
+    assert longest < 2 * FEED_CHARS_MAX
+    assert not reader.left
+    pieces = [text[at : at + 1000] for at in range(0, len(text), 1000)]
+    assert (reader.take(), "", True, False) == written(JSON, pieces)
+    assert strict_json(text) == written(JSON, [text])[0]
+
+
+def test_text_after_a_value_is_left_whole_where_the_value_ends_in_an_early_slice() -> None:
+    after = " and then " + "x" * 3 * FEED_CHARS_MAX
+    assert written(JSON, ["[1, 2]" + after]) == ("[1, 2]", after, True, False)
+    assert written(JSON, ["[1, %" + after])[1:] == ("%" + after, False, True)
+
+
+def test_long_arguments_before_the_name_are_those_after_it() -> None:
+    arguments = json.dumps({"x": [*range(20_000)]})
+    calls = [JsonCall({"f": {}}), JsonCall({"f": {}})]
+    calls[0].feed(f'{{"arguments": {arguments}, "name": "f"}}')
+    calls[1].feed(f'{{"name": "f", "arguments": {arguments}}}')
+    assert [call.done for call in calls] == [True, True]
+    assert [call.take() for call in calls] == [arguments] * 2

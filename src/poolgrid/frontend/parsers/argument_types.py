@@ -13,14 +13,24 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from poolgrid.frontend.parsers.values import json_of, strict_json
+from poolgrid.frontend.parsers.values import PYTHON_NAMES, json_of, strict_json
 
 REFERENCES_MAX = 8
 """References of a schema that are followed for one argument."""
 
-_PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 _INTEGER = re.compile(r"-?[0-9]+")
 STRING = frozenset({"string"})
+
+
+def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schemas of an object's members, by key."""
+    properties = schema.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def definitions_of(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a schema that holds what its references lead to."""
+    return {group: schema[group] for group in ("$defs", "definitions") if group in schema}
 
 
 def member_schema(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -31,15 +41,14 @@ def member_schema(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
         if not isinstance(found, Mapping) or not isinstance(found.get("$ref"), str):
             break
         found = _referred(found["$ref"], schema)
-    definitions = {group: schema[group] for group in ("$defs", "definitions") if group in schema}
+    definitions = definitions_of(schema)
     return {**definitions, **found} if isinstance(found, Mapping) else definitions
 
 
 def types_of(schema: Mapping[str, Any] | None, key: str) -> frozenset[str] | None:
     """Return the JSON types that a function's schema allows for an argument; ``None`` = it does not say."""
-    properties = None if schema is None else schema.get("properties")
-    found = properties.get(key) if isinstance(properties, Mapping) else None
-    return own_types(found, schema or {})
+    root = schema or {}
+    return own_types(properties_of(root).get(key), root)
 
 
 def own_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str] | None:
@@ -93,7 +102,7 @@ def as_json(text: str, types: frozenset[str] | None) -> str:
     if types != STRING:
         stripped = text.strip()
         never_text = types is not None and "string" not in types
-        written = _PYTHON_NAMES.get(stripped.capitalize() if never_text else stripped, stripped)
+        written = PYTHON_NAMES.get(stripped.capitalize() if never_text else stripped, stripped)
         value = strict_json(written, python=never_text)
         found = None if value is None else _fitting(value, types)
         if found is not None:

@@ -20,10 +20,11 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from poolgrid.frontend.parsers.argument_types import Fitting
+from poolgrid.frontend.parsers.pieces import SPACE
 from poolgrid.frontend.parsers.values import JSON, PYTHON, Notation, ValueReader, strict_json
 
 NAME_CHARS_MAX = 256
@@ -37,8 +38,6 @@ CALL_CHARS_MAX = 1024 * 1024
 
 Declared = Mapping[str, Mapping[str, Any]]
 """The functions that calls may be of, each with the JSON schema of its parameters."""
-
-_SPACE = " \t\n\r"
 
 
 class CallForm(ABC):
@@ -74,6 +73,32 @@ class CallForm(ABC):
         self.name = name or ""
         self.failed = name is None
         return name is not None
+
+
+class StatefulCall(CallForm):
+    """A call with a buffer, and the state that takes from it next, as ``StatefulParser`` has them."""
+
+    def __init__(self, declared: Declared, state: Callable[[Any], bool]) -> None:
+        super().__init__(declared)
+        self._state = state
+        self._buffer = ""
+        self._certain: list[str] = []
+
+    def feed(self, text: str) -> None:
+        self._buffer += text
+        while self._buffer and not self.done and not self.failed and self._state(self):
+            pass
+        self.left = self._buffer
+
+    def take(self) -> str:
+        text = "".join(self._certain)
+        self._certain.clear()
+        return text
+
+    def _skip_space(self) -> bool:
+        """Drop white space and return whether anything follows it."""
+        self._buffer = self._buffer.lstrip(SPACE)
+        return bool(self._buffer)
 
 
 def declared_name(written: str, declared: Collection[str]) -> str | None:
@@ -215,7 +240,7 @@ NAME_KEYS = frozenset(("name", "tool_name"))
 ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
 
 
-class JsonCall(CallForm):
+class JsonCall(StatefulCall):
     """``{"name": …, "arguments": {…}}``; ``keyed``: ``{"f": {…}}``.
 
     ``parameters`` is taken for ``arguments``; arguments may also be an object inside a string, ``null`` or absent
@@ -224,11 +249,8 @@ class JsonCall(CallForm):
     """
 
     def __init__(self, declared: Declared, keyed: bool = False) -> None:
-        super().__init__(declared)
+        super().__init__(declared, JsonCall._begin)
         self._keyed = keyed
-        self._state: Any = JsonCall._begin
-        """What takes from the buffer next: no bound method, which would be a circle that waits for the collector."""
-        self._buffer = ""
         self._key = ""
         self._part: ValueReader | None = None
         """Reads a key, or a value that is no object of arguments."""
@@ -238,13 +260,6 @@ class JsonCall(CallForm):
         self._early = ""
         """Arguments that came before the name."""
         self._has_arguments = False
-        self._out: list[str] = []
-
-    def feed(self, text: str) -> None:
-        self._buffer += text
-        while self._buffer and not self.done and not self.failed and self._state(self):
-            pass
-        self.left = self._buffer
 
     def end(self) -> None:
         if self._has_arguments and self._state == JsonCall._after and self.name:
@@ -257,17 +272,11 @@ class JsonCall(CallForm):
 
     def take(self) -> str:
         if self._arguments is not None:
-            self._out.append(self._arguments.take())
-        text = "".join(self._out)
-        self._out.clear()
-        return text
+            self._certain.append(self._arguments.take())
+        return super().take()
 
     def unread(self) -> str:
         return "" if self._arguments is None else self._arguments.unread()
-
-    def _space(self) -> bool:
-        self._buffer = self._buffer.lstrip(_SPACE)
-        return bool(self._buffer)
 
     def _begin(self) -> bool:
         if self._buffer[0] != "{":
@@ -278,7 +287,7 @@ class JsonCall(CallForm):
         return True
 
     def _before_key(self) -> bool:
-        if not self._space():
+        if not self._skip_space():
             return False
         if self._buffer[0] not in "\"'":
             if self._buffer[0] == "}" and self.name:
@@ -320,7 +329,7 @@ class JsonCall(CallForm):
         return not self.failed
 
     def _colon(self) -> bool:
-        if not self._space():
+        if not self._skip_space():
             return False
         self.failed = self._buffer[0] != ":"
         if self.failed:
@@ -330,7 +339,7 @@ class JsonCall(CallForm):
         return True
 
     def _before_value(self) -> bool:
-        if not self._space():
+        if not self._skip_space():
             return False
         is_arguments = self._keyed or self._key in ARGUMENT_KEYS
         if is_arguments and self._has_arguments:
@@ -391,7 +400,7 @@ class JsonCall(CallForm):
 
     def _after(self) -> bool:
         """After a member: another one, or the end, which may be missing."""
-        if not self._space():
+        if not self._skip_space():
             return False
         character = self._buffer[0]
         if character == ",":
@@ -406,7 +415,7 @@ class JsonCall(CallForm):
 
     def _complete(self) -> None:
         if not self._has_arguments:
-            self._out.append("{}")
+            self._certain.append("{}")
         self.done = True
 
 

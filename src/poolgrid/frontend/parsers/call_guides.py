@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from poolgrid.frontend.parsers.argument_types import types_of
+from poolgrid.frontend.parsers.argument_types import definitions_of, properties_of, types_of
 from poolgrid.output_formats import Guide
 
 CALLS_MAX = 4
@@ -90,7 +90,7 @@ def _json_call(guide: Guide, name: str, schema: Mapping[str, Any]) -> Part:
 def _tagged_call(guide: Guide, name: str, schema: Mapping[str, Any]) -> Part:
     required: list[Part] = []
     optional: list[Part] = []
-    for key, inner in _properties(schema).items():
+    for key, inner in properties_of(schema).items():
         value = _bare_value(schema, key, inner)
         is_text = "false" if value["type"] == "json_schema" else "true"
         begin = guide.value[0].replace("{}", key).replace("{text}", is_text)
@@ -113,7 +113,7 @@ def _bare_value(schema: Mapping[str, Any], key: str, inner: Any) -> Part:
 
 def _python_call(guide: Guide, name: str, schema: Mapping[str, Any]) -> Part:
     """``f(x=1)``; where a function requires nothing, all its arguments are given."""
-    properties = _properties(schema)
+    properties = properties_of(schema)
     keys = [key for key in properties if key in schema.get("required", ())] or list(properties)
     if not keys:
         return _tag(name, const("("), ")")
@@ -172,13 +172,8 @@ _NAMED = frozenset(("properties", "patternProperties", "dependentSchemas", "$def
 """Keywords below which there are schemas by names, which may be called like keywords."""
 
 
-def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    properties = schema.get("properties")
-    return properties if isinstance(properties, Mapping) else {}
-
-
 def _with_definitions(schema: Mapping[str, Any], inner: Any) -> Any:
     """Return the schema of one parameter with what it may refer to."""
     if not isinstance(inner, Mapping):
         return inner if isinstance(inner, bool) else {}
-    return {**{group: schema[group] for group in ("$defs", "definitions") if group in schema}, **inner}
+    return {**definitions_of(schema), **inner}

@@ -11,18 +11,17 @@ Rules
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from poolgrid.frontend.parsers.argument_types import member_schema, own_types
-from poolgrid.frontend.parsers.call_forms import NAME_CHARS_MAX, CallForm, Declared
-from poolgrid.frontend.parsers.pieces import first_marker, held_length
-from poolgrid.frontend.parsers.tagged_call import ArgumentText
+from poolgrid.frontend.parsers.argument_types import member_schema, own_types, properties_of
+from poolgrid.frontend.parsers.call_forms import NAME_CHARS_MAX, Declared
+from poolgrid.frontend.parsers.pieces import SPACE, first_marker, held_length
+from poolgrid.frontend.parsers.tagged_call import ArgumentText, CallInTags
 from poolgrid.frontend.parsers.values import DEPTH_MAX, GAP_CHARS_MAX, json_of
 
 _ITEM = "item"
-_SPACE = " \t\n\r"
 _INVOKED = re.compile(r"(?P<name>[A-Za-z0-9_.:-]+)\">")
 _TAG = re.compile(r"[ \t\n\r]*<(?P<close>/?)(?P<name>[^<>/\s]+)>")
 
@@ -38,53 +37,30 @@ class _Element:
     count: int = 0
 
 
-class ElementCall(CallForm):
+class ElementCall(CallInTags):
     """One call, after ``<invoke name="``. ``mark`` stands before every tag, ``end`` is the tag's name of the call."""
 
     def __init__(self, declared: Declared, mark: str, end: str) -> None:
-        super().__init__(declared)
+        super().__init__(declared, ElementCall._read_name)
         self._mark = mark
         self._end = end
-        self._state: Callable[[ElementCall], bool] = ElementCall._read_name
-        """What takes from the buffer next: no bound method, which would be a circle that waits for the collector."""
-        self._buffer = ""
         self._open: list[_Element] = []
         """The elements around what comes next, the arguments as a whole first."""
         self._tag = ""
-        self._text = ArgumentText(None)
-        self._gap = ""
-        self._certain: list[str] = []
-        self._begun = False
-        """Whether any of the arguments was certain."""
-
-    def feed(self, text: str) -> None:
-        self._buffer += text
-        while self._buffer and not self.done and not self.failed and self._state(self):
-            pass
-        self.left = self._buffer
 
     def end(self) -> None:
         if self._state == ElementCall._read_tag and len(self._open) == 1 and self._open[0].count:
-            begun = self._buffer.strip(_SPACE)
+            begun = self._buffer.strip(SPACE)
             may_be_argument = f"{self._mark}<".startswith(begun) and begun
             self.done = self._begun and not may_be_argument and f"{self._mark}</{self._end}>".startswith(begun)
             self._certain.append("}" if self.done else "")
         self.failed = not self.done
-        # Of a call that its client knows of, a piece of a tag at the end is left out.
-        piece = self._buffer.strip(_SPACE)
-        self.left = "" if self._begun and f"{self._mark}</{self._tag}>".startswith(piece) else self._buffer
-
-    def take(self) -> str:
-        text = "".join(self._certain)
-        self._certain.clear()
-        return text
+        self._leave((f"{self._mark}</{self._tag}>",))
 
     def unread(self) -> str:
         if self._state == ElementCall._read_text:
-            return self._gap + self._text.unread()
+            return self._gap + self._value.unread()
         return self._gap if self._state == ElementCall._begin_element else ""
-
-    # Each state takes something from the buffer and returns True, or returns False when it needs more text.
 
     def _read_name(self) -> bool:
         match = _INVOKED.match(self._buffer)
@@ -101,13 +77,13 @@ class ElementCall(CallForm):
 
     def _next_tag(self) -> re.Match[str] | None:
         """Return the tag that comes next; ``None`` = that needs more text, or there is none."""
-        self._buffer = self._buffer.lstrip(_SPACE)
+        self._skip_space()
         if not self._buffer.startswith(self._mark):
             self.failed = bool(self._buffer) and not self._mark.startswith(self._buffer)
             return None
         match = _TAG.match(self._buffer, len(self._mark))
         if match is None:
-            rest = self._buffer[len(self._mark) :].lstrip(_SPACE)
+            rest = self._buffer[len(self._mark) :].lstrip(SPACE)
             self.failed = len(rest) > NAME_CHARS_MAX or (bool(rest) and (rest[0] != "<" or ">" in rest))
         return match
 
@@ -141,7 +117,7 @@ class ElementCall(CallForm):
         around = self._open[-1]
         schema = member_schema(around.schema, self._tag)
         types = own_types(schema, schema)
-        stripped = self._buffer.lstrip(_SPACE)
+        stripped = self._buffer.lstrip(SPACE)
         if len(self._buffer) - len(stripped) > GAP_CHARS_MAX:
             stripped = self._buffer
         elif not stripped or (self._mark.startswith(stripped) and stripped != self._mark):
@@ -159,7 +135,7 @@ class ElementCall(CallForm):
             self._open.append(_Element(self._tag, schema, is_list))
             self._state = ElementCall._read_tag
         else:
-            self._text = ArgumentText(types)
+            self._value = ArgumentText(types)
             self._state = ElementCall._read_text
         return True
 
@@ -167,14 +143,10 @@ class ElementCall(CallForm):
         ends = (f"{self._mark}</{self._tag}>",)
         found = first_marker(self._buffer, ends)
         at = len(self._buffer) - held_length(self._buffer, ends) if found is None else found[0]
-        self._pass_on(self._text.feed(self._buffer[:at]))
-        self._buffer = self._buffer[at:]
-        if self._text.failed:
-            self._buffer = self._text.left + self._buffer
-            self.failed = True
+        self._take_value(at)
         if found is None or self.failed:
             return False
-        self._pass_on(self._text.end())
+        self._pass_on(self._value.end())
         self._buffer = self._buffer[len(ends[0]) :]
         self._state = ElementCall._read_tag
         return True
@@ -186,15 +158,8 @@ class ElementCall(CallForm):
             self._certain.append(self._gap)
             self.done = True
 
-    def _pass_on(self, text: str) -> None:
-        if text:
-            self._certain += (self._gap, text)
-            self._gap = ""
-            self._begun = True
-
 
 def _is_list(schema: Mapping[str, Any], types: frozenset[str] | None, first: str) -> bool:
     if types is not None and "array" in types:
         return "object" not in types or first == _ITEM
-    properties = schema.get("properties")
-    return first == _ITEM and not (isinstance(properties, Mapping) and _ITEM in properties)
+    return first == _ITEM and _ITEM not in properties_of(schema)

@@ -40,6 +40,9 @@ class OutputParser(Protocol):
         ...
 
 
+SPACE = " \t\n\r"
+"""White space between the parts of calls and of JSON."""
+
 FEED_CHARS_MAX = 8192
 """Most text that a parser gets at a time: at each marker it copies what is left of it."""
 

@@ -19,19 +19,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from poolgrid.frontend.parsers.argument_types import STRING, as_json, types_of
-from poolgrid.frontend.parsers.call_forms import HEAD_CHARS_MAX, NAME_CHARS_MAX, CallForm, Declared
-from poolgrid.frontend.parsers.pieces import first_marker, held_length
-from poolgrid.frontend.parsers.values import GAP_CHARS_MAX, HELD_VALUE_CHARS_MAX, ValueReader, json_of
+from poolgrid.frontend.parsers.argument_types import STRING, as_json, properties_of, types_of
+from poolgrid.frontend.parsers.call_forms import HEAD_CHARS_MAX, NAME_CHARS_MAX, Declared, StatefulCall
+from poolgrid.frontend.parsers.pieces import SPACE, first_marker, held_length
+from poolgrid.frontend.parsers.values import GAP_CHARS_MAX, HELD_VALUE_CHARS_MAX, NAMES, ValueReader, json_of
 from poolgrid.output_formats import Tags
 
 UNDECIDED_CHARS_MAX = 64
 """Characters within which an argument shows whether it is text, a list or an object."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
-_SPACE = " \t\n\r"
 _NUMBER_BEGUN = re.compile(r"[-+0-9.eE]+\s*")
-_NAMES = ("true", "false", "null", "True", "False", "None")
 _CONTAINERS = {"{": "object", "[": "array"}
 
 
@@ -105,7 +103,7 @@ class ArgumentText:
         if self._never_text or begun[0] in _CONTAINERS or _NUMBER_BEGUN.fullmatch(begun):
             return False
         word = begun.rstrip()
-        return not any(name == word or (name.startswith(word) and word == begun) for name in _NAMES)
+        return not any(name == word or (name.startswith(word) and word == begun) for name in NAMES)
 
     def _begin_text(self) -> str:
         self._is_text = True
@@ -137,35 +135,48 @@ class ArgumentText:
         return found
 
 
-class TaggedCall(CallForm):
+class CallInTags(StatefulCall):
+    """A call whose arguments stand between tags, as ``ArgumentText``."""
+
+    def __init__(self, declared: Declared, state: Callable[[Any], bool]) -> None:
+        super().__init__(declared, state)
+        self._value = ArgumentText(None)
+        self._gap = ""
+        """JSON that waits for the value after it."""
+        self._begun = False
+        """Whether any of the arguments was certain."""
+
+    def _take_value(self, size: int) -> None:
+        self._pass_on(self._value.feed(self._buffer[:size]))
+        self._buffer = self._buffer[size:]
+        if self._value.failed:
+            self._buffer = self._value.left + self._buffer
+            self.failed = True
+
+    def _pass_on(self, text: str) -> None:
+        if text:
+            self._certain += (self._gap, text)
+            self._gap = ""
+            self._begun = True
+
+    def _leave(self, marks: Sequence[str]) -> None:
+        """Set ``left`` at the end: of a call that its client knows of, a piece of a tag there is left out."""
+        piece = self._buffer.strip(SPACE)
+        self.left = "" if self._begun and any(mark.startswith(piece) for mark in marks) else self._buffer
+
+
+class TaggedCall(CallInTags):
     """One call."""
 
     def __init__(self, declared: Declared, tags: Tags, is_open: bool = False) -> None:
         """``is_open``: the tag before the name was read already."""
-        super().__init__(declared)
+        super().__init__(declared, TaggedCall._read_name if is_open or not tags.opener else TaggedCall._open)
         self._tags = tags
         self._marks = (tags.value_end, tags.key_begin, tags.end, *tags.after)
         """The tags that may end a value: its own end, or others where that is missing."""
         self._schema: Mapping[str, Any] = {}
-        self._state: Callable[[TaggedCall], bool] = (
-            TaggedCall._read_name if is_open or not tags.opener else TaggedCall._open
-        )
-        """What takes from the buffer next: no bound method, which would be a circle that waits for the collector."""
-        self._buffer = ""
         self._key = ""
-        self._value = ArgumentText(None)
         self._given: set[str] = set()
-        self._gap = ""
-        """JSON that waits for the value after it."""
-        self._certain: list[str] = []
-        self._begun = False
-        """Whether any of the arguments was certain."""
-
-    def feed(self, text: str) -> None:
-        self._buffer += text
-        while self._buffer and not self.done and not self.failed and self._state(self):
-            pass
-        self.left = self._buffer
 
     def end(self) -> None:
         """Become ``done`` or ``failed``: no text follows. The last argument must have ended."""
@@ -173,20 +184,13 @@ class TaggedCall(CallForm):
             self._end_value_at_the_end()
         if self._state == TaggedCall._next and self._is_end_begun():
             self._buffer = ""
-        ended = self._state == TaggedCall._next and not self._buffer.strip(_SPACE)
+        ended = self._state == TaggedCall._next and not self._buffer.strip(SPACE)
         if not self.failed and ended and self._given:
             self._buffer = ""
             self._done()
         else:
             self.failed = True
-        # Of a call that its client knows of, a piece of a tag at the end is left out.
-        piece = self._buffer.strip(_SPACE)
-        self.left = "" if self._begun and any(mark.startswith(piece) for mark in self._marks) else self._buffer
-
-    def take(self) -> str:
-        text = "".join(self._certain)
-        self._certain.clear()
-        return text
+        self._leave(self._marks)
 
     def unread(self) -> str:
         if self._state == TaggedCall._read_value:
@@ -194,8 +198,6 @@ class TaggedCall(CallForm):
         return (
             self._tags.key_begin + self._key if self._state in (TaggedCall._read_key, TaggedCall._begin_value) else ""
         )
-
-    # Each state takes something from the buffer and returns True, or returns False when it needs more text.
 
     def _open(self) -> bool:
         if self._expect(self._tags.opener) is None:
@@ -318,19 +320,6 @@ class TaggedCall(CallForm):
             self._take_value(at + len(mark))
         return not self.failed
 
-    def _take_value(self, size: int) -> None:
-        self._pass_on(self._value.feed(self._buffer[:size]))
-        self._buffer = self._buffer[size:]
-        if self._value.failed:
-            self._buffer = self._value.left + self._buffer
-            self.failed = True
-
-    def _pass_on(self, text: str) -> None:
-        if text:
-            self._certain += (self._gap, text)
-            self._gap = ""
-            self._begun = True
-
     def _ends_value(self, mark: str, rest: str) -> bool | None:
         """Return whether a tag ends the value, given the text after it; ``None`` = that needs more text."""
         tags = self._tags
@@ -342,13 +331,12 @@ class TaggedCall(CallForm):
         key, end, _ = rest[: HEAD_CHARS_MAX + len(tags.key_end)].partition(tags.key_end)
         if not end:
             return None if len(rest) <= HEAD_CHARS_MAX else False
-        properties = self._schema.get("properties")
         given = (*self._given, self._key)
-        return isinstance(properties, Mapping) and key.strip() in properties and key.strip() not in given
+        return key.strip() in properties_of(self._schema) and key.strip() not in given
 
     def _is_end_begun(self) -> bool:
         """Return whether what is left is the beginning of the end, and of no further argument."""
-        begun = self._buffer.strip(_SPACE)
+        begun = self._buffer.strip(SPACE)
         ends = (self._tags.end, *self._tags.after)
         return any(tag.startswith(begun) for tag in ends) and not (begun and self._tags.key_begin.startswith(begun))
 
@@ -366,9 +354,6 @@ class TaggedCall(CallForm):
         self._given.add(self._key)
         self._state = TaggedCall._next
 
-    def _skip_space(self) -> None:
-        self._buffer = self._buffer.lstrip(_SPACE)
-
     def _expect(self, *tags: str) -> str | None:
         """Return which of ``tags`` comes next, after white space; ``None`` when that is not known yet, or none does."""
         self._skip_space()
@@ -383,7 +368,7 @@ class TaggedCall(CallForm):
 
 def _followed(text: str, tags: Sequence[str]) -> bool | None:
     """Return whether ``text`` is white space and one of ``tags``; ``None`` = that needs more text."""
-    stripped = text.lstrip(_SPACE)
+    stripped = text.lstrip(SPACE)
     if len(text) - len(stripped) > GAP_CHARS_MAX:
         return False
     if stripped.startswith(tuple(tags)):

@@ -30,6 +30,7 @@ from poolgrid.frontend.parsers.call_forms import (
 )
 from poolgrid.frontend.parsers.element_call import ElementCall
 from poolgrid.frontend.parsers.pieces import (
+    SPACE,
     AnswerPiece,
     OutputParser,
     PieceKind,
@@ -41,8 +42,6 @@ from poolgrid.frontend.parsers.pieces import (
 from poolgrid.frontend.parsers.tagged_call import TaggedCall
 from poolgrid.frontend.parsers.values import GEMMA, JSON
 from poolgrid.output_formats import CallFormat
-
-_SPACE = " \t\n\r"
 
 
 def begun_call(format: CallFormat, opener: str, character: str, declared: Declared, name: str = "") -> CallForm:
@@ -111,7 +110,7 @@ class ToolCalls(StatefulParser):
             self._out.append(AnswerPiece(PieceKind.ARGUMENTS, self._buffer))
             self._buffer = ""
         aside = "".join(self._aside)
-        if self._announced and not aside.strip(_SPACE + self._format.separators + ",]"):
+        if self._announced and not aside.strip(SPACE + self._format.separators + ",]"):
             aside = ""
         self._content(aside + self._buffer)
         self._buffer = ""
@@ -292,7 +291,7 @@ class ToolCalls(StatefulParser):
 
     def _skip_space(self) -> bool:
         """Set white space aside and return whether anything follows it."""
-        stripped = self._buffer.lstrip(_SPACE)
+        stripped = self._buffer.lstrip(SPACE)
         if len(stripped) < len(self._buffer):
             self._aside.append(self._buffer[: len(self._buffer) - len(stripped)])
             self._buffer = stripped

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
 
+from poolgrid.frontend.parsers.pieces import FEED_CHARS_MAX, SPACE
+
 DEPTH_MAX = 200
 
 TOKEN_CHARS_MAX = 1024
@@ -64,17 +66,22 @@ class Notation:
         return not (self.bare_keys or self.python)
 
 
+JSON_NAMES = ("true", "false", "null")
+PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
+"""Python's literals by name, each with JSON's name for it."""
+NAMES = {**PYTHON_NAMES, **{name: name for name in JSON_NAMES}}
+"""The names that models write for values, each with JSON's name for it."""
+
 _QUOTES = (Quote('"', '"'), Quote("'", "'"))
 JSON = Notation(_QUOTES)
 PYTHON = Notation((Quote('"""', '"""'), Quote("'''", "'''"), *_QUOTES), "{[(", python=True)
 GEMMA = Notation((Quote('<|"|>', '<|"|>', escapes=False), Quote('"', '"')), bare_keys=True)
 
-_SPACE = re.compile(r"[ \t\n\r]*")
+_SPACE = re.compile(f"[{SPACE}]*")
 _WORD = re.compile(r"[A-Za-z0-9+._-]*")
 _BARE_WORD = re.compile(r"[^,{}\[\]<\"]*")
 _BARE_KEY = re.compile(r"[^,:{}\[\]<\"]*")
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
-_NAMES = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _CLOSERS = {"{": "}", "[": "]", "(": ")"}
 _AFTER_STRINGS = ",)]}:"
@@ -146,9 +153,15 @@ class ValueReader:
         return self._buffer
 
     def feed(self, text: str) -> None:
-        self._buffer += text
-        while self._buffer and not self.done and not self.failed and self._state(self):
-            pass
+        """Take new text, a slice at a time: each token copies what is left of its slice."""
+        at = 0
+        while at < len(text) and not self.done and not self.failed:
+            self._buffer += text[at : at + FEED_CHARS_MAX]
+            at += FEED_CHARS_MAX
+            while self._buffer and not self.done and not self.failed and self._state(self):
+                pass
+        if at < len(text):
+            self._buffer += text[at:]
 
     def end(self) -> None:
         """Become ``done`` or ``failed``: no text follows."""
@@ -284,7 +297,7 @@ class ValueReader:
             return False
         if self._buffer.startswith(quote.closer):
             rest = self._buffer[len(quote.closer) :]
-            following = rest.lstrip(" \t\n\r")
+            following = rest.lstrip(SPACE)
             may_be_part = self._notation.python and len(rest) - len(following) <= GAP_CHARS_MAX
             if may_be_part and not following:
                 return False
@@ -392,7 +405,7 @@ class ValueReader:
         return not self.failed
 
     def _end_word(self, text: str) -> None:
-        word = _NAMES.get(text) or (text if _is_number(text) else None)
+        word = NAMES.get(text) or (text if _is_number(text) else None)
         if word is None and self._notation.python:
             word = _python_number(text)
         if word is None and self._notation.bare_keys:

@@ -164,9 +164,9 @@ class TaskExchange(InferenceExchange):
             return
         video = isinstance(prepared.body, VideoBody)
         rows = [await self._place(item, result.media_type, owner, where, video, created_s) for item in result.items]
-        form = shown_type(result.media_type).partition("/")[2]
+        form = shown_type(result.media_type).partition("/")[2] if result.media_type else None
         if not video:
-            answer = {"created": created_s, "data": rows, "output_format": form or None}
+            answer = {"created": created_s, "data": rows, "output_format": form}
         else:
             answer = {
                 "id": new_id("video"),
