@@ -25,6 +25,7 @@ from poolgrid.router.core.stage_plan import (
     ENCODE_LEG,
     ENCODE_ROLES,
     ONE_LEG_ROLES,
+    ONE_SERVER,
     PREFILL_ROLES,
     SECOND_LEG,
     TASK_LEGS,
@@ -369,7 +370,14 @@ class Chooser:
         staff = self._staff_of(request)
         if staff.encode and plan.wants_encode:
             return ENCODE_LEG
+        carrier = request.carrier
+        if carrier is not None and staff.prefill and not carrier.can_be_split(self._server_kind(request.model)):
+            return ONE_SERVER
         return first_leg(staff, self._always_two or request.multimodal is not None)
+
+    def _server_kind(self, model: str) -> str:
+        workers = self._projection.fleet.models().get(model, ())
+        return workers[0].card.server_kind if workers else ""
 
     def missing_workers(self, request: InferenceRequest) -> str:
         """Return in words the kind of worker that a request needs and the pool lacks; empty = it lacks none."""

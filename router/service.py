@@ -59,6 +59,9 @@ REBUILDING: Final = "the router is still rebuilding its state; try again"
 SHUTTING_DOWN: Final = "the router is shutting down"
 LINK_FULL: Final = "its connection is full"
 
+FORWARDED_ROLES: Final = (Role.AGGREGATED, Role.PREFILL, Role.DECODE)
+"""Roles of engine servers that take clients' requests as they are."""
+
 
 class RouterService:
     """Implements ``poolgrid.inference.InferenceBackend`` and ``poolgrid.serving.request_tracker.Placer`` over
@@ -288,7 +291,7 @@ class RouterService:
         if machine.request.carrier is not None:
             endpoint = self.projection.fleet.workers[decision.worker].card.request_endpoint
             dispatch = self.tracker.carry(
-                routed, machine.request.carrier, decision.worker, endpoint, decision.overlap_tokens
+                routed, machine.request.carrier, decision.worker, endpoint, leg.stage, decision.overlap_tokens
             )
         else:
             dispatch = self.tracker.send(
@@ -391,7 +394,7 @@ class RouterService:
             self._forwarded = frozenset(
                 name
                 for name, workers in fleet.models().items()
-                if all(worker.card.server_url and worker.card.role is Role.AGGREGATED for worker in workers)
+                if all(worker.card.server_url and worker.card.role in FORWARDED_ROLES for worker in workers)
             )
         return model in self._forwarded if model else bool(self._forwarded)
 
@@ -420,6 +423,9 @@ class RouterService:
     def on_carried(self, request_id: str, delta: TokenDelta) -> None:
         self.tracker.on_carried(request_id, delta)
 
+    def on_carried_broken(self, request_id: str, dispatch_id: str, why: str) -> None:
+        self.tracker.on_carried_broken(request_id, dispatch_id, why)
+
     @property
     def unreachable(self) -> Mapping[WorkerKey, str]:
         """Return the workers that the pool knows and this router cannot talk to, and why."""
@@ -445,4 +451,12 @@ class RouterService:
 
 def _place(worker: Worker) -> ServerPlace:
     card = worker.card
-    return ServerPlace(worker.key, card.server_url, card.server_kind, card.server_version, card.dp_size)
+    return ServerPlace(
+        worker.key,
+        card.server_url,
+        card.server_kind,
+        card.server_version,
+        card.dp_size,
+        card.role,
+        card.kv_bootstrap_port,
+    )

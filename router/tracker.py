@@ -38,7 +38,7 @@ from poolgrid.serving.prompt_paths import ReuseSketch
 from poolgrid.serving.request_tracker import Placer, RequestTracker
 from poolgrid.wire.hashing import TOKEN_BYTES
 from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey, dispatch_of
-from poolgrid.wire.requests import ForwardBegan, ForwardEnded
+from poolgrid.wire.requests import FinishReason, ForwardBegan, ForwardEnded
 from poolgrid.wire.trace_context import TraceContext
 
 if TYPE_CHECKING:
@@ -115,7 +115,8 @@ class RouterTracker(RequestTracker[LocalRequest]):
         link = self._links.get(dispatch.endpoint)
         if link is not None:
             isl, rank = decision.request.isl, dispatch.worker.dp_rank
-            link.forward_began(ForwardBegan(dispatch.id, rank, isl, decision.overlap_tokens, request.turn))
+            computes = dispatch.stage is not Stage.DECODE
+            link.forward_began(ForwardBegan(dispatch.id, rank, isl, decision.overlap_tokens, request.turn, computes))
 
     def reserved(self, decision: Decision, path: Sequence[int]) -> None:
         """Keep and count what was chosen for a global router."""
@@ -203,13 +204,15 @@ class RouterTracker(RequestTracker[LocalRequest]):
         """Take note of what passed by of an engine server's answer."""
         machine, delta, dispatch = routed.machine, report.delta, report.dispatch
         request = machine.request
-        if delta.token_ids:
-            first_ms = self._clock.monotonic_ms() if carrier.is_streamed else 0.0
+        is_answered = delta.finish_reason is FinishReason.PREFILLED and carrier.is_prefilled
+        if delta.token_ids or is_answered:
+            is_timed = carrier.is_streamed or is_answered
+            first_ms = self._clock.monotonic_ms() if is_timed else 0.0
             is_held = not request.by_text and len(request.token_ids) >= TOKEN_BYTES * TOKENS_MIN
             computed = self._state.note_prompt(PromptComputed(dispatch.worker, dispatch.id, is_held, first_ms))
             if computed and self._plans:
                 self._placer.room_changed(soon=True)
-            if carrier.is_streamed and (link := self._links.get(dispatch.endpoint)) is not None:
+            if is_timed and (link := self._links.get(dispatch.endpoint)) is not None:
                 link.forward_computed(dispatch.id)
         if delta.cached_tokens is not None:
             decision = self.decisions.of_dispatch(dispatch.id)
@@ -222,13 +225,18 @@ class RouterTracker(RequestTracker[LocalRequest]):
         self._state.release(Released(dispatch.worker, dispatch.id))
         carrier = routed.machine.request.carrier
         if carrier is not None and (link := self._links.get(dispatch.endpoint)) is not None:
-            cached = None if routed.machine.request.by_text else carrier.cached_tokens
-            link.forward_ended(ForwardEnded(dispatch.id, dispatch.worker.dp_rank, carrier.finish_reason, cached))
+            is_first, is_known = dispatch.stage is Stage.PREFILL, not routed.machine.request.by_text
+            # What a decode server fetched counts as cached there.
+            cached = carrier.cached_tokens if is_known and dispatch.stage is not Stage.DECODE else None
+            reason = FinishReason.PREFILLED if is_first and carrier.is_prefilled else carrier.finish_reason
+            link.forward_ended(ForwardEnded(dispatch.id, dispatch.worker.dp_rank, reason, cached))
 
     def avoid(self, routed: LocalRequest, avoid: AvoidWorker) -> None:
         worker = avoid.dispatch.worker
-        # A client's own bytes are never sent twice to one server.
-        for_good = avoid.for_good or routed.machine.request.carrier is not None
+        # A client's own bytes are never sent twice to one server. Of two servers that share a request the other one
+        # may have been at fault.
+        is_alone = avoid.dispatch.stage is Stage.WHOLE
+        for_good = avoid.for_good or (is_alone and routed.machine.request.carrier is not None)
         (routed.unable if for_good else routed.tried)[worker] = avoid.why
         if avoid.for_good:
             # What one rank cannot do, no rank of that engine can.

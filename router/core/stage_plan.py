@@ -7,7 +7,7 @@ The rule, in this order:
    too.
 1. Without prefill or without decode workers there is one leg, on a worker that can do it: an aggregated one, else a
    decode worker whose engine can compute a prompt too (a prefill worker cannot continue alone). Where none can, the
-   request waits for the side that is missing.
+   request waits for the side that is missing. So it is for a forwarded request that two engine servers cannot share.
 2. A prompt with media goes to a prefill worker: what an image costs is not among its tokens. So does every prompt where
    that is asked for (``legs`` of the settings), to compare.
 3. Otherwise the lower cost in milliseconds decides, each way on the worker that is best for it:
@@ -61,8 +61,8 @@ class LegSpec:
     stage: Stage
     roles: tuple[Role, ...]
     reason: str
-    """``aggregated``, ``local_prefill``, ``overflow``, ``no_prefill_worker``, ``disaggregated``, ``media`` or
-    ``task``."""
+    """``aggregated``, ``local_prefill``, ``overflow``, ``no_prefill_worker``, ``disaggregated``, ``one_server``,
+    ``media`` or ``task``."""
 
 
 class RoleAvailability(NamedTuple):
@@ -170,6 +170,9 @@ _SPECS: Final = {
         *(LegSpec(Stage.WHOLE, ONE_LEG_ROLES, why) for why in ("local_prefill", "overflow", "no_prefill_worker")),
     )
 }
+
+ONE_SERVER: Final = LegSpec(Stage.WHOLE, ONE_LEG_ROLES, "one_server")
+"""Of a forwarded request that two engine servers cannot share."""
 
 EITHER: Final = LegSpec(Stage.PREFILL, EITHER_ROLES, "")
 """One leg or two: the selector decides."""

@@ -76,9 +76,18 @@ class Carrier(Protocol):
     """How the current dispatch ended, as ``poolgrid.wire.requests.FinishReason``."""
     cached_tokens: int | None
     """Prompt tokens that the server reported as reused."""
+    is_prefilled: bool
+    """Whether the prefill server of two legs has answered; some are asked together with the decode server."""
 
-    def send(self, dispatch_id: str, worker: WorkerKey) -> None:
-        """Send the request to a worker's server; what comes of it is reported later, never from within this call."""
+    def can_be_split(self, kind: str) -> bool:
+        """Return whether one server of a kind may compute the prompt and another answer."""
+        ...
+
+    def send(self, dispatch_id: str, worker: WorkerKey, stage: Stage, params: bytes) -> None:
+        """Send the request to a worker's server; what comes of it is reported later, never from within this call.
+
+        ``params`` are those that the prefill leg has left for a decode leg.
+        """
         ...
 
     def withdraw(self, dispatch_id: str) -> None:

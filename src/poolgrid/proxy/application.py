@@ -35,7 +35,7 @@ from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import Restart, cancel_all, supervised
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.proxy.changes import Changes, is_streamed, make_changes
-from poolgrid.proxy.collector import collect
+from poolgrid.proxy.collector import look_up
 from poolgrid.proxy.exchange import CLIENT_LEFT, SILENCE_LOOKS, SILENCE_S, ForwardExchange, RoutingFields, target_of
 from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ForwardBackend, ServerPlace
@@ -157,7 +157,7 @@ class ForwardApplication:
 
     async def _models_of(self, place: ServerPlace) -> tuple[str, bytes | None]:
         try:
-            status, body = await collect(self.server(place.url), b"GET", b"/v1/models")
+            status, _, body = await look_up(self.server(place.url), b"/v1/models")
         except (AnswerFailed, OSError, TimeoutError) as error:
             log.warning("asking %s for its models: %s", place.url, str(error) or "no answer in time")
             return place.url, None

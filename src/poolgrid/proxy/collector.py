@@ -1,20 +1,20 @@
-"""A whole answer of one engine server, for requests that the router makes itself: lists of models, and where an id is
-known."""
+"""A whole answer of one engine server, for requests that the router makes itself: lists of models, where an id is
+known, and prompts whose answer another server writes."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from typing import Final, NamedTuple
 
 from poolgrid.proxy.chunks import payloads
 from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.server_connection import AnswerFailed, HeaderList
 
-ANSWER_BYTES_MAX: Final = 1 << 20
-"""Longest answer that is read."""
+ANSWER_BYTES_MAX: Final = 4 << 20
+"""Longest answer that is read. The ids of a prompt of 500,000 tokens have as many bytes."""
 
 ANSWER_TIMEOUT_S: Final = 5.0
-"""For the whole of it: servers answer such requests without their engine."""
+"""For what servers answer without their engine."""
 
 
 class Collector:
@@ -48,16 +48,28 @@ class Collector:
             self.over.set_exception(error)
 
 
-async def collect(server: ForwardServer, method: bytes, target: bytes) -> tuple[int, bytes]:
-    """Return status and body of a server's answer; raises ``AnswerFailed``, or ``OSError`` without a connection."""
-    head = server.head(method, target, server.key_headers, None)
-    async with asyncio.timeout(ANSWER_TIMEOUT_S):
+class WholeAnswer(NamedTuple):
+    """What a server has answered."""
+
+    status: int
+    headers: HeaderList
+    body: bytes
+
+
+async def collect(
+    server: ForwardServer, parts: tuple[bytes, ...], timeout_s: float | None = ANSWER_TIMEOUT_S
+) -> WholeAnswer:
+    """Send a request, given as the bytes that are written; return the answer.
+
+    Raises ``AnswerFailed``, or ``OSError`` without a connection, ``TimeoutError`` among them.
+    """
+    async with asyncio.timeout(timeout_s):
         connection = server.kept()
         while True:
             found = Collector()
             if connection is None:
                 connection = await server.connect()
-            connection.send(found, (head,))
+            connection.send(found, parts)
             try:
                 await found.over
             except BaseException as error:
@@ -66,4 +78,9 @@ async def collect(server: ForwardServer, method: bytes, target: bytes) -> tuple[
                     raise
                 connection = None
                 continue
-            return found.status, bytes(found.body)
+            return WholeAnswer(found.status, found.headers, bytes(found.body))
+
+
+async def look_up(server: ForwardServer, target: bytes) -> WholeAnswer:
+    """Return the answer to a ``GET``; raises what ``collect`` does."""
+    return await collect(server, (server.head(b"GET", target, server.key_headers, None),))

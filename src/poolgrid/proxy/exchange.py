@@ -10,24 +10,38 @@ Rules
        the same server gets them once more.
     4. A server that answers 429 or 503 is busy. When no other server takes the request, the client gets the last of
        these answers.
-    5. A client that leaves closes the server's connection at once, in each of these stages. A client that does not read
+    5. Where two servers share a request, one computes the prompt and the other answers
+       (``poolgrid.forwarding.two_legs``). What the first refuses is the client's answer. A failure of either before the
+       first byte begins both legs again.
+    6. A client that leaves closes the server's connection at once, in each of these stages. A client that does not read
        has the server's connection paused.
-    6. Nothing here runs per token but the calls of the two connections, and none of them makes a task.
+    7. Nothing here runs per token but the calls of the two connections, and none of them makes a task.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
 from msgspec import Raw, Struct
 from starlette.types import Receive, Scope, Send
 
+from poolgrid.forwarding.body_edit import top_level
 from poolgrid.forwarding.event_filter import AnswerNotes, ApiForm, EventFilter, read_answer
 from poolgrid.forwarding.headers import blotted, blotted_part, request_headers, response_headers
 from poolgrid.forwarding.paths import STATEFUL_COLLECTIONS, RequestTarget
+from poolgrid.forwarding.two_legs import (
+    begins_together,
+    can_be_split,
+    decode_body,
+    freeing_body,
+    params_of,
+    prefill_body,
+    transfer_of,
+)
 from poolgrid.frontend.access.gate import CALLER, key_of
 from poolgrid.frontend.access.meter import limit_headers
 from poolgrid.frontend.access.tenants import Caller
@@ -43,11 +57,12 @@ from poolgrid.process.tasks import detached
 from poolgrid.process.tracing.record import TraceRecord
 from poolgrid.proxy.changes import Changes
 from poolgrid.proxy.chunks import chunk, payloads
+from poolgrid.proxy.collector import WholeAnswer, collect
 from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ForwardBackend, ServerPlace
 from poolgrid.proxy.server_connection import AnswerFailed, HeaderList, ServerConnection
 from poolgrid.proxy.server_state import ServerState
-from poolgrid.wire.identifiers import WorkerKey
+from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
 
 log = logging.getLogger(__name__)
@@ -70,6 +85,9 @@ SILENCE_EVENTS: Final[Mapping[ApiForm | None, bytes]] = {
 }
 """By API: Anthropic's clients and Codex count events, not comments."""
 
+FREEING_TIMEOUT_S: Final = 30.0
+"""For one token on a decode server; longer, and the prefill server's own time-out frees the KV."""
+
 BUSY_STATUSES: Final = frozenset((429, 503))
 
 BUSY_PAUSE_MAX_MS: Final = 1000
@@ -86,6 +104,12 @@ FIRST_OUTPUT: Final = b"\0\0\0\0"
 """Stands for the first token of an answer, which the router does not read."""
 
 EVENT_STREAM: Final = b"text/event-stream"
+
+ERROR_EVENT: Final = re.compile(rb'(?:^|\n)(?:event: *error\r?\n|data: *\{ *"error")')
+"""First event of a stream whose server did not get the KV: vLLM's and SGLang's."""
+
+ERROR_EVENT_BYTES_MAX: Final = 256
+"""Within these bytes of the first chunk."""
 
 
 class BusyAnswer:
@@ -181,6 +205,7 @@ class ForwardExchange:
     is_streamed = False
     finish_reason: str = FinishReason.CANCELLED
     cached_tokens: int | None = None
+    is_prefilled = False
     _quiet_looks = 0
     """Looks for silence since the last byte."""
     _queued_s: float | None = None
@@ -197,6 +222,16 @@ class ForwardExchange:
     _keys: tuple[bytes, ...] = ()
     """Keys of its server, which no client may see."""
     _dispatch_id = ""
+    _stage = Stage.WHOLE
+    _params = b""
+    """What the prefill leg has left for this decode leg."""
+    _prefill_id = ""
+    """Dispatch of the prefill leg."""
+    _kept_params = b""
+    """What a server of vLLM has left whose KV no other server was asked for, or none that lives."""
+    _prefilling: asyncio.Task[None] | None = None
+    _continues_state = False
+    """Whether one server has what it continues."""
     _busy: BusyAnswer | None = None
     _is_keeping_busy = False
     """Whether the answer that comes is a busy one."""
@@ -250,8 +285,8 @@ class ForwardExchange:
         """As the client wrote it."""
         self.values: Mapping[str, Raw] = {}
         """Its members, unread."""
-        self._kind = ""
-        """Of the server for which ``_sent_body`` was made."""
+        self._sent_for = "", b""
+        """For what kind of server, and with what parameters, ``_sent_body`` was made."""
         self._sent_body = b""
         self._task = asyncio.current_task()
         self._notes = AnswerNotes()
@@ -313,6 +348,7 @@ class ForwardExchange:
             request.trace = self.trace
             if place is not None:
                 request.only_worker = place.worker.worker_id
+                self._continues_state = True
             self._queued_s = asyncio.get_running_loop().time()
             self._stream = await application.backend.submit(request)
             self._queued_s = None
@@ -327,17 +363,32 @@ class ForwardExchange:
 
     # -- Carrier: what the router orders -------------------------------------------------------------------------------
 
-    def send(self, dispatch_id: str, worker: WorkerKey) -> None:
+    def can_be_split(self, kind: str) -> bool:
+        if self._continues_state or not can_be_split(self.target.path, kind, self.values):
+            return False
+        try:
+            return bool(top_level(self.body).members)
+        except ValueError:
+            return False  # nothing can be cut into it
+
+    def send(self, dispatch_id: str, worker: WorkerKey, stage: Stage, params: bytes) -> None:
         place = self._application.backend.place_of(worker)
-        self._dispatch_id = dispatch_id
+        self._dispatch_id, self._stage, self._params = dispatch_id, stage, params
         if place is None:
             # It left between the choice and this call, which are one turn of the loop: only a faulty policy does that.
             asyncio.get_running_loop().call_soon(self._attempt_failed, AnswerFailed(f"worker {worker} has no server"))
-            return
-        self._attempt(place)
+        elif stage is Stage.PREFILL:
+            self._begin_prefill(place)
+        else:
+            self._attempt(place)
 
     def withdraw(self, dispatch_id: str) -> None:
-        if dispatch_id == self._dispatch_id:
+        if dispatch_id == self._prefill_id:
+            # Once the decode server has its KV, the prefill server has all but ended its own answer.
+            if not self._has_output:
+                self._end_prefill()
+                self._free_kv()
+        elif dispatch_id == self._dispatch_id:
             self._close_server()
 
     def ended(self, last: StreamDelta) -> None:
@@ -410,10 +461,17 @@ class ForwardExchange:
             connection.abort()
 
     def _send_on(self, server: ForwardServer, connection: ServerConnection) -> None:
-        scope, place = self.scope, self._place
+        place = self._place
         assert place is not None, "an attempt has a place"
-        if self._request is not None and self._kind != place.kind:
+        if self._request is not None and self._sent_for != (place.kind, self._params):
             self._change(self._request, place)
+        self._connection = connection
+        head, body = self._head(server, place, self._sent_body), self._sent_body
+        connection.send(self, (head, body) if body else (head,), self.scope["method"] == "HEAD")
+
+    def _head(self, server: ForwardServer, place: ServerPlace, body: bytes) -> bytes:
+        """Return the head of the request as a server gets it."""
+        scope = self.scope
         added = [(b"x-request-id", str(self.name).encode()), *server.key_headers]
         if place.ranks > 1:
             added.append((b"x-data-parallel-rank", b"%d" % place.worker.dp_rank))
@@ -422,19 +480,101 @@ class ForwardExchange:
             received = [pair for pair in received if pair[0] != b"content-encoding"]
         headers = request_headers(received, added, self._client_key)
         method = scope["method"].encode()
-        has_length = bool(self._sent_body) or method not in (b"GET", b"HEAD", b"OPTIONS", b"DELETE")
-        head = server.head(method, target_of(scope), headers, len(self._sent_body) if has_length else None)
-        self._connection = connection
-        connection.send(self, (head, self._sent_body) if self._sent_body else (head,), method == b"HEAD")
+        has_length = bool(body) or method not in (b"GET", b"HEAD", b"OPTIONS", b"DELETE")
+        return server.head(method, target_of(scope), headers, len(body) if has_length else None)
 
     def _change(self, request: InferenceRequest, place: ServerPlace) -> None:
         """Make the body for a kind of server, and what takes out of the answer again what it asks for."""
-        self._kind = place.kind
+        self._sent_for = place.kind, self._params
         changes = self._application.changes(self, request, place)
-        self._sent_body = changes.body
+        self._sent_body = decode_body(changes.body, self._params)
         if self.is_streamed and self._form is not None:
             self._filter = EventFilter(self._form, changes.asks_usage)
             self._notes = self._filter.notes
+
+    # -- a prompt that another server computes -------------------------------------------------------------------------
+
+    def _begin_prefill(self, place: ServerPlace) -> None:
+        self._prefill_id = self._dispatch_id
+        self.is_prefilled = False
+        server = self._application.server(place.url)
+        transfer = transfer_of(place.kind, self._prefill_id, server.target.host, place.kv_bootstrap_port)
+        self._prefilling = detached(self._prefill(place, server, transfer), "prompt on an engine server")
+        if begins_together(place.kind):
+            asyncio.get_running_loop().call_soon(self._report_prefilled, self._prefill_id, transfer)
+
+    async def _prefill(self, place: ServerPlace, server: ForwardServer, transfer: bytes) -> None:
+        dispatch_id, path, request = self._prefill_id, self.target.path, self._request
+        assert request is not None, "it has a prompt"
+        changed = self._application.changes(self, request, place).body
+        body = prefill_body(path, place.kind, changed, self.values, dispatch_id, transfer)
+        try:
+            answer = await collect(server, (self._head(server, place, body), body), None)
+            params = params_of(path, place.kind, answer.body) if answer.status == 200 else b""
+        except (AnswerFailed, OSError, TimeoutError, ValueError) as error:
+            why = f"computing the prompt on {server.url}: {str(error) or 'no answer in time'}"
+            self._prefill_failed(dispatch_id, AnswerFailed(why))
+            return
+        if answer.status != 200:
+            self._prefill_refused(dispatch_id, place, server, answer)
+            return
+        self.is_prefilled = True
+        self._kept_params = params if place.kind == "vllm" else b""
+        self.cached_tokens = read_answer(answer.body).cached_tokens
+        if not begins_together(place.kind):
+            self._report_prefilled(dispatch_id, params)
+
+    def _report_prefilled(self, dispatch_id: str, params: bytes) -> None:
+        cached = self.cached_tokens if self.is_prefilled else None
+        self._report(TokenDelta(dispatch_id, 0, b"", FinishReason.PREFILLED, cached, disaggregated_params=params))
+
+    def _prefill_failed(self, dispatch_id: str, error: AnswerFailed) -> None:
+        if dispatch_id == self._dispatch_id:
+            self._attempt_failed(error)
+        elif self._request is not None and not self._has_output:
+            log.warning("request %s: %s", self.name, error, extra=about(request_id=str(self.name)))
+            self._application.backend.on_carried_broken(self._request.request_id, dispatch_id, str(error))
+
+    def _prefill_refused(
+        self, dispatch_id: str, place: ServerPlace, server: ForwardServer, answer: WholeAnswer
+    ) -> None:
+        """Give the client the refusal of the prefill server as that of its request."""
+        if dispatch_id != self._dispatch_id:
+            if answer.status in BUSY_STATUSES or self._has_output:
+                why = f"computing the prompt on {server.url}: the server answered {answer.status}"
+                self._prefill_failed(dispatch_id, AnswerFailed(why))
+                return
+            self._abort_connection()
+        self._place, self._server, self._keys, self._pieces = place, server, server.keys, []
+        self.on_head(answer.status, answer.headers, False)
+        if answer.body:
+            self.on_data(answer.body)
+        self.on_end()
+
+    def _free_kv(self) -> None:
+        """Have the prefill server free the KV that it keeps for nobody."""
+        params, self._kept_params = self._kept_params, b""
+        if not params or self._request is None:
+            return
+        places = self._application.backend.places(self._request.model)
+        place = next((each for each in places if each.role is Role.DECODE), None)
+        if place is not None:
+            detached(self._free_on(place, params), "freeing KV of a prefill server")
+
+    async def _free_on(self, place: ServerPlace, params: bytes) -> None:
+        assert self._request is not None, "it has a prompt"
+        server = self._application.server(place.url)
+        changed = self._application.changes(self, self._request, place).body
+        body = freeing_body(self.target.path, changed, self.values, params)
+        try:
+            await collect(server, (self._head(server, place, body), body), FREEING_TIMEOUT_S)
+        except (AnswerFailed, OSError) as error:
+            log.warning("request %s: the KV of its prompt stays until its server frees it: %s", self.name, error)
+
+    def _end_prefill(self) -> None:
+        task, self._prefilling = self._prefilling, None
+        if task is not None:
+            task.cancel()
 
     def _attempt_failed(self, error: AnswerFailed) -> None:
         """Take note that a server did not answer; the router decides what follows."""
@@ -454,8 +594,14 @@ class ForwardExchange:
             self._application.backend.on_carried(self._request.request_id, delta)
 
     def _close_server(self) -> None:
+        if self._prefilling is not None:
+            self._end_prefill()
+        self._abort_connection()
+
+    def _abort_connection(self) -> None:
         connection, self._connection, self._server = self._connection, None, None
         if connection is not None:
+            self._kept_params = b""  # a server that has them, and whose client leaves, has the KV freed
             connection.abort()
 
     # -- AnswerSink: what the server sends -----------------------------------------------------------------------------
@@ -464,6 +610,9 @@ class ForwardExchange:
         if status in BUSY_STATUSES and self._request is not None and not self._has_output:
             self._busy = BusyAnswer(status, headers)
             self._is_keeping_busy = True
+            return
+        if self._stage is Stage.DECODE and status >= 500:
+            self._continuation_failed(f"answered {status}")
             return
         self._take_head(status, headers, is_chunked)
 
@@ -476,14 +625,21 @@ class ForwardExchange:
             self._filter = None
         if self._filter is None and status == 200 and (self._request is not None or self._makes_state):
             self._whole = bytearray()
-        self._wake()
+        if self._stage is not Stage.DECODE or not self.is_streamed or status != 200:
+            self._wake()  # else the first event shows whether the KV has come
+
+    def _continuation_failed(self, why: str) -> None:
+        """Begin both legs again: the KV may not have come to this server, and the prefill server may be gone."""
+        self._abort_connection()
+        self._answer_status, self._whole = 0, None
+        self._attempt_failed(AnswerFailed(f"the server that was to continue a prompt {why}"))
 
     def on_chunks(self, data: bytes) -> None:
         if self._is_keeping_busy:
             self._keep_busy(payloads(data))
             return
-        if not self._has_output:
-            self._begin_output()
+        if not self._has_output and not self._begin_output(data):
+            return
         self._quiet_looks = 0
         found = self._filter
         if found is not None:
@@ -506,8 +662,8 @@ class ForwardExchange:
         if self._is_keeping_busy:
             self._keep_busy(data)
             return
-        if not self._has_output:
-            self._begin_output()
+        if not self._has_output and not self._begin_output(data):
+            return
         self._quiet_looks = 0
         if self._filter is not None:
             data = self._filter.feed(data)
@@ -590,13 +746,18 @@ class ForwardExchange:
         else:
             self._pieces.append(data)
 
-    def _begin_output(self) -> None:
+    def _begin_output(self, data: bytes) -> bool:
+        """Take note of the first bytes of an answer; return ``False`` where they are not for the client."""
+        if self._stage is Stage.DECODE and self.is_streamed and ERROR_EVENT.search(data, 0, ERROR_EVENT_BYTES_MAX):
+            self._continuation_failed("ended its answer before the first token")
+            return False
         self._has_output = True
         if self._answer_status != 200:
-            return
+            return True
         if self.is_streamed:
             self.first_token_ms = self._application.clock.monotonic_ms()
             self._report(TokenDelta(self._dispatch_id, 0, FIRST_OUTPUT))
+        return True
 
     def _end_well(self) -> None:
         """Report the end of an answer that is whole."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from poolgrid.inference import InferenceBackend
-from poolgrid.wire.identifiers import WorkerKey
+from poolgrid.wire.identifiers import Role, WorkerKey
 from poolgrid.wire.requests import TokenDelta
 
 
@@ -20,6 +20,9 @@ class ServerPlace(NamedTuple):
     version: str
     ranks: int
     """Data-parallel ranks behind the URL; a request names the one that was chosen where there are several."""
+    role: Role = Role.AGGREGATED
+    kv_bootstrap_port: int = 0
+    """Where a prefill server of SGLang hands KV over; 0 = another server."""
 
 
 class ForwardBackend(InferenceBackend, Protocol):
@@ -40,4 +43,8 @@ class ForwardBackend(InferenceBackend, Protocol):
 
     def on_carried(self, request_id: str, delta: TokenDelta) -> None:
         """Take what a carrier reports of a dispatch."""
+        ...
+
+    def on_carried_broken(self, request_id: str, dispatch_id: str, why: str) -> None:
+        """Take note that a prefill leg has failed whose decode leg has begun."""
         ...

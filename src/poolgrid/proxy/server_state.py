@@ -15,7 +15,7 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Raw
 
-from poolgrid.proxy.collector import collect
+from poolgrid.proxy.collector import look_up
 from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ServerPlace
 from poolgrid.proxy.server_connection import AnswerFailed
@@ -67,7 +67,7 @@ class ServerState:
 
 async def _has(server: ForwardServer, target: bytes) -> bool:
     try:
-        status, _ = await collect(server, b"GET", target)
+        status = (await look_up(server, target)).status
     except (AnswerFailed, OSError, TimeoutError):
         return False
     return status == 200

@@ -626,6 +626,12 @@ ROWS = (
         (release,),
         "the worker that takes what it left has it already, or will report that it has not",
     ),
+    Row(
+        (LegState.KEPT,),
+        LegEvent.BROKEN,
+        GO_ELSEWHERE_AND_RECORD,
+        "what the decode leg waits for will not come: both begin again",
+    ),
     # -- the request ends otherwise ----------------------------------------------------------------------------------
     Row(ANY, LegEvent.CLIENT_LEFT, (withdraw, end), "no worker computes without a client"),
     Row(ANY, LegEvent.NOWHERE, (withdraw, end), "no worker can continue"),

@@ -157,16 +157,18 @@ class RequestTracker(ABC, Generic[R]):
         self._leg_times.sent(routed.timer, dispatch.number, perf_counter())
         return dispatch
 
-    def carry(self, routed: R, carrier: Carrier, worker: WorkerKey, endpoint: str, overlap_tokens: int) -> Dispatch:
-        """Have a request's next leg carried to a worker's server; what comes of it is told to ``on_carried``."""
+    def carry(
+        self, routed: R, carrier: Carrier, worker: WorkerKey, endpoint: str, stage: Stage, overlap_tokens: int
+    ) -> Dispatch:
+        """Have a request's next leg carried to a worker's server; what comes of it is reported to ``on_carried``."""
         machine = routed.machine
         trace = machine.request.trace
         if trace is not None:
-            begin_leg(trace, machine, worker, Stage.WHOLE)
-        machine.begin(worker, endpoint, Stage.WHOLE, overlap_tokens)
+            begin_leg(trace, machine, worker, stage)
+        machine.begin(worker, endpoint, stage, overlap_tokens)
         dispatch = machine.plan.current
         assert dispatch is not None, "a leg was begun"
-        carrier.send(dispatch.id, worker)
+        carrier.send(dispatch.id, worker, stage, machine.plan.prefill_params or b"")
         self._leg_times.sent(routed.timer, dispatch.number, perf_counter())
         return dispatch
 
@@ -175,6 +177,12 @@ class RequestTracker(ABC, Generic[R]):
         routed = self.requests.get(request_id)
         if routed is not None:
             self.carry_out(routed, routed.machine.on_delta(delta))
+
+    def on_carried_broken(self, request_id: str, dispatch_id: str, why: str) -> None:
+        """Take note that a carrier's prefill leg has failed whose decode leg has begun."""
+        routed = self.requests.get(request_id)
+        if routed is not None:
+            self.carry_out(routed, routed.machine.on_lost(dispatch_id, LegEvent.BROKEN, why))
 
     def has_legs(self, endpoint: str) -> bool:
         return bool(self._on_link.get(endpoint))

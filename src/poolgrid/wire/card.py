@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from poolgrid.output_formats import CALL_NAMES, REASONING_NAMES, call_aliases, reasoning_aliases
-from poolgrid.wire.addresses import http_url_problem, ip_endpoint_problem, zmq_endpoint_problem
+from poolgrid.wire.addresses import PORT_MAX, http_url_problem, ip_endpoint_problem, zmq_endpoint_problem
 from poolgrid.wire.hashing import HASH_SPEC, stable_u64
 from poolgrid.wire.identifiers import U32, Identifier, Role, Text
 from poolgrid.wire.limits import (
@@ -253,6 +253,8 @@ class WorkerCard(msgspec.Struct, array_like=True, frozen=True):
     """Its version as it reports it; empty = not known."""
     cache_events_fault: Text = ""
     """In what its engine's cache events do not fit this card, so that they are of no use; for people."""
+    kv_bootstrap_port: Annotated[int, Meta(ge=0, le=PORT_MAX)] = 0
+    """Port at which a prefill server tells decode servers where its KV is, where its engine has one; 0 = it has none."""
 
 
 SHOWN_CHARS = 60

@@ -237,6 +237,8 @@ class ForwardBegan(msgspec.Struct, array_like=True, frozen=True, gc=False):
     overlap_tokens: U32
     """Prompt tokens that the router expects to be reused."""
     turn: SessionTurn | None = None
+    computes: bool = True
+    """Whether the server computes the prompt: one that answers after a prefill leg fetches its KV."""
 
 
 class ForwardEnded(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -164,15 +164,21 @@ class SglangServer(VllmServer):
         elif request.path == "/model_info":
             await reply.whole(200, {"model_path": "/models/tiny", "has_image_understanding": self.sees})
         elif request.path == "/generate":
-            await self._complete(request, reply)
+            await self._complete(request.json(), reply)
+        elif request.path == "/v1/completions":
+            asked = request.json()
+            native = {"input_ids": asked["prompt"], "sampling_params": {"max_new_tokens": asked.get("max_tokens", 16)}}
+            await self._complete({**asked, **native, "is_openai": True}, reply)
         else:
             await reply.whole(404, {"detail": "Not Found"})
 
-    async def _complete(self, request: Request, reply: Reply) -> None:
-        body = request.json()
+    async def _complete(self, body: dict[str, Any], reply: Reply) -> None:
         self.bodies.append(body)
         if self.faults.statuses:
             await reply.whole(*self.faults.statuses.popleft())
+            return
+        if self.faults.scripts:
+            await self.faults.scripts.popleft()(reply)
             return
         room = body.get("bootstrap_room")
         if self.role and room is None:
@@ -245,6 +251,16 @@ class SglangServer(VllmServer):
     def _chunk(
         self, body: dict[str, Any], prompt: list[int], made: list[int], finish: dict[str, Any] | None, cached: int
     ) -> dict[str, Any]:
+        if body.get("is_openai"):
+            new = made[-1:] if body.get("stream") else made
+            choice = {"index": 0, "text": "?" * len(new), "token_ids": new, "finish_reason": finish and finish["type"]}
+            usage = {
+                "prompt_tokens": len(prompt),
+                "completion_tokens": len(made),
+                "prompt_tokens_details": {"cached_tokens": cached},
+            }
+            head = {"id": "cmpl-1", "object": "text_completion", "created": 5, "model": "tiny"}
+            return {**head, "choices": [choice], "usage": None if body.get("stream") else usage}
         shown = made[-1:] if self.incremental and body.get("stream") else made
         meta: dict[str, Any] = {
             "id": body.get("rid"),

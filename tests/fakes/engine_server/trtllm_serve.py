@@ -68,12 +68,18 @@ class TrtllmServe(VllmServer):
     async def _complete(self, request: Request, reply: Reply) -> None:
         body = request.json()
         self.bodies.append(body)
+        if self.faults.statuses:
+            await reply.whole(*self.faults.statuses.popleft())
+            return
+        if self.faults.scripts:
+            await self.faults.scripts.popleft()(reply)
+            return
         params = body.get("disaggregated_params") or {}
         sequence, cached = self.caches[0].begin(body["prompt"], "", "")
         try:
             kind = params.get("request_type")
-            count = 1 if kind == "context_only" else body["max_tokens"]
-            if body["stream"]:
+            count = 1 if kind == "context_only" else body.get("max_tokens", 16)
+            if body.get("stream"):
                 await reply.begin()
             made: list[int] = []
             for number in range(count):
@@ -84,31 +90,33 @@ class TrtllmServe(VllmServer):
                 sequence.tokens.append(token)
                 made.append(token)
                 await self._publish()
-                if body["stream"]:
+                if body.get("stream"):
                     finish = "length" if number + 1 == count else None
                     await reply.event({"choices": [self._choice(body, [token], finish)]})
                 if self.faults.cuts_after and number + 1 == self.faults.cuts_after[0]:
                     raise Cut
             usage = {"prompt_tokens": len(body["prompt"]), "prompt_tokens_details": {"cached_tokens": cached}}
-            if body["stream"]:
+            if body.get("stream"):
                 await reply.event({"choices": [], "usage": usage})
                 await reply.event(b"[DONE]")
                 await reply.end()
                 return
             choice = self._choice(body, made, "length")
-            choice["disaggregated_params"] = {
-                "request_type": "context_only",
-                "first_gen_tokens": made,
-                "ctx_request_id": params["disagg_request_id"],
-                "encoded_opaque_state": "b3BhcXVl",
-            }
-            await reply.whole(200, {"choices": [choice], "usage": usage})
+            if kind == "context_only":
+                choice["disaggregated_params"] = {
+                    "request_type": "context_only",
+                    "first_gen_tokens": made,
+                    "ctx_request_id": params["disagg_request_id"],
+                    "encoded_opaque_state": "b3BhcXVl",
+                }
+            usage["completion_tokens"] = count
+            await reply.whole(200, {"choices": [choice], "usage": usage, "prompt_token_ids": body["prompt"]})
         finally:
             self.caches[0].end(sequence)
 
     def _choice(self, body: dict[str, Any], tokens: list[int], finish: str | None) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": 0, "text": "", "finish_reason": finish}
-        if body.get("detokenize") is False:
+        if body.get("detokenize") is False or body.get("return_token_ids"):
             choice["token_ids"] = list(tokens)
         if body.get("logprobs"):
             choice["logprobs"] = {"tokens": ["?"] * len(tokens), "token_logprobs": [-0.25] * len(tokens)}

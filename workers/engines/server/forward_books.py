@@ -32,19 +32,24 @@ class ServerForwardBooks:
         request_id, rank, isl = began.request_id, began.dp_rank, began.isl
         self._open[request_id] = rank, isl
         load = self._loads[rank]
-        load.entered(request_id, isl, computes=True)
+        load.entered(request_id, isl, began.computes)
         cached = min(began.overlap_tokens, isl)
         # What the router expects stands in for what the end of the answer tells.
         event = RequestStarted(request_id, isl, cached, load.blocks_for(isl), cached_later=True)
         self._add(rank, event)
+        if not began.computes:
+            self._grow(request_id, isl, rank, untimed=True)
 
     def computed(self, request_id: str) -> None:
         """Count the prompt as computed; a request that is not known is ignored, here and below."""
         known = self._open.get(request_id)
         if known is not None:
             rank, isl = known
-            self._loads[rank].grew(request_id, isl + 1)
-            self._add(rank, PrefillCompleted(request_id))
+            self._grow(request_id, isl, rank)
+
+    def _grow(self, request_id: str, isl: int, rank: int, untimed: bool = False) -> None:
+        self._loads[rank].grew(request_id, isl + 1)
+        self._add(rank, PrefillCompleted(request_id, untimed))
 
     def ended(self, request_id: str, reason: str, cached_tokens: int | None) -> None:
         known = self._open.pop(request_id, None)

@@ -319,6 +319,7 @@ def make_card(
         server_version=facts.version,
         serving_endpoints=_serving(settings, started),
         step_times=settings.step_times(),
+        kv_bootstrap_port=facts.kv_bootstrap_port,
     )
 
 

@@ -72,6 +72,8 @@ class ServerFacts:
     """That path hands out some of the engine's events, and keeps so many; 0 = it hands out all."""
     role: str = ""
     """The only role in which it takes requests; empty = it does not report one."""
+    kv_bootstrap_port: int = 0
+    """Port at which a prefill server tells decode servers where its KV is, where its engine has one; 0 = it has none."""
     extra: Mapping[str, Any] | None = None
     """What only the server's dialect knows what to do with."""
 

@@ -395,6 +395,7 @@ async def learn(client: ServerClient, model: ListedModel) -> ServerFacts:
         if sources
         else f"it publishes no cache events: start it with {EVENTS_OPTION}",
         role="aggregated" if info.disaggregation_mode == "null" else info.disaggregation_mode,
+        kv_bootstrap_port=info.disaggregation_bootstrap_port if info.disaggregation_mode == "prefill" else 0,
         extra={
             "bootstrap_host": client.target.host,
             "bootstrap_port": info.disaggregation_bootstrap_port,
