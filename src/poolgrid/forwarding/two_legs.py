@@ -1,6 +1,6 @@
 """What two servers are asked for one request, one to compute its prompt and the other to answer. Pure.
 
-The client's body is cut into, not written anew. How each server names what moves the KV between them:
+Members are cut into the client's body. How each server names what moves the KV between them:
 
 vLLM          the prefill server is asked for one token and for ``kv_transfer_params``, which the decode server gets
 SGLang        both servers get the same ``bootstrap_room``, at once; the client has the decode server's answer

@@ -552,7 +552,7 @@ class ForwardExchange:
         self.on_end()
 
     def _free_kv(self) -> None:
-        """Have the prefill server free the KV that it keeps for nobody."""
+        """Have the prefill server free KV that no decode server will fetch."""
         params, self._kept_params = self._kept_params, b""
         if not params or self._request is None:
             return

@@ -254,7 +254,7 @@ class WorkerCard(msgspec.Struct, array_like=True, frozen=True):
     cache_events_fault: Text = ""
     """In what its engine's cache events do not fit this card, so that they are of no use; for people."""
     kv_bootstrap_port: Annotated[int, Meta(ge=0, le=PORT_MAX)] = 0
-    """Port at which a prefill server tells decode servers where its KV is, where its engine has one; 0 = it has none."""
+    """Port where decode servers ask a prefill server for the place of its KV; 0 = its engine has no such port."""
 
 
 SHOWN_CHARS = 60

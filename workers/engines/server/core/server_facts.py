@@ -73,7 +73,7 @@ class ServerFacts:
     role: str = ""
     """The only role in which it takes requests; empty = it does not report one."""
     kv_bootstrap_port: int = 0
-    """Port at which a prefill server tells decode servers where its KV is, where its engine has one; 0 = it has none."""
+    """Port where decode servers ask a prefill server for the place of its KV; 0 = its engine has no such port."""
     extra: Mapping[str, Any] | None = None
     """What only the server's dialect knows what to do with."""
 
