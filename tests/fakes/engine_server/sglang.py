@@ -164,15 +164,15 @@ class SglangServer(VllmServer):
         elif request.path == "/model_info":
             await reply.whole(200, {"model_path": "/models/tiny", "has_image_understanding": self.sees})
         elif request.path == "/generate":
-            await self._complete(request.json(), reply)
+            await self._serve(request.json(), reply)
         elif request.path == "/v1/completions":
             asked = request.json()
             native = {"input_ids": asked["prompt"], "sampling_params": {"max_new_tokens": asked.get("max_tokens", 16)}}
-            await self._complete({**asked, **native, "is_openai": True}, reply)
+            await self._serve({**asked, **native, "is_openai": True}, reply)
         else:
             await reply.whole(404, {"detail": "Not Found"})
 
-    async def _complete(self, body: dict[str, Any], reply: Reply) -> None:
+    async def _serve(self, body: dict[str, Any], reply: Reply) -> None:
         self.bodies.append(body)
         if self.faults.statuses:
             await reply.whole(*self.faults.statuses.popleft())
