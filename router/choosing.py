@@ -63,6 +63,9 @@ NO_ADAPTER: Final = "it does not serve the adapter"
 NOT_THE_MAKER: Final = "its server did not make what the request continues"
 """Filter reason of a worker for requests that continue what one engine server keeps."""
 
+NO_SERVER: Final = "it takes requests by token ids"
+"""Filter reason of a worker without an engine server, for a forwarded request."""
+
 _NO_WORKERS: Final[frozenset[WorkerKey]] = frozenset()
 
 STRETCHES_PER_TURN: Final = 8
@@ -97,6 +100,9 @@ class Chooser:
         self._staff: dict[tuple[str, bool], RoleAvailability] = {}
         """By model, and whether requests are forwarded; forgotten whenever a link or the fleet changes."""
         self._staff_version = (-1, -1)
+        self._without_server: Mapping[WorkerKey, str] = {}
+        """Workers that take no forwarded requests, and why."""
+        self._without_server_version = -1
 
     # -- prompts ---------------------------------------------------------------------------------------------------
 
@@ -340,8 +346,7 @@ class Chooser:
         self, request: InferenceRequest, full: Mapping[WorkerKey, str], routed: LocalRequest | None
     ) -> Mapping[WorkerKey, str]:
         """Return who is not asked for a request, and why."""
-        # What is forwarded needs no connection to the process that follows its server.
-        found: Mapping[WorkerKey, str] = self._links.unreachable if request.carrier is None else {}
+        found = self._out_of_reach(request)
         if full:
             found = {**found, **full}
         if request.only_worker:
@@ -352,6 +357,18 @@ class Chooser:
         if routed is not None and (routed.tried or routed.unable or routed.crowded):
             found = {**found, **routed.tried, **routed.unable, **routed.crowded}
         return found
+
+    def _out_of_reach(self, request: InferenceRequest) -> Mapping[WorkerKey, str]:
+        """Return the workers that a request cannot be sent to, and why."""
+        if request.carrier is None:
+            return self._links.unreachable
+        # What is forwarded needs no connection to the process that follows its server.
+        version = self._projection.fleet.version
+        if self._without_server_version != version:
+            self._without_server_version = version
+            workers = self._projection.fleet.workers.items()
+            self._without_server = {key: NO_SERVER for key, worker in workers if not worker.card.server_url}
+        return self._without_server
 
     def _without_adapter(self, request: InferenceRequest) -> dict[WorkerKey, str]:
         """Return the workers that do not list a request's adapter, unless none does: then each says so itself."""
@@ -395,7 +412,7 @@ class Chooser:
             self._staff_version = version
         staff = self._staff.get((model, is_carried))
         if staff is None:
-            down = {} if is_carried else self._links.unreachable
+            down = self._out_of_reach(request)
             by_role = (WHOLE_ROLES, PREFILL_ROLES, DECODE_ROLES, ENCODE_ROLES, ONE_LEG_ROLES)
             staff = RoleAvailability(*(self._selector.available(model, roles, down) for roles in by_role))
             # Clients can name any number of models that no worker serves.

@@ -394,7 +394,7 @@ class RouterService:
             self._forwarded = frozenset(
                 name
                 for name, workers in fleet.models().items()
-                if all(worker.card.server_url and worker.card.role in FORWARDED_ROLES for worker in workers)
+                if any(worker.card.server_url and worker.card.role in FORWARDED_ROLES for worker in workers)
             )
         return model in self._forwarded if model else bool(self._forwarded)
 

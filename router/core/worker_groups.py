@@ -27,6 +27,9 @@ FEW_HOLDERS: Final = 48
 BUSY: Final = "busy"
 """Filter reason of a worker that already has as many requests as the router gives it."""
 
+FORWARDED_ONLY: Final = "its server takes requests as their clients wrote them"
+"""Filter reason of a worker that follows an engine server, for a request by token ids."""
+
 Columns = tuple[Any, Any, Any]
 """Leading blocks on device, host and disk: each a list of floats for few workers, an array for many."""
 
@@ -60,6 +63,8 @@ class WorkerGroup:
     draining: Mapping[WorkerKey, str]
     """Those that take nothing new, with this as their filter reason."""
     media_kinds: tuple[frozenset[str], ...]
+    servers: tuple[int, ...]
+    """Rows of those that follow engine servers, which take forwarded requests only."""
     last_slot: int
     """The highest of ``slots``, 0 without any."""
     few: FewWorkers | None
@@ -74,6 +79,7 @@ class WorkerGroup:
             few is not None
             and (request.is_forwarded or request.isl < few.max_sequence_length)
             and not request.media_kinds
+            and (request.is_forwarded or not self.servers)
             and (not unavailable or self.row_of_worker.keys().isdisjoint(unavailable))
             and not any(map(ge, ledger.requests_of_few(few.pick), few.limits))
         ):
@@ -86,6 +92,9 @@ class WorkerGroup:
             if row is not None:
                 out[row] = True
                 filtered[worker] = why
+        for row in () if request.is_forwarded else self.servers:
+            out[row] = True
+            filtered.setdefault(self.workers[row], FORWARDED_ONLY)
         if request.media_kinds:
             for row, kinds in enumerate(self.media_kinds):
                 if not kinds.issuperset(request.media_kinds):
@@ -144,6 +153,7 @@ class WorkerGroups:
             np.array(lengths, np.int64),
             {worker.key: "draining" for worker in serving if worker.draining},
             tuple(frozenset(worker.card.media.kinds) for worker in members),
+            tuple(row for row, worker in enumerate(members) if worker.card.server_url),
             max(slots, default=0),
             few,
         )

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from poolgrid.kv_events.cache_events import AnyEngineEvent
-from poolgrid.workers.engines.server.core.calls import ServerDialect
 from poolgrid.workers.engines.server.core.engine_figures import EngineFigures
 from poolgrid.workers.engines.server.core.launching import Launch
 from poolgrid.workers.engines.server.core.server_facts import (
@@ -25,9 +24,6 @@ from poolgrid.workers.engines.server.core.server_facts import (
     vetted,
 )
 from poolgrid.workers.engines.server.server_client import ServerClient
-
-if TYPE_CHECKING:
-    from poolgrid.workers.engines.server.settings import EngineServerSettings
 
 MODELS = "/v1/models"
 
@@ -46,19 +42,12 @@ class ServerKind:
     """What such servers write into their list of models; empty: servers that are of no other kind."""
     learn: Callable[[ServerClient, ListedModel], Awaitable[ServerFacts]]
     """Ask a server of this kind for all it tells of itself; raises ``ServerError``, ``DecodeError``."""
-    make_dialect: Callable[[ServerFacts, EngineServerSettings], ServerDialect]
-    """How requests are put to a server."""
     launch: Launch
     """How it is started."""
     events_option: str
     """What to start it with so that it publishes its cache events."""
     block_size_option: str
     """What to start it with for blocks of N tokens."""
-    pictures_missing: Callable[[ServerClient], Awaitable[str]]
-    """Ask why a server takes no images next to token ids, and what to do; empty = it takes them, or does not report it.
-
-    Raises ``ServerError``.
-    """
     parse_drained: Callable[[Any], AnyEngineEvent] | None = None
     """Read one event of a server that hands them out over HTTP; raises ``DecodeError``."""
     health_path: str = HEALTH_PATH

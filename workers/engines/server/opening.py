@@ -13,11 +13,10 @@ import msgspec
 from poolgrid.http.http_client import HttpTarget
 from poolgrid.transport.security import is_loopback
 from poolgrid.wire.addresses import ip_endpoint_problem
-from poolgrid.wire.card import MediaSpec, WorkerCard, WorkerLimits
+from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import PROMPT_TOKENS_MAX, TEXT_CHARS_MAX
-from poolgrid.wire.multimodal import MediaKind
 from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
 from poolgrid.workers.engines.server.cache_events import CacheEvents, DrainedEvents, FollowedEvents
 from poolgrid.workers.engines.server.core.server_facts import (
@@ -28,12 +27,11 @@ from poolgrid.workers.engines.server.core.server_facts import (
     aliases_of,
     choose_model,
 )
-from poolgrid.workers.engines.server.engine import ServerEngine, ServerLimits
+from poolgrid.workers.engines.server.engine import ServerEngine
 from poolgrid.workers.engines.server.kinds import MODELS, ServerKind, kind_of, learn
 from poolgrid.workers.engines.server.server_client import KeyRefused, ServerClient, ServerError
 from poolgrid.workers.engines.server.settings import EngineServerSettings
 from poolgrid.workers.engines.server.started_server import StartedServer, start_server
-from poolgrid.workers.engines.server.tasks import open_tasks
 
 log = logging.getLogger(__name__)
 
@@ -56,15 +54,11 @@ async def open_server(
     Raises ``ValueError`` naming an option that the server contradicts, ``ServerEnded`` when its own server does not
     start.
     """
-    if not settings.starts_server and settings.modality == "text":
+    if not settings.starts_server:
         async with _asked(settings, around, kinds, None) as opened:
             yield opened
         return
     (kind,) = kinds.values()
-    if settings.modality != "text":
-        async with open_tasks(settings, around, kind) as opened:
-            yield opened
-        return
     async with (
         start_server(settings, around, kind) as server,
         _asked(server.settings, around, kinds, server) as opened,
@@ -85,8 +79,6 @@ async def _asked(
         kind = _kind_of(facts, kinds)
         facts = completed(facts, settings, kind)
         assert facts.block_size is not None, "completed has seen to it"
-        if settings.image_placeholder:
-            await _check_pictures(client, kind, settings)
         events = CacheEvents()
 
         def tell_fault(fault: str) -> None:
@@ -140,11 +132,10 @@ async def _asked(
 
         engine = ServerEngine(
             client,
-            kind.make_dialect(facts, settings),
             facts.ranks,
             facts.block_size,
             facts.total_blocks or 0,
-            _limits(settings),
+            settings,
             events,
             confirm,
             about,
@@ -165,7 +156,7 @@ async def _asked(
                 card,
                 observe_card=served.observe,
                 until_known=engine.until_known,
-                forward_books=engine.forward_books,
+                forward_books=engine.books,
             )
         finally:
             await engine.close()
@@ -232,16 +223,6 @@ async def _first_facts(
                 log.warning("waiting for the engine server: %s", said)
                 say_start(f"waiting for the engine server: {said}")
         await asyncio.sleep(ASK_AGAIN_S)
-
-
-async def _check_pictures(client: ServerClient, kind: ServerKind, settings: EngineServerSettings) -> None:
-    """Raise ``ValueError`` when images are to be taken, and the server takes none."""
-    missing = await kind.pictures_missing(client)
-    if missing:
-        raise ValueError(
-            f"image_placeholder is {settings.image_placeholder!r}, and {kind.title} at {client.target.url} takes no "
-            f"images: {missing}, or leave image_placeholder out"
-        )
 
 
 def completed(facts: ServerFacts, settings: EngineServerSettings, kind: ServerKind) -> ServerFacts:
@@ -311,10 +292,8 @@ def make_card(
         loras=facts.loras,
         aliases=facts.aliases,
         dp_size=facts.ranks,
-        # How many tokens an image becomes is not said: a router compares the blocks before the first one.
-        media=MediaSpec((MediaKind.IMAGE,), settings.image_placeholder) if settings.image_placeholder else MediaSpec(),
         engine=f"{kind.title} {facts.version}".strip(),
-        server_url=_server_url(settings, started),
+        server_url=_server_url(settings),
         server_kind=kind.name,
         server_version=facts.version,
         serving_endpoints=_serving(settings, started),
@@ -336,23 +315,9 @@ def _serving(settings: EngineServerSettings, started: bool) -> tuple[str, ...]:
     return () if ip_endpoint_problem(endpoint) else (endpoint,)
 
 
-def _server_url(settings: EngineServerSettings, started: bool) -> str:
-    """Return where routers reach the server: on loopback only where this worker's own address is. Empty for a server
-    that the worker ``started`` on loopback, and whose routers may be elsewhere."""
+def _server_url(settings: EngineServerSettings) -> str:
+    """Return where routers reach the server: on loopback only where this worker's own address is."""
     target = HttpTarget(settings.server_url)
     if not is_loopback(target.host) or is_loopback(settings.advertised_host):
         return target.url
-    if started:
-        return ""
     return f"{'https' if target.secure else 'http'}://{settings.advertised_host}:{target.port}{target.path}"
-
-
-def _limits(settings: EngineServerSettings) -> ServerLimits:
-    return ServerLimits(
-        settings.max_requests,
-        settings.kept_transfers_max,
-        settings.kv_transfer_timeout_ms,
-        settings.health_interval_ms,
-        settings.health_timeout_ms,
-        settings.progress_timeout_ms,
-    )

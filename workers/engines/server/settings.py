@@ -12,10 +12,9 @@ from poolgrid.http.http_client import HttpTarget
 from poolgrid.process.settings import Settings, ZmqEndpoint
 from poolgrid.wire.addresses import ip_endpoint_problem
 from poolgrid.wire.limits import SERVING_ENDPOINTS_MAX
-from poolgrid.wire.tasks import MODALITIES
 from poolgrid.workers.engines.server.core.launching import check_arguments
 from poolgrid.workers.engines.server.core.server_list import SERVERS_MAX, ServerEntry, read_entry, role_and_url
-from poolgrid.workers.settings import MODALITY_HELP, StepTimesSettings, WorkerProcessSettings, check_task_role
+from poolgrid.workers.settings import StepTimesSettings, WorkerProcessSettings
 
 PORTS = 65_536
 
@@ -129,22 +128,14 @@ class EngineServersSettings(Settings):
             "engine_url's address."
         ),
     )
-    engine_priorities: bool = Field(
-        False,
-        description=("Pass priorities of requests to the server. It must schedule by priority, else it refuses them."),
-    )
-    image_placeholder: str = Field(
-        "",
-        max_length=256,
-        description=(
-            "Accept images, which the model's chat template writes as this text, as <|image_pad|>. Unset = text only."
-        ),
-    )
     progress_timeout_ms: float = Field(
         120_000.0,
         ge=10.0,
         le=TIMEOUT_MS_MAX,
-        description="Treat the engine as hung when its requests make no progress for this time.",
+        description=(
+            "Treat a server with requests as hung when neither their answers nor its cache events make progress for "
+            "this time."
+        ),
     )
 
     @field_validator("engine_url")
@@ -287,21 +278,12 @@ class EngineServerSettings(EngineServersSettings, StepTimesSettings, WorkerProce
             "images (some engines)."
         ),
     )
-    modality: Literal["text", "embedding"] = Field("text", description=MODALITY_HELP)
     max_num_tokens: ClassVar[int] = 8192
     """Tokens in one engine step of a rank, where the server does not say."""
-    kv_transfer_timeout_ms: ClassVar[float] = 60_000.0
-    """How long a prefill leg is counted whose KV no decode worker is known to have taken. The server frees it by
-    its own time-out, which is shorter."""
-    kept_transfers_max: ClassVar[int] = 256
-    """Prefilled requests whose KV is kept at a time, as many as a batch has; one more is refused as busy."""
-    max_requests: ClassVar[int] = 8192
-    """Requests in the server, waiting ones included: more than any server runs. One more is refused."""
     health_interval_ms: ClassVar[float] = 2_000.0
     """Time between two health checks of the server."""
     health_timeout_ms: ClassVar[float] = 10_000.0
-    """How long its answer may take before the worker moves its requests elsewhere and leaves the pool: above the
-    longest step of a loaded server."""
+    """How long its answer may take before the worker leaves the pool: above the longest step of a loaded server."""
 
     @model_validator(mode="after")
     def _check_that_there_is_a_server(self) -> Self:
@@ -319,28 +301,6 @@ class EngineServerSettings(EngineServersSettings, StepTimesSettings, WorkerProce
                     else ("engine_url", "a server that the worker starts")
                 )
                 raise ValueError(f"{name} is {getattr(self, name)!r} with {mine}: it is for {other}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_tasks(self) -> Self:
-        if self.modality == "text":
-            return self
-        for url in self.engine_url or ("",):
-            check_task_role(self.modality, role_and_url(url, self.role)[0])
-        if self.starts_server:
-            raise ValueError(
-                f"modality is {self.modality!r} without engine_url: workers go in front of such servers, and start none"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_pictures(self) -> Self:
-        roles = {role_and_url(each, self.role)[0] for each in self.engine_url} or {self.role}
-        if self.image_placeholder and roles != {"aggregated"}:
-            raise ValueError(
-                f"image_placeholder is {self.image_placeholder!r} with role {', '.join(sorted(roles))}: servers "
-                "take images with whole requests only, allowed is role aggregated"
-            )
         return self
 
     @model_validator(mode="after")
@@ -379,9 +339,7 @@ class EngineServerSettings(EngineServersSettings, StepTimesSettings, WorkerProce
         return role_and_url(self.engine_url[0], self.role)[1] if self.engine_url else ""
 
     def serves(self) -> tuple[str, str]:
-        stage = MODALITIES.get(self.modality)
-        role = self.role if stage is None else stage.name.lower()
-        return self.served_model_name or self.model_path or self.model_source, role
+        return self.served_model_name or self.model_path or self.model_source, self.role
 
     def loads(self) -> str | None:
         """Return the model that the worker's own server loads; ``None`` before a server that runs already."""

@@ -285,7 +285,7 @@ def _prepared(settings: EngineServerSettings, around: EngineHost, kind: ServerKi
     executable = _executable(settings.engine_command or launch.executable)
     directory = opened.enter_context(tempfile.TemporaryDirectory(prefix="poolgrid-server-"))
     options = options_in(settings.engine_argument)
-    host = options.get("--host", LOOPBACK)
+    host = options.get("--host", settings.host)
     ports = ReservedPorts("0.0.0.0" if host in WILDCARDS else host)
     opened.callback(ports.close)
     port = ports.hold(settings.engine_port)

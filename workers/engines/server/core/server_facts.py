@@ -5,7 +5,7 @@ A fact is ``None``, or empty, where neither the server nor an option gives it: c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -74,8 +74,6 @@ class ServerFacts:
     """The only role in which it takes requests; empty = it does not report one."""
     kv_bootstrap_port: int = 0
     """Port where decode servers ask a prefill server for the place of its KV; 0 = its engine has no such port."""
-    extra: Mapping[str, Any] | None = None
-    """What only the server's dialect knows what to do with."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
