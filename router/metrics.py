@@ -101,8 +101,8 @@ class RouterMetrics(ServingMetrics):
         self.legs = Counter(
             "poolgrid_router_legs_total",
             "Dispatches by stage (`whole`, `encode`, `prefill`, `decode`) and reason (`aggregated`, "
-            "`local_prefill`, `overflow`, `no_prefill_worker`, `one_server`, `disaggregated`, `media`). Many with `overflow` or "
-            "`no_prefill_worker` mean too few prefill workers.",
+            "`local_prefill`, `overflow`, `no_prefill_worker`, `one_server`, `disaggregated`, `media`). Many with "
+            "`overflow` or `no_prefill_worker` mean too few prefill workers.",
             ["stage", "reason"],
             registry=registry,
         )

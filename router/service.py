@@ -450,13 +450,13 @@ class RouterService:
 
 
 def _place(worker: Worker) -> ServerPlace:
-    card = worker.card
+    card, rank = worker.card, worker.key.dp_rank
     return ServerPlace(
         worker.key,
         card.server_url,
         card.server_kind,
         card.server_version,
-        card.dp_size,
+        None if card.dp_size == 1 else card.server_ranks[rank] if card.server_ranks else rank,
         card.role,
         card.kv_bootstrap_port,
     )

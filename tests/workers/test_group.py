@@ -140,7 +140,6 @@ def test_one_server_keeps_the_name_and_everything_that_was_given() -> None:
         (("http://a", "decode=http://a"), {}, "engine_url is 'http://a' 2 times"),
         (("http://a", "http://b"), {"kv_events_endpoint": ("tcp://a:1",) * 3}, "3 times with 2 engine_url"),
         (("http://a", "http://b"), {"http_port": 65_535}, "need as many ports"),
-        (("prefill=http://a",), {"image_placeholder": "<img>"}, "with role prefill"),
         (("prefill=gpu1:8000",), {}, "reading the URL 'gpu1:8000'"),
     ],
 )

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from poolgrid.process.clock import SystemClock
 from poolgrid.wire.events import RequestFinished, RequestStarted
 from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenDelta
@@ -24,15 +23,11 @@ from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError, 
 from poolgrid.workers.engines import tasks as engine_of_tasks
 from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
 from poolgrid.workers.engines.protocol import EngineReport
-from poolgrid.workers.engines.server.server_client import ServerClient
-from poolgrid.workers.engines.server.tasks import ServerEmbeddings
-from poolgrid.workers.engines.simulated.core import pictures
 from poolgrid.workers.engines.simulated.tasks import SimulatedDiffusion, SimulatedEmbeddings
 from poolgrid.workers.engines.tasks import TaskEngine, TaskMaker, Told
 from poolgrid.workers.engines.trtllm.settings import TrtllmSettings
 from poolgrid.workers.engines.trtllm.visual import TrtllmVisual, plan_visual
 from tests.fakes import tensorrt_llm_of
-from tests.fakes.engine_server.tasks import TaskServer
 from tests.workers.running import running_worker
 
 CAT = VisualTask("a cat", width=32, height=16, steps=2)
@@ -286,43 +281,6 @@ async def test_a_worker_of_tasks_serves_them_and_nothing_else(modality: str, tas
 
 
 # -- engine servers ----------------------------------------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def asking() -> AsyncIterator[tuple[TaskServer, ServerEmbeddings]]:
-    server = TaskServer()
-    await server.http.start()
-    client = ServerClient(server.url, SystemClock())
-    try:
-        yield server, ServerEmbeddings(client, "vLLM", "maker")
-    finally:
-        client.close()
-        await server.http.stop()
-
-
-async def test_embeddings_of_a_server_come_in_the_order_of_the_texts() -> None:
-    async with asking() as (server, maker):
-        result = await maker.make(EmbeddingTask(("a", "b"), dimensions=8), lambda percent: None)
-        assert result.items == (pictures.vector("a", 8), pictures.vector("b", 8))
-        assert result.prompt_tokens == 6
-        assert server.bodies[0] == {
-            "model": "maker",
-            "input": ["a", "b"],
-            "encoding_format": "base64",
-            "dimensions": 8,
-        }
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [(400, RefusalKind.CANNOT_DO), (404, RefusalKind.CANNOT_DO), (429, RefusalKind.BUSY), (500, RefusalKind.BROKEN)],
-)
-async def test_what_a_server_refuses_is_told_apart(status: int, kind: RefusalKind) -> None:
-    async with asking() as (server, maker):
-        server.refusals.append((status, {"error": {"message": "no"}}))
-        with pytest.raises(Exception) as refused:  # noqa: PT011 - the kind says it
-            await maker.make(EmbeddingTask(("a",)), lambda percent: None)
-        assert getattr(refused.value, "kind", None) is kind
 
 
 # -- TensorRT-LLM ------------------------------------------------------------------------------------------------------

@@ -473,8 +473,8 @@ class ForwardExchange:
         """Return the head of the request as a server gets it."""
         scope = self.scope
         added = [(b"x-request-id", str(self.name).encode()), *server.key_headers]
-        if place.ranks > 1:
-            added.append((b"x-data-parallel-rank", b"%d" % place.worker.dp_rank))
+        if place.rank is not None:
+            added.append((b"x-data-parallel-rank", b"%d" % place.rank))
         received = self.headers
         if b"content-encoding" in self.header_values:  # the body was inflated
             received = [pair for pair in received if pair[0] != b"content-encoding"]

@@ -18,8 +18,8 @@ class ServerPlace(NamedTuple):
     kind: str
     """``vllm``, ``sglang``, ``trtllm-serve`` or ``openai``."""
     version: str
-    ranks: int
-    """Data-parallel ranks behind the URL; a request names the one that was chosen where there are several."""
+    rank: int | None
+    """The data-parallel rank that was chosen, as requests to the server name it; ``None`` = it has one."""
     role: Role = Role.AGGREGATED
     kv_bootstrap_port: int = 0
     """Where a prefill server of SGLang hands KV over; 0 = another server."""

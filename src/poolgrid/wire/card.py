@@ -255,6 +255,8 @@ class WorkerCard(msgspec.Struct, array_like=True, frozen=True):
     """In what its engine's cache events do not fit this card, so that they are of no use; for people."""
     kv_bootstrap_port: Annotated[int, Meta(ge=0, le=PORT_MAX)] = 0
     """Port where decode servers ask a prefill server for the place of its KV; 0 = its engine has no such port."""
+    server_ranks: Annotated[tuple[U32, ...], Meta(max_length=SERVING_ENDPOINTS_MAX)] = ()
+    """Numbers of its data-parallel ranks, as requests to its server name them; empty = they count from 0."""
 
 
 SHOWN_CHARS = 60
@@ -334,6 +336,11 @@ def card_problem(card: WorkerCard) -> str | None:
         return (
             f"the card's http_endpoint is {card.http_endpoint[:SHOWN_CHARS_MAX]!r}, which {problem}; "
             "allowed are http://host:port and https://host:port"
+        )
+    if card.server_ranks and len(card.server_ranks) != card.dp_size:
+        return (
+            f"the card's server_ranks are {len(card.server_ranks)} and its dp_size is {card.dp_size}, allowed are as "
+            "many, or none"
         )
     problem = http_url_problem(card.server_url) if card.server_url else None
     if problem is not None:

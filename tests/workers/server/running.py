@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import zmq.asyncio
 
 from poolgrid.process.settings import with_constants
 from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared, SnapshotBegan
 from poolgrid.wire.hashing import unpack_hashes
+from poolgrid.wire.requests import ForwardBegan, Forwarded, ForwardEnded
 from poolgrid.workers import bootstrap
 from poolgrid.workers.engines.registry import engine_definition
 from tests.fakes.engine_server.vllm import Options, VllmServer
@@ -49,6 +51,23 @@ class Front(Running):
     """A worker in front of a server."""
 
     server: VllmServer
+
+    async def ask(
+        self, name: str, prompt: Sequence[int], max_tokens: int = 1, reports_end: bool = True, **more: Any
+    ) -> list[int]:
+        """Send a request to the server and report it to the worker, as a router does; return the tokens."""
+        await self.router.send(Forwarded(began=(ForwardBegan(name, 0, len(prompt), 0),)))
+        body = {"model": "tiny", "prompt": list(prompt), "max_tokens": max_tokens, "return_token_ids": True, **more}
+        async with httpx.AsyncClient(base_url=self.server.url, timeout=PATIENCE_S) as client:
+            answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        said = answer.json()
+        cached = said["usage"]["prompt_tokens_details"]["cached_tokens"]
+        await self.router.send(Forwarded(computed=(name,)))
+        if reports_end:
+            await self.router.send(Forwarded(ended=(ForwardEnded(name, 0, "length", cached),)))
+        tokens: list[int] = said["choices"][0]["token_ids"]
+        return tokens
 
     async def settled(self) -> None:
         """Wait until the worker has told exactly what the server holds."""

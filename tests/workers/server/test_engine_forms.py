@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 import zmq
 import zmq.asyncio
@@ -26,7 +25,6 @@ from poolgrid.workers.engines.server.server_client import ServerClient
 from tests.fakes.engine_server.cache import Drafting
 from tests.fakes.engine_server.sglang import SglangServer
 from tests.fakes.engine_server.vllm import Options, VllmServer
-from tests.workers.builders import make_request
 from tests.workers.fakes import PATIENCE_S
 from tests.workers.server.running import engine_server, index_of, worker_before
 
@@ -173,20 +171,14 @@ async def test_a_publisher_that_binds_an_address_is_not_doubted() -> None:
 
 
 @pytest.mark.parametrize("lists_sources", [True, False])
-async def test_ranks_that_begin_above_0_are_asked_and_followed_by_their_numbers(lists_sources: bool) -> None:
+async def test_numbers_of_ranks_that_begin_above_0_are_on_the_card(lists_sources: bool) -> None:
     """The second machine of a deployment with ``--data-parallel-hybrid-lb``, also where it lists no publishers."""
     options = Options(blocks=64, ranks=2, first_rank=4, lists_sources=lists_sources)
     async with engine_server(options) as server:
         endpoints = tuple(endpoint for endpoint, _ in server._endpoints)
         given: dict[str, Any] = {} if lists_sources else {"kv_events_endpoint": endpoints}
         async with worker_before(server, **given) as front:
-            for number in range(4):
-                request = make_request(f"r{number}", list(range(20)), 4)
-                routing = msgspec.structs.replace(request.routing, dp_rank=number % 2)
-                await front.router.send(msgspec.structs.replace(request, routing=routing))
-            await front.router.until_finished(*(f"r{number}" for number in range(4)))
-            assert {each["x-data-parallel-rank"] for each in server.headers} == {"4", "5"}
-            assert all(front.router.output(f"r{number}") for number in range(4))
+            assert front.journal.cards[0].server_ranks == (4, 5)
 
 
 def test_numbers_of_ranks_come_from_publishers_then_from_metrics_then_are_counted() -> None:
@@ -198,16 +190,13 @@ def test_numbers_of_ranks_come_from_publishers_then_from_metrics_then_are_counte
     assert ServerFacts(ranks=2, rank_numbers=(4, 5)).differs_from(ServerFacts(ranks=2, rank_numbers=(0, 1)))
 
 
-async def test_tenants_of_sglang_are_served_where_its_events_name_them() -> None:
+async def test_tenants_of_sglang_are_in_the_index_where_its_events_name_them() -> None:
     context = zmq.asyncio.Context()
     server = SglangServer(context, Options())
     await server.start()
     try:
         async with worker_before(server, "sglang") as front:
-            await front.router.send(make_request("r", list(range(20)), 4, cache_salt="tenant-a"))
-            await front.router.until_finished("r")
-            assert front.router.output("r")
-            assert server.bodies[0]["cache_salt"] == "tenant-a"
+            await front.ask("r", list(range(20)), 4, cache_salt="tenant-a")
             await front.settled()
     finally:
         await server.stop()
@@ -226,8 +215,7 @@ async def test_a_label_that_does_not_fit_the_events_shows_on_the_card_and_the_re
     options: Options, label: dict[str, Any], words: str
 ) -> None:
     async with engine_server(options) as server, worker_before(server, **label) as front:
-        await front.router.send(make_request("r", list(range(40)), 4))
-        await front.router.until_finished("r")
+        await front.ask("r", list(range(40)), 4)
         await front.consolidator.until(lambda journal: words in journal.cards[-1].cache_events_fault)
         async with httpx.AsyncClient() as client, asyncio.timeout(PATIENCE_S):
             while (answer := await client.get(f"{front.http_url}/ready")).status_code != 200:  # noqa: ASYNC110

@@ -242,33 +242,6 @@ async def test_a_file_is_followed_and_one_that_is_broken_changes_nothing(
             assert pool.workers()[name_of(a)].epoch > epoch, "another life of the same worker"
 
 
-async def test_a_server_that_the_options_forbid_is_named_and_the_others_are_followed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "servers"
-    file.write_text("prefill=http://a:1\nhttp://b:1")
-    async with (
-        following(engine_urls_file=file, image_placeholder="<image>") as pool,
-        httpx.AsyncClient(timeout=PATIENCE_S) as client,
-    ):
-        at = f"{pool.url}/v1/servers"
-
-        async def until_followed(*urls: str) -> dict[str, str]:
-            async with asyncio.timeout(PATIENCE_S):
-                while True:
-                    said = (await client.get(at)).json()
-                    if {row["url"] for row in said["servers"]} == set(urls):
-                        return dict(said["troubles"])
-
-        troubles = await until_followed("http://b:1")
-        assert "image_placeholder" in troubles["http://a:1"]
-        assert f"http://a:1 of {file} cannot be followed: image_placeholder is" in caplog.text
-        answer = await client.post(at, json={"url": "http://c:1", "role": "prefill"})
-        assert (answer.status_code, "image_placeholder" in answer.text) == (400, True)
-        file.write_text("http://a:1\nhttp://b:1")
-        assert await until_followed("http://a:1", "http://b:1") == {}
-
-
 async def test_operators_add_and_remove_servers_and_are_told_what_is_wrong() -> None:
     async with (
         stand_ins(vllm, openai, vllm) as (a, b, c),

@@ -122,7 +122,7 @@ async def pool_of(engine: str, servers: Servers, **routing: Any) -> AsyncIterato
             await opened.enter_async_context(started(lambda stop, ready, of=settings: worker.serve(of, stop, ready)))  # type: ignore[misc]
         client = await opened.enter_async_context(httpx.AsyncClient())
         pool = Pool(at.http, prefill, decode, client)
-        await until_ready(pool, 2)
+        await until_ready(pool, len(prefill.caches) + len(decode.caches))
         yield pool
 
 
@@ -284,6 +284,18 @@ async def test_a_client_that_leaves_ends_the_prefill_leg() -> None:
             asking.cancel()
             await pool.prefill.aborted.wait()
         assert not pool.decode.bodies
+
+
+async def test_ranks_that_begin_above_0_are_asked_by_their_numbers() -> None:
+    def of_second_machine(context: zmq.asyncio.Context) -> tuple[VllmServer, VllmServer]:
+        options = Options(BLOCK, kv_connector=True, ranks=2, first_rank=4)
+        return VllmServer(context, options), VllmServer(context, Options(BLOCK))
+
+    async with pool_of("vllm", of_second_machine) as pool:
+        for number in range(4):
+            assert await pool.ask(number) == LEGS
+        assert {each["x-data-parallel-rank"] for each in pool.prefill.headers} <= {"4", "5"}
+        assert not any("x-data-parallel-rank" in each for each in pool.decode.headers)
 
 
 def by_prompt(server: VllmServer) -> list[dict[str, Any]]:

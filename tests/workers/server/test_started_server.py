@@ -14,12 +14,10 @@ import pytest
 
 from lab.benchmarks.fleet import free_port
 from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes
-from poolgrid.wire.requests import FinishReason
 from poolgrid.workers import bootstrap
 from poolgrid.workers.engines.registry import engine_definition
 from tests.e2e.processes import eventually
 from tests.fakes.engine_server.vllm import answer_of
-from tests.workers.builders import make_request
 from tests.workers.fakes import PATIENCE_S, FakeConsolidator, Journal
 from tests.workers.server.running import Running, index_of, worker_with
 
@@ -54,10 +52,11 @@ def servers_of(state: dict[str, Any]) -> list[psutil.Process]:
 
 
 async def ask(running: Running, name: str) -> None:
-    await running.router.send(make_request(name, PROMPT, 6))
-    await running.router.until_finished(name)
-    assert running.router.output(name) == pack_tokens(answer_of(PROMPT, 6))
-    assert running.router.last(name).finish_reason is FinishReason.LENGTH
+    url = running.journal.cards[-1].server_url
+    body = {"model": running.journal.cards[-1].model, "prompt": PROMPT, "max_tokens": 6, "return_token_ids": True}
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+        answer = await client.post("/v1/completions", json=body, headers={"x-request-id": name})
+    assert answer.json()["choices"][0]["token_ids"] == answer_of(PROMPT, 6)
 
 
 def test_it_serves_dies_serves_again_and_ends_with_its_worker(tmp_path: Path) -> None:

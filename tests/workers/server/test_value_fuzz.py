@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 import copy
-import json
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-import pytest
 from prometheus_client import CollectorRegistry
 
 from poolgrid.kv_events.pub import decode_pub
@@ -21,15 +19,12 @@ from poolgrid.kv_events.trtllm import parse_event
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import EventBatch
-from poolgrid.wire.hashing import pack_tokens
 from poolgrid.workers.core.cache_facts import ReportedBlocks
 from poolgrid.workers.core.event_translation import EventTranslator
 from poolgrid.workers.engines.trtllm.core.outputs import OutputCursor, prompt_logprobs
 from poolgrid.workers.engines.trtllm.core.statistics import load_of, parse_statistics
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
 from tests.examples import examples
-from tests.workers.builders import make_request
-from tests.workers.server.harness import DIALECTS, chunks, harness
 
 NAN, INFINITE = float("nan"), float("inf")
 NUMBERS: list[Any] = [
@@ -74,32 +69,6 @@ def spoilt(source: random.Random, value: Any, more: list[Any] | None = None) -> 
             wrong = container[key] * source.choice((0, 2, 300))
         container[key] = wrong
     return made
-
-
-@pytest.mark.parametrize("kind", sorted(DIALECTS))
-async def test_values_of_an_engine_cost_at_most_their_own_request(kind: str) -> None:
-    source = random.Random(f"values of {kind}")
-
-    async with harness(kind) as worker:
-        for number in range(examples(60)):
-            worker.requests.deltas.clear()
-            alternatives = source.choice((None, 0 if kind == "trtllm-serve" else 1))
-            requests = [make_request(f"r{each}", (each, 2, 3), 4, logprobs=alternatives) for each in (1, 2, 3)]
-            streams = await worker.ask(*requests)
-            answers = [chunks(kind, TOKENS, 2, logprobs=alternatives is not None) for _ in requests]
-            answers[1] = spoilt(source, answers[1])
-            parts = [json.dumps(each) for each in answers[1]]
-            # All of it in one turn, so that what fails is in the report of the others.
-            sent: tuple[list[Any], ...] = (answers[0], parts, answers[2])
-            for stream, answer in zip(streams, sent, strict=True):
-                stream.send(*answer)
-                stream.end()
-            await worker.until_finished("r1", "r2", "r3")
-            assert worker.output("r1") == worker.output("r3") == pack_tokens(TOKENS), (number, parts)
-            assert len(worker.output("r2")) <= 4 * 4, (number, parts)
-            await worker.until(lambda: not worker.engine._active)
-            assert worker.metrics.request_faults._value.get() == 0, (number, parts)
-        assert worker.service.describe()["running_requests"] == 0
 
 
 PUBLISHED: list[Any] = [

@@ -18,7 +18,6 @@ from pathlib import Path
 from urllib.parse import parse_qs
 
 import msgspec
-from pydantic import ValidationError
 
 from poolgrid.http.health_app import HttpAnswer
 from poolgrid.process.plugins import plugin
@@ -69,8 +68,6 @@ class EngineServerFollower:
         """What has a worker, with the number of its ports; by the worker's name."""
         self._troubles: dict[str, str] = {}
         """Why a list cannot be read, by its name."""
-        self._unfit: dict[str, str] = {}
-        """Why a listed server cannot be followed, by its URL."""
         self._left_out = 0
         self._closing: list[Callable[[], None]] = []
         """What ends the ways to lists."""
@@ -135,20 +132,12 @@ class EngineServerFollower:
                     log.warning("engine server %s is not listed any more: its worker leaves the pool", entry.url)
                 del self._followed[worker_id]
                 self._workers.remove(worker_id)
-        unfit, self._unfit = self._unfit, {}
         for worker_id, entry in wanted.items():
             if worker_id not in self._followed:
                 taken = {number for _, number in self._followed.values()}
                 number = next(number for number in range(SERVERS_MAX) if number not in taken)
-                try:
-                    made = self._settings.of_server(entry, number)
-                except ValidationError as error:
-                    self._unfit[entry.url] = why = _in_words(error)
-                    if unfit.get(entry.url) != why:
-                        log.error("engine server %s of %s cannot be followed: %s", entry.url, name, why)
-                    continue
                 self._followed[worker_id] = entry, number
-                self._workers.add(made)
+                self._workers.add(self._settings.of_server(entry, number))
         if self._lists.left_out != self._left_out:
             self._left_out = self._lists.left_out
             if self._left_out:
@@ -175,7 +164,7 @@ class EngineServerFollower:
                 for worker_id, (entry, _) in self._followed.items()
             ],
             "left_out": self._left_out,
-            "troubles": self._troubles | self._unfit,
+            "troubles": self._troubles,
         }
 
     def answer(self, method: str, query: bytes, body: bytes) -> HttpAnswer:
@@ -197,10 +186,6 @@ class EngineServerFollower:
             return _refused(409, f"{entry.url} is followed already, as one of {of}; nothing has changed")
         if len(self._lists.wanted) >= SERVERS_MAX:
             return _refused(409, f"{SERVERS_MAX} servers are followed, allowed are not more; nothing has changed")
-        try:
-            self._settings.of_server(entry, 0)
-        except ValidationError as error:
-            return _refused(400, f"{entry.url} cannot be followed: {_in_words(error)}; nothing has changed")
         log.warning("engine server %s is added by an operator", entry.url)
         self._put(GIVEN, [*given, entry])
         return _json(202, self.describe())
@@ -280,10 +265,6 @@ def _entry_of(query: bytes, body: bytes) -> ServerEntry:
     if not isinstance(entry, ServerEntry):
         raise ValueError(f"url is {named.url[:80]!r}, which stands for several servers, allowed are single ones")
     return entry
-
-
-def _in_words(error: ValidationError) -> str:
-    return "; ".join(str(each["msg"]).removeprefix("Value error, ") for each in error.errors())
 
 
 def _json(status: int, said: object) -> HttpAnswer:

@@ -299,6 +299,7 @@ def make_card(
         serving_endpoints=_serving(settings, started),
         step_times=settings.step_times(),
         kv_bootstrap_port=facts.kv_bootstrap_port,
+        server_ranks=() if facts.numbers == tuple(range(facts.ranks)) else facts.numbers,
     )
 
 
