@@ -132,10 +132,7 @@ class EngineServersSettings(Settings):
         120_000.0,
         ge=10.0,
         le=TIMEOUT_MS_MAX,
-        description=(
-            "Treat a server with requests as hung when neither their answers nor its cache events make progress for "
-            "this time."
-        ),
+        description="Treat a server as hung when its requests and cache events make no progress for this time.",
     )
 
     @field_validator("engine_url")
