@@ -132,7 +132,7 @@ class EngineServersSettings(Settings):
         120_000.0,
         ge=10.0,
         le=TIMEOUT_MS_MAX,
-        description="Treat a server as hung when its requests and cache events make no progress for this time.",
+        description="Treat the engine as hung when its requests make no progress for this time.",
     )
 
     @field_validator("engine_url")
