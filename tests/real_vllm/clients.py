@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from tests.clients.__main__ import SUITES, Row, command_of, rows_of
 from tests.e2e.processes import Process
 from tests.real_vllm.servers import START_TIMEOUT_S, VllmServer, make_model
 from tests.real_vllm.transparency import STORING
+from tests.real_vllm.varying import settle
 
 CONTEXT_TOKENS = 65_536
 """An agent's first request has 20,000 to 40,000 of the tiny model's tokens."""
@@ -50,12 +51,6 @@ OPTIONS = (
 """Without a parser of reasoning, which would find nothing else."""
 
 
-TRIES = 4
-"""Of a check that has passed against vLLM and failed through the router: answers of random weights vary."""
-VARIES_FROM = 2
-"""Failures alone among these tries from which on a check shows nothing of the router."""
-
-
 class ClientsLost(Exception):
     """Checks that pass against vLLM alone fail through the router."""
 
@@ -81,35 +76,32 @@ def clients(vllm: Path, directory: Path, console: Console, only: str) -> dict[st
             alone = dict(_rows(suites, server.url, alone=True))
             through = dict(_rows(suites, router, alone=False))
             once = [name for name, row in alone.items() if row["passed"] and not _passed(through, name)]
-            lost = _never_through(once, server.url, router, console)
+            settled = settle(once, partial(_passing, router, False), partial(_passing, server.url, True))
     finally:
         server.kill()
     for name, row in alone.items():
         if not row["passed"]:
             console.print(f"    not alone: {name}: {row['error'][:120]}", markup=False)
-    for name in lost:
+    for name in settled.varying:
+        console.print(f"    fails alone too: {name}", markup=False)
+    for name in settled.lost:
         console.print(f"    LOST {name}: {through.get(name, {}).get('error', 'it did not run')}", markup=False)
-    kept = sum(row["passed"] for row in alone.values())
-    found = {"checks": len(alone), "pass alone": kept, "pass through": kept - len(lost)}
-    if lost or not kept:
-        raise ClientsLost(f"{found}; lost: {lost}")
+    kept = sum(row["passed"] for row in alone.values()) - len(settled.varying)
+    found = {
+        "checks": len(alone),
+        "pass alone": kept,
+        "pass through": kept - len(settled.lost),
+        "of these in a further try": len(settled.later),
+    }
+    if settled.lost or not kept:
+        raise ClientsLost(f"{found}; lost: {settled.lost}")
     return found
 
 
-def _never_through(names: Sequence[str], server: str, router: str, console: Console) -> list[str]:
-    """Run checks again on both ways; return those that pass alone, and in no try through the router."""
-    open_names, failed_alone = list(names), Counter[str]()
-    for _ in range(TRIES):
-        suites = sorted({name.partition(":")[0] for name in open_names})
-        through, alone = dict(_rows(suites, router, alone=False)), dict(_rows(suites, server, alone=True))
-        failed_alone.update(name for name in open_names if not _passed(alone, name))
-        for name in open_names:
-            if _passed(through, name):
-                console.print(f"    varies: {name}: it passes through the router too", markup=False)
-            elif failed_alone[name] == VARIES_FROM:
-                console.print(f"    varies: {name}: it fails alone too", markup=False)
-        open_names = [each for each in open_names if not _passed(through, each) and failed_alone[each] < VARIES_FROM]
-    return open_names
+def _passing(url: str, alone: bool, names: Sequence[str]) -> set[str]:
+    """Run the suites of checks again; return the checks that pass."""
+    suites = sorted({name.partition(":")[0] for name in names})
+    return {name for name, row in _rows(suites, url, alone) if row["passed"]}
 
 
 def _passed(rows: dict[str, Row], name: str) -> bool:
