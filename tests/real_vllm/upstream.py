@@ -85,6 +85,8 @@ save_file({f"base_model.model.model.layers.{layer}.self_attn.{name}.{part}.weigh
 """
 """For the model of ``MAKE_MODEL``."""
 
+ROUTER_OPTIONS = ("--log-level", "error", "--part-option", "router.max-body-bytes=134217728")
+"""A test of the limits of ``derender`` sends 63 MB, twice what a router takes by default."""
 TEST_TIMEOUT_S = 180
 MODULE_TIMEOUT_S = 1800
 
@@ -119,7 +121,7 @@ class Suite:
             "folder": str(self._folder),
             "start_s": START_TIMEOUT_S,
             "arguments": ["--enable-scale-out", *ARGUMENTS[2:]],
-            "router": [sys.executable, "-m", "poolgrid", "up", "--log-level", "error"] if through else [],
+            "router": [sys.executable, "-m", "poolgrid", "up", *ROUTER_OPTIONS] if through else [],
             "router_environment": {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             "outcomes": str(outcomes),
         }
