@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from tests.real_vllm.upstream import CHOSEN, Suite, passed, versions
+from tests.real_vllm.varying import TRIES, Settled
 
 ADDED = ["--block-size", "32"]
 
@@ -67,30 +68,49 @@ def test_a_test_passes_with_all_its_parts(plugin: ModuleType, tmp_path: Path) ->
 
 
 class Scripted(Suite):
-    """A suite whose second runs are given."""
+    """A suite whose further runs are given, the last of them for all that follow."""
 
-    def __init__(self, alone: dict[str, str], through: dict[str, str]) -> None:
-        self.second = {False: alone, True: through}
-        self.asked: list[tuple[tuple[str, ...], bool]] = []
+    def __init__(self, alone: list[str], through: list[str]) -> None:
+        self.further = {False: alone, True: through}
+        self.asked: list[tuple[str, bool]] = []
 
-    def run(self, tests: object, through: bool) -> dict[str, str]:
-        self.asked.append((tuple(tests), through))  # type: ignore[arg-type]
-        return self.second[through]
+    def run(self, tests: Sequence[str], through: bool) -> dict[str, str]:
+        self.asked.append(("".join(tests), through))
+        runs = self.further[through]
+        passing = runs.pop(0) if len(runs) > 1 else runs[0]
+        return {name: "passed" if name in passing else "failed" for name in tests}
 
 
-def test_what_fails_through_the_router_twice_is_lost() -> None:
-    suite = Scripted({"b": "passed", "c": "failed", "d": "passed"}, {"b": "failed", "d": "passed"})
-    alone = {"a": "passed", "b": "passed", "c": "passed", "d": "passed", "e": "failed", "f": "skipped"}
-    through = {"a": "passed", "b": "failed", "c": "failed", "e": "failed"}
+FIRST = dict.fromkeys("abcd", "passed") | {"e": "failed", "f": "skipped"}
 
-    assert suite.lost(alone, through) == ["b"], "c fails alone too, d passes the second time"
-    assert suite.asked == [(("b", "c", "d"), False), (("b", "d"), True)]
+
+def test_what_never_passes_through_the_router_is_lost() -> None:
+    suite = Scripted(["abd", "bcd"], ["d", "d", ""])
+
+    found = suite.settle(FIRST, {"a": "passed", "b": "failed", "c": "failed", "e": "failed"})
+
+    assert found == Settled(["b", "c"], [], ["d"])
+    assert suite.asked[:3] == [("bcd", True), ("bc", False), ("bc", True)]
+    assert len(suite.asked) == 2 * TRIES
+
+
+def test_what_fails_alone_again_and_again_shows_nothing_of_the_router() -> None:
+    suite = Scripted(["b", ""], [""])
+
+    found = suite.settle(FIRST, {"a": "passed", "d": "passed"})
+
+    assert (found.lost, found.varying) == ([], ["c", "b"])
 
 
 def test_a_run_without_any_outcome_loses_all() -> None:
-    suite = Scripted({"a": "passed"}, {})
+    assert Scripted(["abcd"], [""]).settle(FIRST, {}).lost == list("abcd")
 
-    assert suite.lost({"a": "passed"}, {}) == ["a"]
+
+def test_nothing_is_run_again_where_nothing_failed() -> None:
+    suite = Scripted([""], [""])
+
+    assert suite.settle(FIRST, FIRST) == Settled()
+    assert not suite.asked
 
 
 @pytest.mark.parametrize("folder", ["vllm-0.32.0+cpu.dist-info", "vllm-0.32.0.dist-info"])

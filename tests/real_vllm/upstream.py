@@ -9,18 +9,22 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from tests.real_vllm.servers import ARGUMENTS, ENVIRONMENT, START_TIMEOUT_S
+from tests.real_vllm.varying import Settled, settle
 
 ENTRYPOINTS = "tests/entrypoints"
 
 CHOSEN = (
     "anthropic/test_messages.py",
+    "cohere/test_chat_v2.py",
     "generate/generative_scoring/test_generative_scoring_e2e.py",
     "generate/structured_decisions/test_structured_decisions_e2e.py",
     "openai/chat_completion/test_batched_chat_completions.py",
@@ -51,10 +55,12 @@ CHOSEN = (
     "openai/test_return_tokens_as_ids.py",
     "pooling/basic/test_truncation.py",
     "pooling/embed/test_cohere_online.py",
+    "pooling/embed/test_cohere_openai_parity.py",
     "pooling/embed/test_online.py",
     "pooling/scoring/test_bi_encoder_online.py",
     "pooling/token_embed/test_online.py",
     "scale_out/derender/test_derender.py",
+    "scale_out/derender/test_derender_parity.py",
     "scale_out/render/test_render.py",
     "scale_out/token_in_token_out/test_serving_tokens.py",
     "serve/instrumentator/test_orca_metrics.py",
@@ -79,6 +85,8 @@ save_file({f"base_model.model.model.layers.{layer}.self_attn.{name}.{part}.weigh
 """
 """For the model of ``MAKE_MODEL``."""
 
+ROUTER_OPTIONS = ("--log-level", "error", "--part-option", "router.max-body-bytes=134217728")
+"""A test of the limits of ``derender`` sends 63 MB, twice what a router takes by default."""
 TEST_TIMEOUT_S = 180
 MODULE_TIMEOUT_S = 1800
 
@@ -113,7 +121,7 @@ class Suite:
             "folder": str(self._folder),
             "start_s": START_TIMEOUT_S,
             "arguments": ["--enable-scale-out", *ARGUMENTS[2:]],
-            "router": [sys.executable, "-m", "poolgrid", "up", "--log-level", "error"] if through else [],
+            "router": [sys.executable, "-m", "poolgrid", "up", *ROUTER_OPTIONS] if through else [],
             "router_environment": {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             "outcomes": str(outcomes),
         }
@@ -150,14 +158,13 @@ class Suite:
                 os.killpg(process, signal.SIGKILL)
         listed.unlink(missing_ok=True)
 
-    def lost(self, alone: Outcomes, through: Outcomes) -> list[str]:
-        """Return what passes alone, and twice does not through the router: answers of random weights vary."""
+    def settle(self, alone: Outcomes, through: Outcomes) -> Settled:
+        """Run what passes alone, and does not through the router, again."""
         once = [name for name in passed(alone) if through.get(name) != "passed"]
-        if not once:
-            return []
-        steady = passed(self.run(once, through=False))
-        again = self.run(steady, through=True) if steady else {}
-        return [name for name in steady if again.get(name) != "passed"]
+        return settle(once, partial(self._passing, True), partial(self._passing, False))
+
+    def _passing(self, through: bool, names: Sequence[str]) -> set[str]:
+        return set(passed(self.run(names, through)))
 
 
 def passed(outcomes: Outcomes) -> list[str]:
@@ -179,22 +186,27 @@ def upstream(vllm: Path, model: Path, directory: Path, source: Path, only: str, 
     if installed != named:
         raise Lost(f"{source} has the tests of vLLM {named}, {installed} is installed")
     suite = Suite(vllm, model, source, directory)
-    counts: dict[str, str] = {}
-    alone_count = through_count = 0
+    counts: Counter[str] = Counter()
     lost: list[str] = []
+    untested: list[str] = []
     for path in (f"{ENTRYPOINTS}/{name}" for name in CHOSEN if only in name):
         try:
             alone, through = suite.run([path], through=False), suite.run([path], through=True)
-            own = suite.lost(alone, through)
+            settled = suite.settle(alone, through)
         finally:
             suite.end_servers()
-        kept = len(passed(alone)) - len(own)
-        counts[path] = f"{len(alone)} tests, {len(passed(alone))} pass alone, {kept} of them through the router"
-        console.print(f"    {path}: {counts[path]}", markup=False)
-        for name in own:
+        steady = len(passed(alone)) - len(settled.varying)
+        kept = steady - len(settled.lost)
+        found = {"tests": len(alone), "pass alone": steady, "pass through": kept, "vary": len(settled.varying)}
+        console.print(f"    {path}: {found}", markup=False)
+        for name in settled.lost:
             console.print(f"        LOST {name}", markup=False)
-        alone_count, through_count, lost = alone_count + len(passed(alone)), through_count + kept, lost + own
-    found = {"version": installed, "modules": len(counts), "pass alone": alone_count, "pass through": through_count}
-    if lost or not alone_count:
-        raise Lost(f"{found}; lost: {lost}")
-    return found
+        for name in settled.varying:
+            console.print(f"        fails alone too: {name}", markup=False)
+        counts.update(modules=1, **found)
+        lost += settled.lost
+        untested += [] if steady else [path]
+    total = {"version": installed, **counts, "modules without a test that passes alone": untested}
+    if lost or not counts["pass alone"]:
+        raise Lost(f"{total}; lost: {lost}")
+    return total
