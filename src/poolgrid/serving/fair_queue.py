@@ -423,6 +423,15 @@ class FairQueue(Generic[T]):
         oldest = min(firsts, key=lambda each: (each.entered_ms, each.arrival))
         return oldest if oldest.entered_ms <= due_ms else head
 
+    def first_entered_ms(self, lane: str) -> float | None:
+        """Return when the first of those entered that wait in a lane; nothing may be taken there."""
+        waiting = (
+            (backlog.oldest() for band in self._lanes.get(lane, {}).values() for backlog in band.backlogs.values())
+            if self._order is QueueOrder.ARRIVAL
+            else self.of_lane(lane)
+        )
+        return min((each.entered_ms for each in waiting), default=None)
+
     def __iter__(self) -> Iterator[QueuedRequest[T]]:
         """Iterate over all waiting requests, in no order that means anything."""
         yield from self._resumed.values()
