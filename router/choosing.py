@@ -94,8 +94,6 @@ class Chooser:
         self._projection = state.projection
         self.planner: Planner | None = state.selector.planner if settings.hold_limit_ms > 0 else None
         """Where requests may ever wait for the worker that is best for them."""
-        self.reserved: set[WorkerKey] = set()
-        """Workers for whose engines others wait, whose turn comes first."""
         self._holds_back = settings.max_queue_requests > 0
         self._links = links
         self._clock = clock
@@ -150,9 +148,9 @@ class Chooser:
         leg, wanted = self._next(routed, now_ms)
         found = self._state.select(wanted)
         if isinstance(found, Decision):
-            if (found.prefill_tokens or self.reserved) and self._waits_for_engine(routed, found):
+            if found.prefill_tokens and self._waits_for_engine(routed, found):
                 none = NoWorker(request.model, {found.worker: ENOUGH_TO_COMPUTE}, frozenset((found.worker,)))
-                return PlacementFailure(none, busy=True, backlogged=found.worker)
+                return PlacementFailure(none, busy=True, waits_for_engine=True)
             return Placement(found, leg if found.legs is None else spec_of(found.legs), now_ms)
         if isinstance(found, PolicyFailed):
             log.error(
@@ -190,8 +188,6 @@ class Chooser:
         """
         if not self._holds_back or routed.machine.plan.dispatches:
             return False
-        if decision.worker in self.reserved:
-            return decision.request.stage in PROMPT_STAGES
         return waits_too_long(decision, self._projection.fleet.workers[decision.worker].card)
 
     def _hash(self, routed: LocalRequest) -> None:
@@ -285,7 +281,7 @@ class Chooser:
         if planner is None:
             return False
         if isinstance(found, PlacementFailure):
-            return found.backlogged is not None and planner.is_active
+            return found.waits_for_engine and planner.is_active
         if found.leg.stage not in PROMPT_STAGES:
             return False
         return planner.is_active and planner.holds(found.decision)

@@ -88,8 +88,8 @@ class PlacementFailure:
     """Whether some worker could serve the request once it has room or can be reached again: it may wait."""
     full: bool = False
     """Whether some worker that could serve it has refused others for lack of room."""
-    backlogged: WorkerKey | None = None
-    """The worker that it would go to, whose engine has enough to compute."""
+    waits_for_engine: bool = False
+    """Whether the engine where it would go has enough to compute."""
 
     @property
     def is_policy_failure(self) -> bool:

@@ -104,7 +104,6 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         self._chooser = chooser
         self._place = place
         self._give_up = give_up
-        self._defer_max_ms = settings.hold_limit_ms
         self._pumping = False
         self._pump_scheduled = False
         self._pumps = 0
@@ -120,9 +119,7 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         self._looked: dict[str, tuple[LookedAt, float]] = {}
         """By lane in which requests are deferred or wait for an engine, what was there when they were last tried, and
         when to try again without any change."""
-        self._lanes = LanePlacer(
-            self._queue, self._defer_max_ms, self._try_turn, self._place_planned, chooser.reserved
-        )
+        self._lanes = LanePlacer(self._queue, settings.hold_limit_ms, self._try_turn, self._place_planned)
 
     # -- in --------------------------------------------------------------------------------------------------------
 
@@ -357,7 +354,7 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         if first_ms is None or not (plans or waits_for_engine):
             self._looked.pop(lane, None)
             return
-        due_ms = first_ms + self._defer_max_ms if plans else math.inf
+        due_ms = first_ms + self._lanes.hold_limit_ms(lane) if plans else math.inf
         if waits_for_engine or due_ms <= now_ms:
             due_ms = now_ms + LOOK_MS
         self._looked[lane] = self._basis(lane, plans, waits_for_engine), due_ms
@@ -370,10 +367,7 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         failure = self._try(queued.item)
         if failure is None:
             return Tried.GONE
-        if failure.backlogged is None:
-            return Tried.BUSY
-        self._chooser.reserved.add(failure.backlogged)
-        return Tried.BACKLOGGED
+        return Tried.BACKLOGGED if failure.waits_for_engine else Tried.BUSY
 
     def _place_planned(self, taken: Sequence[QueuedRequest[LocalRequest]]) -> bool:
         """Plan requests together, and place those that the plan selects; return whether there are any."""

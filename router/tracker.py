@@ -15,7 +15,7 @@ from poolgrid.inference import Carrier, InferenceRequest
 from poolgrid.process.clock import Clock
 from poolgrid.process.instruments import Counter
 from poolgrid.router.core.decision import Decision, DecisionLog
-from poolgrid.router.core.engine_backlog import prompt_done_ms
+from poolgrid.router.core.engine_backlog import times_ms
 from poolgrid.router.core.examiner import Examiner, uncached_of
 from poolgrid.router.core.inputs import Booked, Expired, Overcommitted, PromptComputed, Released
 from poolgrid.router.core.router_state import RouterState
@@ -126,7 +126,7 @@ class RouterTracker(RequestTracker[LocalRequest]):
         """Count a prompt as computed when that is expected: of an answer in one piece only the end is seen, and its
         worker would count as busy with the prompt while it generates."""
         card = self._state.projection.fleet.workers[decision.worker].card
-        wait_s = max(0.001, prompt_done_ms(decision, card) / 1000)
+        wait_s = max(0.001, times_ms(decision, card)[1] / 1000)
         asyncio.get_running_loop().call_later(wait_s, self._take_as_computed, dispatch)
 
     def _take_as_computed(self, dispatch: Dispatch) -> None:

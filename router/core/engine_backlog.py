@@ -13,30 +13,28 @@ from poolgrid.router.core.engine_times import card_prompt_ms
 from poolgrid.router.core.selector import PROMPT_STAGES
 from poolgrid.wire.card import WorkerCard
 
-BACKLOG_MS: Final = 250.0
-"""Expected time to the first token within which an engine must be for a further prompt, unless it computes none. Two or
-three full steps of most engines: it does not stand still while a first token comes here and the next request there."""
+BACKLOG_MS: Final = 500.0
+"""Expected time until an engine begins with a further prompt, above which it is given none: a few full steps of most
+engines, so none stands still while a first token comes here and the next request there. Its length does not count: a
+long prompt would wait for ever where short ones come from other routers."""
 
 
-def prompt_done_ms(decision: Decision, card: WorkerCard) -> float:
-    """Return in how many milliseconds the chosen worker is expected to have computed a prompt, what waits before it
-    included.
+def times_ms(decision: Decision, card: WorkerCard) -> tuple[float, float]:
+    """Return in how many milliseconds the chosen worker is expected to begin with a prompt, and to have computed it.
 
     A policy that predicts has learned the worker's pace; of a worker without observations it takes that of the pool, and
     at first that of the cards. Other policies learn none: the step times of the card count, or published ones.
     """
     forecast = decision.choice.forecast
     if forecast is not None:
-        return forecast.expected_ms
-    uncached = max(1, decision.request.isl - decision.overlap_tokens)
-    return card_prompt_ms(card, decision.prefill_tokens + uncached)
+        return forecast.expected_ms - forecast.pace * forecast.own_ms, forecast.expected_ms
+    before = decision.prefill_tokens
+    together = before + max(1, decision.request.isl - decision.overlap_tokens)
+    return card_prompt_ms(card, before), card_prompt_ms(card, together)
 
 
 def waits_too_long(decision: Decision, card: WorkerCard) -> bool:
-    """Return whether a prompt has to wait at the router until its engine has computed others.
-
-    A prompt of any length may go to an engine that has no other to compute.
-    """
+    """Return whether a prompt has to wait at the router until its engine has computed others."""
     if not decision.prefill_tokens or decision.request.stage not in PROMPT_STAGES:
         return False
-    return prompt_done_ms(decision, card) > BACKLOG_MS
+    return times_ms(decision, card)[0] > BACKLOG_MS

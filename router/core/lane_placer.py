@@ -3,11 +3,11 @@
 Rules
     1. Requests are tried in the fair order, ``PLANNED_MAX`` of them. One that finds every worker busy holds up all
        behind it.
-    2. One whose engine has enough to compute waits for that engine: it is *reserved*, and none behind it gets it, so a
-       long prompt is not passed by short ones for ever. Those behind it may go to other workers. After ``MISSES_MAX``
-       such requests no other is tried.
+    2. One whose engine has enough to compute waits for that engine. Those behind it may go to others. After
+       ``MISSES_MAX`` such requests no other is tried.
     3. With a policy that plans, rule 1 is for requests that have waited for the limit, and those whose turn comes before
-       theirs. Where none of these can go, all are planned together.
+       theirs. Where none of these can go, all are planned together. The limit is ``PASSED_MS`` where several tenants
+       wait, since a plan knows no tenants.
 
 Nothing here reads a clock.
 """
@@ -21,11 +21,14 @@ from typing import Final, Generic, TypeVar
 
 from poolgrid.router.core.policy import PLANNED_MAX
 from poolgrid.serving.fair_queue import FairQueue, QueuedRequest
-from poolgrid.wire.identifiers import WorkerKey
 
-MISSES_MAX: Final = 8
+MISSES_MAX: Final = 16
 """Requests that find no room before a lane is left alone until something changes: each costs a choice, a tenth of a
 millisecond."""
+
+PASSED_MS: Final = 500.0
+"""How long requests of one tenant wait at most while those of others are planned before them: as long as prompts may
+wait in an engine."""
 
 T = TypeVar("T")
 
@@ -38,7 +41,7 @@ class Tried(Enum):
     BUSY = auto()
     """Every worker that could serve it is busy."""
     BACKLOGGED = auto()
-    """The engine where it would go has enough to compute; it is reserved."""
+    """The engine where it would go has enough to compute."""
 
 
 class LanePlacer(Generic[T]):
@@ -50,30 +53,30 @@ class LanePlacer(Generic[T]):
         hold_limit_ms: float,
         try_one: Callable[[QueuedRequest[T]], Tried],
         plan: Callable[[Sequence[QueuedRequest[T]]], bool],
-        reserved: set[WorkerKey],
     ) -> None:
-        """``plan`` plans requests together and returns whether any of them went; ``try_one`` adds to ``reserved``."""
+        """``plan`` plans requests together and returns whether any of them went."""
         self._queue = queue
         self._hold_limit_ms = hold_limit_ms
         self._try_one = try_one
         self._plan = plan
-        self._reserved = reserved
+        self._waits_for_engine = False
 
     def place(self, lane: str, now_ms: float, plans: bool) -> bool:
         """Try the requests of a lane; return whether any waits for an engine that has enough to compute."""
-        due_ms = now_ms - self._hold_limit_ms if plans else inf
-        moved = True
-        try:
-            while moved:
-                taken: list[QueuedRequest[T]] = []
-                try:
-                    moved = self._go(lane, taken, due_ms, plans)
-                finally:
-                    for each in taken:
-                        self._queue.put_back(each)
-            return bool(self._reserved)
-        finally:
-            self._reserved.clear()
+        due_ms = now_ms - self.hold_limit_ms(lane) if plans else inf
+        moved, self._waits_for_engine = True, False
+        while moved:
+            taken: list[QueuedRequest[T]] = []
+            try:
+                moved = self._go(lane, taken, due_ms, plans)
+            finally:
+                for each in taken:
+                    self._queue.put_back(each)
+        return self._waits_for_engine
+
+    def hold_limit_ms(self, lane: str) -> float:
+        """Return how long requests of a lane wait for a plan at most."""
+        return min(self._hold_limit_ms, PASSED_MS) if self._queue.has_turns(lane) else self._hold_limit_ms
 
     def _go(self, lane: str, taken: list[QueuedRequest[T]], due_ms: float, plans: bool) -> bool:
         turns: Iterable[QueuedRequest[T]] = self._turns(lane, taken)
@@ -87,6 +90,7 @@ class LanePlacer(Generic[T]):
                 moved = True
                 continue
             misses += 1
+            self._waits_for_engine = self._waits_for_engine or tried is Tried.BACKLOGGED
             if misses == MISSES_MAX or (tried is Tried.BUSY and not plans):
                 break
         return moved or (plans and bool(taken) and self._plan(taken))

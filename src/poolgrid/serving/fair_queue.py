@@ -423,6 +423,11 @@ class FairQueue(Generic[T]):
         oldest = min(firsts, key=lambda each: (each.entered_ms, each.arrival))
         return oldest if oldest.entered_ms <= due_ms else head
 
+    def has_turns(self, lane: str) -> bool:
+        """Return whether several tenants wait in a lane at the highest priority."""
+        bands = self._lanes.get(lane)
+        return bool(bands) and len(bands[max(bands)].backlogs) > 1
+
     def first_entered_ms(self, lane: str) -> float | None:
         """Return when the first of those entered that wait in a lane; nothing may be taken there."""
         waiting = (
