@@ -115,6 +115,8 @@ class RouterFleet:
     """How long a request waits at its router for a better worker, with a policy that plans; 0 = none does."""
     waits_for_engines: bool = True
     """Whether requests wait at their router while engines have enough to compute."""
+    requests_per_worker_factor: float = UNLIMITED_QUEUE
+    """Send a worker at most this multiple of its batch size."""
 
     def make_state(self) -> Projection:
         """Return what one more router knows at the start."""
@@ -154,7 +156,7 @@ class SimulatedPool:
         fleet = routers or RouterFleet()
         self.event_delay_ms = fleet.event_delay_ms
         self._selectors = [
-            Selector(fleet.make_state(), policy, requests_per_worker_factor=UNLIMITED_QUEUE)
+            Selector(fleet.make_state(), policy, fleet.requests_per_worker_factor)
             for _ in range(fleet.routers)
         ]
         self._projections = [selector.projection for selector in self._selectors]

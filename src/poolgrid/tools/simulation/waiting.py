@@ -11,7 +11,7 @@ from poolgrid.router.core.engine_backlog import waits_too_long
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.lane_placer import LanePlacer, Tried
 from poolgrid.router.core.policy import HELD_MAX
-from poolgrid.router.core.selector import Selector
+from poolgrid.router.core.selector import NoWorker, Selector
 from poolgrid.serving.fair_queue import FairQueue, QueuedRequest
 from poolgrid.tools.simulation.workload import SimulatedRequest
 from poolgrid.wire.identifiers import Role, WorkerKey
@@ -43,7 +43,7 @@ class WaitingRequests:
         self._wanted = wanted
         self._send = send
         self._queue: FairQueue[SimulatedRequest] = FairQueue(10**9, 2**60)
-        self._placer = LanePlacer(self._queue, hold_limit_ms, self._try_turn, self._plan)
+        self._placer = LanePlacer(self._queue, hold_limit_ms, self._try, self._plan)
         self._now_ms = 0.0
         self._changes = 0
         self._looked: tuple[object, float] = (None, 0.0)
@@ -63,13 +63,13 @@ class WaitingRequests:
         if self._queue.is_empty:
             decision = self._choose(request, _NOTHING)
             planner = self._selector.planner
-            planned = self._plans and planner is not None and planner.holds(decision)
-            if not planned and self.may_go(decision):
-                self._send(request, decision, now_ms)
-                return
+            if decision is not None and not (self._plans and planner is not None and planner.holds(decision)):
+                if self.may_go(decision):
+                    self._send(request, decision, now_ms)
+                    return
         while self._plans and len(self._queue) >= HELD_MAX:
             head = self._queue.head(LANE)
-            if head is None or not self._try(head, _NOTHING):
+            if head is None or self._try(head, _NOTHING) is not Tried.GONE:
                 break
         tokens, session = request.isl, request.session
         tenant = request.tenant if session is None else session.tenant
@@ -101,11 +101,13 @@ class WaitingRequests:
         openings = 0 if planner is None else planner.openings(LANE, ROLES)
         return self._changes, self._plans, ledger.relieved, openings
 
-    def _choose(self, request: SimulatedRequest, behind: Behind) -> Decision:
+    def _choose(self, request: SimulatedRequest, behind: Behind) -> Decision | None:
         found = self._selector.select(self._wanted(request, self._now_ms, behind))
-        if not isinstance(found, Decision):
-            raise RuntimeError(f"simulating request {request.request_id}: {found}")
-        return found
+        if isinstance(found, Decision):
+            return found
+        if isinstance(found, NoWorker) and found.busy:
+            return None
+        raise RuntimeError(f"simulating request {request.request_id}: {found}")
 
     def may_go(self, decision: Decision) -> bool:
         """Return whether a request may go to the engine of a decision's worker now."""
@@ -114,17 +116,16 @@ class WaitingRequests:
         card = self._selector.projection.fleet.workers[decision.worker].card
         return not waits_too_long(decision, card)
 
-    def _try_turn(self, queued: QueuedRequest[SimulatedRequest]) -> Tried:
-        return Tried.GONE if self._try(queued, _NOTHING) else Tried.BACKLOGGED
-
-    def _try(self, queued: QueuedRequest[SimulatedRequest], behind: Behind) -> bool:
+    def _try(self, queued: QueuedRequest[SimulatedRequest], behind: Behind = _NOTHING) -> Tried:
         decision = self._choose(queued.item, behind)
+        if decision is None:
+            return Tried.BUSY
         if not self.may_go(decision):
-            return False
+            return Tried.BACKLOGGED
         self._changes += 1
         self._queue.leave(queued, dispatched=True)
         self._send(queued.item, decision, self._now_ms)
-        return True
+        return Tried.GONE
 
     def _plan(self, taken: Sequence[QueuedRequest[SimulatedRequest]]) -> bool:
         planner = self._selector.planner
@@ -133,4 +134,4 @@ class WaitingRequests:
             return False
         wanted = [self._wanted(each.item, self._now_ms, _NOTHING) for each in taken]
         # All of them, also where one did not go.
-        return any([self._try(taken[row], behind) for row, behind in planner.plan(wanted)])
+        return Tried.GONE in [self._try(taken[row], behind) for row, behind in planner.plan(wanted)]
