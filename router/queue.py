@@ -134,7 +134,7 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
             return True
         if not is_first:
             tokens = len(request.token_ids) // 4
-            self._queue.charge(lane, request.tenant, request.tenant_weight, request.priority, tokens)
+            self._queue.charge(lane, request.payer, request.tenant_weight, request.priority, tokens)
         return False
 
     async def wait(self, routed: LocalRequest, cause: WaitCause) -> None:
@@ -197,7 +197,7 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         routed.queued = QueuedRequest(
             routed,
             lane=lane_of(request),
-            tenant=request.tenant,
+            tenant=request.payer,
             weight=request.tenant_weight,
             priority=request.priority,
             prompt_tokens=prompt_tokens,

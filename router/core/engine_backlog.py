@@ -1,7 +1,7 @@
 """How much prompt computation may wait in an engine: the order of a router's queue is void for what lies there.
 
-An engine computes prompts in the order in which they came. So a request of the highest priority, or of a tenant that was
-served nothing, waits behind all that its engine was given before.
+An engine computes prompts in the order in which they came. So a request of the highest priority, or of a tenant that
+was served nothing, waits behind all that its engine was given before.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ long prompt would wait for ever where short ones come from other routers."""
 def times_ms(decision: Decision, card: WorkerCard) -> tuple[float, float]:
     """Return in how many milliseconds the chosen worker is expected to begin with a prompt, and to have computed it.
 
-    A policy that predicts has learned the worker's pace; of a worker without observations it takes that of the pool, and
-    at first that of the cards. Other policies learn none: the step times of the card count, or published ones.
+    A policy that predicts has learned the worker's pace; of a worker without observations it takes that of the pool,
+    and at first that of the cards. Other policies learn none: the step times of the card count, or published ones.
     """
     forecast = decision.choice.forecast
     if forecast is not None:

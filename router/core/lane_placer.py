@@ -5,9 +5,9 @@ Rules
        behind it.
     2. One whose engine has enough to compute waits for that engine. Those behind it may go to others. After
        ``MISSES_MAX`` such requests no other is tried.
-    3. With a policy that plans, rule 1 is for requests that have waited for the limit, and those whose turn comes before
-       theirs. Where none of these can go, all are planned together. The limit is ``PASSED_MS`` where several tenants
-       wait, since a plan knows no tenants.
+    3. With a policy that plans, rule 1 is for requests that have waited for the limit, and those whose turn comes
+       before theirs. Where none of these can go, all are planned together. A plan knows no tenants: where one has more than
+       ``BACKLOG_REQUESTS`` beside others, the limit is ``PASSED_MS``.
 
 Nothing here reads a clock.
 """
@@ -26,9 +26,11 @@ MISSES_MAX: Final = 16
 """Requests that find no room before a lane is left alone until something changes: each costs a choice, a tenth of a
 millisecond."""
 
+BACKLOG_REQUESTS: Final = PLANNED_MAX // 2
+"""A tenant with more requests would have most of a plan."""
+
 PASSED_MS: Final = 500.0
-"""How long requests of one tenant wait at most while those of others are planned before them: as long as prompts may
-wait in an engine."""
+"""How long a request waits at most for a plan beside such a tenant: as long as prompts may wait in an engine."""
 
 T = TypeVar("T")
 
@@ -76,7 +78,11 @@ class LanePlacer(Generic[T]):
 
     def hold_limit_ms(self, lane: str) -> float:
         """Return how long requests of a lane wait for a plan at most."""
-        return min(self._hold_limit_ms, PASSED_MS) if self._queue.has_turns(lane) else self._hold_limit_ms
+        return (
+            min(self._hold_limit_ms, PASSED_MS)
+            if self._queue.has_backlog(lane, BACKLOG_REQUESTS)
+            else self._hold_limit_ms
+        )
 
     def _go(self, lane: str, taken: list[QueuedRequest[T]], due_ms: float, plans: bool) -> bool:
         turns: Iterable[QueuedRequest[T]] = self._turns(lane, taken)

@@ -44,6 +44,10 @@ STALE_MIN = 16
 """A heap is cleaned when it has this many times what is live in it, and this many more: memory follows what waits."""
 
 
+SERVED_KEPT = 4096
+"""Tenants beyond those that wait whose counts are kept: of clients without keys, addresses count as tenants."""
+
+
 class QueueOrder(Enum):
     """Whose turn it is among the requests of one tenant and priority."""
 
@@ -187,7 +191,8 @@ class Band(Generic[T]):
     backlogs: dict[str, Backlog[T]] = field(default_factory=dict)
     """By tenant; only tenants that wait."""
     served: dict[str, float] = field(default_factory=dict)
-    """Tokens charged to each tenant, divided by its weight; only grows, and is forgotten with the band."""
+    """Tokens charged to each tenant, divided by its weight; only grows. What is known of tenants that do not wait is
+    forgotten where it is much, and with the band."""
     turns: list[tuple[float, int, str]] = field(default_factory=list)
     """Heap of (served, began, tenant). An entry may be older than its tenant's count: it is corrected at the top."""
 
@@ -198,10 +203,20 @@ class Band(Generic[T]):
             least = self.next_tenant()
             among = self.backlogs if least is None else (least,)
             served = max(served, min(self.served[each] for each in among))
+        self._forget_some()
         self.served[tenant] = served
         backlog = self.backlogs[tenant] = Backlog(arrival)
         self.await_turn(tenant)
         return backlog
+
+    def charge(self, tenant: str, tokens: float) -> None:
+        """Count output against a tenant, which need not wait."""
+        self._forget_some()
+        self.served[tenant] = self.served.get(tenant, 0.0) + tokens
+
+    def _forget_some(self) -> None:
+        if len(self.served) > STALE_FACTOR * len(self.backlogs) + SERVED_KEPT:
+            self.served = {each: self.served[each] for each in self.backlogs}
 
     def discharge(self, tenant: str, tokens: float) -> None:
         self.served[tenant] -= tokens
@@ -393,7 +408,7 @@ class FairQueue(Generic[T]):
         """Count output against a tenant; without effect when no request waits at that priority."""
         band = self._lanes.get(lane, {}).get(priority)
         if band is not None:
-            band.served[tenant] = band.served.get(tenant, 0.0) + output_tokens / weight
+            band.charge(tenant, output_tokens / weight)
 
     def resumed(self) -> list[QueuedRequest[T]]:
         return list(self._resumed.values())
@@ -423,10 +438,14 @@ class FairQueue(Generic[T]):
         oldest = min(firsts, key=lambda each: (each.entered_ms, each.arrival))
         return oldest if oldest.entered_ms <= due_ms else head
 
-    def has_turns(self, lane: str) -> bool:
-        """Return whether several tenants wait in a lane at the highest priority."""
+    def has_backlog(self, lane: str, requests: int) -> bool:
+        """Return whether, at the highest priority of a lane, a tenant waits with more than so many requests beside
+        others."""
         bands = self._lanes.get(lane)
-        return bool(bands) and len(bands[max(bands)].backlogs) > 1
+        if not bands:
+            return False
+        backlogs = bands[max(bands)].backlogs
+        return len(backlogs) > 1 and any(each.live > requests for each in backlogs.values())
 
     def first_entered_ms(self, lane: str) -> float | None:
         """Return when the first of those entered that wait in a lane; nothing may be taken there."""

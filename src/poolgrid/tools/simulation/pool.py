@@ -4,10 +4,10 @@ A pool may have several routers: each has a projection of its own of the same st
 and events of an engine reach them ``event_delay_ms`` later. A router knows its own choices at once, the others do not.
 
 The loop knows three kinds of moments, in this order when they coincide: an engine's step ends and its events reach the
-router; a request arrives and is routed; an idle engine begins a step. Requests wait at their router, as at a real one, while the
-engine where they would go has enough to compute, or to be planned with a policy that plans: those that arrive at one
-moment are tried together, as a router does with what comes in one turn of its event loop, and again whenever an event
-reaches it. Nothing else happens, so a run is a function of workload, policy and
+router; a request arrives and is routed; an idle engine begins a step. Requests wait at their router, as at a real one,
+while the engine where they would go has enough to compute, or to be planned with a policy that plans: those that arrive
+at one moment are tried together, as a router does with what comes in one turn of its event loop, and again whenever an
+event reaches it. Nothing else happens, so a run is a function of workload, policy and
 limits. Several pools can share one time; who chooses among them is the caller's business.
 """
 
@@ -156,8 +156,7 @@ class SimulatedPool:
         fleet = routers or RouterFleet()
         self.event_delay_ms = fleet.event_delay_ms
         self._selectors = [
-            Selector(fleet.make_state(), policy, fleet.requests_per_worker_factor)
-            for _ in range(fleet.routers)
+            Selector(fleet.make_state(), policy, fleet.requests_per_worker_factor) for _ in range(fleet.routers)
         ]
         self._projections = [selector.projection for selector in self._selectors]
         self._waiting = [

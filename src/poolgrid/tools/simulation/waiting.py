@@ -1,4 +1,4 @@
-"""Where requests wait at a simulated router: by the queue, the order and the rules of a real one, without its bounds."""
+"""Where requests wait at a simulated router: by the queue and the rules of a real one, without its bounds."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class WaitingRequests:
         if self._queue.is_empty:
             decision = self._choose(request, _NOTHING)
             planner = self._selector.planner
-            if decision is not None and not (self._plans and planner is not None and planner.holds(decision)):
-                if self.may_go(decision):
-                    self._send(request, decision, now_ms)
-                    return
+            waits = decision is None or (self._plans and planner is not None and planner.holds(decision))
+            if decision is not None and not waits and self.may_go(decision):
+                self._send(request, decision, now_ms)
+                return
         while self._plans and len(self._queue) >= HELD_MAX:
             head = self._queue.head(LANE)
             if head is None or self._try(head, _NOTHING) is not Tried.GONE:
