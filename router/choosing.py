@@ -186,7 +186,7 @@ class Chooser:
 
         One whose client is being served already does not: it goes before all others.
         """
-        if not self._holds_back or routed.machine.plan.dispatches:
+        if not self._holds_back or routed.has_place or routed.machine.plan.dispatches:
             return False
         return waits_too_long(decision, self._projection.fleet.workers[decision.worker].card)
 

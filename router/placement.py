@@ -50,6 +50,9 @@ class LocalRequest(RoutedRequest, eq=False):
     """Its place in the queue, while it waits."""
     crowded: Mapping[WorkerKey, str] = msgspec.field(default_factory=dict)
     """Workers that it must leave alone while others can serve it: it would evict sessions there."""
+    has_place: bool = False
+    """Whether it has waited for room in the pool's working set, and has it: it does not wait for engines too, where
+    turns of other sessions would pass it."""
     follows: Known | None = None
     """The turn before its own when it began to wait."""
     behind: Mapping[WorkerKey, int] = msgspec.field(default_factory=dict)

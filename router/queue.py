@@ -106,7 +106,6 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         self._give_up = give_up
         self._pumping = False
         self._pump_scheduled = False
-        self._pumps = 0
         self._closed = False
         self._asked_ms: OrderedDict[tuple[int, str], float] = OrderedDict()
         """When sessions without a place first asked; at most ``max_queue_requests`` of them."""
@@ -235,11 +234,7 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
                 kind = (queued.lane, routed.machine.plan.wants_decode, frozenset((*routed.tried, *routed.unable)))
                 if kind not in stuck and self._try(routed) is not None:
                     stuck.add(kind)
-            lanes = self._queue.lanes()
-            self._pumps += 1
-            if self._pumps % 2:
-                lanes.reverse()  # turns of sessions and other requests of a model share its engines
-            for lane in lanes:
+            for lane in self._queue.lanes():
                 if lane.endswith(SESSIONS):
                     self._place_sessions(lane)
                     continue
@@ -322,6 +317,7 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
                 self._pump_at(now_ms, retry_ms)
                 return
             turn = head.item.machine.request.turn
+            head.item.has_place = True
             if self._try(head.item) is not None:
                 return
             if turn is not None:

@@ -274,17 +274,10 @@ class SimulatedPool:
         return sent
 
     def _place_sessions(self, line: SessionLine, now: float) -> None:
-        """Hand on the turns that have room in the working set, and engines that have not enough to compute."""
-
-        def place(request: SimulatedRequest, crowded: Mapping[WorkerKey, str]) -> bool:
-            decision = self._choose(0, request, now, crowded)
-            if self._waiting[0].may_go(decision):
-                self._send(0, request, decision, now)
-                return True
-            return False
-
-        while line.place_next(self._keys, self._overlap_blocks, now, place):
-            pass
+        """Hand on the turns that have room in the working set."""
+        while (due := line.pop(self._keys, self._overlap_blocks, now)) is not None:
+            request, crowded = due
+            self._send(0, request, self._choose(0, request, now, crowded), now)
 
     def _wanted(
         self,

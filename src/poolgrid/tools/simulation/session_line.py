@@ -56,30 +56,21 @@ class SessionLine:
         self._tried = (-1, 0.0)  # it may be its turn
         return None
 
-    def place_next(
-        self,
-        workers: Sequence[WorkerKey],
-        overlap: Overlap,
-        now: float,
-        place: Callable[[SimulatedRequest, Mapping[WorkerKey, str]], bool],
-    ) -> bool:
-        """Place the next that waits and now has room; return whether it went.
-
-        ``place`` gets it with the workers that it must leave alone, and returns whether its engine takes it.
-        """
+    def pop(
+        self, workers: Sequence[WorkerKey], overlap: Overlap, now: float
+    ) -> tuple[SimulatedRequest, Mapping[WorkerKey, str]] | None:
+        """Return the next that waits and now has room, and the workers that it must leave alone."""
         head = self._queue.aged_head(LANE, now - self._age_ms)
         if head is None or (self._tried[0] == self.working_set.changes and now < self._tried[1]):
-            return False
+            return None
         turn = self._turn(head.item)
         assert turn is not None, "it is of a session"
         crowded = self._offer(head.item, turn, workers, overlap, now, now - head.entered_ms)
         if crowded is None:
             self._tried = (self.working_set.changes, min(self.working_set.next_ms(), head.entered_ms + AGE_MS))
-            return False
-        if not place(head.item, crowded):
-            return False
+            return None
         self._queue.leave(head, dispatched=True)
-        return True
+        return head.item, crowded
 
     def place(self, request: SimulatedRequest, worker: WorkerKey, overlap_blocks: int, now: float) -> None:
         turn = self._turn(request)

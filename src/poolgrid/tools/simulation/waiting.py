@@ -64,7 +64,7 @@ class WaitingRequests:
             decision = self._choose(request, _NOTHING)
             planner = self._selector.planner
             waits = decision is None or (self._plans and planner is not None and planner.holds(decision))
-            if decision is not None and not waits and self.may_go(decision):
+            if decision is not None and not waits and self._may_go(decision):
                 self._send(request, decision, now_ms)
                 return
         while self._plans and len(self._queue) >= HELD_MAX:
@@ -109,7 +109,7 @@ class WaitingRequests:
             return None
         raise RuntimeError(f"simulating request {request.request_id}: {found}")
 
-    def may_go(self, decision: Decision) -> bool:
+    def _may_go(self, decision: Decision) -> bool:
         """Return whether a request may go to the engine of a decision's worker now."""
         if not self._waits_for_engines:
             return True
@@ -120,7 +120,7 @@ class WaitingRequests:
         decision = self._choose(queued.item, behind)
         if decision is None:
             return Tried.BUSY
-        if not self.may_go(decision):
+        if not self._may_go(decision):
             return Tried.BACKLOGGED
         self._changes += 1
         self._queue.leave(queued, dispatched=True)
