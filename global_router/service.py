@@ -292,7 +292,7 @@ class GlobalRouterService:
         return QueuedRequest(
             WaitingFlight(attempt, kind, lambda: self._may_go(flight), asyncio.get_running_loop().create_future()),
             lane=flight.lane,
-            tenant=request.tenant,
+            tenant=request.payer,
             weight=request.tenant_weight,
             priority=request.priority,
             prompt_tokens=flight.record.isl,
@@ -398,7 +398,7 @@ class GlobalRouterService:
         if machine.plan.dispatches:
             request = machine.request
             self.queue.count_finished(
-                routed.lane, request.tenant, request.tenant_weight, request.priority, machine.delivery.tokens
+                routed.lane, request.payer, request.tenant_weight, request.priority, machine.delivery.tokens
             )
         if routed.moving is not None and routed.moving is not asyncio.current_task():
             routed.moving.cancel()

@@ -15,6 +15,7 @@ from typing import Any, Final
 from poolgrid.inference import InferenceRequest
 from poolgrid.process.clock import Clock
 from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.engine_backlog import waits_too_long
 from poolgrid.router.core.inputs import TurnOffered, WorkerWanted
 from poolgrid.router.core.policy import RoutingRequest
 from poolgrid.router.core.router_state import RouterState
@@ -60,6 +61,9 @@ CROWDED: Final = "its sessions fill its cache"
 NO_ADAPTER: Final = "it does not serve the adapter"
 """Filter reason of a worker for requests with an adapter that others of its model serve."""
 
+ENOUGH_TO_COMPUTE: Final = "its engine has enough to compute"
+"""Why a request waits for a worker that it could go to."""
+
 NOT_THE_MAKER: Final = "its server did not make what the request continues"
 """Filter reason of a worker for requests that continue what one engine server keeps."""
 
@@ -94,6 +98,7 @@ class Chooser:
         self._projection = state.projection
         self.planner: Planner | None = state.selector.planner if settings.hold_limit_ms > 0 else None
         """Where requests may ever wait for the worker that is best for them."""
+        self._holds_back = settings.max_queue_requests > 0
         self._links = links
         self._clock = clock
         self._behind_records = behind_records
@@ -150,6 +155,9 @@ class Chooser:
         leg, wanted = self._next(routed, now_ms)
         found = self._state.select(wanted)
         if isinstance(found, Decision):
+            if found.prefill_tokens and self._waits_for_engine(routed, found):
+                none = NoWorker(request.model, {found.worker: ENOUGH_TO_COMPUTE}, frozenset((found.worker,)))
+                return PlacementFailure(none, busy=True, waits_for_engine=True)
             return Placement(found, leg if found.legs is None else spec_of(found.legs), now_ms)
         if isinstance(found, PolicyFailed):
             log.error(
@@ -179,6 +187,15 @@ class Chooser:
         lacks_role = request.task is None and bool(self._staff_of(request).missing)
         waits = machine.plan.dispatches > 0 or routed.queued is not None or lacks_role
         return PlacementFailure(found, busy=waits and found.reasons.keys() <= found.draining)
+
+    def _waits_for_engine(self, routed: LocalRequest, decision: Decision) -> bool:
+        """Return whether a new request waits until the engine that was chosen has computed what it was given.
+
+        One whose client is being served already does not: it goes before all others.
+        """
+        if not self._holds_back or routed.has_place or routed.machine.plan.dispatches:
+            return False
+        return waits_too_long(decision, self._projection.fleet.workers[decision.worker].card)
 
     def _hash(self, routed: LocalRequest) -> None:
         """Hash a prompt again, for which there was no worker when it came."""
@@ -260,10 +277,19 @@ class Chooser:
         fleet, full = self._projection.fleet.version, len(self.full.at(self._clock.monotonic_ms()))
         return openings, self._projection.ledger.queues_emptied, fleet, self._links.version, full
 
+    @property
+    def relieved(self) -> int:
+        """Return a number that grows when a worker may have room: a request ended there, or a prompt was computed."""
+        return self._projection.ledger.relieved
+
     def holds(self, found: Placement | PlacementFailure) -> bool:
         """Tell whether a new request, while none waits, is better planned with others than sent where it would go."""
         planner = self.planner
-        if planner is None or not isinstance(found, Placement) or found.leg.stage not in PROMPT_STAGES:
+        if planner is None:
+            return False
+        if isinstance(found, PlacementFailure):
+            return found.waits_for_engine and planner.is_active
+        if found.leg.stage not in PROMPT_STAGES:
             return False
         return planner.is_active and planner.holds(found.decision)
 

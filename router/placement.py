@@ -50,6 +50,9 @@ class LocalRequest(RoutedRequest, eq=False):
     """Its place in the queue, while it waits."""
     crowded: Mapping[WorkerKey, str] = msgspec.field(default_factory=dict)
     """Workers that it must leave alone while others can serve it: it would evict sessions there."""
+    has_place: bool = False
+    """Whether it has waited for room in the pool's working set, and has it: it does not wait for engines too, where
+    turns of other sessions would pass it."""
     follows: Known | None = None
     """The turn before its own when it began to wait."""
     behind: Mapping[WorkerKey, int] = msgspec.field(default_factory=dict)
@@ -88,6 +91,8 @@ class PlacementFailure:
     """Whether some worker could serve the request once it has room or can be reached again: it may wait."""
     full: bool = False
     """Whether some worker that could serve it has refused others for lack of room."""
+    waits_for_engine: bool = False
+    """Whether the engine where it would go has enough to compute."""
 
     @property
     def is_policy_failure(self) -> bool:

@@ -22,13 +22,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
 from poolgrid.inference import InferenceRequest, Refused
 from poolgrid.process.clock import Clock, within
 from poolgrid.router.choosing import Chooser
-from poolgrid.router.core.policy import HELD_MAX, PLANNED_MAX
+from poolgrid.router.core.lane_placer import LanePlacer, Tried
+from poolgrid.router.core.policy import HELD_MAX
 from poolgrid.router.core.working_set import AGE_MS
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.placement import LocalRequest, PlacementFailure, WaitCause
@@ -51,6 +52,21 @@ SESSION_TICK_MS: Final = 0.001
 
 ASKED_KEPT_MS: Final = 2 * RETRY_AFTER_MAX_S * 1000
 """Clients come back within ``Retry-After``, which is half of it at most."""
+
+
+LOOK_MS: Final = 250.0
+"""Requests that wait for an engine are tried again after this time even if no prompt is known to be computed."""
+
+
+class LookedAt(NamedTuple):
+    """What it depends on whether a request of a lane can be placed."""
+
+    changes: int
+    plans: bool
+    waits_for_engine: bool
+    relieved: int
+    """How often workers had less to do, where requests wait for that."""
+    of_plan: tuple[int, ...]
 
 
 def lane_of(request: InferenceRequest) -> str:
@@ -88,7 +104,6 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         self._chooser = chooser
         self._place = place
         self._give_up = give_up
-        self._defer_max_ms = settings.hold_limit_ms
         self._pumping = False
         self._pump_scheduled = False
         self._closed = False
@@ -100,9 +115,10 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         self._place_timer: asyncio.TimerHandle | None = None
         self._changes = 0
         """How often a request came or left."""
-        self._planned: dict[str, tuple[tuple[int, ...], float]] = {}
-        """By lane in which requests are deferred, on what the last plan was based, and when the first was deferred
-        long enough."""
+        self._looked: dict[str, tuple[LookedAt, float]] = {}
+        """By lane in which requests are deferred or wait for an engine, what was there when they were last tried, and
+        when to try again without any change."""
+        self._lanes = LanePlacer(self._queue, settings.hold_limit_ms, self._try_turn, self._place_planned)
 
     # -- in --------------------------------------------------------------------------------------------------------
 
@@ -117,7 +133,7 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
             return True
         if not is_first:
             tokens = len(request.token_ids) // 4
-            self._queue.charge(lane, request.tenant, request.tenant_weight, request.priority, tokens)
+            self._queue.charge(lane, request.payer, request.tenant_weight, request.priority, tokens)
         return False
 
     async def wait(self, routed: LocalRequest, cause: WaitCause) -> None:
@@ -180,7 +196,7 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         routed.queued = QueuedRequest(
             routed,
             lane=lane_of(request),
-            tenant=request.tenant,
+            tenant=request.payer,
             weight=request.tenant_weight,
             priority=request.priority,
             prompt_tokens=prompt_tokens,
@@ -216,17 +232,13 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
                 if routed.queued is not queued:
                     continue  # it left, or was placed, while others were
                 kind = (queued.lane, routed.machine.plan.wants_decode, frozenset((*routed.tried, *routed.unable)))
-                if kind not in stuck and not self._try(routed):
+                if kind not in stuck and self._try(routed) is not None:
                     stuck.add(kind)
             for lane in self._queue.lanes():
                 if lane.endswith(SESSIONS):
                     self._place_sessions(lane)
                     continue
-                if self._chooser.plans and not lane.endswith(TASKS):
-                    self._place_deferred(lane)
-                    continue
-                while (head := self._queue.head(lane)) is not None and self._try(head.item):
-                    pass
+                self._place_lane(lane)
         finally:
             self._pumping = False
 
@@ -238,13 +250,13 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
                 refusal = self._overdue(queued.item)
                 self._give_up(queued.item, str(refusal), refusal.retry_after_s if refusal.status == 429 else None)
 
-    def _try(self, routed: LocalRequest) -> bool:
-        """Place a waiting request; return False when it continues to wait, because every worker is busy."""
+    def _try(self, routed: LocalRequest) -> PlacementFailure | None:
+        """Place a waiting request; return why it continues to wait, ``None`` when it does not."""
         queued, placed = routed.queued, routed.placed
         assert queued is not None, "it is in the queue"
         if routed.is_over:
             self.leave(routed)
-            return True
+            return None
         failure = self._place(routed)
         if failure is None:
             routed.queued = None
@@ -256,15 +268,15 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
             if placed is not None:
                 routed.placed = None
                 placed.set_result(None)
-            return True
+            return None
         if failure.busy:
-            return False
+            return failure
         self.leave(routed)
         if placed is not None:
             placed.set_exception(self.refusal(failure))
         else:
             self._give_up(routed, str(failure), None)
-        return True
+        return None
 
     # -- turns of sessions -----------------------------------------------------------------------------------------
 
@@ -305,7 +317,8 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
                 self._pump_at(now_ms, retry_ms)
                 return
             turn = head.item.machine.request.turn
-            if not self._try(head.item):
+            head.item.has_place = True
+            if self._try(head.item) is not None:
                 return
             if turn is not None:
                 self._asked_ms.pop((turn.tenant, turn.session), None)
@@ -316,45 +329,51 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         delay_s = min(PLACE_WAIT_MAX_S, max(0.001, (retry_ms - now_ms) / 1000))
         self._place_timer = asyncio.get_running_loop().call_later(delay_s, self.pump)
 
-    # -- deferred requests -----------------------------------------------------------------------------------------
+    # -- requests that are deferred, or wait for an engine ---------------------------------------------------------
 
     def _make_room(self, newcomer: QueuedRequest[LocalRequest]) -> None:
-        """Place those whose turn it is until a newcomer has room in the queue, or workers have none."""
+        """Place those whose turn it is until a newcomer has room in the queue, or engines have enough to compute."""
         while not self._queue.has_room(newcomer, HELD_MAX):
             head = self._queue.head(newcomer.lane)
-            if head is None or not self._try(head.item):
+            if head is None or self._try(head.item) is not None:
                 return
 
-    def _place_deferred(self, lane: str) -> None:
-        """Place those of a lane that a plan selects, and those that were deferred long enough."""
-        now_ms = self._clock.monotonic_ms()
-        basis, next_due_ms = self._planned.get(lane, ((), 0.0))
-        if now_ms < next_due_ms and basis == (self._changes, *self._chooser.plan_basis(lane)):
+    def _place_lane(self, lane: str) -> None:
+        """Place those of a lane that can be, unless nothing has changed since that was last seen."""
+        chooser, now_ms = self._chooser, self._clock.monotonic_ms()
+        plans = chooser.plans and not lane.endswith(TASKS)
+        seen, again_ms = self._looked.get(lane, (None, 0.0))
+        if seen is not None and now_ms < again_ms and seen == self._basis(lane, plans, seen.waits_for_engine):
             return
-        due_ms = now_ms - self._defer_max_ms
-        moved = True
-        while moved and (
-            self._chooser.takes_held(lane) or any(each.entered_ms <= due_ms for each in self._queue.of_lane(lane))
-        ):
-            taken: list[QueuedRequest[LocalRequest]] = []
-            while len(taken) < PLANNED_MAX and (queued := self._queue.take(lane)) is not None:
-                taken.append(queued)
-            moved = False
-            for each in taken:
-                if each.item.is_over or each.entered_ms <= due_ms:
-                    moved = self._try(each.item) or moved
-            if not moved:
-                for routed, behind in self._chooser.plan([each.item for each in taken]):
-                    routed.behind = behind
-                    moved = self._try(routed) or moved
-                    routed.behind = {}
-            for each in taken:
-                self._queue.put_back(each)
-        first_ms = min((each.entered_ms for each in self._queue.of_lane(lane)), default=None)
-        if first_ms is None:
-            self._planned.pop(lane, None)
-        else:
-            self._planned[lane] = (self._changes, *self._chooser.plan_basis(lane)), first_ms + self._defer_max_ms
+        waits_for_engine = self._lanes.place(lane, now_ms, plans)
+        first_ms = self._queue.first_entered_ms(lane)
+        if first_ms is None or not (plans or waits_for_engine):
+            self._looked.pop(lane, None)
+            return
+        due_ms = first_ms + self._lanes.hold_limit_ms(lane) if plans else math.inf
+        if waits_for_engine or due_ms <= now_ms:
+            due_ms = now_ms + LOOK_MS
+        self._looked[lane] = self._basis(lane, plans, waits_for_engine), due_ms
+
+    def _basis(self, lane: str, plans: bool, waits_for_engine: bool) -> LookedAt:
+        relieved = self._chooser.relieved if waits_for_engine else 0
+        return LookedAt(self._changes, plans, waits_for_engine, relieved, self._chooser.plan_basis(lane))
+
+    def _try_turn(self, queued: QueuedRequest[LocalRequest]) -> Tried:
+        failure = self._try(queued.item)
+        if failure is None:
+            return Tried.GONE
+        return Tried.BACKLOGGED if failure.waits_for_engine else Tried.BUSY
+
+    def _place_planned(self, taken: Sequence[QueuedRequest[LocalRequest]]) -> bool:
+        """Plan requests together, and place those that the plan selects; return whether there are any."""
+        moved = False
+        if self._chooser.takes_held(taken[0].lane):
+            for routed, behind in self._chooser.plan([each.item for each in taken]):
+                routed.behind = behind
+                moved = self._try(routed) is None or moved
+                routed.behind = {}
+        return moved
 
     # -- refusals --------------------------------------------------------------------------------------------------
 

@@ -341,7 +341,7 @@ class RouterService:
             request = routed.machine.request
             self.queue.count_finished(
                 lane_of(request),
-                request.tenant,
+                request.payer,
                 request.tenant_weight,
                 request.priority,
                 routed.machine.delivery.tokens,

@@ -99,12 +99,12 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
         description=("With a data_dir, record every decision and its inputs for poolgrid replay, what-if and explain."),
     )
     worker_queue_factor: float = Field(
-        2.0,
+        1.25,
         gt=0,
         le=1000,
         description=(
             "Send a worker at most this multiple of its batch size; other requests wait in the router, where "
-            "they can still move."
+            "they keep their order and can still move."
         ),
     )
     queue_order: Literal["arrival", "shortest-uncached-work-first"] = Field(

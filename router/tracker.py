@@ -15,6 +15,7 @@ from poolgrid.inference import Carrier, InferenceRequest
 from poolgrid.process.clock import Clock
 from poolgrid.process.instruments import Counter
 from poolgrid.router.core.decision import Decision, DecisionLog
+from poolgrid.router.core.engine_backlog import times_ms
 from poolgrid.router.core.examiner import Examiner, uncached_of
 from poolgrid.router.core.inputs import Booked, Expired, Overcommitted, PromptComputed, Released
 from poolgrid.router.core.router_state import RouterState
@@ -81,6 +82,7 @@ class RouterTracker(RequestTracker[LocalRequest]):
         self.examiner = Examiner(state.projection, self.decisions.of_dispatch, self._realised)
         self._plans = state.selector.planner is not None
         self._overcommit_timer: asyncio.TimerHandle | None = None
+        self._is_stopped = False
         for observer in state.projection.observers:
             observer.report_ttft = self.first_token
 
@@ -107,8 +109,11 @@ class RouterTracker(RequestTracker[LocalRequest]):
             metrics.decisions_behind.inc()
         if leg.stage is not Stage.ENCODE and decision.attempt == plan.encode_legs:
             self._count_prompt(decision, routed.path)
-        if plan.request.carrier is not None and plan.current is not None:
+        carrier = plan.request.carrier
+        if carrier is not None and plan.current is not None:
             self._report_forward(plan.request, decision, plan.current)
+            if not carrier.is_streamed and leg.stage in PROMPT_STAGES:
+                self._expect_unseen(decision, plan.current)
 
     def _report_forward(self, request: InferenceRequest, decision: Decision, dispatch: Dispatch) -> None:
         """Report to the worker what went past it to its server: its events show other routers the load."""
@@ -117,6 +122,21 @@ class RouterTracker(RequestTracker[LocalRequest]):
             isl, rank = decision.request.isl, dispatch.worker.dp_rank
             computes = dispatch.stage is not Stage.DECODE
             link.forward_began(ForwardBegan(dispatch.id, rank, isl, decision.overlap_tokens, request.turn, computes))
+
+    def _expect_unseen(self, decision: Decision, dispatch: Dispatch) -> None:
+        """Count a prompt as computed when that is expected: of an answer in one piece only the end is seen, and its
+        worker would count as busy with the prompt while it generates."""
+        card = self._state.projection.fleet.workers[decision.worker].card
+        wait_s = max(0.001, times_ms(decision, card)[1] / 1000)
+        asyncio.get_running_loop().call_later(wait_s, self._take_as_computed, dispatch)
+
+    def _take_as_computed(self, dispatch: Dispatch) -> None:
+        if self._is_stopped or not self._state.projection.ledger.knows(dispatch.worker, dispatch.id):
+            return
+        if self._state.note_prompt(PromptComputed(dispatch.worker, dispatch.id, untimed=True)):
+            self._placer.room_changed(soon=True)
+            if (link := self._links.get(dispatch.endpoint)) is not None:
+                link.forward_computed(dispatch.id)
 
     def reserved(self, decision: Decision, path: Sequence[int]) -> None:
         """Keep and count what was chosen for a global router."""
@@ -291,6 +311,7 @@ class RouterTracker(RequestTracker[LocalRequest]):
         self._state.expire(Expired(self._clock.monotonic_ms(), running))
 
     def stop(self) -> None:
+        self._is_stopped = True
         if self._overcommit_timer is not None:
             self._overcommit_timer.cancel()
 

@@ -57,7 +57,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "consolidator": ("wire", "kv_events", "process", "transport", "http", "discovery"),
     "nats": ("wire", "process", "transport", "inference", "discovery", "frontend", "consolidator"),
     "fleet_page": ("wire", "process", "frontend", "serving", "consolidator", "router", "global_router"),
-    "router.core": ("wire", "diagnosis", "consolidator.core.session_table", "consolidator.core.sharded_map"),
+    "router.core": (
+        "wire",
+        "diagnosis",
+        "serving.fair_queue",
+        "consolidator.core.session_table",
+        "consolidator.core.sharded_map",
+    ),
     "router.policies": ("wire", "router.core"),
     "proxy": (
         "forwarding",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -106,8 +107,14 @@ PUBLISHED = StepCurve(
 """For workers whose card has no times: the polynomials of Dynamo's published simulator (its mocker)."""
 
 
+@lru_cache(maxsize=64)
 def _curve_of(times: StepTimes) -> StepCurve:
     return StepCurve(times.prefill, times.decode) if times.prefill and times.decode else PUBLISHED
+
+
+def card_prompt_ms(card: WorkerCard, tokens: float) -> float:
+    """Return how long a worker takes to compute so many prompt tokens by its card, at pace 1."""
+    return _curve_of(card.step_times).one_prompt_ms(tokens, float(max(1, card.limits.max_num_tokens)))
 
 
 def refill_ms(card: WorkerCard) -> float:

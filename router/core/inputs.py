@@ -108,6 +108,8 @@ class PromptComputed(msgspec.Struct, frozen=True, gc=False):
     """Its worker counts as holding the prompt's blocks, until the worker's own events report what it holds."""
     first_token_ms: float = 0.0
     """When the first token passed this router, which observers learn from; 0 = the worker reports that itself."""
+    untimed: bool = False
+    """No first token of the answer can be seen: its time has come by what was expected, and teaches nothing."""
 
 
 class Released(msgspec.Struct, frozen=True, gc=False):

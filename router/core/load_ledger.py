@@ -124,6 +124,8 @@ class LoadLedger:
         self.refused_entries = 0
         self.queues_emptied = 0
         """How often a worker had no prompt tokens to compute any more: others may have their turn there."""
+        self.relieved = 0
+        """How often a worker had a request less, or fewer prompt tokens to compute."""
 
     def ensure_slot(self, slot: int) -> None:
         length = len(self._requests)
@@ -216,6 +218,7 @@ class LoadLedger:
             return
         if entry.prefill_tokens != prefill_tokens:
             self._prefill_tokens[slot] += prefill_tokens - entry.prefill_tokens
+            self.relieved += prefill_tokens < entry.prefill_tokens
             self.queues_emptied += not self._prefill_tokens[slot]
             entry.prefill_tokens = prefill_tokens
         if entry.active_blocks != active_blocks:
@@ -272,6 +275,7 @@ class LoadLedger:
 
     def _count_prompt(self, entry: LoadEntry) -> None:
         if entry.prefill_tokens:
+            self.relieved += 1
             self._prefill_tokens[entry.slot] -= entry.prefill_tokens
             self.queues_emptied += not self._prefill_tokens[entry.slot]
             entry.prefill_tokens = 0
@@ -402,6 +406,7 @@ class LoadLedger:
 
     def _subtract(self, entry: LoadEntry) -> None:
         slot = entry.slot
+        self.relieved += 1
         if entry.prefill_tokens:
             self._prefill_tokens[slot] -= entry.prefill_tokens
             self.queues_emptied += not self._prefill_tokens[slot]

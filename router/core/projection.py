@@ -248,8 +248,7 @@ class Projection:
         worker = self.fleet.workers.get(key)
         known = None if worker is None else worker.streams.get(WORKER_SOURCE)
         if event.untimed or (known is not None and known.state in _BEHIND):
-            for observer in self.observers:
-                observer.on_untimed_token(key, event.request_id)
+            self.untimed_token(key, event.request_id)
         else:
             self.first_token(key, event.request_id, now_ms)
 
@@ -257,6 +256,11 @@ class Projection:
         """Have observers learn when a first token came, as its worker or this router saw it."""
         for observer in self.observers:
             observer.on_first_token(key, request_id, now_ms)
+
+    def untimed_token(self, key: WorkerKey, request_id: str) -> None:
+        """Have observers know of a first token whose time says nothing."""
+        for observer in self.observers:
+            observer.on_untimed_token(key, request_id)
 
     def _progressed(self, key: WorkerKey, record: JournalRecord, event: RequestProgressed, now_ms: float) -> None:
         self.ledger.progressed(key, event.request_id, event.active_blocks)

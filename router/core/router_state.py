@@ -104,6 +104,8 @@ class RouterState:
             is_news = True
         if given.first_token_ms:
             self.projection.first_token(given.worker, given.dispatch_id, given.first_token_ms)
+        if given.untimed and is_news:
+            self.projection.untimed_token(given.worker, given.dispatch_id)
         if (is_news or given.first_token_ms) and self.log is not None:
             self.log.note(given)
         return is_news

@@ -56,7 +56,7 @@ DECISIONS = SegmentKind(
 COMPRESSION_LEVEL = 1
 """zlib's quickest: columns are mostly small integers as floats, which it shrinks to a fifth."""
 
-INPUTS_VERSION = 10
+INPUTS_VERSION = 11
 """Which inputs a router's state is made of, and what they mean: higher than what a reader knows, it cannot replay.
 
 A kind of input more, or one that does something else to the state, is a new version. An entry that no decision depends
@@ -289,6 +289,8 @@ class PrefillEnded(JournalEntry, frozen=True):
     """The worker counts as holding the prompt from now on."""
     first_token_ms: float = 0.0
     """When the first token passed the router, where it saw that itself."""
+    untimed: bool = False
+    """Nothing of the answer was seen: the prompt counts as computed since that was expected by now."""
 
 
 class EntryReleased(JournalEntry, frozen=True):
@@ -529,7 +531,7 @@ class InputWriter:
                 return LeaseRenewed(self._named((item.worker,), out)[item.worker], item.dispatch_id, item.now_ms)
             case PromptComputed():
                 number = self._named((item.worker,), out)[item.worker]
-                return PrefillEnded(number, item.dispatch_id, item.is_held, item.first_token_ms)
+                return PrefillEnded(number, item.dispatch_id, item.is_held, item.first_token_ms, item.untimed)
             case Released():
                 return EntryReleased(self._named((item.worker,), out)[item.worker], item.dispatch_id)
             case Expired():
@@ -612,7 +614,8 @@ class InputReader:
             case LeaseRenewed():
                 return Renewed(workers[entry.worker], entry.dispatch_id, entry.now_ms)
             case PrefillEnded():
-                return PromptComputed(workers[entry.worker], entry.dispatch_id, entry.is_held, entry.first_token_ms)
+                held, first_token_ms = entry.is_held, entry.first_token_ms
+                return PromptComputed(workers[entry.worker], entry.dispatch_id, held, first_token_ms, entry.untimed)
             case EntryReleased():
                 return Released(workers[entry.worker], entry.dispatch_id)
             case ReservationsExpired():

@@ -121,6 +121,8 @@ class InferenceRequest(msgspec.Struct, eq=False):
     """Whether the answer is not read before its end: its tokens may come in larger pieces."""
     tenant: str = ""
     """Whose request it is; requests of one tenant share a queue's turns. Empty without API keys."""
+    address: str = ""
+    """Address of a client without an API key."""
     tenant_weight: float = 1.0
     cache_shares: CacheShares | None = WHOLE
     """Among whom the process's caches are divided; ``None`` = the request leaves nothing in them."""
@@ -147,6 +149,11 @@ class InferenceRequest(msgspec.Struct, eq=False):
     """Whether ``token_ids`` are bytes of the prompt's text, whose tokens are not known: four stand for a token."""
     trace_context: TraceContext | None = None
     """Where the client's request stands in a trace of its own; workers get it if no record is kept here."""
+
+    @property
+    def payer(self) -> str:
+        """Return whose turn in a queue it takes: its tenant's, or without API keys that of its client's address."""
+        return self.tenant or self.address
 
     def named(self, **more: Field) -> dict[str, Any]:
         """Return the ``extra`` of a log line about this request, and what else the line is about."""

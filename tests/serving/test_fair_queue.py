@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from poolgrid.serving.admission_queue import DrainRate
-from poolgrid.serving.fair_queue import FairQueue, QueuedRequest, QueueOrder
+from poolgrid.serving.fair_queue import SHORT_PROMPT_TOKENS, FairQueue, QueuedRequest, QueueOrder
 from tests.examples import examples
 
 NO_BOUND = 10**12
@@ -55,6 +55,36 @@ def test_a_tenant_that_was_away_has_saved_no_turns() -> None:
         queue.enter(request(f"back-{number}", "away"))
 
     assert sum(name.startswith("back") for name in drained(queue)[:10]) == 5
+
+
+def test_a_short_prompt_of_a_tenant_does_not_wait_behind_its_long_ones_nor_they_behind_many_short_ones() -> None:
+    queue: FairQueue[str] = FairQueue(1000, NO_BOUND)
+    for number in range(20):
+        queue.enter(request(f"long-{number}", tokens=9000))
+    queue.enter(request("short", tokens=40))
+    assert drained(queue)[:3] == ["short", "long-0", "long-1"]
+
+    for number in range(3):
+        queue.enter(request(f"long-{number}", tokens=9000))
+    for number in range(500):
+        queue.enter(request(f"short-{number}", tokens=40))
+    order = drained(queue)
+    # Short ones have as many tokens' worth of turns as long ones, and no more: 226 x 40 tokens exceed 9,000.
+    assert [order.index(f"long-{number}") for number in range(3)] == [1, 227, 453]
+
+
+def test_kinds_of_prompts_save_no_turns_while_none_of_them_waits() -> None:
+    queue: FairQueue[str] = FairQueue(1000, NO_BOUND)
+    for number in range(20):
+        queue.enter(request(f"long-{number}", tokens=9000))
+    for _ in range(10):
+        head = queue.head("m")
+        assert head is not None
+        queue.leave(head, dispatched=True)
+    for number in range(400):
+        queue.enter(request(f"short-{number}", tokens=40))
+
+    assert drained(queue).index("long-10") == 1
 
 
 def test_least_uncached_work_goes_first_but_only_for_so_long() -> None:
@@ -110,7 +140,7 @@ def test_who_left_has_no_place_and_costs_no_memory() -> None:
         queue.leave(gone)
 
     band = queue._lanes["m"][0]
-    assert len(band.backlogs[""].heap) < 50
+    assert len(band.backlogs[""].short.heap) < 50
     assert len(band.turns) < 50
     assert list(queue._shares[0]) == [""]
     assert len(queue) == 1
@@ -156,6 +186,8 @@ class Naive:
     served: dict[tuple[str, int, str], float] = field(default_factory=dict)
     began: dict[tuple[str, int, str], int] = field(default_factory=dict)
     arrivals: dict[str, int] = field(default_factory=dict)
+    kinds: dict[tuple[str, int, str, bool], float] = field(default_factory=dict)
+    """Tokens that the short and the long prompts of a tenant were served since it began to wait."""
 
     def tenants(self, lane: str, priority: int) -> set[str]:
         return {each.tenant for each in self.waiting if (each.lane, each.priority) == (lane, priority)}
@@ -191,6 +223,13 @@ class Naive:
             least = min((self.served[(*band, each)] for each in waiting), default=0.0)
             self.served[(*band, newcomer.tenant)] = max(self.served.get((*band, newcomer.tenant), 0.0), least)
             self.began[(*band, newcomer.tenant)] = self.arrivals[newcomer.item]
+            for kind in (False, True):
+                self.kinds.pop((*band, newcomer.tenant, kind), None)
+        own = [each for each in self.waiting if (each.lane, each.priority, each.tenant) == (*band, newcomer.tenant)]
+        is_short = self.is_short(newcomer)
+        if all(self.is_short(each) is not is_short for each in own):
+            mine, other = (*band, newcomer.tenant, is_short), (*band, newcomer.tenant, not is_short)
+            self.kinds[mine] = max(self.kinds.get(mine, 0.0), self.kinds.get(other, 0.0))
         self.waiting.append(newcomer)
         return [each.item for each in evicted]
 
@@ -201,6 +240,7 @@ class Naive:
         band = (gone.lane, gone.priority)
         if dispatched:
             self.served[(*band, gone.tenant)] += max(1, gone.prompt_tokens) / gone.weight
+            self.kinds[(*band, gone.tenant, self.is_short(gone))] += gone.prompt_tokens
         if not self.tenants(*band):
             self.served = {key: value for key, value in self.served.items() if key[:2] != band}
 
@@ -209,11 +249,16 @@ class Naive:
             key = (lane, priority, tenant)
             self.served[key] = self.served.get(key, 0.0) + tokens / weight
 
-    def key(self, each: QueuedRequest[str]) -> tuple[float, int]:
+    def is_short(self, each: QueuedRequest[str]) -> bool:
+        return self.aging_per_ms is None and each.prompt_tokens <= SHORT_PROMPT_TOKENS
+
+    def key(self, each: QueuedRequest[str]) -> tuple[float, bool, float, int]:
         arrival = self.arrivals[each.item]
         if self.aging_per_ms is None:
-            return (arrival, arrival)
-        return (each.uncached_tokens + each.entered_ms * self.aging_per_ms, arrival)
+            is_short = self.is_short(each)
+            served = self.kinds[(each.lane, each.priority, each.tenant, is_short)]
+            return (served, not is_short, arrival, arrival)
+        return (0.0, False, each.uncached_tokens + each.entered_ms * self.aging_per_ms, arrival)
 
     def head(self, lane: str) -> str | None:
         there = [each for each in self.waiting if each.lane == lane]
@@ -235,10 +280,12 @@ class Naive:
 
 
 @pytest.mark.parametrize("order", QueueOrder)
-@pytest.mark.parametrize("seed", range(examples(4)))
+@pytest.mark.parametrize("seed", range(examples(12)))
 def test_the_queue_does_what_a_naive_one_does(seed: int, order: QueueOrder) -> None:
     random = Random(seed)
-    requests_max, tokens_max = random.choice([(4, NO_BOUND), (30, 400), (8, 200), (1, 50), (0, 100)])
+    bounds = [(4, NO_BOUND), (30, 400), (8, 200), (1, 50), (0, 100), (40, NO_BOUND), (40, 20_000)]
+    requests_max, tokens_max = random.choice(bounds)
+    lengths = random.choice([(0, 60), (1000, 1050), (0, 5000)])
     queue: FairQueue[str] = FairQueue(requests_max, tokens_max, order, aging_tokens_per_s=5000)
     naive = Naive(requests_max, tokens_max, 5.0 if order is QueueOrder.SHORTEST_UNCACHED_WORK_FIRST else None)
     # Weights that have nothing in common: no two tenants ever hold or were served exactly the same.
@@ -247,7 +294,7 @@ def test_the_queue_does_what_a_naive_one_does(seed: int, order: QueueOrder) -> N
     for step in range(400):
         deed = random.random()
         if deed < 0.55:
-            tenant, tokens = random.choice("abcd"), random.randint(0, 60)
+            tenant, tokens = random.choice("abcd"), random.randint(*lengths)
             entering = request(
                 f"r{step}",
                 tenant,
@@ -335,13 +382,15 @@ def test_who_is_taken_gives_the_turn_to_the_next_and_gets_its_place_back() -> No
 @pytest.mark.parametrize("seed", range(examples(10)))
 def test_a_queue_of_which_requests_are_taken_and_put_back_is_the_queue_without(seed: int) -> None:
     random = Random(seed)
-    plain: FairQueue[str] = FairQueue(12, 400)
-    tried: FairQueue[str] = FairQueue(12, 400)
+    bound = random.choice((400, 4000))
+    plain: FairQueue[str] = FairQueue(12, bound)
+    tried: FairQueue[str] = FairQueue(12, bound)
     for number in range(120):
         step = random.random()
         lane = random.choice("mn")
         if step < 0.5:
-            more = (str(number), random.choice("abc"), random.randrange(2), random.randrange(1, 60), lane)
+            tokens = random.choice((random.randrange(1, 60), random.randrange(1, 60), random.randrange(1025, 1100)))
+            more = (str(number), random.choice("abc"), random.randrange(2), tokens, lane)
             assert names(plain.enter(request(*more))) == names(tried.enter(request(*more)))
         elif step < 0.8:
             # Any number in a row, put back in any order; each of them had the turn that it would have had.
@@ -375,7 +424,7 @@ def test_trying_in_vain_again_and_again_takes_no_memory() -> None:
 
     (band,) = queue._lanes["m"].values()
     assert len(band.turns) < 50
-    assert sum(len(backlog.heap) for backlog in band.backlogs.values()) == 6
+    assert sum(len(backlog.short.heap) for backlog in band.backlogs.values()) == 6
     assert drained(queue) == ["0", "1", "2", "3", "4", "5"]
 
 

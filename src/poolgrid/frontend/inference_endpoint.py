@@ -54,6 +54,7 @@ from poolgrid.frontend.stream_head import KeepAlive, StreamHead
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.frontend.tools import HOSTED_TOOL
 from poolgrid.frontend.traffic import EndedRequest, TokenTotals, Traffic, tell_request
+from poolgrid.http.client_address import client_address
 from poolgrid.http.guard import SERVER_ENDS, guard_of
 from poolgrid.inference import HINT_HEADERS, NO_HINT, InferenceBackend, InferenceRequest, Refused, StreamDelta
 from poolgrid.process.clock import Clock
@@ -384,6 +385,10 @@ class InferenceExchange:
         if self._caller is not None:
             isl = sum(prompt.isl for prompt in prompts)
             self._caller.admit(requests, isl, self._clock.monotonic_ms())
+        else:
+            address = client_address(self._scope)
+            for request in requests:
+                request.address = address
         outputs: list[SequenceOutput] = []
         for index, request in enumerate(requests):
             output = SequenceOutput(

@@ -29,6 +29,7 @@ from poolgrid.frontend.request_body import BodyReader, RequestIds, receive_body,
 from poolgrid.frontend.session_fields import hint_of_members
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.traffic import Traffic, tell_request
+from poolgrid.http.client_address import client_address
 from poolgrid.http.guard import Guard
 from poolgrid.inference import InferenceRequest
 from poolgrid.process.clock import Clock
@@ -300,6 +301,7 @@ class ForwardApplication:
             caller.admit_using(features_of(values, body), [request], reading.isl, self.clock.monotonic_ms())
         else:
             request.cache_salt = self._domains.salt_of(exchange.headers, salt)
+            request.address = client_address(exchange.scope)
         return request
 
     def _any_model(self) -> str:

@@ -3,8 +3,9 @@
 Rules
     1. Requests wait in *lanes*, one per model: a model without room never holds up another one.
     2. In a lane a higher priority goes first, always. Within a priority it is the turn of the tenant that was served
-       the fewest tokens (divided by its weight); within a tenant the order is that of arrival, or of least uncached
-       work.
+       the fewest tokens (divided by its weight). Within a tenant, prompts of up to ``SHORT_PROMPT_TOKENS`` and longer
+       ones have turns in the same way, each in order of arrival: a short one does not wait behind a backlog of long
+       ones, also where nothing distinguishes clients. Or the order is that of least uncached work.
     3. A tenant is charged a request's prompt tokens when it leaves the queue for a worker, and its output tokens when
        they are known. A tenant that begins to wait takes over at least the count of the least served one that waits:
        a tenant cannot save up turns by being idle. This is the virtual token counter of Sheng et al., "Fairness in
@@ -35,9 +36,16 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+SHORT_PROMPT_TOKENS = 1024
+"""Up to here a prompt is short: it takes twice the time of the smallest step, and joins steps of others."""
+
 STALE_FACTOR = 2
 STALE_MIN = 16
 """A heap is cleaned when it has this many times what is live in it, and this many more: memory follows what waits."""
+
+
+SERVED_KEPT = 4096
+"""Tenants beyond those that wait whose counts are kept: of clients without keys, addresses count as tenants."""
 
 
 class QueueOrder(Enum):
@@ -63,8 +71,39 @@ class QueuedRequest(Generic[T]):
     resumed: bool = False
     arrival: int = -1
     """Number in the order of arrival, given by the queue."""
+    is_short: bool = False
+    """Whether it has its turns among the short prompts of its tenant; kept by the queue."""
     waits: bool = False
     """Whether it holds a place; kept by the queue."""
+
+
+@dataclass(slots=True)
+class Flow(Generic[T]):
+    """The short or the long prompts of one tenant that wait."""
+
+    heap: list[tuple[float, int, QueuedRequest[T]]] = field(default_factory=list)
+    live: int = 0
+    """Requests that wait, taken ones included; others in the heap are dropped when they come up, or when they are the
+    majority."""
+    taken: int = 0
+    served: float = 0.0
+    """Prompt tokens charged since its tenant began to wait."""
+
+    @property
+    def has_turn(self) -> bool:
+        return self.live > self.taken
+
+    def first(self) -> QueuedRequest[T]:
+        """Return the request whose turn it is; at least one must have one."""
+        while not self.heap[0][2].waits:
+            heappop(self.heap)
+        return self.heap[0][2]
+
+    def drop(self) -> None:
+        self.live -= 1
+        if len(self.heap) > STALE_FACTOR * self.live + STALE_MIN:
+            self.heap = [entry for entry in self.heap if entry[2].waits]
+            heapify(self.heap)
 
 
 @dataclass(slots=True)
@@ -73,50 +112,76 @@ class Backlog(Generic[T]):
 
     began: int
     """Arrival of the request with which the tenant began to wait here."""
-    heap: list[tuple[float, int, QueuedRequest[T]]] = field(default_factory=list)
-    live: int = 0
-    """Requests that wait, taken ones included; others in the heap are dropped when they come up, or when they are the
-    majority."""
+    short: Flow[T] = field(default_factory=Flow)
+    long: Flow[T] = field(default_factory=Flow)
     taken: dict[int, QueuedRequest[T]] = field(default_factory=dict)
-    """By arrival, those that are taken; they are not in the heap."""
+    """By arrival, those that are taken; they are in no heap."""
+
+    @property
+    def live(self) -> int:
+        return self.short.live + self.long.live
 
     @property
     def has_turn(self) -> bool:
-        return self.live > len(self.taken)
+        return self.short.has_turn or self.long.has_turn
 
     def waiting(self) -> Iterator[QueuedRequest[T]]:
         """Iterate over those that wait, in no order that means anything."""
         yield from self.taken.values()
-        yield from (request for _, _, request in self.heap if request.waits)
+        for flow in (self.short, self.long):
+            yield from (request for _, _, request in flow.heap if request.waits)
 
     def push(self, key: float, request: QueuedRequest[T]) -> None:
-        """Let a request wait; the one with the least key goes first."""
-        heappush(self.heap, (key, request.arrival, request))
-        self.live += 1
+        """Let a request wait; the one with the least key goes first among its kind."""
+        flow, other = (self.short, self.long) if request.is_short else (self.long, self.short)
+        if not flow.live:
+            flow.served = max(flow.served, other.served)
+        heappush(flow.heap, (key, request.arrival, request))
+        flow.live += 1
 
     def take(self) -> QueuedRequest[T]:
-        """Take the first one that waits, to see whether there is room for it."""
+        """Take the one whose turn it is, to see whether there is room for it."""
         request = self.first()
-        heappop(self.heap)
+        flow = self._flow(request)
+        heappop(flow.heap)
+        flow.taken += 1
+        flow.served += request.prompt_tokens
         self.taken[request.arrival] = request
         return request
 
     def put_back(self, key: float, request: QueuedRequest[T]) -> None:
-        del self.taken[request.arrival]
-        heappush(self.heap, (key, request.arrival, request))
+        self._untake(request)
+        heappush(self._flow(request).heap, (key, request.arrival, request))
 
-    def drop(self, request: QueuedRequest[T]) -> None:
-        self.taken.pop(request.arrival, None)
-        self.live -= 1
-        if len(self.heap) > STALE_FACTOR * self.live + STALE_MIN:
-            self.heap = [entry for entry in self.heap if entry[2].waits]
-            heapify(self.heap)
+    def leave(self, request: QueuedRequest[T], dispatched: bool) -> bool:
+        """Drop a request, ``dispatched`` to a worker or not; return whether it was taken."""
+        was_taken = request.arrival in self.taken
+        if was_taken:
+            self._untake(request)
+        flow = self._flow(request)
+        if dispatched:
+            flow.served += request.prompt_tokens
+        flow.drop()
+        return was_taken
 
     def first(self) -> QueuedRequest[T]:
-        """Return the tenant whose turn it is; at least one must wait."""
-        while not self.heap[0][2].waits:
-            heappop(self.heap)
-        return self.heap[0][2]
+        """Return the request whose turn it is; at least one must have one. Of equals the short one goes first."""
+        short, long = self.short, self.long
+        return short.first() if short.has_turn and not (long.has_turn and long.served < short.served) else long.first()
+
+    def oldest(self) -> QueuedRequest[T]:
+        """Return the first of those that the order of its kind puts first; none may be taken."""
+        firsts = [flow.first() for flow in (self.short, self.long) if flow.has_turn]
+        return min(firsts, key=lambda each: (each.entered_ms, each.arrival))
+
+    def _flow(self, request: QueuedRequest[T]) -> Flow[T]:
+        return self.short if request.is_short else self.long
+
+    def _untake(self, request: QueuedRequest[T]) -> None:
+        del self.taken[request.arrival]
+        flow = self._flow(request)
+        flow.taken -= 1
+        flow.served -= request.prompt_tokens
 
 
 @dataclass(slots=True)
@@ -126,7 +191,8 @@ class Band(Generic[T]):
     backlogs: dict[str, Backlog[T]] = field(default_factory=dict)
     """By tenant; only tenants that wait."""
     served: dict[str, float] = field(default_factory=dict)
-    """Tokens charged to each tenant, divided by its weight; only grows, and is forgotten with the band."""
+    """Tokens charged to each tenant, divided by its weight; only grows. What is known of tenants that do not wait is
+    forgotten where it is much, and with the band."""
     turns: list[tuple[float, int, str]] = field(default_factory=list)
     """Heap of (served, began, tenant). An entry may be older than its tenant's count: it is corrected at the top."""
 
@@ -137,10 +203,20 @@ class Band(Generic[T]):
             least = self.next_tenant()
             among = self.backlogs if least is None else (least,)
             served = max(served, min(self.served[each] for each in among))
+        self._forget_some()
         self.served[tenant] = served
         backlog = self.backlogs[tenant] = Backlog(arrival)
         self.await_turn(tenant)
         return backlog
+
+    def charge(self, tenant: str, tokens: float) -> None:
+        """Count output against a tenant, which need not wait."""
+        self._forget_some()
+        self.served[tenant] = self.served.get(tenant, 0.0) + tokens
+
+    def _forget_some(self) -> None:
+        if len(self.served) > STALE_FACTOR * len(self.backlogs) + SERVED_KEPT:
+            self.served = {each: self.served[each] for each in self.backlogs}
 
     def discharge(self, tenant: str, tokens: float) -> None:
         self.served[tenant] -= tokens
@@ -241,6 +317,7 @@ class FairQueue(Generic[T]):
         It is the request itself, alone and unqueued, when there is no room for it.
         """
         request.arrival = self._arrivals
+        request.is_short = self._order is QueueOrder.ARRIVAL and request.prompt_tokens <= SHORT_PROMPT_TOKENS
         self._arrivals += 1
         if request.resumed:
             request.waits = True
@@ -305,10 +382,9 @@ class FairQueue(Generic[T]):
         bands = self._lanes[request.lane]
         band = bands[request.priority]
         backlog = band.backlogs[request.tenant]
-        charged = request.arrival in backlog.taken
+        charged = backlog.leave(request, dispatched)
         if dispatched and not charged:
             band.served[request.tenant] += _charge_of(request)
-        backlog.drop(request)
         if charged and not dispatched:
             band.discharge(request.tenant, _charge_of(request))
         tenants = self._shares[request.priority]
@@ -332,7 +408,7 @@ class FairQueue(Generic[T]):
         """Count output against a tenant; without effect when no request waits at that priority."""
         band = self._lanes.get(lane, {}).get(priority)
         if band is not None:
-            band.served[tenant] = band.served.get(tenant, 0.0) + output_tokens / weight
+            band.charge(tenant, output_tokens / weight)
 
     def resumed(self) -> list[QueuedRequest[T]]:
         return list(self._resumed.values())
@@ -358,9 +434,27 @@ class FairQueue(Generic[T]):
         head = self.head(lane)
         if head is None:
             return None
-        firsts = [backlog.first() for backlog in self._lanes[lane][head.priority].backlogs.values()]
+        firsts = [backlog.oldest() for backlog in self._lanes[lane][head.priority].backlogs.values()]
         oldest = min(firsts, key=lambda each: (each.entered_ms, each.arrival))
         return oldest if oldest.entered_ms <= due_ms else head
+
+    def has_backlog(self, lane: str, requests: int) -> bool:
+        """Return whether, at the highest priority of a lane, a tenant waits with more than so many requests beside
+        others."""
+        bands = self._lanes.get(lane)
+        if not bands:
+            return False
+        backlogs = bands[max(bands)].backlogs
+        return len(backlogs) > 1 and any(each.live > requests for each in backlogs.values())
+
+    def first_entered_ms(self, lane: str) -> float | None:
+        """Return when the first of those entered that wait in a lane; nothing may be taken there."""
+        waiting = (
+            (backlog.oldest() for band in self._lanes.get(lane, {}).values() for backlog in band.backlogs.values())
+            if self._order is QueueOrder.ARRIVAL
+            else self.of_lane(lane)
+        )
+        return min((each.entered_ms for each in waiting), default=None)
 
     def __iter__(self) -> Iterator[QueuedRequest[T]]:
         """Iterate over all waiting requests, in no order that means anything."""

@@ -17,16 +17,16 @@ class ServingSettings(ServerSettings, TraceSettings, DiscoverySettings):
     panel: ClassVar[str] = "Queue and retries"
 
     max_queue_requests: int = Field(
-        1024, ge=0, le=1_000_000, description="Limit the requests that wait for a worker; more get 429."
+        4096, ge=0, le=1_000_000, description="Limit the requests that wait for a worker; more get 429."
     )
     max_queue_prompt_tokens: int = Field(
-        4_194_304,
+        33_554_432,
         ge=0,
         le=2**40,
         description="Limit the prompt tokens of all waiting requests; beyond it the lowest priority gets 429.",
     )
     queue_timeout_ms: float = Field(
-        30_000, gt=0, le=3_600_000, description="Answer 429 when a request has waited for a worker for this time."
+        60_000, gt=0, le=3_600_000, description="Answer 429 when a request has waited for a worker for this time."
     )
     migration_limit: int = Field(
         3,

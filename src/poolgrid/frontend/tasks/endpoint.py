@@ -31,6 +31,7 @@ from poolgrid.frontend.tasks.schema import (
     read_video,
 )
 from poolgrid.frontend.tasks.videos import NewVideo, ResultFiles, VideoJobs, new_id, shown_type
+from poolgrid.http.client_address import client_address
 from poolgrid.inference import InferenceBackend, InferenceRequest, ServedModel
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.limits import MULTIMODAL_BYTES_MAX
@@ -141,6 +142,8 @@ class TaskExchange(InferenceExchange):
         self.join_trace([request])
         if self._caller is not None:
             self._caller.admit([request], prepared.tokens, self._clock.monotonic_ms())
+        else:
+            request.address = client_address(self._scope)
         if not waits:
             assert isinstance(prepared.body, VideoBody), "others are waited for"
             assert owner is not None, "checked above"

@@ -4,9 +4,10 @@ A pool may have several routers: each has a projection of its own of the same st
 and events of an engine reach them ``event_delay_ms`` later. A router knows its own choices at once, the others do not.
 
 The loop knows three kinds of moments, in this order when they coincide: an engine's step ends and its events reach the
-router; a request arrives and is routed; an idle engine begins a step. With a policy that plans, requests wait at their
-router: those that arrive at one moment are planned together, as a router does with what comes in one turn of its event
-loop, and again whenever an event reaches it. Nothing else happens, so a run is a function of workload, policy and
+router; a request arrives and is routed; an idle engine begins a step. Requests wait at their router, as at a real one,
+while the engine where they would go has enough to compute, or to be planned with a policy that plans: those that arrive
+at one moment are tried together, as a router does with what comes in one turn of its event loop, and again whenever an
+event reaches it. Nothing else happens, so a run is a function of workload, policy and
 limits. Several pools can share one time; who chooses among them is the caller's business.
 """
 
@@ -14,22 +15,24 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
-from itertools import count, islice
+from itertools import count
 
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.engine_times import refill_ms
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES, LoadLedger
-from poolgrid.router.core.policy import EXPECTED_MS, HELD_MAX, HOLD_LIMIT_MS, PLANNED_MAX, Policy, RoutingRequest
+from poolgrid.router.core.policy import EXPECTED_MS, HOLD_LIMIT_MS, Policy, RoutingRequest
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.selector import Selector
 from poolgrid.tools.simulation.agent_workload import AgentWorkload
 from poolgrid.tools.simulation.session_line import SessionLine
+from poolgrid.tools.simulation.waiting import LANE, ROLES, WaitingRequests
 from poolgrid.tools.simulation.workload import NEVER, SimulatedRequest, TtftTargets, WorkerSpeeds, Workload, changing
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import (
@@ -46,8 +49,8 @@ from poolgrid.workers.core.timing import PolynomialTiming, TimingModel, step_tim
 from poolgrid.workers.engines.simulated.core.engine import Fact, SimulatedEngine, SimulatedLimits, StepOutcome
 from poolgrid.workers.engines.simulated.core.kv_groups import CacheRecorder
 
-MODEL = "simulated"
-ROLES = (Role.AGGREGATED,)
+MODEL = LANE
+_NOTHING: Mapping[WorkerKey, int] = {}
 _NO_REASONS: Mapping[WorkerKey, str] = {}
 UNLIMITED_QUEUE = 10**9
 """Nothing is refused in a simulation: how requests pile up is what it measures."""
@@ -110,6 +113,10 @@ class RouterFleet:
 
     hold_limit_ms: float = HOLD_LIMIT_MS
     """How long a request waits at its router for a better worker, with a policy that plans; 0 = none does."""
+    waits_for_engines: bool = True
+    """Whether requests wait at their router while engines have enough to compute."""
+    requests_per_worker_factor: float = UNLIMITED_QUEUE
+    """Send a worker at most this multiple of its batch size."""
 
     def make_state(self) -> Projection:
         """Return what one more router knows at the start."""
@@ -149,13 +156,18 @@ class SimulatedPool:
         fleet = routers or RouterFleet()
         self.event_delay_ms = fleet.event_delay_ms
         self._selectors = [
-            Selector(fleet.make_state(), policy, requests_per_worker_factor=UNLIMITED_QUEUE)
-            for _ in range(fleet.routers)
+            Selector(fleet.make_state(), policy, fleet.requests_per_worker_factor) for _ in range(fleet.routers)
         ]
         self._projections = [selector.projection for selector in self._selectors]
-        self._held: list[dict[str, SimulatedRequest]] = [{} for _ in range(fleet.routers)]
-        """Requests that wait at each router, in order of arrival."""
-        self._hold_limit_ms = fleet.hold_limit_ms
+        self._waiting = [
+            WaitingRequests(
+                selector, fleet.hold_limit_ms, fleet.waits_for_engines, self._wanted, partial(self._send, router)
+            )
+            for router, selector in enumerate(self._selectors)
+        ]
+        """Requests that wait at each router."""
+        self._sent: list[int] = []
+        """Engines that were given a request since that was last asked for."""
         self._under_way: deque[tuple[float, JournalRecord]] = deque()
         """Records that the routers have not received yet, in order."""
         self._turn = 0
@@ -226,9 +238,8 @@ class SimulatedPool:
         blocks = self._selectors[0].best_overlap_blocks(MODEL, ROLES, request.path)
         return min(request.isl, blocks * self._workload.block_size)
 
-    def arrive(self, request: SimulatedRequest, now: float) -> int | None:
-        """Route a request and hand it to its engine; return the engine's number, or ``None`` where it waits for
-        ``place_held``."""
+    def arrive(self, request: SimulatedRequest, now: float) -> None:
+        """Route a request and hand it to its engine, or let it wait for ``take_sent``."""
         self._deliver(now)
         router = self._turn % len(self._selectors)
         self._turn += 1
@@ -236,109 +247,86 @@ class SimulatedPool:
             crowded = self._line.arrive(request, self._keys, self._overlap_blocks, now)
             if crowded is None:
                 self.result.waited += 1
-                return None
+                return
             if crowded:
-                return self._place(router, request, now, {}, crowded)
-        planner = self._selectors[router].planner
-        if not (self._hold_limit_ms and planner is not None and planner.is_active):
-            return self._place(router, request, now, {})
-        if not self._held[router]:
-            self._selectors[router].projection.ledger.expire(now)
-            found = self._selectors[router].select(WorkerWanted(self._routing(request), request.path, now, int(now)))
-            if isinstance(found, Decision) and not planner.holds(found):
-                return self._place(router, request, now, {})
-        self._held[router][request.request_id] = request
-        return None
+                self._send(router, request, self._choose(router, request, now, crowded), now)
+                return
+        self._selectors[router].projection.ledger.expire(now)
+        self._waiting[router].arrive(request, now)
 
     @property
     def holds(self) -> bool:
-        return any(self._held) or (self._line is not None and self._line.holds)
+        return not all(each.is_empty for each in self._waiting) or (self._line is not None and self._line.holds)
 
     def _overlap_blocks(self, request: SimulatedRequest) -> int:
         return self._selectors[0].best_overlap_blocks(MODEL, ROLES, request.path)
 
-    def place_held(self, now: float) -> list[int]:
-        """Hand on those whose worker is free now, or that have waited too long; return the numbers of the engines."""
-        if not self.holds:
-            return []
-        self._deliver(now)
-        placed: list[int] = []
-        if self._line is not None:
-            while (due := self._line.pop(self._keys, self._overlap_blocks, now)) is not None:
-                request, crowded = due
-                placed.append(self._place(0, request, now, {}, crowded))
-        return placed + [
-            self._place(router, request, now, behind)
-            for router, held in enumerate(self._held)
-            if held
-            for request, behind in self._due(router, held, now)
-        ]
+    def take_sent(self, now: float) -> list[int]:
+        """Hand on those that wait and can go now; return the numbers of the engines that were given any since the last
+        call."""
+        if self.holds:
+            self._deliver(now)
+            if self._line is not None:
+                self._place_sessions(self._line, now)
+            for waiting in self._waiting:
+                waiting.place(now)
+        sent, self._sent = self._sent, []
+        return sent
 
-    def _due(
-        self, router: int, held: dict[str, SimulatedRequest], now: float
-    ) -> Iterator[tuple[SimulatedRequest, Mapping[WorkerKey, int]]]:
-        """Yield who of those that wait at a router goes now, and take them out."""
-        planner = self._selectors[router].planner
-        assert planner is not None, "only a policy that plans has requests wait"
-        while held:
-            oldest = next(iter(held.values()))
-            if len(held) <= HELD_MAX and now - oldest.arrival_ms < self._hold_limit_ms and planner.is_active:
-                break
-            del held[oldest.request_id]
-            yield oldest, {}
-        while held and planner.openings(MODEL, ROLES):
-            wanted = [
-                WorkerWanted(self._routing(each), each.path, now, int(now))
-                for each in islice(held.values(), PLANNED_MAX)
-            ]
-            planned = planner.plan(wanted)
-            if not planned:
-                break
-            for row, behind in planned:
-                yield held.pop(wanted[row].request.request_id), behind
+    def _place_sessions(self, line: SessionLine, now: float) -> None:
+        """Hand on the turns that have room in the working set."""
+        while (due := line.pop(self._keys, self._overlap_blocks, now)) is not None:
+            request, crowded = due
+            self._send(0, request, self._choose(0, request, now, crowded), now)
 
-    def _routing(self, request: SimulatedRequest) -> RoutingRequest:
+    def _wanted(
+        self,
+        request: SimulatedRequest,
+        now: float,
+        behind: Mapping[WorkerKey, int] = _NOTHING,
+        unavailable: Mapping[WorkerKey, str] = _NO_REASONS,
+    ) -> WorkerWanted:
+        """Return the question for a request."""
         block_size = self._workload.block_size
         target_ms = 0.0 if self._targets is None else self._targets.of(request.request_id)
-        return RoutingRequest(
+        routing = RoutingRequest(
             request.request_id,
             MODEL,
             request.isl,
             block_size,
             -(-request.isl // block_size),
+            request.priority,
             ttft_target_ms=target_ms if self._targets is not None and self._targets.told else 0.0,
             is_later=not self._tails.isdisjoint(request.path),
         )
+        return WorkerWanted(routing, request.path, now, int(now), unavailable, behind=behind)
 
-    def _place(
-        self,
-        router: int,
-        request: SimulatedRequest,
-        now: float,
-        behind: Mapping[WorkerKey, int],
-        unavailable: Mapping[WorkerKey, str] = _NO_REASONS,
-    ) -> int:
-        """Choose a worker and hand the request to its engine; return the engine's number."""
-        block_size = self._workload.block_size
-        routing = self._routing(request)
+    def _choose(
+        self, router: int, request: SimulatedRequest, now: float, unavailable: Mapping[WorkerKey, str]
+    ) -> Decision:
         selector = self._selectors[router]
-        ledger = selector.projection.ledger
-        ledger.expire(now)
+        selector.projection.ledger.expire(now)
+        found = selector.select(self._wanted(request, now, unavailable=unavailable))
+        if not isinstance(found, Decision):
+            raise RuntimeError(f"simulating request {request.request_id}: {found}")
+        return found
+
+    def _send(self, router: int, request: SimulatedRequest, decision: Decision, now: float) -> None:
+        """Hand a request to the engine of a decision; where that refuses it, to that of another one."""
+        block_size = self._workload.block_size
+        selector = self._selectors[router]
         retries = self._crowding_retries
         while True:
-            found = selector.select(WorkerWanted(routing, request.path, now, int(now), unavailable, behind=behind))
-            if not isinstance(found, Decision):
-                raise RuntimeError(f"simulating request {request.request_id}: {found}")
-            decision = found
             number = self._number[decision.worker]
             booked = self._books[number].crowding(decision.prefill_tokens if retries else None)
             if booked is None:
                 break
             retries -= 1
             self.result.crowded += 1
-            ledger.crowded(
+            selector.projection.ledger.crowded(
                 decision.worker, selector.projection.index.slot(decision.worker), request.request_id, booked, now
             )
+            decision = self._choose(router, request, now, _NO_REASONS)
         selector.book(decision, request.path, now)
         if self._line is not None:
             self._line.place(request, decision.worker, decision.overlap_blocks, now)
@@ -354,7 +342,7 @@ class SimulatedPool:
         self.result.worker_requests[number] += 1
         self.result.prompt_tokens += request.isl
         self.result.overlap_found_tokens += overlap_tokens
-        return number
+        self._sent.append(number)
 
     def begin_step(self, number: int, now: float, horizon: float) -> StepOutcome | None:
         """Let an idle engine begin; ``None`` when it has nothing to do."""
@@ -475,7 +463,7 @@ def play_workload(
                         arrivals.finished(fact.request_id, now)
                 if pool.event_delay_ms and pool.holds:
                     heappush(running, (now + pool.event_delay_ms, place, -next(deliveries), None))
-            touched = pool.place_held(now)
+            touched = pool.take_sent(now)
             if outcome is not None:
                 begin(place, number, now)
             begin_idle(place, touched, now)
@@ -483,13 +471,10 @@ def play_workload(
                 on_progress(finished())
             continue
         now = next_arrival
-        arrived: list[list[int]] = [[] for _ in pools]
         while arrivals.next_ms() == now:
             request = arrivals.pop()
             place = choose(request, now)
-            engine = pools[place].arrive(request, now)
-            if engine is not None:
-                arrived[place].append(engine)
-        for place, engines in enumerate(arrived):
-            begin_idle(place, engines + pools[place].place_held(now), now)
+            pools[place].arrive(request, now)
+        for place, pool in enumerate(pools):
+            begin_idle(place, pool.take_sent(now), now)
     on_progress(finished())

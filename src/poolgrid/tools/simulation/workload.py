@@ -44,6 +44,9 @@ class SimulatedRequest:
     """Whose call it is, of an agent."""
     turn: int = 0
     """Number of the call in its session."""
+    tenant: str = ""
+    """Of a request without a session."""
+    priority: int = 0
 
     @property
     def request_id(self) -> str:
