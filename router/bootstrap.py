@@ -137,7 +137,7 @@ async def serve(
         server = process.open_server(front, service.end_requests)
         if frontend.fleet_page and is_installed(FLEET_PAGE):
             page = import_module(FLEET_PAGE)
-            page.open_router_page(opened, app, settings, consolidator, embedded, service, state, clock, place)
+            page.open_router_page(opened, app, settings, service, state, clock, place)
         # HTTP answers /live and /ready while the state is still being rebuilt; requests are refused until then.
         server.start()
         if recorder is not None:

@@ -14,7 +14,6 @@ from contextlib import AsyncExitStack
 
 import msgspec
 
-from poolgrid.fleet_page.playback.reel import Leg, note_event
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import Restart, supervised
 from poolgrid.router.core.conversations import Conversations
@@ -39,6 +38,54 @@ LEGS_MAX = 8192
 """Legs whose times are kept; a minute of a pool that serves a hundred requests a second. The oldest go first."""
 
 HASH_BYTES = 8
+
+
+class Leg(msgspec.Struct):
+    """One dispatch and when what happened to it: Unix milliseconds, ``None`` for what has not happened yet.
+
+    The first is by the router's clock, the others by the worker's.
+    """
+
+    dispatch_id: str
+    worker: str
+    stage: str
+    placed_ms: int | None = None
+    """When its worker was chosen."""
+    started_ms: int | None = None
+    """When the engine scheduled it."""
+    prefilled_ms: int | None = None
+    """When its first token existed."""
+    ended_ms: int | None = None
+    end: str = ""
+    """Why it ended, in the worker's word."""
+    released: bool = False
+    """Whether the router has taken it off its books."""
+    cached_tokens: int | None = None
+    conversation: str = ""
+    queued_ms: float = 0.0
+    """How long the request waited for a worker with room before this one was chosen: in the router's queue, or in that
+    of the global router before it."""
+
+    @property
+    def status(self) -> str:
+        if self.ended_ms is not None:
+            return self.end
+        if self.released:
+            return "released"
+        if self.prefilled_ms is not None:
+            return "output"
+        return "placed" if self.started_ms is None else "prefill"
+
+    def note(self, event: RequestStarted | PrefillCompleted | RequestFinished, time_ms: int) -> None:
+        """Take what its worker reports of it."""
+        if type(event) is RequestStarted:
+            self.started_ms, self.cached_tokens = time_ms, event.cached_tokens
+        elif type(event) is PrefillCompleted:
+            self.prefilled_ms = time_ms
+        elif type(event) is RequestFinished:
+            self.ended_ms, self.end = time_ms, event.reason
+            if event.cached_tokens is not None:
+                self.cached_tokens = event.cached_tokens
 
 
 class CacheFlow(msgspec.Struct):
@@ -109,10 +156,10 @@ class FleetWatch:
                     flow.stored += blocks
                 else:
                     flow.removed += blocks
-            elif kind is RequestStarted or kind is PrefillCompleted or kind is RequestFinished:
-                leg = self.legs.get(event.request_id)  # type: ignore[union-attr]
+            elif isinstance(event, RequestStarted | PrefillCompleted | RequestFinished):
+                leg = self.legs.get(event.request_id)
                 if leg is not None:
-                    note_event(leg, event, record.time_ms)
+                    leg.note(event, record.time_ms)
 
     def _booked(self, given: Booked) -> None:
         decision = given.decision
