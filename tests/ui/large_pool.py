@@ -137,7 +137,7 @@ class LargePool:
         self._paths[at] = grown if len(grown) < 600 else [1, 2, 3, 4]
         isl = len(grown) * BLOCK_SIZE + 7
         now_ms, wall_ms = self._clock.monotonic_ms(), self._clock.wall_ms()
-        request = RoutingRequest(name, "tiny", isl, BLOCK_SIZE, len(grown) + 1)
+        request = RoutingRequest(name, "tiny", isl, BLOCK_SIZE, len(grown) + 1, session=f"c{at}")
         found = self.state.apply(WorkerWanted(request, grown, now_ms, wall_ms))
         assert isinstance(found, Decision), str(found)
         self.state.apply(Booked(found, grown, name, now_ms))

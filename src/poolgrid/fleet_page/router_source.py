@@ -225,7 +225,7 @@ class RouterFleetSource:
         found: dict[str, Row] = {}
         for conversation in self._watch.conversations.latest(CONVERSATIONS_SHOWN):
             holders = [(str(worker), blocks, lost) for worker, blocks, lost in conversation.holders(index)]
-            found[conversation.name] = (
+            row = (
                 conversation.turns,
                 len(conversation.path),
                 conversation.isl,
@@ -233,6 +233,7 @@ class RouterFleetSource:
                 conversation.request_id,
                 holders,
             )
+            found.setdefault(conversation.name, row)
             await asyncio.sleep(0)
         self._conversations = found
 

@@ -14,9 +14,9 @@ from contextlib import AsyncExitStack
 
 import msgspec
 
+from poolgrid.fleet_page.conversations import Conversations
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import Restart, supervised
-from poolgrid.router.core.conversations import Conversations
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import Booked, Input, RecordsArrived, Released
 from poolgrid.router.core.router_state import InputLog, RouterState
@@ -106,7 +106,7 @@ class FleetWatch:
         self.records = 0
         """Records of the journal since there are viewers."""
         self._of_request: OrderedDict[str, str] = OrderedDict()
-        """The conversations of requests, for their later legs."""
+        """The conversations of requests, for their decode legs."""
         self._state = state
         self._next: InputLog | None = None
         self._broken = False
@@ -165,8 +165,11 @@ class FleetWatch:
         decision = given.decision
         request = decision.request
         if request.stage is Stage.WHOLE or request.stage is Stage.PREFILL:
-            size, session = request.block_size, request.session
-            self._turn(request.request_id, given.path, request.isl, size, decision.time_ms, session)
+            conversation = self.conversations.turn(request, given.path, decision.time_ms)
+            if conversation:
+                self._of_request[dispatch_of(request.request_id)[0]] = conversation
+                while len(self._of_request) > LEGS_MAX:
+                    self._of_request.popitem(last=False)
         self.legs[given.dispatch_id] = Leg(
             given.dispatch_id,
             str(decision.worker),
@@ -177,16 +180,6 @@ class FleetWatch:
         )
         while len(self.legs) > LEGS_MAX:
             self.legs.popitem(last=False)
-
-    def _turn(
-        self, request_id: str, path: Sequence[int], isl: int, block_size: int, time_ms: int, session: str
-    ) -> None:
-        found = self.conversations.turn(path, request_id, isl, block_size, time_ms)
-        if found is not None:
-            found.name = session or found.name
-            self._of_request[dispatch_of(request_id)[0]] = found.name
-            while len(self._of_request) > LEGS_MAX:
-                self._of_request.popitem(last=False)
 
 
 INTERVAL_MS = 1000
