@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "consolidator.core": ("wire", "kv_events"),
     "consolidator": ("wire", "kv_events", "process", "transport", "http", "discovery"),
-    "nats": ("wire", "process", "transport", "inference", "discovery", "frontend", "consolidator"),
+    "nats": ("wire", "process", "transport", "discovery", "consolidator"),
     "fleet_page": ("wire", "process", "frontend", "serving", "consolidator", "router", "global_router"),
     "router.core": ("wire", "diagnosis", "consolidator.core.session_table", "consolidator.core.sharded_map"),
     "router.policies": ("wire", "router.core"),

@@ -112,7 +112,7 @@ OPTIONS: dict[str, str] = {
     **dict.fromkeys(
         ("router --router-reset-states", "router --router-snapshot-threshold", "router --serve-indexer"), _INDEX
     ),
-    "router --router-replica-sync": "use --share-state nats.",
+    "router --router-replica-sync": "routers of a pool follow one event stream and need no such option.",
     **dict.fromkeys(("router --router-queue-threshold", "router --router-queue-policy"), _QUEUE),
     **dict.fromkeys(
         (
