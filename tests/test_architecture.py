@@ -105,7 +105,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "workers.core",
         "workers.engines.simulated.core",
         "serving.fair_queue",
-        "tools.bench.agents",
         "tools.bench.trace",
         "consolidator.core",
         "router.decision_journal",
