@@ -38,6 +38,12 @@ OPTIONS: dict[str, str] = {
     "worker --conversation-affinity": "the router chooses the rank, by what each has cached.",
     "worker --conversation-affinity-dp-rank-source": "the router chooses the rank.",
     "worker --model-loader-extra-config": _IN_ENGINE_FILE,
+    "worker --pipeline-parallel-size": _IN_ENGINE_FILE,
+    "worker --expert-parallel-size": _IN_ENGINE_FILE,
+    "worker --gpus-per-node": _IN_ENGINE_FILE,
+    "worker --max-beam-width": _IN_ENGINE_FILE,
+    "worker --load-format": _IN_ENGINE_FILE,
+    "worker --event-buffer-max-size": _IN_ENGINE_FILE,
     "worker --frontend-decoding": "images are decoded by the engine.",
     "worker --multimodal-embedding-cache-capacity-gb": "encode workers keep 256 MiB of embeddings.",
     "worker --engine-request-limit": "use --max-batch-size, and --worker-queue-factor of poolgrid router.",
@@ -200,8 +206,6 @@ def in_our_words(command: str, words: Sequence[str], environment: Mapping[str, s
         name, equals, value = given[at].partition("=")
         at += 1
         meaning = OPTIONS.get(f"{command} {name}", OPTIONS.get(name))
-        if name == "--model" and command == "worker" and engine == "simulated":
-            meaning = None  # it was the served name, and is refused with the new one
         if meaning is None and name not in VALUES:
             ours.append(name + equals + value)
             continue
