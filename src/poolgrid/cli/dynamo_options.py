@@ -54,7 +54,7 @@ OPTIONS: dict[str, str] = {
     "worker --output-modalities": "use --modality image_diffusion or video_diffusion.",
     "worker --media-output-fs-url": _RESULTS,
     "worker --media-output-http-url": _RESULTS,
-    "worker --revision": "give --model-source ORG/MODEL@REVISION with --model-cache-dir.",
+    "worker --revision": "give --model-path ORG/MODEL@REVISION.",
     "--dyn-structural-tag": "tool calls are guided when tool_choice requires one.",
     "--dyn-enable-structural-tag": "tool calls are guided when tool_choice requires one.",
     "--dyn-structural-tag-scope": "tool calls are guided when tool_choice requires one.",
