@@ -39,9 +39,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SHARED_BY = "=global"
-"""Stands for global routers where routers name their pool, and is no pool's name."""
-
 DISCOVER_TIMEOUT_S = 2.0
 """A pool's router that takes longer to report its select plane counts as absent."""
 
@@ -125,7 +122,6 @@ async def serve(
         configuration = Configuration(loaded, settings.config, awake)
         await process.open_names()
         names = process.names
-        process.open_shared(f"{settings.namespace}.{SHARED_BY}", 0 if place is None else place.index)
         network = PoolNetwork(context, discovery(client), awake, TIMINGS.status_interval_ms, TIMINGS.status_timeout_ms)
         pools = Pools(settings.pool_urls(), network, None if names is None else named_routers(names))
         opened.callback(pools.close)
@@ -169,9 +165,9 @@ async def serve(
         background.append(supervised(service.run_housekeeping, "global router housekeeping", Restart()))
         background.append(supervised(lambda: configuration.watch(reload_s, hang_up), "reload", Restart()))
         await unless(stop, pools.first_look(), "first look at the pools")
-        await process.serve_requests(app, service, stop)
         if stop.is_set():
             return
+        process.make_ready(app, service)
         missing = [pool.name for pool in pools.all() if pool.status is None]
         if names is not None:
             instance = "global-router" if place is None else f"global-router.{place.index}"

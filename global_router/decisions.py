@@ -27,6 +27,9 @@ from poolgrid.wire.identifiers import kept_under, name_of
 NOTES_MAX = 50
 """Of one request; one that waits is tried again and again, with the same result each time."""
 
+IN_FLIGHT = "in flight"
+"""Outcome of a request that has not ended."""
+
 
 @dataclass(slots=True)
 class Refusal:
@@ -100,7 +103,7 @@ class RequestDecision:
     expected: ExpectedOutput
     placements: list[PoolPlacement] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    outcome: str = "in flight"
+    outcome: str = IN_FLIGHT
     """``in flight``, a finish reason, or ``refused: code``."""
     output_tokens: int = 0
     queued_ms: float = 0.0

@@ -94,6 +94,4 @@ class GlobalRouterSettings(ServingSettings):
     def _check_pool_names(self) -> Self:
         for name, url in self.pool_urls().items():
             self.check_named(f"pool_url of {name}", url)
-        if self.share_state == "nats" and not self.nats_url:
-            raise ValueError(f"share_state is nats and names is {self.names}: set names to nats, with nats_url")
         return self

@@ -99,7 +99,6 @@ async def serve(
         process.warn_of_exposures(_exposed_planes(settings))
         state = make_state(settings)
         await process.open_names()
-        process.open_shared(f"{settings.namespace}.{settings.nats_pool}", settings.router_id)
         feed, embedded = _make_feed(settings, consolidator, registry, clock, awake, make_context)
         following = None
         if settings.on_nats and isinstance(feed, RemoteFeed):
@@ -137,16 +136,15 @@ async def serve(
         server = process.open_server(front, service.end_requests)
         if frontend.fleet_page and is_installed(FLEET_PAGE):
             page = import_module(FLEET_PAGE)
-            page.open_router_page(opened, app, settings, consolidator, embedded, service, state, clock, place)
+            page.open_router_page(opened, app, settings, service, state, clock, place)
         # HTTP answers /live and /ready while the state is still being rebuilt; requests are refused until then.
         server.start()
         if recorder is not None:
             recorder.start()
         await unless(stop, _start(service, following), "start of the router")
-        if not stop.is_set():
-            await process.serve_requests(app, service, stop)
         if stop.is_set():
             return
+        process.make_ready(app, service)
         ext_proc = ""
         if settings.ext_proc_port is not None:
             # Late: it brings gRPC, which most routers have no use for.

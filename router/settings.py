@@ -139,11 +139,6 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
                     f"feed_endpoint is {self.feed_endpoint} and query_endpoint is {self.query_endpoint}: both are "
                     "addresses, or both names of one consolidator"
                 )
-        if self.share_state == "nats" and not self.nats_url:
-            raise ValueError(
-                f"share_state is nats, event_plane is {self.event_plane} and names is {self.names}: set names or "
-                "event_plane to nats, with nats_url"
-            )
         if self.feed_endpoint is not None and self.on_nats:
             raise ValueError(
                 f"feed_endpoint is {self.feed_endpoint} and event_plane is nats: the journal is followed there"

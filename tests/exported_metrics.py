@@ -30,7 +30,6 @@ from poolgrid.http.connections import HttpConnections
 from poolgrid.http.http_settings import HttpLimits
 from poolgrid.nats.connection import foreign_counter
 from poolgrid.nats.election import LeaderElectionMetrics
-from poolgrid.nats.limits import ShareMetrics
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.lifecycle import LoopMetrics
 from poolgrid.router.core.load_ledger import LoadLedger
@@ -112,7 +111,6 @@ async def _registered() -> list[Exported]:
     known.look([Seen(REGISTERED.key, encode_registration(REGISTERED))], 0.0)
     DiscoveryMetrics(registry, known)
     FrontendMetrics(registry)
-    ShareMetrics(registry, lambda: 0.0, lambda: 0.0)
     MediaMetrics(registry)
     metrics = RouterMetrics(registry)
     projection = Projection(PrefixIndex(), LoadLedger())

@@ -33,7 +33,7 @@ from poolgrid.workers.core.push_stream import PushStream, PushTiming
 from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine, close_in_order
 from poolgrid.workers.engines.registry import engine_definition
 from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.model_fetch import cached_model
+from poolgrid.workers.model_fetch import fetched_model
 from poolgrid.workers.publisher import ConnectIngest, ConsolidatorPlace, EventPublisher, tell_while_loading
 from poolgrid.workers.server_workers import ServerWorkers
 from poolgrid.workers.service import ServiceLimits, WorkerService
@@ -279,7 +279,7 @@ async def _open_engine(
     settings: WorkerProcessSettings,
     around: EngineHost,
 ) -> OpenedEngine:
-    settings = await cached_model(settings, definition.loads(settings), definition.with_model, around.start)
+    settings = await fetched_model(settings, definition.loads(settings), definition.with_model, around.start)
     around.start.enter(Phase.LOAD)
     return await opened.enter_async_context(definition.open(settings, around))
 

@@ -157,7 +157,7 @@ class WorkerMetrics:
         self.engine_load_seconds = gauge("engine_load_seconds", "Time from the start of loading to the first token.")
         self.start_seconds = gauge(
             "start_seconds",
-            "Duration of each start phase: `wait` (another process fetches the model), `fetch`, `verify`, "
+            "Duration of each start phase: `fetch` (of a model with a hub's name), "
             "`load`, `warm_up` (to the first token), `register` (all ranks accepted). 0 while the phase runs.",
             ("phase",),
         )

@@ -5,7 +5,6 @@ Each engine adds its own, in its directory.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
@@ -112,22 +111,6 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
         ),
     )
 
-    model_cache_dir: Path | None = Field(
-        None,
-        description=(
-            "Fetch the model into this directory (poolgrid model) and load it from there. Unset = that of "
-            "poolgrid model, for ORG/MODEL."
-        ),
-    )
-    model_source: str = Field(
-        "",
-        max_length=4096,
-        description=(
-            "Fetch the model from this directory or hub repository (ORG/MODEL[@REVISION]). Unset = the model "
-            "that the engine loads."
-        ),
-    )
-
     @field_validator("reasoning_parser", mode="before")
     @classmethod
     def _reasoning_parser_name(cls, given: object) -> object:
@@ -137,14 +120,6 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
     @classmethod
     def _tool_call_parser_name(cls, given: object) -> object:
         return tool_call_parser_name(given)
-
-    @model_validator(mode="after")
-    def _check_model_cache(self) -> Self:
-        if self.model_source and self.model_cache_dir is None:
-            raise ValueError(
-                f"model_source is {self.model_source!r} without model_cache_dir: it is for models kept there"
-            )
-        return self
 
     @model_validator(mode="after")
     def _check_consolidator(self) -> Self:

@@ -14,12 +14,9 @@ from poolgrid.workers.metrics import WorkerMetrics
 
 
 class Phase(StrEnum):
-    """In their order; a worker without a cache of models begins with ``load``."""
+    """In their order; a worker whose model has no hub's name begins with ``load``."""
 
-    WAIT = "wait"
-    """For another process that fetches the same model."""
     FETCH = "fetch"
-    VERIFY = "verify"
     LOAD = "load"
     WARM_UP = "warm_up"
     REGISTER = "register"
@@ -74,9 +71,7 @@ class StartPhases:
 
 
 WORDS = {
-    Phase.WAIT: "another process fetches the model",
     Phase.FETCH: "the model is fetched",
-    Phase.VERIFY: "the model is held against its sums",
     Phase.LOAD: "the engine loads its model",
     Phase.WARM_UP: "the engine computes its first token",
     Phase.REGISTER: "the consolidator has not welcomed the worker yet",

@@ -322,8 +322,8 @@ def _datasource() -> dict[str, Any]:
     }
 
 
-DOCS_URL = "https://poolgrid.github.io/poolgrid/latest"
-"""The project's pages; a constant of each dashboard, which an operator changes to a copy of their own."""
+DOCS_URL = "https://docs.example.com/poolgrid"
+"""Stands for where an operator serves the pages; a constant of each dashboard."""
 
 
 def _docs() -> dict[str, Any]:

@@ -98,8 +98,7 @@ WORKERS_BOARD = Board(
                     "s",
                     (_own(_each("start_seconds", "phase"), "{{worker}} {{phase}}"),),
                     "Duration of the last start of each worker, by phase.",
-                    "Long `fetch` or `wait`: cache models on the machines (`poolgrid model`). Long `load`: faster "
-                    "disks.",
+                    "Long `fetch`: keep models on the machines (`hf download`). Long `load`: faster disks.",
                     "engine-unhealthy",
                     no_value=NO_WORKER,
                 ),

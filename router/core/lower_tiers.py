@@ -59,23 +59,20 @@ class LowerTiers:
             if mask is not None and mask & bit:
                 clear_bits(off_device, sequence_hash, bit)
 
-    def take_off(self, bit: int, hashes: Iterable[int], tier: Tier) -> tuple[list[int], int, int]:
+    def take_off(self, bit: int, hashes: Iterable[int], tier: Tier) -> tuple[list[int], int]:
         """Take blocks off a tier, which may be the device.
 
-        Returns those that no tier holds any more, how many entries of lower tiers went, and how many blocks were not
-        where they were to be taken off.
+        Returns those that no tier holds any more, and how many entries of lower tiers went.
         """
         gone: list[int] = []
-        lowered = unknown = 0
+        lowered = 0
         where = self.tier(tier)
         for sequence_hash in hashes:
             off_device = self._mask(self.off_device, sequence_hash) & bit
             if tier is Tier.DEVICE:
-                if off_device:
-                    unknown += 1
-                elif self._below(sequence_hash) & bit:
+                if not off_device and self._below(sequence_hash) & bit:
                     add_bits(self.off_device, sequence_hash, bit)
-                else:
+                elif not off_device:
                     gone.append(sequence_hash)
             elif self._mask(where, sequence_hash) & bit:
                 clear_bits(where, sequence_hash, bit)
@@ -83,9 +80,7 @@ class LowerTiers:
                 if off_device and not self._below(sequence_hash) & bit:
                     clear_bits(self.off_device, sequence_hash, bit)
                     gone.append(sequence_hash)
-            else:
-                unknown += 1
-        return gone, lowered, unknown
+        return gone, lowered
 
     def count(self, path: Iterable[int], bit: int) -> tuple[int, int]:
         """Return how many blocks of a path one worker holds only on the host or below, and only on disk."""

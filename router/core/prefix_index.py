@@ -96,12 +96,7 @@ SECOND_CHANCES = 64
 class IndexCounters:
     """What happened to the index since it was made."""
 
-    blocks_stored: int = 0
-    blocks_removed: int = 0
-    repeated_stores: int = 0
-    unknown_removes: int = 0
     evicted_blocks: int = 0
-    dropped_workers: int = 0
     contradictions: int = 0
     """Events that name another parent for an edge of a run, or a block twice in one chain; the rest was ignored."""
 
@@ -360,7 +355,6 @@ class PrefixIndex:
             self.groups.report(1 << slot, None)
         self._dead |= 1 << slot
         self.slot_changes += 1
-        self.counters.dropped_workers += 1
 
     # -- events ----------------------------------------------------------------------------------------------------
 
@@ -440,10 +434,6 @@ class PrefixIndex:
             if not stored:
                 self.counters.contradictions += 1
         self._held[slot] += stored
-        counters = self.counters
-        counters.blocks_stored += stored
-        if stored != count:
-            counters.repeated_stores += count - stored
         if self._dead or self._sweeping:
             self._sweep_slice(SWEPT_PER_CALL + SWEPT_PER_BLOCK * count)
         if self._reach.blocks > self._max_blocks:
@@ -453,14 +443,12 @@ class PrefixIndex:
         """Record that blocks left one tier; in any order, also parents before their children."""
         slot = self._slots.get(worker)
         if slot is None:
-            self.counters.unknown_removes += len(hashes)
             return
         bit = 1 << slot
         lower = self.lower
         if tier is not DEVICE or lower.host.entries or lower.disk.entries:
-            hashes, lowered, unknown = lower.take_off(bit, hashes, tier)
+            hashes, lowered = lower.take_off(bit, hashes, tier)
             self._lower_blocks[slot] -= lowered
-            self.counters.unknown_removes += unknown
         edges, places = self._reach.edges, self._reach.places
         removed = at = 0
         count = len(hashes)
@@ -510,8 +498,6 @@ class PrefixIndex:
         self._held[slot] -= removed
         if self._reach.broken and not self._held[slot]:
             self._reach.broken &= ~bit
-        self.counters.blocks_removed += removed
-        self.counters.unknown_removes += count - removed
         if self._dead or self._sweeping:
             self._sweep_slice(SWEPT_PER_CALL + SWEPT_PER_BLOCK * count)
         if self._reach.blocks > self._max_blocks:
@@ -524,7 +510,6 @@ class PrefixIndex:
         groups = None if slot is None or not self.groups.reported else self.groups.report_of(1 << slot)
         if slot is not None:
             self.drop(worker)
-            self.counters.dropped_workers -= 1
         slot = self.slot(worker)
         if groups is not None:
             self.groups.report(1 << slot, groups)  # the model's, whatever is held

@@ -73,9 +73,7 @@ BELIEFS_SHARE = 16
 class RecorderCounters:
     """What became of the inputs."""
 
-    written_entries: int = 0
     written_decisions: int = 0
-    lost_inputs: int = 0
     lost_decisions: int = 0
     failed_writes: int = 0
 
@@ -203,7 +201,6 @@ class DecisionRecorder:
         decisions = sum(type(item) is Decided for item in items)
         self._lost += len(items)
         self._lost_decisions += decisions
-        self.counters.lost_inputs += len(items)
         self.counters.lost_decisions += decisions
         if self._timer is None and self._writing is None:
             self._schedule(FLUSH_MS)
@@ -242,7 +239,6 @@ class DecisionRecorder:
             if self.failing:
                 log.warning("the decision journal is written again")
             self.failing = ""
-            self.counters.written_entries += len(batch.inputs)
             self.counters.written_decisions += sum(type(item) is Decided for item in batch.inputs)
             if self._pending or self._broken:
                 self._schedule(FLUSH_MS)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from itertools import islice, repeat
+from itertools import islice
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.tools.bench.agents import PREFIX_TOKENS
 from poolgrid.tools.bench.conversations import (
-    AGENT_TENANTS,
     PAUSE_MAX,
     ConversationShape,
     PlannedConversation,
-    plan_agents,
     plan_conversations,
 )
 from poolgrid.tools.bench.prompt import WORDS, PlannedRequest, PromptMaker, block_symbols, digits_of
@@ -90,7 +87,7 @@ class TestForms:
 
 def planned(count: int, seed: int = 0, **shape: float) -> list[PlannedConversation]:
     told = ConversationShape(**{"turns": 4, "isl": 10, "osl": 2, **shape})  # type: ignore[arg-type]
-    return [each for each, _ in zip(plan_conversations(repeat(None), told, seed), range(count), strict=False)]
+    return list(islice(plan_conversations(told, seed), count))
 
 
 def test_the_same_seed_plans_the_same_and_another_one_nothing_of_it() -> None:
@@ -102,12 +99,12 @@ def test_the_same_seed_plans_the_same_and_another_one_nothing_of_it() -> None:
     assert blocks.isdisjoint(block for each in other for turn in each.turns for block in turn.block_ids)
 
 
-def test_every_question_is_new_and_each_conversation_has_one_of_the_system_prompts() -> None:
-    made = planned(60, shared_prefix=30, shared_prefixes=3)
+def test_every_question_is_new_and_the_conversations_share_the_system_prompt() -> None:
+    made = planned(60, shared_prefix=30)
 
     systems = [each.turns[0].block_ids[0] for each in made]
     own = [turn.block_ids[-1] for each in made for turn in each.turns]
-    assert len(set(systems)) == 3
+    assert len(set(systems)) == 1
     assert len(set(own)) == len(own) == 240
     assert [turn.index for each in made for turn in each.turns] == list(range(240))
     assert {(turn.system_blocks, turn.isl) for each in made for turn in each.turns} == {(1, 40), (0, 10)}
@@ -121,14 +118,3 @@ def test_users_think_before_each_question_but_the_first() -> None:
     assert 450 < statistics.fmean(pauses) < 550
     assert max(pauses) <= PAUSE_MAX * 500
     assert {pause for each in planned(3) for pause in each.pauses_ms} == {0.0}
-
-
-def test_agents_are_planned_without_end_and_share_the_system_prompt_of_their_tenant() -> None:
-    made = list(islice(plan_agents(1, 0.1), 60))
-
-    assert made == list(islice(plan_agents(1, 0.1), 60))
-    turns = [turn for each in made for turn in each.turns]
-    assert [turn.index for turn in turns] == list(range(len(turns)))
-    assert len({each.turns[0].block_ids[0] for each in made}) == AGENT_TENANTS
-    assert {each.turns[0].block_tokens for each in made} == {PREFIX_TOKENS // 10}
-    assert all(len(each.pauses_ms) == len(each.turns) and each.pauses_ms[0] == 0.0 for each in made)

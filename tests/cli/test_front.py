@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from pydantic import ValidationError
 
-from poolgrid.cli import front, hub_model
+from poolgrid.cli import front
 from poolgrid.cli.front import FrontPlan, FrontProblem, FrontServer, ask_all, entries_of, make_plan, settings_later
 from poolgrid.cli.local_pool import UpSettings
 from poolgrid.cli.main import app
@@ -148,7 +148,6 @@ def test_a_hub_name_is_looked_for_on_this_machine_alone(tmp_path: Path, monkeypa
     (refs / "main").write_text("0123")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path / "hub"), raising=False)
-    monkeypatch.setattr(hub_model, "default_directory", lambda environment: tmp_path / "poolgrid")
 
     plan = planned(server("http://a", model_path="Qwen/Qwen3-8B"))
     assert (plan.settings.model_path, plan.settings.served_model_name, plan.note) == (snapshot, "m", "")

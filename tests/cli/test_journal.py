@@ -101,33 +101,6 @@ def test_verify_names_a_torn_tail_unless_the_journal_is_being_written(directory:
     disk.close()
 
 
-def test_compact_drops_what_a_snapshot_covers_and_refuses_a_journal_in_use(directory: Path) -> None:
-    disk = PosixDisk(directory)
-    assert "nothing was changed" in run("compact", directory, "--journal-retention-bytes", 0, status=1)
-    disk.close()
-    before = json.loads(run("state", directory, "--json"))
-
-    segments = [path.stat().st_size for path in directory.glob("*.segment")]
-    told = json.loads(run("compact", directory, "--journal-retention-bytes", 0, "--json"))
-
-    assert (told["segments_removed"], told["offset"]) == (len(segments) - 1, 40)
-    assert told["bytes_before"] >= sum(segments) > told["bytes_after"]
-    assert len(list(directory.glob("*.segment"))) == 1
-    assert [path.name for path in directory.glob("*.snapshot")] == [f"{40:020d}.snapshot"]
-    assert json.loads(run("state", directory, "--json")) == before
-    run("verify", directory)
-    assert "reaches back to" in run("state", directory, "--at", 3, status=1)
-
-
-def test_compact_keeps_what_retention_keeps(directory: Path) -> None:
-    names = sorted(path.name for path in directory.glob("*.segment"))
-
-    # 1970 is long ago for the age limit; the size limit is not reached, so age alone decides.
-    run("compact", directory, "--journal-retention-ms", 10**15)
-
-    assert sorted(path.name for path in directory.glob("*.segment")) == names
-
-
 def test_state_at_an_offset_and_at_a_time(directory: Path) -> None:
     at_offset = json.loads(run("state", directory, "--at", 21, "--json"))
     at_time = json.loads(run("state", directory, "--at", "1970-01-01T00:00:02.020Z", "--json"))

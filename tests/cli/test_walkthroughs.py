@@ -145,10 +145,10 @@ ROWS: dict[str, Check] = {
         "", "DYN_ENABLE_TEST_LOGITS_PROCESSOR: Use --logits-processors", 2, DYN_ENABLE_TEST_LOGITS_PROCESSOR="1"
     ),
     "run_engines.sh: one role alone": command("up --prefill 4", "prefill workers need a decode worker", 2),
-    # hub names: tests/cli/test_launch_plan.py and tests/model_cache fetch from a hub of their own
+    # hub names: tests/cli/test_hub_names.py and tests/workers/test_model_hub.py fetch from a hub of their own
     "MODEL_PATH of a hub that is not reached": command(
         f"{UP} --model-path Qwen/Qwen3-0.6B",
-        "--model-path Qwen/Qwen3-0.6B: listing hf://Qwen/Qwen3-0.6B",
+        "--model-path Qwen/Qwen3-0.6B: looking for Qwen/Qwen3-0.6B at http://127.0.0.1:9: ",
         2,
         HF_ENDPOINT="http://127.0.0.1:9",
     ),

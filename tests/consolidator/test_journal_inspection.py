@@ -78,18 +78,17 @@ def test_the_state_at_any_offset_is_the_fold_of_what_is_before() -> None:
         state_at(WHOLE, 23, BLOCKS_MAX)
 
 
-def test_after_compaction_the_journal_reaches_back_to_its_snapshot() -> None:
+def test_after_retention_the_journal_reaches_back_to_its_oldest_snapshot() -> None:
     disk = a_journal()
     journal = FileJournal(disk, JournalSettings(segment_bytes=400, retention_bytes=0, retention_ms=0))
-    journal.keep_newest_snapshot()
 
     assert journal.retain(now_ms=10**12) > 0
 
     begin = reaches_back_to(disk)
-    assert begin == 18
+    assert begin == 12
     assert state_at(disk, 22, BLOCKS_MAX).facts() == fold(22).facts()
     assert check_journal(disk, BLOCKS_MAX).records < 22
-    with pytest.raises(NotKept, match="reaches back to 18"):
+    with pytest.raises(NotKept, match="reaches back to 12"):
         state_at(disk, 3, BLOCKS_MAX)
 
 

@@ -13,12 +13,12 @@ from poolgrid.tools.bench.prompt import PlannedRequest, PromptMaker
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Sampling
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output
-from poolgrid.workers.engines.simulated.opening import surviving_words
+from poolgrid.workers.engines.simulated.opening import read_words
 
 MODEL = PromptModel.load(TINY_MODEL_PATH)
 PLAIN = Vocabulary(size=MODEL.vocab_size, first_token_id=3, eos_token_id=2)
 """Of workers that were not given the tokenizer."""
-SPOKEN = replace(PLAIN, words=surviving_words(TINY_MODEL_PATH))
+SPOKEN = replace(PLAIN, words=read_words(TINY_MODEL_PATH).words)
 """Of workers that were, as all of ``poolgrid up`` are."""
 
 

@@ -29,7 +29,7 @@ def printed() -> list[str]:
 
 def test_the_printed_comparison_shows_a_hit_rate_that_matters_and_the_gain_over_round_robin(tmp_path: Path) -> None:
     # Smaller than printed, in all that costs time.
-    small = ("--requests", "72", "--rounds", "1", "--think-time-s", "0.05", "--out", str(tmp_path))
+    small = ("--requests", "72", "--rounds", "1", "--think-time-s", "0.05", "--out", str(tmp_path / "report.json"))
     result = CliRunner().invoke(app, [*printed(), *small, "--pool-options", "--workers 2 --speedup 10"])
 
     assert result.exit_code == 0, result.output
@@ -43,12 +43,12 @@ def test_the_printed_comparison_shows_a_hit_rate_that_matters_and_the_gain_over_
     assert rest["cached_token_ratio"] < kv["cached_token_ratio"] - 0.05
     assert rest["ratios"]["cached_token_ratio"]["median"] < 1
 
-    lines = [json.loads(line) for line in (tmp_path / "kv-c16-r1.jsonl").read_text().splitlines()]
-    first = [line["prompt_tokens"] for line in lines if line["turn"] == 0]
-    assert sum(first) / len(first) == pytest.approx(2500, rel=0.03), "words are as many as make the wanted tokens"
+    first = kv["prompt_tokens"] / kv["requests"]
+    assert first > 2500, "words are as many as make the wanted tokens, and later turns are longer"
 
 
-AGENTS = 16
+OPEN = 16
+TURNS = 12
 BLOCKS = 330
 """Of 32 tokens on each of two workers: the open sessions hold about twice that."""
 
@@ -59,25 +59,23 @@ def run(*arguments: object) -> str:
     return found.stdout
 
 
-def test_agents_that_do_not_fit_wait_and_their_calls_replay(tmp_path: Path) -> None:
+def test_sessions_that_do_not_fit_wait_and_their_turns_replay(tmp_path: Path) -> None:
     pool = ("--data-dir", str(tmp_path / "data"), "--part-option", f"worker.total-kv-blocks={BLOCKS}")
     with running_pool(*pool, workers=2, speedup=4.0) as up:
-        load = ("--agents", AGENTS, "--length-scale", 0.1, "--duration-s", 25, "--json", "--out", tmp_path / "lines")
-        report = json.loads(run("bench", "--url", up.url, *load))
+        shape = ("--turns", TURNS, "--isl", 150, "--osl", 34, "--think-time-s", 0.5, "--shared-prefix", 800)
+        load = ("--concurrency", OPEN, "--requests", 2 * OPEN * TURNS, *shape)
+        report = json.loads(run("bench", "--url", up.url, "--json", *load))
         waited = metric(up.url, "poolgrid_router_queue_seconds_count", cause="working_set")
         shown = json.loads(run("top", "--url", up.url, "--sessions", "--once", "--json"))["sessions"]["data"]
 
     assert report["errors"] == 0
     assert waited > 0
     assert report["cached_token_ratio"] >= 0.8 * report["ideal_cached_token_ratio"]
-    lines = [json.loads(line) for path in (tmp_path / "lines").glob("*.jsonl") for line in path.open()]
-    opened = sum(line["turn"] == 0 for line in lines)
-    assert opened >= AGENTS
+    assert report["requests"] == 2 * OPEN * TURNS
     turns = sorted(row["turns"] for row in shown)
-    assert sum(turns) >= len(lines)
-    assert len([each for each in turns if each > 1]) <= opened, "a session's turns are told from those of all others"
+    assert [each for each in turns if each > 1] == [TURNS] * 2 * OPEN, "a session's turns are told from those of others"
 
-    assert assert_decisions_replay(tmp_path / "data") >= len(lines)
+    assert assert_decisions_replay(tmp_path / "data") >= report["requests"]
     tried = json.loads(run("what-if", tmp_path / "data", "--policy", "kv", "--json"))["policies"]
     assert tried["recorded"]["waited_turns"] > 0, "as the router did"
     assert tried["kv"]["waited_turns"] == 0

@@ -41,7 +41,6 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 TASKS = ("/v1/embeddings", "/v1/images/generations", "/v1/videos")
 """No worker here serves them."""
-QUERIES = {"/v1/fleet/playback": {"from_ms": 0, "to_ms": 1}}
 NO_ROUTE = (": Not Found", ": Method Not Allowed")
 """What the server answers where no operation is."""
 
@@ -116,7 +115,7 @@ def ask(client: httpx.Client, method: str, path: str) -> tuple[int, str]:
     """Return status and body of a request that the operation takes; a stream is left at its first bytes."""
     filled = re.sub(r"\{(\w+)(?::path)?\}", lambda match: VALUES.get(match[1], "unknown"), path)
     body = BODIES.get(path)
-    with client.stream(method, filled, json=body, params=QUERIES.get(path)) as answer:
+    with client.stream(method, filled, json=body) as answer:
         if answer.headers.get("content-type", "").startswith("text/event-stream"):
             return answer.status_code, next(answer.iter_text())
         return answer.status_code, answer.read().decode()

@@ -1,4 +1,4 @@
-"""``poolgrid engine-check`` against a server: sockets, exit status, table, JSON, records, and a timing table."""
+"""``poolgrid engine-check`` against a server: sockets, exit status, table, JSON and records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 from poolgrid.tools.engine_check.command import AREAS, run_engine_check
 from poolgrid.tools.engine_check.core.finding import Kind
 from poolgrid.tools.engine_check.settings import EngineCheckSettings
-from poolgrid.workers.core.timing import TableTiming
 from tests.engine_check.engine_server import Habits, engine_server
 from tests.engine_check.test_transfer_rules import METRICS
 from tests.fakes.engine_server.cache import Drafting
@@ -161,26 +160,6 @@ def test_what_cannot_be_checked_ends_with_status_2_and_says_why(
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         EngineCheckSettings(**options)
-
-
-def test_measured_step_times_are_a_table_that_simulated_engines_take(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    table = tmp_path / "timing.json"
-    with engine_server(Habits()) as server:
-        status, text, _ = check(server.url, capsys, measure_timing=table, concurrency=4)
-
-    assert status == 0
-    assert squeezed("--timing") in squeezed(text)
-    found = json.loads(table.read_text())
-    assert [tokens for tokens, _ in found["prefill"]] == [
-        16,
-        64,
-        256,
-        1024,
-    ]  # 4,096 tokens are more than the model takes
-    assert "vllm 0.33.0, model m, 32,768 tokens of KV" in found["source"]
-    assert TableTiming.from_file(table).decode_ms(0.5) > 0
 
 
 def test_every_kind_of_finding_has_its_row() -> None:

@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry
 from poolgrid.frontend.app import Application, create_app
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.frontend.shared_state import SharedState
 from poolgrid.http.http_server import HttpServer
 from poolgrid.http.http_settings import HttpLimits
 from poolgrid.inference import InferenceBackend, InferenceRequest, ServedModel, TokenStream
@@ -33,7 +32,6 @@ def application(
     ready: Callable[[], str | None] = lambda: None,
     endpoints: Callable[[], Sequence[EndpointRow]] = tuple,
     troubles: Callable[[], Sequence[str]] = tuple,
-    shared: SharedState | None = None,
     **settings: Any,
 ) -> Application:
     return create_app(
@@ -44,7 +42,6 @@ def application(
         ready=ready,
         endpoints=endpoints,
         troubles=troubles,
-        shared=shared,
         id_prefix="id-",
     )
 

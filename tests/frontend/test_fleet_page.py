@@ -53,9 +53,6 @@ class Source:
     async def request(self, request_id: str) -> dict[str, Any] | None:
         return {"explanation": {"request_id": request_id}, "legs": []} if request_id == "known" else None
 
-    async def reel(self, from_ms: int, to_ms: int, frames: int) -> bytes:
-        return json.dumps({"from_ms": from_ms, "to_ms": to_ms, "asked": frames}).encode()
-
 
 def parsed(frame: bytes) -> list[tuple[str, str, dict[str, Any]]]:
     """The events of a frame: kind, id, data."""
@@ -209,16 +206,11 @@ async def test_the_stream_is_events_over_http_and_a_viewer_that_leaves_is_counte
         assert (head.status_code, head.content, hub.viewers) == (200, b"", 0)
 
 
-async def test_a_request_and_a_playback_are_asked_for_by_name_and_by_time() -> None:
+async def test_a_request_is_explained_by_its_name() -> None:
     async with served(Source()) as (client, _):
         assert (await client.get("/v1/fleet/requests/known")).json()["explanation"] == {"request_id": "known"}
         missing = await client.get("/v1/fleet/requests/other")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "decision_not_found")
-
-        asked = {"from_ms": 1000, "to_ms": 61_000, "frames": 10}
-        assert (await client.get("/v1/fleet/playback", params=asked)).json()["asked"] == 10
-        for wrong in ({"to_ms": 999}, {"to_ms": 10**9}, {"frames": 0}, {"frames": 241}, {"from_ms": -1}):
-            assert (await client.get("/v1/fleet/playback", params={**asked, **wrong})).status_code == 400
 
 
 async def test_the_files_of_the_page_are_served_with_what_keeps_it_harmless() -> None:
@@ -248,9 +240,9 @@ async def test_what_the_page_shows_needs_an_operators_key_and_its_files_do_not(t
     async with served(Source(), api_keys=path) as (client, _):
         for name in ("/ui", *(f"/ui/{name}" for name in assets())):
             assert (await client.get(name)).status_code == 200
-        shown = ("/v1/fleet/stream", "/v1/fleet/requests/known", "/v1/fleet/playback?from_ms=0&to_ms=0")
+        shown = ("/v1/fleet/stream", "/v1/fleet/requests/known")
         for name in shown:
-            assert path_class(name.partition("?")[0], metrics_need_key=False) is PathClass.OPERATOR
+            assert path_class(name, metrics_need_key=False) is PathClass.OPERATOR
             assert (await client.get(name)).status_code == 401
             tenant = await client.get(name, headers={"authorization": "Bearer pg-acme"})
             assert (tenant.status_code, tenant.json()["error"]["code"]) == (403, "operator_only")

@@ -5,25 +5,18 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from poolgrid.discovery.registry import DiscoveryUnavailable, Scope
 from poolgrid.discovery.settings import DiscoverySettings
-from poolgrid.frontend.access.key_file import KeyDocument, Tenant
-from poolgrid.frontend.access.tenants import Tenants
-from poolgrid.frontend.responses_api.kept import KeptResponse, Owner
 from poolgrid.nats.connection import NatsConnection
 from poolgrid.nats.jetstream import JetStreamJournal, StreamShape, ThreadedStream
 from poolgrid.nats.journal import StreamJournal, StreamJournalSettings
 from poolgrid.nats.leader import LeaderLease, read_leader
-from poolgrid.nats.limits import LimitsOnNats, SharedMeter
 from poolgrid.nats.message import Outgoing, StreamUnavailable, empty_body
 from poolgrid.nats.registrations import NatsRegistrations
-from poolgrid.nats.responses import NatsResponseStore
 from poolgrid.process.clock import SystemClock
 from poolgrid.process.nats_settings import EventPlaneSettings
 from tests.clock import HandClock
@@ -37,9 +30,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not BINARY, reason=MISSING)]
 
 PAGE = Path(__file__).parents[2] / "docs" / "nats.md"
 ROLES = ("consolidator", "router", "worker", "command")
-LOOKS, REGISTERS, SHARES = "names, read", "names, register", "shared state"
+LOOKS, REGISTERS = "names, read", "names, register"
 SIZE = 1024 * 1024
-OWNER = Owner("acme", 2)
 
 
 def permissions(role: str) -> tuple[list[str], list[str]]:
@@ -68,7 +60,7 @@ def quoted(subjects: list[str]) -> str:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     users = []
-    for role in (*ROLES, LOOKS, REGISTERS, SHARES):
+    for role in (*ROLES, LOOKS, REGISTERS):
         publishes, subscribes = permissions(role)
         users.append(
             f"{{ user: {user(role)}, password: x, permissions: {{ publish: {{ allow: [{quoted(publishes)}] }}, "
@@ -171,34 +163,3 @@ async def test_who_registers_and_who_looks_for_names_do_so_with_what_the_page_gi
     assert await looks.look([Scope()]) == []
     for store in (registers, looks):
         await store.close()
-
-
-async def test_who_shares_state_does_so_with_what_the_page_gives_it_and_writes_no_other_pools(
-    server: NatsServer,
-) -> None:
-    before = violations(server)
-    nats = DiscoverySettings(names="nats", nats_url=(url_of(server, SHARES),))
-    clock = SystemClock()
-    limits = LimitsOnNats(nats, "blue.p", "", 4, 1, clock, CollectorRegistry())
-    tenants = Tenants(KeyDocument(1, "5" * 64, {"acme": Tenant(concurrent_requests=10)}), limits.meter)
-    limits.start(lambda: tenants)
-    meter = tenants.accounts["acme"].meter
-    assert isinstance(meter, SharedMeter)
-    await until(lambda: meter.shares[0] == 10)
-    stores = [NatsResponseStore(nats, scope, SIZE, 60.0, 1, clock) for scope in ("blue.p", "green.p")]
-    for store in stores:
-        store.start()
-        await until(partial(getattr, store, "is_ready"))
-    kept = KeptResponse("resp_1", None, b"[]", b"[]", b"{}")
-    assert await stores[0].keep(OWNER, kept)
-    assert await stores[0].response(OWNER, "resp_1") == b"{}"
-    assert await stores[0].response(OWNER, "resp_2") is None
-    assert await stores[0].forget(OWNER, "resp_1")
-    assert await stores[0].response(OWNER, "resp_1") is None
-    await limits.close()
-    assert violations(server) == before, "nothing that it needs is refused to it"
-
-    assert not await stores[1].keep(OWNER, kept)
-    assert "$KV.poolgrid-responses.green.p" in str(violations(server)[len(before) :])
-    for store in stores:
-        await store.disconnect()

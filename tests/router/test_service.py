@@ -326,17 +326,6 @@ async def test_a_request_moves_to_a_worker_that_joins_in_the_turn_in_which_its_o
         assert router.sent == [BEFORE, AFTER]
 
 
-@pytest.mark.parametrize(("limit", "routers", "requests"), [(10, 1, 10), (10, 3, 3), (2, 3, 1), (0, 2, 0)], ids=str)
-async def test_routers_that_share_their_state_have_a_part_of_the_queue_each(
-    limit: int, routers: int, requests: int
-) -> None:
-    async with routed(max_queue_requests=limit, max_queue_prompt_tokens=1000) as router:
-        router.service.queue.divide(routers)
-
-        view = router.service.queue.view()
-        assert (view.requests_max, view.prompt_tokens_max) == (requests, 1000 // routers)
-
-
 async def test_a_frame_of_many_ends_is_taken_in_several_turns() -> None:
     async with routed() as router:
         service = router.service

@@ -97,20 +97,6 @@ def test_least_uncached_work_goes_first_but_only_for_so_long() -> None:
     assert drained(queue) == ["cached", "short-soon", "long", "short-late"]
 
 
-def test_whoever_waits_when_the_bounds_are_divided_goes_on_waiting() -> None:
-    queue: FairQueue[str] = FairQueue(4, 300)
-    for name in "abcd":
-        queue.enter(request(name, tokens=75))
-
-    queue.divide(2)
-
-    assert names(queue.enter(request("late", tokens=10))) == ["late"]
-    assert names(queue.enter(request("urgent", tokens=75, priority=1))) == ["d"], "one place, and no more are freed"
-    assert drained(queue) == ["urgent", "a", "b", "c"]
-    assert queue.enter(request("fits", tokens=100)) == []
-    assert names(queue.enter(request("more tokens", tokens=100))) == ["more tokens"]
-
-
 def test_a_resumed_request_holds_up_newcomers_of_its_own_lane_only() -> None:
     queue: FairQueue[str] = FairQueue(10, 1000)
     waiting = [request(name, resumed=1) for name in ("one", "two")]

@@ -9,8 +9,8 @@ from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.session_naming import SessionNaming
-from poolgrid.tools.bench.agents import AgentSession
 from poolgrid.tools.simulation.agent_workload import AgentArrivals, AgentWorkload
+from poolgrid.tools.simulation.agents import AgentSession
 from poolgrid.tools.simulation.workload import SimulatedRequest
 from poolgrid.wire.hashing import TOKEN_BYTES, pack_tokens, path_of, stable_u64
 from poolgrid.wire.requests import Generate

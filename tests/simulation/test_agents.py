@@ -12,8 +12,8 @@ import pytest
 
 from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.policy_loading import make_policy
-from poolgrid.tools.bench.agents import PAUSES, PREFIX_TOKENS, AgentDraws
 from poolgrid.tools.simulation.agent_workload import AgentArrivals, AgentWorkload, agent_workload
+from poolgrid.tools.simulation.agents import PAUSES, PREFIX_TOKENS, AgentDraws
 from poolgrid.tools.simulation.pool import SimulatedPool
 from poolgrid.tools.simulation.recording import policy_report
 from poolgrid.tools.simulation.session_line import Sticky, line_of

@@ -123,7 +123,7 @@ def settled(browser: Browser) -> None:
 
 
 def pool(pictures: Pictures) -> str:
-    """A pool of four real workers: live, by keyboard, on a phone, as it was; and a router that is started again."""
+    """A pool of four real workers: live, by keyboard and on a phone."""
     with running_pool("--port", "0", workers=4, speedup=4.0) as up, talking(up.url, 12), Browser() as browser:
         checks.open_live(browser, up.url)
         enough_requests(browser, 120)
@@ -136,13 +136,7 @@ def pool(pictures: Pictures) -> str:
         browser.run("scrollTo(0, 0); document.querySelectorAll('.requests .row:not(.head)')[6].click()")
         browser.wait("its legs are shown", "return !!document.querySelector('#sheet svg.timeline rect')")
         browser.press(checks.ESCAPE)
-        checks.plays_the_past_back(browser)
-        browser.run("document.querySelector('#strip canvas').focus()")
-        browser.press(*[checks.LEFT] * 8, checks.ENTER)
-        browser.wait("the past", "scrollTo(0, 0); return document.getElementById('link').dataset.state === 'past'")
-        settled(browser)
-        browser.press(checks.ESCAPE)
-        browser.wait("it is now again", checks.LIVE)
+        checks.seconds_are_read_by_keyboard(browser)
         checks.fits_a_phone(browser)
         checks.no_complaints(browser)
     return f"{len(stops)} stops of Tab"
@@ -252,12 +246,6 @@ def busy(pictures: Pictures) -> str:
         checks.request_that_was_queued(browser)
         pictures.take(browser, "fleet_page_queued", "#sheet")
         browser.press(checks.ESCAPE)
-        browser.run("document.querySelector('#strip canvas').focus()")
-        browser.press(*[checks.LEFT] * 45, checks.ENTER)
-        browser.wait("the past", "scrollTo(0, 0); return document.getElementById('link').dataset.state === 'past'")
-        pictures.take(browser, "fleet_page_past")
-        browser.press(checks.ESCAPE)
-        browser.wait("it is now again", checks.LIVE)
         checks.no_complaints(browser)
         if pictures.wanted:
             recording.write(IMAGES / "fleet_page_kill.webp")
@@ -320,7 +308,6 @@ def large(pictures: Pictures) -> str:
             browser.size(1600, 1300)
             pictures.take(browser, "fleet_page_large", "#main-column .panel")
             checks.worker_grid_works_by_keyboard(browser)
-            checks.plays_the_past_back(browser)
             checks.no_complaints(browser)
     finally:
         process.kill()

@@ -115,18 +115,15 @@ def request_opens_by_keyboard(browser: Browser, downwards: int = 1) -> None:
     browser.wait("the sheet is closed", "return !document.getElementById('sheet').open")
 
 
-def plays_the_past_back(browser: Browser) -> None:
-    """Enter on the strip shows the pool as of a moment; it plays, and Escape leads back to now."""
+def seconds_are_read_by_keyboard(browser: Browser) -> None:
+    """Arrows on the strip go from second to second and read each."""
     browser.run("document.querySelector('#strip canvas').focus()")
-    browser.press(LEFT, LEFT, LEFT, ENTER)
-    browser.wait("the pool is shown as it was", "return document.getElementById('link').dataset.state === 'past'")
-    assert "as of" in browser.run("return document.getElementById('link-words').textContent")
-    at = "return Number(document.querySelector('#playback input[type=range]').value)"
-    before = browser.run(at)
-    browser.press(",")
-    browser.wait("one frame back", f"{at} === arguments[0]", max(0, before - 1))
-    browser.press(ESCAPE)
-    browser.wait("it is now again", LIVE)
+    at = "return document.querySelector('#strip canvas').getAttribute('aria-valuetext')"
+    browser.press(END)
+    last = str(browser.run(at))
+    assert " request" in last, last
+    browser.press(LEFT, LEFT)
+    browser.wait("an earlier second is read", f"{at} !== arguments[0]", last)
 
 
 def open_requests(browser: Browser, what: str, holds: str) -> str:

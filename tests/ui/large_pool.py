@@ -15,10 +15,8 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.fleet_page.endpoints import add_fleet_page
 from poolgrid.fleet_page.hub import FleetHub
-from poolgrid.fleet_page.playback.player import Player
 from poolgrid.fleet_page.router_source import RouterFleetSource
 from poolgrid.fleet_page.router_watch import FleetWatch, ServedSeconds
 from poolgrid.http.http_server import HttpServer
@@ -34,7 +32,6 @@ from poolgrid.router.core.selector import Selector
 from poolgrid.router.policy_loading import load_policy
 from poolgrid.router.settings import RouterSettings
 from poolgrid.serving.admission_queue import QueueView
-from poolgrid.wire import codec
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import (
     AnyEvent,
@@ -83,7 +80,7 @@ class LargePool:
         self.state = RouterState(Selector(self.projection, load_policy(settings), settings.worker_queue_factor))
         self.decisions = DecisionLog(10_000)
         self.queue = StillQueue()
-        self.journal: list[bytes] = []
+        self._records = 0
         self._clock = SystemClock()
         self._rate = rate
         self._draw = random.Random(1)
@@ -116,15 +113,12 @@ class LargePool:
     def counts(self) -> tuple[int, int]:
         return sum(self._running.values()), 0
 
-    def kept(self, from_offset: int, limit: int, bytes_max: int) -> tuple[int, list[bytes]]:
-        return from_offset, self.journal[from_offset : from_offset + limit]
-
     def say(self, worker: WorkerKey, events: Sequence[AnyEvent]) -> None:
         """Have a worker report events."""
         now_ms = self._clock.wall_ms()
         seq = self._seqs[worker] = self._seqs.get(worker, -1) + 1
-        record = JournalRecord(len(self.journal), worker.worker_id, 0, 1, seq, now_ms, now_ms, list(events))
-        self.journal.append(codec.journal_record.encode(record))
+        record = JournalRecord(self._records, worker.worker_id, 0, 1, seq, now_ms, now_ms, list(events))
+        self._records += 1
         self.state.apply(RecordsArrived([record], self._clock.monotonic_ms()))
 
     def _load(self, worker: WorkerKey) -> LoadReported:
@@ -143,7 +137,7 @@ class LargePool:
         self._paths[at] = grown if len(grown) < 600 else [1, 2, 3, 4]
         isl = len(grown) * BLOCK_SIZE + 7
         now_ms, wall_ms = self._clock.monotonic_ms(), self._clock.wall_ms()
-        request = RoutingRequest(name, "tiny", isl, BLOCK_SIZE, len(grown) + 1)
+        request = RoutingRequest(name, "tiny", isl, BLOCK_SIZE, len(grown) + 1, session=f"c{at}")
         found = self.state.apply(WorkerWanted(request, grown, now_ms, wall_ms))
         assert isinstance(found, Decision), str(found)
         self.state.apply(Booked(found, grown, name, now_ms))
@@ -206,9 +200,8 @@ async def main(workers: int, rate: float) -> None:
     pool = LargePool(workers, rate)
     pool.fill()
     app = application(FakeBackend())
-    player = Player(None, pool.kept, BLOCKS_PER_WORKER_MAX)
     served = ServedSeconds(app.served, SystemClock())
-    source = RouterFleetSource(pool.settings, cast(Any, pool), FleetWatch(pool.state), player, served)
+    source = RouterFleetSource(pool.settings, cast(Any, pool), FleetWatch(pool.state), served)
     add_fleet_page(app, FleetHub(source, SystemClock()), source)
     server = HttpServer(app, "127.0.0.1", 0, "port")
     server.start()

@@ -1,4 +1,4 @@
-"""A worker starts in phases, with its model out of the machine's cache where it is told to."""
+"""A worker starts in phases, with its model from a hub where it has the name of one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from poolgrid.workers import bootstrap
 from poolgrid.workers.adapters.http_api import HttpApi
 from poolgrid.workers.engines.registry import engine_definition
 from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.model_fetch import ModelFetchError, cached_model
+from poolgrid.workers.model_fetch import ModelFetchError, fetched_model
 from poolgrid.workers.settings import WorkerProcessSettings
 from poolgrid.workers.start_phases import Phase, StartPhases
 from tests.clock import HandClock
 from tests.process.leftovers import ended_leaving_nothing
 from tests.workers.fakes import FakeConsolidator, Journal
-from tests.workers.running import make_settings, running_worker
+from tests.workers.hub_server import file_server
+from tests.workers.running import make_settings
 
 
 class Start(StartPhases):
@@ -42,9 +43,9 @@ def settings_of(engine: str, **given: Any) -> WorkerProcessSettings:
     return settings
 
 
-async def with_cache(settings: Any, start: StartPhases) -> Any:
+async def with_hub(settings: Any, start: StartPhases) -> Any:
     definition = engine_definition(settings.engine_name)
-    return await cached_model(settings, definition.loads(settings), definition.with_model, start)
+    return await fetched_model(settings, definition.loads(settings), definition.with_model, start)
 
 
 def test_each_phase_has_its_time_and_says_what_is_left() -> None:
@@ -68,22 +69,21 @@ def test_each_phase_has_its_time_and_says_what_is_left() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"engine": "trtllm", "model_path": "/nowhere/model", "model_cache_dir": "CACHE"},
-        {"engine": "trtllm", "model_path": "HERE", "model_cache_dir": "CACHE"},
-        {"engine": "vllm", "engine_url": ("http://gpu1:8000",), "model_cache_dir": "CACHE"},
-        {"engine": "simulated", "model_cache_dir": "CACHE"},
+        {"engine": "trtllm", "model_path": "/nowhere/model"},
+        {"engine": "trtllm", "model_path": "HERE"},
+        {"engine": "vllm", "engine_url": ("http://gpu1:8000",)},
+        {"engine": "simulated"},
     ],
 )
 def test_nothing_is_fetched_for_a_model_that_is_no_hub_name_or_that_a_server_loads(given: Any, tmp_path: Path) -> None:
-    places = {"CACHE": str(tmp_path / "cache"), "HERE": str(tmp_path)}
-    settings = settings_of(**{name: places.get(value, value) for name, value in given.items()})
+    settings = settings_of(**{name: str(tmp_path) if value == "HERE" else value for name, value in given.items()})
 
-    assert asyncio.run(with_cache(settings, Start())) is settings
+    assert asyncio.run(with_hub(settings, Start())) is settings
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("engine", ["trtllm", "vllm", "sglang", "trtllm-serve", "simulated"])
-def test_an_engine_loads_the_cached_directory_under_the_name_that_clients_know(engine: str, tmp_path: Path) -> None:
+def test_an_engine_loads_the_fetched_directory_under_the_name_that_clients_know(engine: str, tmp_path: Path) -> None:
     definition = engine_definition(engine)
     (tmp_path / "tokenizer.json").write_text("{}")
     given = {} if engine == "simulated" else {"model_path": "org/model"}
@@ -97,41 +97,36 @@ def test_an_engine_loads_the_cached_directory_under_the_name_that_clients_know(e
         assert (made.model_path, made.served_model_name) == (str(tmp_path), "org/model")
 
 
-def test_a_source_for_an_engine_that_loads_nothing_is_refused(tmp_path: Path) -> None:
-    settings = settings_of(
-        "vllm", engine_url=("http://gpu1:8000",), model_cache_dir=str(tmp_path), model_source="org/model"
-    )
+async def test_a_worker_fetches_its_model_and_shows_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Start()
+    with file_server() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path))
+        hub.serve_model("org/model", {"config.json": b"{}", "m.safetensors": bytes(3_000_000)})
+        hub.holds["/store/m.safetensors"] = 1_000_000
+        fetching = asyncio.ensure_future(with_hub(settings_of("trtllm", model_path="org/model"), start))
+        async with asyncio.timeout(60):
+            while not start.total_bytes or start.done_bytes < 2:  # noqa: ASYNC110 - another process reports it
+                await asyncio.sleep(0.05)
+            assert start.total_bytes == 3_000_002
+            hub.go_on.set()
+            settings = await fetching
 
-    with pytest.raises(ValueError, match="with these settings the engine vllm loads no model: leave it out"):
-        asyncio.run(with_cache(settings, Start()))
-
-
-def test_settings_of_the_cache_without_a_cache_are_refused() -> None:
-    with pytest.raises(ValueError, match="model_source is 'org/model' without model_cache_dir"):
-        settings_of("trtllm", model_path="m", model_source="org/model")
-
-
-async def test_a_worker_fetches_its_model_and_then_loads_it_and_each_phase_is_measured(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text("{}")
-    cache = {"model_cache_dir": str(tmp_path / "cache"), "model_source": str(source)}
-
-    async with running_worker(**cache, load_ms=1.0, load_bytes=1000) as worker:
-        assert {(each.worker_id, each.model, each.role) for each in worker.journal.loading} <= {
-            ("w0", "m", "aggregated")
-        }
-        for phase in ("fetch", "load", "register"):
-            assert await worker.metric("poolgrid_worker_start_seconds", phase=phase) > 0
-        assert await worker.metric("poolgrid_worker_start_left_bytes") == 0
-    assert (tmp_path / "cache" / "source" / "config.json").read_text() == "{}"
+    assert (Path(settings.model_path) / "m.safetensors").stat().st_size == 3_000_000
+    assert settings.served_model_name == "org/model"
+    assert start.seconds()["fetch"] == 0.0, "by a clock that stands"
 
 
-def test_a_model_that_cannot_be_fetched_ends_the_start_and_says_why(tmp_path: Path) -> None:
-    settings = settings_of("trtllm", model_path="m", model_cache_dir=str(tmp_path / "c"), model_source="/nowhere/m")
-
-    with pytest.raises(ModelFetchError, match=r"fetching the model /nowhere/m into .*/c: reading /nowhere/m: it is no"):
-        asyncio.run(with_cache(settings, Start()))
+def test_a_model_that_cannot_be_fetched_ends_the_start_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with file_server() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path))
+        with pytest.raises(ModelFetchError, match=rf"^fetching org/none at {hub.url}: .*404"):
+            asyncio.run(with_hub(settings_of("trtllm", model_path="org/none"), Start()))
 
 
 def test_a_worker_that_loads_says_how_far_it_is_and_ends_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from poolgrid.workers.engines.simulated.core.next_token import (
     expected_reply,
     prompt_logprobs,
 )
-from poolgrid.workers.engines.simulated.opening import surviving_words
+from poolgrid.workers.engines.simulated.opening import read_words
 from tests.workers.builders import VOCABULARY
 from tests.workers.running import running_worker
 
@@ -205,7 +205,7 @@ def test_an_impossible_vocabulary_is_refused(fields: dict[str, object], named: s
 
 def test_an_answer_is_tokenized_to_the_very_tokens_that_it_was() -> None:
     model = PromptModel.load(TINY_MODEL_PATH)
-    vocabulary = Vocabulary(model.vocab_size, 3, 2, words=surviving_words(TINY_MODEL_PATH))
+    vocabulary = Vocabulary(model.vocab_size, 3, 2, words=read_words(TINY_MODEL_PATH).words)
 
     for prompt in range(20):
         answer = expected_output(pack_tokens([prompt]), Sampling(500), vocabulary)
@@ -216,9 +216,9 @@ def test_an_answer_is_tokenized_to_the_very_tokens_that_it_was() -> None:
 
 
 def test_it_does_not_matter_whether_the_directory_or_its_file_is_named() -> None:
-    words = surviving_words(TINY_MODEL_PATH)
+    words = read_words(TINY_MODEL_PATH).words
 
-    assert words == surviving_words(TINY_MODEL_PATH / "tokenizer.json")
+    assert words == read_words(TINY_MODEL_PATH / "tokenizer.json").words
     assert len(words) > 1000
     assert list(words) == sorted(words)
 
@@ -238,7 +238,7 @@ def test_words_that_are_written_in_another_way_are_left_out(tmp_path: Path) -> N
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
 
-    words = surviving_words(saved(tokenizer, tmp_path))
+    words = read_words(saved(tokenizer, tmp_path)).words
 
     assert words == (8, 10)
     text = [random.Random(1).choice(words) for _ in range(50)]
@@ -250,8 +250,8 @@ def test_a_tokenizer_without_such_words_is_said_so(tmp_path: Path, caplog: pytes
     tokenizer.normalizer = normalizers.Strip()
 
     with caplog.at_level(logging.WARNING):
-        assert surviving_words(saved(tokenizer, tmp_path)) == ()
-        assert surviving_words(tmp_path / "nothing.json") == ()
+        assert read_words(saved(tokenizer, tmp_path)).words == ()
+        assert read_words(tmp_path / "nothing.json").words == ()
 
     assert "has no words that survive encoding" in caplog.text
     assert "nothing.json cannot be used" in caplog.text

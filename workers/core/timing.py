@@ -181,11 +181,6 @@ DIRECTORY = Path(__file__).parent / "timings"
 PUBLISHED = "published"
 MEASURED: tuple[str, ...] = TIMINGS[1:]
 
-TIMING_TEXT = (
-    "Step times of the engine: published are the formulas of the field's simulator, h100-qwen3-8b and h200-qwen3-8b "
-    "were measured on one H100 and one H200."
-)
-
 
 def timing_model(timing: str = PUBLISHED) -> TimingModel:
     """Return the step times of a name, or of a file of one's own; raises ``TableError`` for a file that is no table."""

@@ -22,7 +22,6 @@ import msgspec
 from click.shell_completion import CompletionItem
 
 from poolgrid.cli.dynamo_options import in_our_words
-from poolgrid.cli.former_settings import former_setting
 from poolgrid.process import logs
 from poolgrid.process.log_lines import Field
 from poolgrid.process.plugins import installed_plugins
@@ -56,12 +55,10 @@ class Command(click.Command):
         super().__init__(*declarations, **{"context_settings": HELP, **attributes})
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the arguments; ends with status 2 and a line on standard error for a former setting, and for an option
-        of Dynamo that has none of ours."""
+        """Read the arguments; ends with status 2 and a line on standard error for an option of Dynamo that has none of
+        ours."""
         try:
             args = in_our_words(str(self.name), args, os.environ)
-            if refusal := former_setting(str(self.name), args, os.environ):
-                raise ValueError(refusal)
         except ValueError as error:
             click.echo(error, err=True)
             raise SystemExit(2) from None

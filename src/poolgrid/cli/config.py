@@ -33,8 +33,6 @@ from poolgrid.workers.engines.registry import engine_definition, engines
 
 ROLLBACK_TIMEOUT_S = 10.0
 
-SCHEMA_ID = "https://poolgrid.dev/schemas/pool_grid.schema.json"
-
 
 def _print(text: str, to_stderr: bool = False) -> None:
     Console(stderr=to_stderr, soft_wrap=True).print(text, markup=False, highlight=False, emoji=False)
@@ -214,7 +212,7 @@ def schema() -> dict[str, Any]:
     """
     made = GridDocument.model_json_schema()
     made["properties"] = {"$schema": {"type": "string"}, **made["properties"]}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_ID, **made}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
 
 
 def schema_text() -> str:

@@ -38,6 +38,12 @@ OPTIONS: dict[str, str] = {
     "worker --conversation-affinity": "the router chooses the rank, by what each has cached.",
     "worker --conversation-affinity-dp-rank-source": "the router chooses the rank.",
     "worker --model-loader-extra-config": _IN_ENGINE_FILE,
+    "worker --pipeline-parallel-size": _IN_ENGINE_FILE,
+    "worker --expert-parallel-size": _IN_ENGINE_FILE,
+    "worker --gpus-per-node": _IN_ENGINE_FILE,
+    "worker --max-beam-width": _IN_ENGINE_FILE,
+    "worker --load-format": _IN_ENGINE_FILE,
+    "worker --event-buffer-max-size": _IN_ENGINE_FILE,
     "worker --frontend-decoding": "images are decoded by the engine.",
     "worker --multimodal-embedding-cache-capacity-gb": "encode workers keep 256 MiB of embeddings.",
     "worker --engine-request-limit": "use --max-batch-size, and --worker-queue-factor of poolgrid router.",
@@ -48,7 +54,7 @@ OPTIONS: dict[str, str] = {
     "worker --output-modalities": "use --modality image_diffusion or video_diffusion.",
     "worker --media-output-fs-url": _RESULTS,
     "worker --media-output-http-url": _RESULTS,
-    "worker --revision": "give --model-source ORG/MODEL@REVISION with --model-cache-dir.",
+    "worker --revision": "give --model-path ORG/MODEL@REVISION.",
     "--dyn-structural-tag": "tool calls are guided when tool_choice requires one.",
     "--dyn-enable-structural-tag": "tool calls are guided when tool_choice requires one.",
     "--dyn-structural-tag-scope": "tool calls are guided when tool_choice requires one.",
@@ -112,7 +118,7 @@ OPTIONS: dict[str, str] = {
     **dict.fromkeys(
         ("router --router-reset-states", "router --router-snapshot-threshold", "router --serve-indexer"), _INDEX
     ),
-    "router --router-replica-sync": "use --share-state nats.",
+    "router --router-replica-sync": "routers of a pool follow one event stream and need no such option.",
     **dict.fromkeys(("router --router-queue-threshold", "router --router-queue-policy"), _QUEUE),
     **dict.fromkeys(
         (
@@ -200,8 +206,6 @@ def in_our_words(command: str, words: Sequence[str], environment: Mapping[str, s
         name, equals, value = given[at].partition("=")
         at += 1
         meaning = OPTIONS.get(f"{command} {name}", OPTIONS.get(name))
-        if name == "--model" and command == "worker" and engine == "simulated":
-            meaning = None  # it was the served name, and is refused with the new one
         if meaning is None and name not in VALUES:
             ours.append(name + equals + value)
             continue

@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from poolgrid.cli.hub_model import cached_directory
 from poolgrid.cli.launch_plan import INGEST, PlannedWorker
 from poolgrid.cli.local_pool import UpSettings
 from poolgrid.frontend.settings import NO_TOKENIZER
@@ -35,6 +34,7 @@ from poolgrid.workers.engines.server.core.server_facts import ServerFacts
 from poolgrid.workers.engines.server.core.server_list import ServerEntry, read_entry, read_file
 from poolgrid.workers.engines.server.kinds import learn
 from poolgrid.workers.engines.server.server_client import KeyRefused, ServerClient, ServerError
+from poolgrid.workers.model_hub import cached
 
 log = logging.getLogger(__name__)
 
@@ -270,7 +270,7 @@ def _tokenizer(settings: UpSettings, servers: Sequence[FrontServer]) -> Path:
         path = Path(loaded)
         if (path / "tokenizer.json").is_file():
             return path
-        cached = cached_directory(loaded)
-        if cached is not None:
-            return cached
+        found = cached(loaded)
+        if found is not None:
+            return found
     return NO_TOKENIZER

@@ -1,8 +1,7 @@
-"""A model by its name on a hub (ORG/MODEL): from the cache of this machine, or fetched into it before the start."""
+"""A model by its name on a hub (ORG/MODEL): fetched into the cache of this machine before the start."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TypeVar
 
@@ -10,73 +9,29 @@ import click
 
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.process.settings import Settings
-from poolgrid.workers.model_cache.cache import ModelCache, ModelCacheError, default_directory
-from poolgrid.workers.model_cache.fetching import ModelFetch, is_hub_name, parse_source
+from poolgrid.workers.model_hub import ModelHubError, cached, fetch, is_hub_name, look_up
 
 S = TypeVar("S", bound=Settings)
 
-TOKENIZER = "tokenizer.json"
 
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*")
-"""Files that a router does not need."""
+def with_directory(settings: S, name_field: str, *, weights: bool, dry_run: bool = False) -> S:
+    """Return settings with the directory of a model that is named by its hub; clients know it by the name given.
 
-
-def model_directory(model: str, *, weights: bool, fetch: bool = True) -> Path:
-    """Return the directory of a model that a hub has; raises ``ValueError`` where it is not to be had.
-
-    A router needs no ``weights``, and takes a model that has them where one is there. Without ``fetch`` the hub is
-    only asked whether it has the model.
+    A router needs no ``weights``. With ``dry_run`` nothing is fetched, and the model stays named where it is not on
+    this machine. Raises ``ValueError`` where it is not to be had.
     """
-    from poolgrid.cli.model import reported
-
-    try:
-        source = parse_source(model)
-        cache = ModelCache(default_directory(os.environ))
-        name = source.name
-        exclude: tuple[str, ...] = ()
-        if cache.manifest(name) is None and not weights:
-            name, exclude = f"{name}-tokenizer", WEIGHTS
-        if cache.manifest(name) is not None and not fetch:
-            return cache.path(name)
-        with reported(name) as report:
-            bringing = ModelFetch(cache, source, name, report, exclude=exclude)
-            if fetch:
-                bringing.run()
-            else:
-                bringing.look_up()
-        return cache.path(name)
-    except ModelCacheError as error:
-        raise ValueError(f"--model-path {model}: {error}") from None
-
-
-def cached_directory(model: str) -> Path | None:
-    """Return the directory of a hub's model that is on this machine already, with its tokenizer; asks no hub."""
-    from huggingface_hub import try_to_load_from_cache
-
-    if not is_hub_name(model):
-        return None
-    try:
-        source = parse_source(model)
-        cache = ModelCache(default_directory(os.environ))
-        for name in (source.name, f"{source.name}-tokenizer"):
-            if cache.manifest(name) is not None:
-                return cache.path(name)
-    except ModelCacheError:
-        pass  # what is broken there is not taken; Hugging Face's own cache may have it
-    try:
-        found = try_to_load_from_cache(model, TOKENIZER)
-    except ValueError:
-        return None  # no name of Hugging Face's hub
-    return Path(found).parent if isinstance(found, str) else None
-
-
-def with_directory(settings: S, name_field: str, *, weights: bool, fetch: bool = True) -> S:
-    """Return settings with the directory of a model that is named by its hub; clients know it by the name given."""
     model = str(getattr(settings, "model_path"))  # noqa: B009 - of several kinds of settings
     if not is_hub_name(model):
         return settings
     name = getattr(settings, name_field) or model.partition("@")[0]
-    directory = model_directory(model, weights=weights, fetch=fetch)
+    try:
+        if dry_run:
+            look_up(model)
+            directory = cached(model) or Path(model)
+        else:
+            directory = fetch(model, weights=weights)
+    except ModelHubError as error:
+        raise ValueError(f"--model-path {model}: {error}") from None
     return settings.model_copy(update={"model_path": directory, name_field: name})
 
 

@@ -38,7 +38,6 @@ SECTIONS = {
     "Set up": {
         "config": f"{CORE}.config",
         "keys": f"{CORE}.keys",
-        "model": f"{CORE}.model",
         "engine-config": "poolgrid.workers.engines.trtllm.command",
         "engine-check": f"{TOOLS}.engine_check.command",
         "completion": f"{CORE}.completion",

@@ -22,7 +22,6 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from poolgrid.cli.command_line import Option
-from poolgrid.cli.former_settings import former_name
 from poolgrid.process.settings import INPUT_FILE, Settings
 
 S = TypeVar("S", bound=Settings)
@@ -98,8 +97,7 @@ def with_settings(
         @functools.wraps(function)
         def run(**values: Any) -> Any:
             file = values.pop(SETTINGS_FILE, None) if from_file else None
-            command = str(click.get_current_context().info_name)
-            of_file = {} if file is None else _read_settings(file, fields, command)
+            of_file = {} if file is None else _read_settings(file, fields)
             given = {**of_file, **_given(values, fields)}
             rest = {name: value for name, value in values.items() if name not in fields}
             return function(*(_build(model, given, names) for model in models), **rest)
@@ -188,7 +186,7 @@ def _given(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, An
     return {name: value for name, value in values.items() if name in fields and value is not None and value != ()}
 
 
-def _read_settings(path: Path, fields: Mapping[str, FieldInfo], command: str) -> dict[str, Any]:
+def _read_settings(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
     """Return the settings of a file; ends the command with status 2 when it cannot be used."""
     found: dict[str, Any] = {}
     try:
@@ -201,8 +199,7 @@ def _read_settings(path: Path, fields: Mapping[str, FieldInfo], command: str) ->
         fault = "is not TOML that can be read: it is nested too deeply"
     else:
         unknown = sorted(set(found) - set(fields))
-        removed = [line for name in unknown if (line := former_name(command, name))]
-        fault = next(iter([*removed, *(f"{name!r} is no setting of this command" for name in unknown)]), "")
+        fault = next((f"{name!r} is no setting of this command" for name in unknown), "")
     if fault:
         _refuse(f"--settings-file {path}: {fault}; nothing was started")
     for name, value in found.items():

@@ -275,17 +275,6 @@ class ConsolidatorService:
         after ``start``."""
         return self._ingest.open_local(on_frames)
 
-    def kept_records(self, from_offset: int, limit: int, bytes_max: int) -> tuple[int, list[bytes]]:
-        """Return encoded records of a journal in memory, from an offset or the oldest kept, and the first's offset.
-
-        At once and without a disk; of a journal on disk, and before ``start``, there are none.
-        """
-        if self._core is None or not self._keeper.journal.in_memory:
-            return from_offset, []
-        journal = self._keeper.journal
-        first = max(from_offset, journal.oldest_offset)
-        return first, [] if first >= journal.next_offset else journal.read(first, limit, bytes_max)
-
     def sources(self) -> Sequence[PubShell]:
         """Return the publishers of the sources file with their health: engines, and further sources of workers."""
         return self._sources

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from fastapi import FastAPI, Header, Query, Request, Response
+from fastapi import FastAPI, Header, Request, Response
 from fastapi import Path as PathParameter
 from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from poolgrid.fleet_page.hub import FleetHub, FleetSource
 from poolgrid.frontend.access.gate import PAGE_FOLDER, PAGE_PATH
 from poolgrid.frontend.app import BODILESS
-from poolgrid.frontend.errors import RequestError, invalid
+from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.openapi import error_answers
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import cancel_all, detached, unless
@@ -90,15 +90,8 @@ def asset(name: str) -> Asset:
 
 STREAM_PATH = "/v1/fleet/stream"
 REQUEST_PATH = "/v1/fleet/requests/{request_id}"
-PLAYBACK_PATH = "/v1/fleet/playback"
 
 RESUME_CHARS_MAX = 64
-
-SPAN_MS_MAX = 60 * 60 * 1000
-"""Longest stretch of a playback: an hour, in at most ``FRAMES_MAX`` frames."""
-
-FRAMES_MAX = 240
-"""A frame every quarter of a second over a minute; more cannot be distinguished on a slider."""
 
 _NO_STORE = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
@@ -196,27 +189,10 @@ def add_fleet_page(app: FastAPI, hub: FleetHub, source: FleetSource) -> None:
             )
         return found
 
-    @app.get(PLAYBACK_PATH, tags=["fleet page"], responses=error_answers(_NO_PLAYBACK))
-    async def playback(
-        from_ms: Annotated[int, Query(ge=0, le=2**53, description="Unix time of the first frame.")],
-        to_ms: Annotated[int, Query(ge=0, le=2**53, description="Unix time of the last frame.")],
-        frames: Annotated[int, Query(ge=1, le=FRAMES_MAX, description="How many, at equal distances.")] = 1,
-    ) -> Response:
-        """Return the pool as it was, folded from its journal by a process of its own."""
-        if not 0 <= to_ms - from_ms <= SPAN_MS_MAX:
-            raise invalid(
-                "to_ms", f"to_ms is {to_ms}, allowed are values from from_ms ({from_ms}) to {from_ms + SPAN_MS_MAX}"
-            )
-        return Response(await source.reel(from_ms, to_ms, frames), media_type="application/json", headers=_NO_STORE)
-
 
 _NO_FILE = {"404": "The page has no such file"}
 _NO_ROOM = {"503": "As many viewers look as may, or the process ends"}
 _NOT_KEPT = {"404": "Not kept (any more)"}
-_NO_PLAYBACK = {
-    "409": "There is no journal to read, or it does not reach back so far",
-    "503": "Others wait for a playback, or it took too long",
-}
 
 
 def _file(request: Request, name: str) -> Response:

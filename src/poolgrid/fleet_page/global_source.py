@@ -16,17 +16,17 @@ import msgspec
 from poolgrid import __version__
 from poolgrid.fleet_page.endpoints import open_fleet_page
 from poolgrid.fleet_page.hub import Picture, Row
-from poolgrid.fleet_page.router_watch import ServedSeconds, open_served_seconds
+from poolgrid.fleet_page.router_watch import Leg, ServedSeconds, open_served_seconds
 from poolgrid.frontend.app import Application
-from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.metrics import SERVED_COLUMNS
 from poolgrid.global_router.configuration import Active
-from poolgrid.global_router.decisions import RequestDecision
+from poolgrid.global_router.decisions import IN_FLIGHT, RequestDecision
 from poolgrid.global_router.pools import PoolConnection
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.process.clock import Clock
 from poolgrid.process.lifecycle import GroupPlace
 from poolgrid.wire.answers import QueueRow
+from poolgrid.wire.identifiers import STAGE_WORD, Stage
 from poolgrid.wire.selection import PoolStatus
 
 log = logging.getLogger(__name__)
@@ -37,9 +37,8 @@ REQUESTS_SHOWN = 240
 STEPS_SHOWN = 20
 """Last steps of the closed loop."""
 
-ASK_TIMEOUT_S = 15.0
-"""Longest wait for a pool's router to report on a request: it may read its journal for that, in a process
-that takes half a second on an idle machine."""
+ASK_TIMEOUT_S = 5.0
+"""Longest wait for a pool's router to report on a request."""
 
 ANSWER_BYTES_MAX = 8 * 1024 * 1024
 """Largest answer of a pool's router about one request: a decision over thousands of workers."""
@@ -105,7 +104,6 @@ class GlobalFleetSource:
             "version": __version__,
             "process": 0 if place is None else place.index,
             "processes": 1 if place is None else place.size,
-            "no_playback": "a global router has no journal: each pool's own page plays its pool back",
         }
         self._grids: tuple[Active, dict[str, Any]] | None = None
 
@@ -165,26 +163,19 @@ class GlobalFleetSource:
         placed = [(placement.pool, placement.dispatch_id) for placement in record.placements]
         answers = await asyncio.gather(*(self._ask(pool, name) for pool, name in placed))
         of_pools = {name: answer for (_, name), answer in zip(placed, answers, strict=True) if answer is not None}
-        legs = [leg for answer in of_pools.values() for leg in answer.get("legs", ())]
-        if legs and legs[0]["dispatch_id"] == placed[0][1]:
-            legs[0]["queued_ms"] = round(record.queued_ms, 3) + legs[0].get("queued_ms", 0.0)
         return {
             "explanation": record.explanation().to_json(),
-            "pools": {name: answer.get("explanation") for name, answer in of_pools.items()},
-            "legs": legs,
-            "legs_from": "pools" if legs else "unknown",
+            "pools": of_pools,
+            "legs": [] if not record.placements else [msgspec.to_builtins(whole_leg(record))],
+            "legs_from": "router",
         }
-
-    async def reel(self, from_ms: int, to_ms: int, frames: int) -> bytes:
-        """Raise ``RequestError`` 409: the past of a pool is with its own router."""
-        raise RequestError(409, "no_journal", f"playing back: {self._about['no_playback']}")
 
     async def _ask(self, name: str, dispatch_id: str) -> dict[str, Any] | None:
         """Return what a pool's router recorded of a dispatch; ``None`` when it keeps nothing, or does not answer."""
         pool = self._service.pools.get(name)
         if pool is None or not pool.url:
             return None
-        url = f"{pool.url}/v1/fleet/requests/{quote(dispatch_id, safe='')}"
+        url = f"{pool.url}/v1/decisions/{quote(dispatch_id, safe='')}"
         try:
             answer = await self._client.get(url, timeout=ASK_TIMEOUT_S)
             if answer.status_code == 200 and len(answer.content) <= ANSWER_BYTES_MAX:
@@ -192,6 +183,20 @@ class GlobalFleetSource:
         except (httpx.HTTPError, msgspec.MsgspecError, ValueError) as error:
             log.info("asking pool %s about %s: %s", name, dispatch_id, error)
         return None
+
+
+def whole_leg(record: RequestDecision) -> Leg:
+    """Return a request's times as one leg, by this router's clock, whatever workers it ran on."""
+    last = record.placements[-1]
+    leg = Leg(last.dispatch_id, last.worker, STAGE_WORD[Stage.WHOLE], queued_ms=round(record.queued_ms, 3))
+    leg.placed_ms = record.time_ms + round(record.queued_ms)
+    if record.ttft_ms is not None:
+        # It is not known when its engine began: waiting there and prefill are one step.
+        leg.started_ms = leg.prefilled_ms = max(leg.placed_ms, record.time_ms + round(record.ttft_ms))
+    if record.outcome != IN_FLIGHT:
+        spent_ms = (record.itl_ms or 0.0) * max(0, record.output_tokens - 1)
+        leg.ended_ms, leg.end = (leg.prefilled_ms or leg.placed_ms) + round(spent_ms), record.outcome
+    return leg
 
 
 def grids(active: Active) -> dict[str, Any]:

@@ -60,10 +60,6 @@ class FleetSource(Protocol):
         """Return why a request went where it went, and the times of its legs; ``None`` when nothing is kept of it."""
         ...
 
-    async def reel(self, from_ms: int, to_ms: int, frames: int) -> bytes:
-        """Return the pool between two wall-clock times as JSON, in so many frames. Raises ``RequestError``."""
-        ...
-
 
 CHANGES_KEPT = 64
 """Sixteen seconds at four a second: longer than a browser takes to connect again. Each is some 10 kB in a busy pool of

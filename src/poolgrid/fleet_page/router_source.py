@@ -10,14 +10,9 @@ from typing import Any
 import msgspec
 
 from poolgrid import __version__
-from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
-from poolgrid.consolidator.service import ConsolidatorService
-from poolgrid.consolidator.settings import ConsolidatorSettings
 from poolgrid.fleet_page.endpoints import open_fleet_page
 from poolgrid.fleet_page.hub import Picture, Row
-from poolgrid.fleet_page.playback.player import Player
-from poolgrid.fleet_page.playback.reel import Leg
-from poolgrid.fleet_page.router_watch import FleetWatch, ServedSeconds, open_served_seconds
+from poolgrid.fleet_page.router_watch import FleetWatch, Leg, ServedSeconds, open_served_seconds
 from poolgrid.frontend.app import Application
 from poolgrid.frontend.metrics import SERVED_COLUMNS
 from poolgrid.process.clock import Clock
@@ -28,16 +23,12 @@ from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
 from poolgrid.wire.answers import QueueRow, RequestExplanation
-from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import STAGE_WORD, StreamState, dispatch_id
 
 REQUESTS_SHOWN = 240
 """Of the last decisions, how many are watched for changes: what came of one that is older is seen when it is opened."""
 
 CONVERSATIONS_SHOWN = 24
-
-CONVERSATIONS_PLAYED = 128
-"""Of the latest, how many are looked for in a pool's past: those that were the latest then have mostly ended."""
 
 CONVERSATIONS_EVERY = 4
 """Pictures between two looks at who holds which conversation: that asks the index for each of them."""
@@ -100,13 +91,11 @@ class RouterFleetSource:
         settings: RouterSettings,
         service: RouterService,
         watch: FleetWatch,
-        player: Player,
         served: ServedSeconds,
         place: GroupPlace | None = None,
     ) -> None:
         self._service = service
         self._watch = watch
-        self._player = player
         self._served = served
         self._looks = 0
         self._conversations: dict[str, Row] = {}
@@ -119,7 +108,6 @@ class RouterFleetSource:
             "process": 0 if place is None else place.index,
             "processes": 1 if place is None else place.size,
             "queue_factor": settings.worker_queue_factor,
-            "no_playback": player.unavailable,
         }
 
     def begin(self) -> None:
@@ -237,7 +225,7 @@ class RouterFleetSource:
         found: dict[str, Row] = {}
         for conversation in self._watch.conversations.latest(CONVERSATIONS_SHOWN):
             holders = [(str(worker), blocks, lost) for worker, blocks, lost in conversation.holders(index)]
-            found[conversation.name] = (
+            row = (
                 conversation.turns,
                 len(conversation.path),
                 conversation.isl,
@@ -245,18 +233,19 @@ class RouterFleetSource:
                 conversation.request_id,
                 holders,
             )
+            found.setdefault(conversation.name, row)
             await asyncio.sleep(0)
         self._conversations = found
 
     # -- one request ---------------------------------------------------------------------------------------------------
 
     async def request(self, request_id: str) -> dict[str, Any] | None:
-        """Return a request's decisions and the times of its legs: watched, else read in the journal."""
+        """Return a request's decisions and the times of its legs, which are known where it was watched."""
         decisions = self._service.decisions.of_request(request_id)
         if not decisions:
             return None
         legs: list[Leg] = []
-        unknown: list[Leg] = []
+        source = "watched"
         for decision in decisions:
             name = dispatch_id(decision.request.request_id, decision.attempt)
             watched = self._watch.legs.get(name)
@@ -269,22 +258,10 @@ class RouterFleetSource:
                 leg = msgspec.structs.replace(leg, released=True)
             legs.append(leg)
             if watched is None or ended_unseen:
-                unknown.append(leg)
-        source = "watched"
-        if unknown and not self._player.unavailable:
-            await self._player.fill(unknown, min(each.offset for each in decisions))
-            source = "journal"
-        elif unknown:
-            source = "unknown"
+                source = "unknown"
         attempts = [decision.explanation() for decision in decisions]
         explanation = RequestExplanation(request_id=request_id, attempts=attempts).to_json()
         return {"explanation": explanation, "legs": msgspec.to_builtins(legs), "legs_from": source}
-
-    async def reel(self, from_ms: int, to_ms: int, frames: int) -> bytes:
-        """Return the pool between two times, from its journal."""
-        latest = self._watch.conversations.latest(CONVERSATIONS_PLAYED)
-        paths = [(each.name, pack_hashes(each.path), each.block_size) for each in latest]
-        return await self._player.reel(from_ms, to_ms, frames, paths)
 
 
 _STREAM_WORDS = {state: state.name.lower() for state in StreamState}
@@ -297,19 +274,13 @@ def open_router_page(
     opened: AsyncExitStack,
     app: Application,
     settings: RouterSettings,
-    consolidator: ConsolidatorSettings,
-    embedded: ConsolidatorService | None,
     service: RouterService,
     state: RouterState,
     clock: Clock,
     place: GroupPlace | None,
 ) -> None:
     """Add the page of a router."""
-    kept = embedded.kept_records if embedded is not None and consolidator.data_dir is None else None
-    # A data_dir next to a stream has no journal in it, only decisions.
-    directory = None if consolidator.on_nats else consolidator.data_dir
-    player = Player(directory, kept, BLOCKS_PER_WORKER_MAX)
     watch = FleetWatch(state)
     served = open_served_seconds(opened, app.served, clock)
-    source = RouterFleetSource(settings, service, watch, player, served, place)
+    source = RouterFleetSource(settings, service, watch, served, place)
     open_fleet_page(opened, app, source, clock)

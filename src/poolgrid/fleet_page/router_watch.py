@@ -14,10 +14,9 @@ from contextlib import AsyncExitStack
 
 import msgspec
 
-from poolgrid.fleet_page.playback.reel import Leg, note_event
+from poolgrid.fleet_page.conversations import Conversations
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import Restart, supervised
-from poolgrid.router.core.conversations import Conversations
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import Booked, Input, RecordsArrived, Released
 from poolgrid.router.core.router_state import InputLog, RouterState
@@ -41,6 +40,54 @@ LEGS_MAX = 8192
 HASH_BYTES = 8
 
 
+class Leg(msgspec.Struct):
+    """One dispatch and when what happened to it: Unix milliseconds, ``None`` for what has not happened yet.
+
+    The first is by the router's clock, the others by the worker's.
+    """
+
+    dispatch_id: str
+    worker: str
+    stage: str
+    placed_ms: int | None = None
+    """When its worker was chosen."""
+    started_ms: int | None = None
+    """When the engine scheduled it."""
+    prefilled_ms: int | None = None
+    """When its first token existed."""
+    ended_ms: int | None = None
+    end: str = ""
+    """Why it ended, in the worker's word."""
+    released: bool = False
+    """Whether the router has taken it off its books."""
+    cached_tokens: int | None = None
+    conversation: str = ""
+    queued_ms: float = 0.0
+    """How long the request waited for a worker with room before this one was chosen: in the router's queue, or in that
+    of the global router before it."""
+
+    @property
+    def status(self) -> str:
+        if self.ended_ms is not None:
+            return self.end
+        if self.released:
+            return "released"
+        if self.prefilled_ms is not None:
+            return "output"
+        return "placed" if self.started_ms is None else "prefill"
+
+    def note(self, event: RequestStarted | PrefillCompleted | RequestFinished, time_ms: int) -> None:
+        """Take what its worker reports of it."""
+        if type(event) is RequestStarted:
+            self.started_ms, self.cached_tokens = time_ms, event.cached_tokens
+        elif type(event) is PrefillCompleted:
+            self.prefilled_ms = time_ms
+        elif type(event) is RequestFinished:
+            self.ended_ms, self.end = time_ms, event.reason
+            if event.cached_tokens is not None:
+                self.cached_tokens = event.cached_tokens
+
+
 class CacheFlow(msgspec.Struct):
     """Blocks that came to a worker and left it since there are viewers."""
 
@@ -59,7 +106,7 @@ class FleetWatch:
         self.records = 0
         """Records of the journal since there are viewers."""
         self._of_request: OrderedDict[str, str] = OrderedDict()
-        """The conversations of requests, for their later legs."""
+        """The conversations of requests, for their decode legs."""
         self._state = state
         self._next: InputLog | None = None
         self._broken = False
@@ -109,17 +156,20 @@ class FleetWatch:
                     flow.stored += blocks
                 else:
                     flow.removed += blocks
-            elif kind is RequestStarted or kind is PrefillCompleted or kind is RequestFinished:
-                leg = self.legs.get(event.request_id)  # type: ignore[union-attr]
+            elif isinstance(event, RequestStarted | PrefillCompleted | RequestFinished):
+                leg = self.legs.get(event.request_id)
                 if leg is not None:
-                    note_event(leg, event, record.time_ms)
+                    leg.note(event, record.time_ms)
 
     def _booked(self, given: Booked) -> None:
         decision = given.decision
         request = decision.request
         if request.stage is Stage.WHOLE or request.stage is Stage.PREFILL:
-            size, session = request.block_size, request.session
-            self._turn(request.request_id, given.path, request.isl, size, decision.time_ms, session)
+            conversation = self.conversations.turn(request, given.path, decision.time_ms)
+            if conversation:
+                self._of_request[dispatch_of(request.request_id)[0]] = conversation
+                while len(self._of_request) > LEGS_MAX:
+                    self._of_request.popitem(last=False)
         self.legs[given.dispatch_id] = Leg(
             given.dispatch_id,
             str(decision.worker),
@@ -130,16 +180,6 @@ class FleetWatch:
         )
         while len(self.legs) > LEGS_MAX:
             self.legs.popitem(last=False)
-
-    def _turn(
-        self, request_id: str, path: Sequence[int], isl: int, block_size: int, time_ms: int, session: str
-    ) -> None:
-        found = self.conversations.turn(path, request_id, isl, block_size, time_ms)
-        if found is not None:
-            found.name = session or found.name
-            self._of_request[dispatch_of(request_id)[0]] = found.name
-            while len(self._of_request) > LEGS_MAX:
-                self._of_request.popitem(last=False)
 
 
 INTERVAL_MS = 1000

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import HTTPException, RequestValidationError
@@ -27,9 +27,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from poolgrid import __version__
 from poolgrid.frontend.access.gate import PAGE_FOLDER, AccessGate, GateKeys, caller_of, is_path_of_tenants
-from poolgrid.frontend.access.key_file import KeyDocument
 from poolgrid.frontend.access.meter import LIMIT_HEADERS, limit_headers
-from poolgrid.frontend.access.tenants import CacheDomains, Caller, Tenants, WatchedKeyFile
+from poolgrid.frontend.access.tenants import CacheDomains, Caller, WatchedKeyFile
 from poolgrid.frontend.errors import ANTHROPIC, RequestError, dialect_of, invalid, quoted, refused, without_others
 from poolgrid.frontend.guide_check import GuideCheck
 from poolgrid.frontend.inference_endpoint import InferenceEndpoint, Prepare, counted_tokens
@@ -44,7 +43,6 @@ from poolgrid.frontend.responses_api.kept import (
     TTL_S,
     KeptResponses,
     ResponseStore,
-    Store,
     add_kept_response_endpoints,
     owner,
 )
@@ -62,9 +60,6 @@ from poolgrid.process.lifecycle import GroupPlace
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.wire.addresses import SCHEME
 from poolgrid.wire.answers import EndpointRow
-
-if TYPE_CHECKING:
-    from poolgrid.frontend.shared_state import SharedState
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +214,6 @@ def create_app(
     place: GroupPlace | None = None,
     data_dir: Path | None = None,
     tracing: Tracing | None = None,
-    shared: SharedState | None = None,
 ) -> Application:
     """Return the application.
 
@@ -229,8 +223,7 @@ def create_app(
     serves requests for a moment more; ``id_prefix`` makes request ids unique among processes, and is
     random by default; ``place`` is this process's among those that share the port, which divide the limits of
     tenants; ``data_dir`` is where responses are kept that outlive the process; ``tracing`` keeps traces of
-    inference requests; ``shared`` is what the routers of a pool share, in place of
-    ``place`` and ``data_dir``.
+    inference requests.
     """
     tokenization = TokenizationPool(settings.tokenizer_threads)
 
@@ -270,13 +263,10 @@ def create_app(
     keys = None
     if settings.api_keys is not None:
         processes = 1 if place is None else place.size
-        keys = _gate_keys(settings.api_keys, settings, metrics, clock, request_ids, shared, processes)
+        keys = _gate_keys(settings.api_keys, settings, metrics, clock, request_ids, processes)
         app.add_middleware(AccessGate, keys=keys)
     app.state.keys = keys
-    if shared is not None:
-        nobody = Tenants(KeyDocument(1, "", {}))
-        shared.limits.start(keys.watched.tenants if keys is not None else lambda: nobody)
-    kept = _kept_responses(settings, metrics, clock, place, data_dir, shared)
+    kept = _kept_responses(settings, metrics, clock, place, data_dir)
     owner_of = partial(owner, isolated=settings.isolate_tenants)
 
     async def responses(raw: bytes, caller: Caller | None, answered: bool = True) -> PreparedRequest:
@@ -356,13 +346,10 @@ def _kept_responses(
     clock: Clock,
     place: GroupPlace | None,
     data_dir: Path | None,
-    shared: SharedState | None,
 ) -> KeptResponses:
-    """Return what keeps responses: for all routers of a pool, on disk with a data_dir or for a group, or in memory."""
-    store: Store | None = None
-    if shared is not None:
-        store = shared.responses
-    elif settings.response_store_bytes:
+    """Return what keeps responses: on disk with a data_dir or for a group, or in memory."""
+    store: ResponseStore | None = None
+    if settings.response_store_bytes:
         path = _own_directory(place, data_dir, RESPONSES_FILE)
         limits = (settings.response_store_bytes, TTL_S)
         try:
@@ -379,7 +366,6 @@ def _gate_keys(
     metrics: FrontendMetrics,
     clock: Clock,
     request_ids: RequestIds,
-    shared: SharedState | None,
     processes: int,
 ) -> GateKeys:
     """Return the keys that let clients in; raises ``OSError`` or ``KeyFileError``."""
@@ -387,8 +373,7 @@ def _gate_keys(
         path,
         clock,
         lambda outcome: metrics.key_reloads.labels(outcome).inc(),
-        None if shared is None else shared.limits.meter,
-        processes if shared is None else 1,
+        processes,
     )
     metrics.keys_stale.set_function(lambda: float(watched.stale))
     return GateKeys(watched, metrics, clock, settings.metrics_need_key or settings.isolate_tenants, request_ids)

@@ -13,7 +13,7 @@ import asyncio
 import importlib.util
 import logging
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from poolgrid.nats.connection import NatsConnection, NatsMessage, NatsUnavailable, NatsUnusable
 from poolgrid.process.clock import Clock
@@ -52,12 +52,9 @@ class BucketSpec(NamedTuple):
     name: str
     description: str
     bytes_max: int
-    """What the servers keep; a message beyond it is refused, or makes the oldest go with ``drops_oldest``."""
+    """What the servers keep; a message beyond it is refused."""
     message_bytes_max: int
     replicas: int = 1
-    drops_oldest: bool = False
-    age_max_s: float = 0.0
-    """How long a message stays; 0 = as long as there is room."""
 
     @property
     def stream(self) -> str:
@@ -85,9 +82,8 @@ async def make_bucket(connection: NatsConnection, bucket: BucketSpec) -> None:
         description=bucket.description,
         subjects=[f"{bucket.subject}>"],
         storage=api.StorageType.FILE,
-        discard=api.DiscardPolicy.OLD if bucket.drops_oldest else api.DiscardPolicy.NEW,
+        discard=api.DiscardPolicy.NEW,
         max_msgs_per_subject=1,
-        max_age=bucket.age_max_s,
         max_bytes=bucket.bytes_max,
         max_msg_size=bucket.message_bytes_max,
         num_replicas=bucket.replicas,
@@ -175,30 +171,17 @@ class Bucket:
         data: bytes,
         headers: Mapping[str, str] | None = None,
         ttl_s: int | None = None,
-        after: int | None = None,
     ) -> int:
         """Write as ``put`` does; a bucket that has gone with its servers is made again, and this value is lost."""
         self.connection.check()
         try:
-            return await put(self.connection, self.spec.subject + key, data, headers, ttl_s, after)
+            return await put(self.connection, self.spec.subject + key, data, headers, ttl_s)
         except NoBucket as error:
             await make_bucket(self.connection, self.spec)
             raise NotLast(f"there was no bucket: {error}") from None
 
     async def remove(self, key: str, ttl_s: int) -> None:
         await self.write(key, b"", {"KV-Operation": "DEL"}, ttl_s)
-
-    async def last(self, key: str) -> Any | None:
-        """Return a key's message from the server that writes the bucket, which is behind no other."""
-        from nats.js.errors import NotFoundError
-
-        self.connection.check()
-        subject = self.spec.subject + key
-        question = self.connection.jetstream.get_last_msg(self.spec.stream, subject)
-        try:
-            return await self.connection.asked(f"reading {subject}", question)
-        except NotFoundError:
-            return None
 
     def reader(self, keys: str, lease_s: float, messages_max: int) -> BucketReader:
         return BucketReader(self.connection, self.spec, keys, lease_s, messages_max, self._clock)

@@ -101,7 +101,6 @@ class NatsConnection:
         self._complaints = Complaints(log, clock)
         self._closing = False
         self.timeout_s = ANSWER_TIMEOUT_S
-        self.reconnects = 0
         self.foreign = ForeignMessages(clock)
         """What was found in streams of poolgrid's that poolgrid did not write."""
 
@@ -320,7 +319,6 @@ class NatsConnection:
             log.warning("the connection to NATS at %s is lost; reconnecting until it works", self._where())
 
     async def _reconnected(self) -> None:
-        self.reconnects += 1
         log.warning(
             "the connection to NATS at %s is back after %.1f s",
             self._where(),

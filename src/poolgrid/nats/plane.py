@@ -15,19 +15,14 @@ from poolgrid.consolidator.bootstrap import ConsolidatorEndpoints, open_server
 from poolgrid.consolidator.journal.framing import JournalFenced
 from poolgrid.consolidator.service import ConsolidatorService
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings
-from poolgrid.frontend.responses_api.kept import TTL_S
-from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.frontend.shared_state import SharedState, Sharing
 from poolgrid.nats.connection import NatsConnection
 from poolgrid.nats.election import LeaderElection, LeaderElectionMetrics
 from poolgrid.nats.history import StreamDirectory
 from poolgrid.nats.jetstream import JetStreamJournal, StreamShape, ThreadedStream
 from poolgrid.nats.journal import StreamJournal, StreamJournalSettings, bytes_max_of
 from poolgrid.nats.leader import LeaderWatch, read_leader
-from poolgrid.nats.limits import LimitsOnNats
-from poolgrid.nats.responses import NatsResponseStore
 from poolgrid.process.clock import Clock, SystemClock
-from poolgrid.process.nats_settings import EventPlaneSettings, NatsSettings
+from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.tasks import cancel_all, owned, unless, wait_from_thread
 from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics
 from poolgrid.wire.ingest import Leader
@@ -169,32 +164,6 @@ def follow_consolidator(
     task = owned(begin(), "connection to NATS")
     opened.push_async_callback(cancel_all, [task])
     return task
-
-
-def open_shared_state(
-    opened: AsyncExitStack,
-    nats: NatsSettings,
-    frontend: FrontendSettings,
-    sharing: Sharing,
-    clock: Clock,
-    registry: CollectorRegistry,
-) -> SharedState:
-    """Return what the routers of a pool share, to be closed with ``opened``."""
-    limits = LimitsOnNats(nats, sharing.scope, sharing.place, sharing.lease_s, sharing.replicas, clock, registry)
-    opened.push_async_callback(limits.close)
-    responses = None
-    if frontend.response_store_bytes:
-        responses = NatsResponseStore(
-            nats,
-            sharing.scope,
-            frontend.response_store_bytes,
-            TTL_S,
-            sharing.replicas,
-            clock,
-        )
-        responses.start()
-        opened.push_async_callback(responses.disconnect)
-    return SharedState(limits, responses)
 
 
 def open_journal(where: str, environment: Callable[[str], str | None]) -> JournalInStream:

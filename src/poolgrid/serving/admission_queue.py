@@ -109,10 +109,6 @@ class AdmissionQueue(Generic[T]):
         self._clock = clock
         self._drain = DrainRate()
 
-    def divide(self, routers: int) -> None:
-        """Use an equal part of the queue's bounds, of ``routers`` that share them."""
-        self._queue.divide(routers)
-
     def has_waiting(self, lane: str) -> bool:
         return self._queue.waiting(lane)
 

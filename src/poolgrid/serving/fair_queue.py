@@ -272,7 +272,6 @@ class FairQueue(Generic[T]):
         order: QueueOrder = QueueOrder.ARRIVAL,
         aging_tokens_per_s: float = 4000.0,
     ) -> None:
-        self._bounds = (requests_max, prompt_tokens_max)
         self.requests_max, self.prompt_tokens_max = requests_max, prompt_tokens_max
         self._order = order
         self._aging_tokens_per_ms = aging_tokens_per_s / 1000
@@ -285,13 +284,6 @@ class FairQueue(Generic[T]):
         self._arrivals = 0
         self._requests = 0
         self._prompt_tokens = 0
-
-    def divide(self, parts: int) -> None:
-        """Have one of so many equal parts of the bounds from now on, and room for one request at least where there is
-        any; requests that already wait stay."""
-        requests_max, prompt_tokens_max = self._bounds
-        self.requests_max = max(min(1, requests_max), requests_max // parts)
-        self.prompt_tokens_max = prompt_tokens_max // parts
 
     @property
     def prompt_tokens(self) -> int:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
@@ -23,14 +22,11 @@ from poolgrid.frontend.first_view import FirstView
 from poolgrid.frontend.openapi import add_fleet_list
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.frontend.shared_state import SharedState, Sharing
 from poolgrid.frontend.traffic import open_report
 from poolgrid.http.http_server import RouterServers, open_server
 from poolgrid.inference import InferenceBackend
 from poolgrid.process.clock import AwakeClock, SystemClock
 from poolgrid.process.lifecycle import GroupPlace, LoopMetrics
-from poolgrid.process.plugins import EVENT_PLANES, load_plugin
-from poolgrid.process.tasks import unless
 from poolgrid.process.tracing.tracing import Tracing, open_tracing
 from poolgrid.serving.admission_queue import AdmissionQueue
 from poolgrid.serving.links import OpenLink, link_opener
@@ -82,7 +78,6 @@ class RouterProcess:
         LoopMetrics(self.registry)
         self.names: Discovery | None = None
         self.tracing: Tracing | None = None
-        self.shared: SharedState | None = None
         self._ready: Readiness | None = None
 
     # -- below HTTP ------------------------------------------------------------------------------------------------
@@ -120,19 +115,6 @@ class RouterProcess:
 
             self.names = await open_discovery(self.opened, self.settings, self.clock, self.registry)
 
-    def open_shared(self, scope: str, instance: object) -> None:
-        """Open what the routers of a scope share, if they do; ``instance`` names this one at its address."""
-        settings = self.settings
-        if settings.share_state == "none":
-            return
-        # A port that is given has one process at a time; one of the system's choice may have been another process's.
-        address = settings.advertise_host or settings.host
-        where = f"{socket.gethostname()} {address}:{settings.port} {instance}" if settings.port else ""
-        sharing = Sharing(scope, where, settings.names_lease_ms // 1000, settings.nats_replicas)
-        plane = load_plugin(EVENT_PLANES, settings.share_state)
-        shared = plane.open_shared_state(self.opened, settings, self.frontend, sharing, self.clock, self.registry)
-        self.shared = cast(SharedState, shared)
-
     def open_tracing(self, service_name: str, instance: str) -> TraceContext | None:
         """Open tracing; return the context that workers get with requests whose traces are not kept, if any are."""
         self.tracing = open_tracing(self.opened, self.settings, self.clock, service_name, instance)
@@ -163,12 +145,9 @@ class RouterProcess:
             place=self.place,
             data_dir=data_dir,
             tracing=self.tracing,
-            shared=self.shared,
         )
         self.opened.push_async_callback(app.close)
         self._ready = ready
-        if self.shared is not None:
-            self.shared.limits.on_routers = service.queue.divide
         if self.names is not None:
             add_fleet_list(app, self.names.fleet)
         open_report(self.opened, app.traffic, lambda: service.queue.view().requests, self.clock)
@@ -197,11 +176,10 @@ class RouterProcess:
         first.start()
         return servers
 
-    async def serve_requests(self, app: Application, service: Service, stop: asyncio.Event) -> None:
-        """Make ready for the models that are served, and wait for the first shares of limits."""
+    @staticmethod
+    def make_ready(app: Application, service: Service) -> None:
+        """Make ready for the models that are served."""
         app.state.preparation.forms.make_ready(service.models())
-        if self.shared is not None:
-            await unless(stop, self.shared.limits.first_shares(), "first shares of limits")
 
 
 def decision_not_found(request_id: str, decisions: int) -> RequestError:

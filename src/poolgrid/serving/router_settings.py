@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -39,11 +39,4 @@ class ServingSettings(ServerSettings, TraceSettings, DiscoverySettings):
         ge=100,
         le=600_000,
         description="Treat a worker as unreachable after this time without a message.",
-    )
-    share_state: Literal["none", "nats"] = Field(
-        "none",
-        description=(
-            "Share tenants' limits, queue bounds and stored responses among all routers of a pool, in NATS "
-            "buckets. Needs names or event_plane nats."
-        ),
     )

@@ -284,7 +284,7 @@ class EngineServerSettings(EngineServersSettings, StepTimesSettings, WorkerProce
 
     @model_validator(mode="after")
     def _check_that_there_is_a_server(self) -> Self:
-        if not (self.engine_url or self.model_path or self.model_source):
+        if not (self.engine_url or self.model_path):
             raise ValueError(
                 f"neither engine_url nor model_path is given: a worker with the engine {self.engine_name} goes before "
                 "a server that runs, as http://gpu1:8000, or starts one with a model"
@@ -336,7 +336,7 @@ class EngineServerSettings(EngineServersSettings, StepTimesSettings, WorkerProce
         return role_and_url(self.engine_url[0], self.role)[1] if self.engine_url else ""
 
     def serves(self) -> tuple[str, str]:
-        return self.served_model_name or self.model_path or self.model_source, self.role
+        return self.served_model_name or self.model_path, self.role
 
     def loads(self) -> str | None:
         """Return the model that the worker's own server loads; ``None`` before a server that runs already."""
@@ -344,7 +344,7 @@ class EngineServerSettings(EngineServersSettings, StepTimesSettings, WorkerProce
 
     def with_model(self, path: Path) -> Self:
         """Return settings by which the server loads its model from a directory, under the name it would have had."""
-        name = self.served_model_name or self.model_path or self.model_source
+        name = self.served_model_name or self.model_path
         return self.model_copy(update={"model_path": str(path), "served_model_name": name})
 
     @property

@@ -41,9 +41,7 @@ def _start_plan(settings: TrtllmWorkerSettings) -> StartPlan:
 
 
 def _with_model(settings: TrtllmWorkerSettings, path: Path) -> TrtllmWorkerSettings:
-    return settings.model_copy(
-        update={"model_path": str(path), "served_model_name": settings.model_name or settings.model_source}
-    )
+    return settings.model_copy(update={"model_path": str(path), "served_model_name": settings.model_name})
 
 
 def _read_limits(path: Path) -> dict[str, int]:

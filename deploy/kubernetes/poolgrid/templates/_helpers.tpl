@@ -322,21 +322,22 @@ persistentVolumeClaim: {claimName: {{ include "poolgrid.fullname" . }}-models}
 {{- end -}}
 {{- end -}}
 
-{{/* The container that fetches the model unless it is there; of several that want it one does, and the others wait. */}}
+{{/* The container that fetches the model unless it is there; of several that want a file one does, and the others wait. */}}
 {{- define "poolgrid.model.fetch" -}}
 {{- $cache := .Values.model.cache -}}
+{{- $source := splitn "@" 2 $cache.source -}}
 - name: model
   {{- include "poolgrid.image" (dict "root" . "image" .Values.image.router) | nindent 2 }}
+  command: [hf, download]
   args:
-    - model
-    - fetch
-    - {{ $cache.source | quote }}
-    - --cache-dir=/models
-    - {{ printf "--name=%s" $cache.name | quote }}
+    - {{ $source._0 | quote }}
+    {{- with $source._1 }}
+    - {{ printf "--revision=%s" . | quote }}
+    {{- end }}
+    - {{ printf "--local-dir=/models/%s" $cache.name | quote }}
     {{- range $cache.exclude }}
     - {{ printf "--exclude=%s" . | quote }}
     {{- end }}
-    - --wait-s={{ int $cache.fetchSeconds }}
   env:
     - {name: HOME, value: /tmp}
     {{- with $cache.hubEndpoint }}

@@ -1,6 +1,6 @@
-"""`poolgrid journal ...`: look into a journal's directory, check it, shrink it, take its records elsewhere.
+"""`poolgrid journal ...`: look into a journal's directory, check it, take its records elsewhere.
 
-All but ``compact`` only read, take no lock, and may run while a consolidator writes the journal. Rows go to standard
+All only read, take no lock, and may run while a consolidator writes the journal. Rows go to standard
 output, progress and remarks to standard error. Exit status: 0; 1 when the journal is not sound or what was asked for is
 not in it; 2 for wrong arguments.
 """
@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import click
@@ -20,37 +18,30 @@ from rich.text import Text
 
 from poolgrid.cli.command_line import Group, as_json, print_json
 from poolgrid.cli.journal_directory import (
-    STREAM_SCHEMES,
     JournalFiles,
     UsageError,
     decisions_below,
     journal_errors,
-    open_directory,
     open_journal,
     progress_bar,
     survey_bytes,
 )
 from poolgrid.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX, PoolState
-from poolgrid.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.consolidator.journal.framing import JournalCorrupt
 from poolgrid.consolidator.journal.inspection import (
     NotKept,
     Verified,
     check_journal,
     chosen_events,
-    load_snapshot,
     next_offset,
     offset_at,
     reaches_back_to,
     record_row,
-    snapshot_offsets,
     state_at,
     survey,
 )
-from poolgrid.consolidator.journal.posix_disk import DirectoryInUse, PosixDisk, ReadOnlyDirectory
 from poolgrid.consolidator.journal.stored_records import StoredRecord, TornTail, stored_records
 from poolgrid.consolidator.ports import ReadableDisk
-from poolgrid.consolidator.settings import ConsolidatorSettings, Tuning
 from poolgrid.process.figures import UNKNOWN, counted, size
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.router.decision_journal.reader import DIRECTORY, ReadRemarks, stored_entries
@@ -68,10 +59,7 @@ worker = click.option("--worker", help="Only this worker: an id, or id/rank.")
 
 @click.group(cls=Group)
 def journal() -> None:
-    """List, print, check, shrink and export the journal of a pool."""
-
-
-_SETTINGS = ConsolidatorSettings()
+    """List, print, check and export the journal of a pool."""
 
 
 def offset_or_time(text: str) -> tuple[int | None, int | None]:
@@ -270,71 +258,6 @@ def _verified_row(found: Verified) -> dict[str, Any]:
         "extra_fields": found.extra_fields,
         "being_written": found.torn is not None,
     }
-
-
-@journal.command()
-@directory
-@click.option(
-    "--journal-retention-bytes",
-    type=click.IntRange(0),
-    default=_SETTINGS.journal_retention_bytes,
-    help="Keep the newest segments up to this size; 0 keeps only the open one. [default: 1GiB]",
-)
-@click.option(
-    "--journal-retention-ms",
-    type=click.IntRange(0),
-    default=_SETTINGS.journal_retention_ms,
-    help=f"Keep segments that are younger than this (milliseconds). [default: {_SETTINGS.journal_retention_ms}]",
-)
-@as_json
-def compact(directory: str, journal_retention_bytes: int, journal_retention_ms: int, as_json: bool) -> None:
-    """Write a snapshot at the end, check it, and drop what it covers beyond retention; refuses a journal in use."""
-    with journal_errors():
-        if directory.startswith(STREAM_SCHEMES):
-            raise UsageError(
-                f"{directory} is a stream: its consolidator keeps it small (journal_retention_bytes, "
-                "journal_retention_ms); nothing was changed"
-            )
-        path = Path(directory)
-        before = survey_bytes(open_directory(path))
-        try:
-            disk = PosixDisk(path)
-        except DirectoryInUse as error:
-            click.echo(f"{error}; nothing was changed", err=True)
-            raise SystemExit(1) from None
-        try:
-            files = FileJournal(
-                disk,
-                JournalSettings(
-                    Tuning().segment_bytes_of(journal_retention_bytes), journal_retention_bytes, journal_retention_ms
-                ),
-            )
-            with progress_bar("folding", 1, as_bytes=False):
-                pool = files.recover(BLOCKS_PER_WORKER_MAX)
-            for line in files.report:
-                click.echo(line, err=True)
-            if pool.offset not in snapshot_offsets(disk):
-                files.write_snapshot(pool.freeze())
-            if load_snapshot(disk, pool.offset, BLOCKS_PER_WORKER_MAX).facts() != pool.facts():
-                raise JournalCorrupt(
-                    f"{pool.offset:020d}.snapshot",
-                    0,
-                    pool.offset,
-                    "the snapshot just written does not read back as the state it was made of",
-                    "nothing was removed; check the disk",
-                )
-            files.keep_newest_snapshot()
-            removed = files.retain(int(time.time() * 1000))
-        finally:
-            disk.close()
-        after = survey_bytes(ReadOnlyDirectory(path))
-    if as_json:
-        sizes = {"bytes_before": before, "bytes_after": after}
-        print_json({"directory": str(directory), "segments_removed": removed, **sizes, "offset": pool.offset})
-        return
-    click.echo(
-        f"{counted(removed, 'segment')} removed, {size(before)} before, {size(after)} after, offset {pool.offset}"
-    )
 
 
 @journal.command()

@@ -42,7 +42,7 @@ def run_up(settings: UpSettings, as_json: bool = False) -> int:
         return 2
     try:
         settings.log_choice.configure("up")
-        settings = with_directory(settings, "served_model_name", weights=settings.real, fetch=not settings.dry_run)
+        settings = with_directory(settings, "served_model_name", weights=settings.real, dry_run=settings.dry_run)
         if settings.has_servers:
             return run_front(settings)
         if settings.engine not in engines():

@@ -352,16 +352,6 @@ class FileJournal(Journal):
         for offset in old:
             self._remove(framing.name_of(offset))
 
-    def keep_newest_snapshot(self) -> None:
-        """Remove the snapshots before the newest, so that ``retain`` may drop what only they needed.
-
-        For ``compact``, which has just checked the newest; a running consolidator keeps one more in reserve.
-        """
-        with self._lock:
-            old, self._snapshots = self._snapshots[:-1], self._snapshots[-1:]
-        for offset in old:
-            self._disk.remove(framing.name_of(offset))
-
     @property
     def crowded(self) -> bool:
         return self.sizes()[1] > CROWDED * self._settings.retention_bytes

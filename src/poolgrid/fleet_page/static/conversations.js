@@ -2,7 +2,7 @@
 
 import { soft, strong } from "./colours.js";
 import { el, setText, svg } from "./dom.js";
-import { clock, count, counted, hueOfName, percent } from "./format.js";
+import { clock, count, counted, hueOfName, percent, shortId } from "./format.js";
 
 const ROWS = 12;
 const HOLDERS = 4;
@@ -12,7 +12,7 @@ export class ConversationList {
     this.openWorker = openWorker;
     this.count = el("span", { class: "count" });
     this.body = el("div", { class: "rows conversations", role: "table", "aria-label": "Conversations and the workers that cache them" });
-    this.empty = el("p", { class: "empty" }, "No conversation yet. Requests belong to one conversation when each repeats the previous prompt. They are tracked while this page is open.");
+    this.empty = el("p", { class: "empty" }, "No conversation yet. Requests of a session are one conversation. They are tracked while this page is open.");
     this.node = el("section", { class: "panel", "aria-labelledby": "conversations-title" }, el("div", { class: "bar" }, el("h2", { id: "conversations-title" }, "Cached conversations"), this.count), this.body, this.empty);
     this.last = "";
     this.body.addEventListener("keydown", (event) => this.onKey(event));
@@ -41,7 +41,7 @@ export class ConversationList {
   // Takes [{name, turns, blocks, last_ms, holders: [[worker, blocks, lost], …]}, …], latest first.
   show(conversations) {
     // The latest of all, each in its place as long as it is among them.
-    const shown = conversations.slice(0, ROWS).sort((one, other) => Number(other.name.slice(1)) - Number(one.name.slice(1)));
+    const shown = conversations.slice(0, ROWS).sort((one, other) => (one.name < other.name ? -1 : 1));
     const now = JSON.stringify(shown);
     if (now === this.last || this.body.contains(document.activeElement)) return;
     this.last = now;
@@ -69,7 +69,7 @@ export class ConversationList {
     return el(
       "div",
       { class: "row", role: "row", style: { cursor: "default" } },
-      el("span", { role: "rowheader" }, chip, conversation.name),
+      el("span", { role: "rowheader", title: conversation.name }, chip, shortId(conversation.name, 9)),
       el("span", { role: "cell", class: "number" }, count(conversation.turns)),
       el("span", { role: "cell", class: "number wide" }, count(conversation.blocks)),
       el("span", { role: "cell", class: "holders" }, holders, more > 0 ? el("span", { class: "quiet" }, `+${more}`) : null, holders.length ? null : el("span", { class: "quiet" }, "no worker")),

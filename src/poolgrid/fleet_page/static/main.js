@@ -5,7 +5,6 @@ import { ConversationList } from "./conversations.js";
 import { byId, el, onNextFrame, say, setAttribute, setText } from "./dom.js";
 import { clock, count, counted, hueOfName, milliseconds, nameOf, percent, rate, short } from "./format.js";
 import { PoolGrids, PoolList } from "./grids.js";
-import { Playback } from "./playback.js";
 import { RequestList } from "./requests.js";
 import { ask, hasKey, Stream, useKey } from "./server.js";
 import { faultBody, keysBody, legendOf, requestBody, Sheet, waitingBody, workerBody } from "./sheet.js";
@@ -35,24 +34,15 @@ class Page {
     this.store = new Store();
     this.sheet = new Sheet();
     this.kind = null;
-    this.past = null;
     this.order = [];
     this.sort = "name";
     this.flows = new Map(); // worker -> [[time, stored, removed], …], one for each change of the last moments
     this.linkState = "connecting";
     this.linkWords = "";
     this.heardMs = 0;
-    this.strip = new Strip((ms) => this.openMoment(ms));
+    this.strip = new Strip();
     byId("strip").append(this.strip.canvas);
     this.served = new Served(this.strip);
-    this.playback = new Playback(
-      () => this.store.now(),
-      (state) => {
-        this.past = state;
-        this.showLink();
-        this.render();
-      },
-    );
     this.stream = new Stream(
       (kind, data) => this.onEvent(kind, data),
       (state, words) => this.onLink(state, words),
@@ -69,7 +59,6 @@ class Page {
     byId("help").addEventListener("click", () => this.sheet.open("keys", "Keyboard", "Everything on this page works without a mouse.", keysBody()));
     byId("key-button").addEventListener("click", () => this.askForKey(""));
     byId("key-form").addEventListener("submit", (event) => this.onKeyForm(event));
-    document.addEventListener("keydown", (event) => this.onKey(event));
     setInterval(() => this.renderSoon(), 1000);
     this.showKeyButton();
     this.stream.start();
@@ -88,7 +77,7 @@ class Page {
     const first = this.store.wholes === 1 && kind === "whole";
     for (const key of this.store.fresh) {
       const request = this.store.requests.get(key);
-      if (!first && !this.past) this.flash(request);
+      if (!first) this.flash(request);
     }
     this.countRequests(kind, data);
     this.noteFlows(kind, data);
@@ -149,11 +138,6 @@ class Page {
   showLink() {
     const node = byId("link");
     const words = byId("link-words");
-    if (this.past) {
-      setAttribute(node, "data-state", "past");
-      setText(words, `as of ${clock(this.past.frame.time_ms)}, journal record ${count(this.past.frame.offset)}`);
-      return;
-    }
     setAttribute(node, "data-state", this.linkState);
     const seen = this.heardMs ? `; last update ${clock(this.heardMs)}` : "";
     if (this.linkState === "live") setText(words, "live");
@@ -218,8 +202,6 @@ class Page {
     const processes = about.processes > 1 ? ` · process ${about.process + 1} of ${about.processes}, each has its page at its admin port` : "";
     this.heading(NONE);
     setText(byId("foot"), `poolgrid ${about.version}${processes} · this page is read-only`);
-    if (this.kind !== "router") setText(byId("strip-hint"), "click a moment to see the grid as it was then; each pool's own page plays its pool back");
-    else if (about.no_playback) setText(byId("strip-hint"), about.no_playback);
   }
 
   heading(models) {
@@ -245,8 +227,8 @@ class Page {
     const now = this.store.now();
     if (this.kind === "router") this.renderRouter(now);
     else this.renderGlobal(now);
-    this.strip.show(now, this.past ? this.past.frame.time_ms : null);
-    this.tiles(this.served.figures(this.past ? this.past.frame.time_ms : now), byId("served"));
+    this.strip.show(now);
+    this.tiles(this.served.figures(now), byId("served"));
     this.strip.changed = false;
     this.renderTrouble();
     this.refreshSheet(now);
@@ -256,13 +238,13 @@ class Page {
     const totals = this.store.values.totals ?? {};
     const words = totals.trouble || (totals.behind ? `the router is catching up: ${counted(totals.behind, "record")} of the journal are not applied yet` : "");
     const node = byId("trouble");
-    node.hidden = !words || this.past !== null;
+    node.hidden = !words;
     setText(node, words);
   }
 
   renderRouter(now) {
-    const models = this.past ? this.pastWorkers() : this.liveWorkers();
-    const conversations = this.past ? this.pastConversations() : this.liveConversations();
+    const models = this.liveWorkers();
+    const conversations = this.liveConversations();
     const ticks = new Map();
     // Only cards have room for them.
     for (const each of models.length > CARDS ? [] : [...conversations].sort((one, other) => compare(one.name, other.name))) {
@@ -278,10 +260,9 @@ class Page {
     this.noWorkers.hidden = models.length > 0;
     this.workers.node.hidden = models.length === 0;
     this.conversations.show(conversations);
-    const requests = this.past ? this.pastRequests() : this.store.newest(64);
-    this.requests.show(requests, this.past ? 0 : this.store.values.totals?.decisions, this.past ? 0 : this.store.missed, this.past !== null);
+    this.requests.show(this.store.newest(64), this.store.values.totals?.decisions, this.store.missed);
     this.renderTiles(models, now);
-    this.heading([...new Set(this.liveWorkers().map((worker) => worker.model))].sort(compare));
+    this.heading([...new Set(models.map((worker) => worker.model))].sort(compare));
     const streams = new Map();
     for (const worker of models) streams.set(worker.stream, (streams.get(worker.stream) ?? 0) + 1);
     const others = [...streams].filter(([state]) => state !== "live").map(([state, number]) => `${count(number)} ${streamWords(state)}`);
@@ -308,49 +289,6 @@ class Page {
     return [...this.store.table("conversations").values()].map((row) => ({ ...row, name: row.key })).sort((one, other) => other.last_ms - one.last_ms);
   }
 
-  pastWorkers() {
-    return [...this.past.workers.values()];
-  }
-
-  // Conversations as they were: those that had begun, as long as their last prompt was by then.
-  pastConversations() {
-    const at = this.past.frame.time_ms;
-    const before = new Map();
-    for (const request of this.store.requests.values()) {
-      if (!request.conversation || request.time_ms > at) continue;
-      const known = before.get(request.conversation);
-      if (known) {
-        known.turns += 1;
-        if (request.time_ms >= known.last_ms) Object.assign(known, { last_ms: request.time_ms, isl: request.isl });
-      } else before.set(request.conversation, { turns: 1, last_ms: request.time_ms, isl: request.isl });
-    }
-    const found = [];
-    for (const [name, blocks, blockSize] of this.past.reel.conversations) {
-      const known = before.get(name);
-      if (!known) continue;
-      const then = Math.max(1, Math.min(blocks, Math.floor(known.isl / blockSize)));
-      const holders = (this.past.holders.get(name) ?? []).map(([worker, held]) => [worker, Math.min(held, then), 0]);
-      found.push({ name, blocks: then, turns: known.turns, last_ms: known.last_ms, holders });
-    }
-    return found.sort((one, other) => other.last_ms - one.last_ms).slice(0, 24);
-  }
-
-  // What was on workers at the moment, and before it what had come lately, each as it stood then.
-  pastRequests() {
-    const at = this.past.frame.time_ms;
-    const { active } = this.past;
-    const lately = this.store.newest(64, (request) => request.time_ms <= at).map((request) => {
-      const ended = request.ended_ms !== null && request.ended_ms <= at;
-      const status = ended ? request.status : request.prefilled_ms !== null && request.prefilled_ms <= at ? "output" : "in flight";
-      return active.has(request.key) || ended ? { ...request, status } : { ...request, status: request.ended_ms === null ? request.status : status };
-    });
-    const known = new Set(lately.map((request) => request.key));
-    const others = [...active.values()].filter(([id]) => !known.has(id)).map(([id, worker, isl, reused]) => ({
-      key: id, request_id: id, worker, isl, reused_tokens: reused, found_tokens: reused, time_ms: at, stage: "whole", status: "in flight", conversation: "",
-    }));
-    return [...others, ...lately].slice(0, 64);
-  }
-
   // Workers stay where they are while figures move; a new order is made when somebody asks or when workers come and go.
   inOrder(models) {
     const known = new Set(this.order);
@@ -366,17 +304,17 @@ class Page {
     const waiting = models.reduce((sum, worker) => sum + worker.waiting, 0);
     const held = models.reduce((sum, worker) => sum + worker.held, 0);
     const total = models.reduce((sum, worker) => sum + worker.total, 0);
-    const lately = this.strip.lately(this.past ? this.past.frame.time_ms : now, LATELY_S);
+    const lately = this.strip.lately(now, LATELY_S);
     const bad = models.filter((worker) => toneOf(worker) === "bad").length;
     const unreachable = models.filter((worker) => worker.state === "unreachable").length;
-    const flow = this.past ? null : this.flowOfAll(models, now);
+    const flow = this.flowOfAll(models, now);
     this.tiles([
       ["workers", count(ready), ` of ${count(models.length)} ready`, [unreachable && `${count(unreachable)} unreachable`, bad > unreachable && `${count(bad - unreachable)} untrusted`].filter(Boolean).join(", "), bad ? "bad" : ""],
       ["running", count(running), "", waiting ? `${count(waiting)} queued in engines` : "none queued in engines", ""],
       ["requests", rate(lately.perSecond), " /s", `last ${LATELY_S} s`, ""],
       ["cache hit rate", percent(lately.share), "", "of the prompt tokens", ""],
-      ["caches", percent(total ? held / total : NaN), " full", flow ? `+${rate(flow.stored)}${flow.removed < 0.05 ? "" : ` −${rate(flow.removed)}`} blocks/s` : `${short(held)} blocks`, ""],
-      this.past ? ["journal", short(this.past.frame.offset), "", "records applied", ""] : queueTile(queue, totals),
+      ["caches", percent(total ? held / total : NaN), " full", `+${rate(flow.stored)}${flow.removed < 0.05 ? "" : ` −${rate(flow.removed)}`} blocks/s`, ""],
+      queueTile(queue, totals),
     ]);
   }
 
@@ -408,14 +346,13 @@ class Page {
   renderGlobal(now) {
     const { grids, queue, totals } = this.store.values;
     this.grids.use(grids);
-    const atMs = this.past ? this.past.frame.time_ms : now;
-    const within = this.store.newest(4000, (request) => request.time_ms > atMs - CELL_SPAN_MS && request.time_ms <= atMs).reverse();
+    const within = this.store.newest(4000, (request) => request.time_ms > now - CELL_SPAN_MS).reverse();
     this.grids.show(within);
     const pools = [...this.store.table("pools").values()];
     this.pools.show(pools);
-    this.requests.show(this.past ? [...within].reverse() : this.store.newest(64), this.past ? 0 : totals?.decisions, this.past ? 0 : this.store.missed, this.past !== null);
+    this.requests.show(this.store.newest(64), totals?.decisions, this.store.missed);
     this.heading([...new Set(this.store.newest(64).map((request) => request.model))].sort(compare));
-    const lately = this.strip.lately(atMs, LATELY_S);
+    const lately = this.strip.lately(now, LATELY_S);
     const spilled = within.filter((request) => request.places.some((place) => place[4] !== "grid")).length;
     const up = pools.filter((pool) => pool.state === "available" || pool.state === "saturated").length;
     this.tiles([
@@ -452,28 +389,21 @@ class Page {
   openWorker(key) {
     if (this.kind !== "router") return;
     const make = () => this.workerParts(key);
-    this.sheet.open(`worker ${key}`, key, "", make() ?? faultBody(`${key} is not in the pool ${this.past ? "at this moment" : "any more"}.`));
+    this.sheet.open(`worker ${key}`, key, "", make() ?? faultBody(`${key} is not in the pool any more.`));
     this.sheet.refresh = make;
     this.refreshedMs = this.store.now();
   }
 
   workerParts(key) {
-    const worker = (this.past ? this.pastWorkers() : this.liveWorkers()).find((each) => each.key === key);
+    const worker = this.liveWorkers().find((each) => each.key === key);
     if (!worker) return null;
-    const flow = this.past ? { stored: worker.stored / this.frameSeconds(), removed: worker.removed / this.frameSeconds() } : this.flowOf(key);
     return workerBody(worker, {
-      conversations: this.past ? this.pastConversations() : this.liveConversations(),
-      requests: (this.past ? this.pastRequests() : this.store.newest(4000)).filter((request) => request.worker === key).slice(0, 12),
-      flow,
+      conversations: this.liveConversations(),
+      requests: this.store.newest(4000).filter((request) => request.worker === key).slice(0, 12),
+      flow: this.flowOf(key),
       nowMs: this.store.now(),
-      past: this.past !== null,
       openRequest: (request) => this.openRequest(request),
     });
-  }
-
-  frameSeconds() {
-    const { frames } = this.past.reel;
-    return frames.length > 1 ? Math.max(0.001, (frames[1].time_ms - frames[0].time_ms) / 1000) : 1;
   }
 
   refreshSheet(now) {
@@ -483,42 +413,6 @@ class Page {
     this.refreshedMs = now;
     const parts = sheet.refresh();
     if (parts) sheet.set(...parts);
-  }
-
-  // -- the past --------------------------------------------------------------------------------------------------------
-
-  openMoment(ms) {
-    if (this.kind === "router") {
-      this.playback.open(ms);
-      return;
-    }
-    this.past = ms >= this.store.now() - 1500 ? null : { frame: { time_ms: ms } };
-    this.showMoment();
-  }
-
-  showMoment() {
-    const bar = byId("playback");
-    bar.hidden = this.past === null;
-    bar.replaceChildren(el("button", { type: "button", class: "live", onclick: () => this.toNow() }, "Back to now"));
-    byId("strip-hint").hidden = this.past !== null;
-    this.render();
-    setAttribute(byId("link"), "data-state", this.past ? "past" : this.linkState);
-    if (this.past) setText(byId("link-words"), `the minute before ${clock(this.past.frame.time_ms)}`);
-    else this.showLink();
-  }
-
-  toNow() {
-    if (this.kind === "router") this.playback.end();
-    else {
-      this.past = null;
-      this.showMoment();
-    }
-  }
-
-  onKey(event) {
-    if (event.defaultPrevented || document.querySelector("dialog[open]")) return;
-    if (this.playback.onKey(event)) return;
-    if (event.key === "Escape" && (this.past || this.playback.turn)) this.toNow();
   }
 }
 

@@ -32,7 +32,7 @@ export class RequestList {
     this.body = el("div", { role: "rowgroup" }, this.rows.map((row) => row.node));
     this.grid = el("div", { class: `rows requests ${kind}`, role: "grid", "aria-label": "Last requests", "aria-readonly": "true" }, el("div", { role: "rowgroup" }, head), this.body);
     this.hint = el("span", {}, "No request yet. Send one, for instance: ", el("code", {}, "poolgrid bench --url " + location.origin));
-    this.empty = el("p", { class: "empty" }, this.hint, el("span", { hidden: true }, "No known request at this moment."));
+    this.empty = el("p", { class: "empty" }, this.hint);
     this.node = el("section", { class: "panel", "aria-labelledby": "requests-title" }, el("div", { class: "bar" }, el("h2", { id: "requests-title" }, "Requests"), this.count), this.grid, this.empty);
     this.body.addEventListener("pointerenter", () => this.hold(true));
     this.body.addEventListener("pointerleave", () => this.hold(this.grid.contains(document.activeElement) && this.byKeyboard));
@@ -75,9 +75,7 @@ export class RequestList {
     else this.sayCount();
   }
 
-  show(requests, total, missed, past = false) {
-    this.hint.hidden = past;
-    this.hint.nextSibling.hidden = !past;
+  show(requests, total, missed) {
     const before = this.latest?.[0]?.key;
     this.latest = requests;
     this.total = total;

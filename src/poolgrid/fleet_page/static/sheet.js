@@ -92,8 +92,8 @@ function statusOf(row, legs, outcome) {
 }
 
 function legsNote(source) {
-  if (source === "journal") return "From the pool's journal. The choice uses the router's clock, the rest the worker's.";
-  if (source === "unknown") return "No times: the page was closed when it ran, and this router has no journal.";
+  if (source === "router") return "By the global router's clock; each pool's own page shows the legs.";
+  if (source === "unknown") return "Some times are not known: the page was closed when it ran.";
   return "The choice uses the router's clock, the rest the worker's.";
 }
 
@@ -220,7 +220,7 @@ function follow(event, go) {
 
 // -- one worker --------------------------------------------------------------------------------------------------------
 
-export function workerBody(worker, { conversations, requests, flow, nowMs, past, openRequest }) {
+export function workerBody(worker, { conversations, requests, flow, nowMs, openRequest }) {
   const full = worker.total ? worker.held / worker.total : NaN;
   const pairs = [
     ["state", worker.state],
@@ -250,20 +250,18 @@ export function workerBody(worker, { conversations, requests, flow, nowMs, past,
     );
   });
   return [
-    section("Now", facts(pairs), past ? el("p", { class: "quiet" }, "At the moment shown.") : null),
-    past
-      ? null
-      : section(
-          "Event stream",
-          facts([
-            ["state", worker.stream],
-            ["trusted", worker.trusted ? "yes" : "no: its cache is estimated from the router's own choices"],
-            ["lag", worker.lag_ms === null ? "–" : milliseconds(worker.lag_ms)],
-            ["last event", worker.recorded_ms ? `${milliseconds(Math.max(0, nowMs - worker.recorded_ms))} ago` : "not yet"],
-          ]),
-          worker.note ? el("p", { class: "note" }, worker.note) : null,
-          worker.sources?.length ? el("ul", { class: "tree" }, worker.sources.map(([name, state, why]) => el("li", {}, `source ${name}: ${state}${why ? `, ${why}` : ""}`))) : null,
-        ),
+    section("Now", facts(pairs)),
+    section(
+      "Event stream",
+      facts([
+        ["state", worker.stream],
+        ["trusted", worker.trusted ? "yes" : "no: its cache is estimated from the router's own choices"],
+        ["lag", worker.lag_ms === null ? "–" : milliseconds(worker.lag_ms)],
+        ["last event", worker.recorded_ms ? `${milliseconds(Math.max(0, nowMs - worker.recorded_ms))} ago` : "not yet"],
+      ]),
+      worker.note ? el("p", { class: "note" }, worker.note) : null,
+      worker.sources?.length ? el("ul", { class: "tree" }, worker.sources.map(([name, state, why]) => el("li", {}, `source ${name}: ${state}${why ? `, ${why}` : ""}`))) : null,
+    ),
     section(
       "Latest conversations in its cache",
       rows.length
@@ -280,7 +278,7 @@ export function workerBody(worker, { conversations, requests, flow, nowMs, past,
           )
         : el("p", { class: "quiet" }, "None."),
     ),
-    address && !past ? section("Worker address", el("p", {}, el("a", { href: address, target: "_blank", rel: "noreferrer" }, address))) : null,
+    address ? section("Worker address", el("p", {}, el("a", { href: address, target: "_blank", rel: "noreferrer" }, address))) : null,
   ].filter(Boolean);
 }
 
@@ -290,10 +288,8 @@ const KEYS = [
   ["Tab", "next part of the page"],
   ["← ↑ → ↓", "from worker to worker, request to request, cell to cell, second to second"],
   ["Home  End", "first, last"],
-  ["Enter", "open the marked item; on the time strip: the pool at that moment"],
-  ["Space", "during playback: continue or pause"],
-  [",  .", "during playback: one frame back, one frame forward"],
-  ["Escape", "close the open part; then back to now"],
+  ["Enter", "open the marked item"],
+  ["Escape", "close the open part"],
 ];
 
 export function keysBody() {

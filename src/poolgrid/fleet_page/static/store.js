@@ -2,7 +2,7 @@
 
 const REQUESTS_KEPT = 6000; // a minute and a half at 60 requests a second; the router keeps them longer
 
-// A worker as cells and sheets take it, live or of the past: what is on it by the router's books, what it holds.
+// A worker as cells and sheets take it: what is on it by the router's books, what it holds.
 function asShown(worker) {
   worker.running = Math.max(0, worker.active - worker.waiting);
   worker.held = worker.held_blocks;

@@ -1,5 +1,5 @@
-// Requests by time: a bar for each second, what of their prompts was found in caches in the accent's colour. A click, or
-// Enter, opens the moment.
+// Requests by time: a bar for each second, what of their prompts was found in caches in the accent's colour. Pointer and
+// arrows read a second.
 
 import { colours, onTheme } from "./colours.js";
 import { el, onNextFrame, setAttribute } from "./dom.js";
@@ -24,8 +24,7 @@ export function paintUnknown(context, strip, start, width, height) {
 }
 
 export class Strip {
-  constructor(open) {
-    this.open = open;
+  constructor() {
     this.canvas = el("canvas", {
       tabindex: "0",
       role: "slider",
@@ -42,14 +41,12 @@ export class Strip {
     this.endS = 0;
     this.cursorS = null;
     this.hoverS = null;
-    this.past = null;
     this.width = 0;
     this.draw = () => this.paint();
     new ResizeObserver(() => this.layOut()).observe(this.canvas);
     onTheme(() => onNextFrame(this.draw));
     this.canvas.addEventListener("pointermove", (event) => this.hover(this.timeAt(event)));
     this.canvas.addEventListener("pointerleave", () => this.hover(null));
-    this.canvas.addEventListener("click", (event) => this.choose(this.timeAt(event)));
     this.canvas.addEventListener("keydown", (event) => this.onKey(event));
     this.canvas.addEventListener("blur", () => this.hover(null));
   }
@@ -100,9 +97,8 @@ export class Strip {
     return { perSecond: requests / spanS, tokensPerSecond: tokens / spanS, share: tokens ? found / tokens : NaN };
   }
 
-  show(nowMs, pastMs) {
+  show(nowMs) {
     const end = Math.floor(nowMs / 1000) + 1;
-    this.past = pastMs;
     if (end !== this.endS || this.changed) {
       this.endS = end;
       onNextFrame(this.draw);
@@ -149,16 +145,10 @@ export class Strip {
     if (event.key in steps) this.cursorS = Math.min(this.endS - 1, Math.max(this.endS - SPAN_S, from + steps[event.key]));
     else if (event.key === "Home") this.cursorS = this.endS - SPAN_S;
     else if (event.key === "End") this.cursorS = this.endS - 1;
-    else if (event.key === "Enter" || event.key === " ") this.choose(from);
     else return;
     event.preventDefault();
     this.hover(this.cursorS);
     this.sayValue();
-  }
-
-  choose(second) {
-    this.cursorS = Math.floor(second);
-    this.open(Math.round(second * 1000));
   }
 
   sayValue() {
@@ -210,14 +200,13 @@ export class Strip {
       context.fillStyle = colours.accent;
       context.fillRect(x, floor - found, bar, found);
     }
-    this.line(this.past === null ? null : this.past / 1000, start, colours.ink, 2);
-    this.line(this.hoverS, start, colours.quiet, 1);
+    this.line(this.hoverS, start);
   }
 
-  line(second, start, colour, thickness) {
+  line(second, start) {
     if (second === null || second < start) return;
     const x = ((second - start) / SPAN_S) * this.width;
-    this.context.fillStyle = colour;
-    this.context.fillRect(x - thickness / 2, 0, thickness, HEIGHT - FOOT);
+    this.context.fillStyle = colours.quiet;
+    this.context.fillRect(x - 0.5, 0, 1, HEIGHT - FOOT);
   }
 }

@@ -69,8 +69,6 @@ class RateDecision(NamedTuple):
     """Time until the next request is due; 0.0 = now."""
     is_full: bool = False
     """Whether it would have been one too many at a time."""
-    share: int | None = None
-    """How many this router may have in flight, where that is a part of what all routers may; ``None`` = all of it."""
 
 
 class Meter:

@@ -11,7 +11,7 @@ Rules
     4. A new document replaces keys and limits at once. What tenants have in flight and have used still counts; a
        tenant that is gone is forgotten when its last request ends. Requests in flight keep the rules they began with.
     5. Limits hold for one process; processes that share a port allow an equal part of them each. Several routers of a
-       pool each allow the whole of them, unless each has a share (``poolgrid.nats.limits``).
+       pool each allow the whole of them.
 
 Nothing here waits or knows of HTTP; times are arguments.
 
@@ -94,19 +94,10 @@ class TenantAccount:
         self.cache_shares = cache_shares
 
 
-MakeMeter = Callable[[str], Meter]
-"""Returns what keeps a tenant's figures, by its name."""
-
-
-def _own_meter(_: str) -> Meter:
-    return Meter()
-
-
 class Tenants:
     """All accounts, and the keys that lead to them."""
 
-    def __init__(self, document: KeyDocument, make_meter: MakeMeter = _own_meter) -> None:
-        self._make_meter = make_meter
+    def __init__(self, document: KeyDocument) -> None:
         self._accounts: dict[str, TenantAccount] = {}
         self._leaving: dict[str, TenantAccount] = {}
         """Tenants that are in the document no more, and were asked something when they went."""
@@ -128,7 +119,7 @@ class Tenants:
         accounts: dict[str, TenantAccount] = {}
         keys: dict[bytes, list[KnownKey]] = {}
         for name, tenant in document.tenants.items():
-            account = known.pop(name, None) or TenantAccount(name, tenant, secret, self._make_meter(name), shares)
+            account = known.pop(name, None) or TenantAccount(name, tenant, secret, Meter(), shares)
             account.use(tenant, secret, shares)
             accounts[name] = account
             for key in tenant.keys:
@@ -189,11 +180,10 @@ class Caller:
         verdict = self.account.meter.begin(rules, now_ms)
         limit = rules.concurrent_requests
         if verdict.is_full:
-            here = "" if verdict.share is None else f" at all routers together, {verdict.share} of them here for now"
             raise Refused(
                 429,
                 "concurrency_limited",
-                f"tenant {self.tenant} has {verdict.in_flight} requests in flight, allowed are {limit}{here}",
+                f"tenant {self.tenant} has {verdict.in_flight} requests in flight, allowed are {limit}",
                 CONCURRENCY_RETRY_S,
             )
         if verdict.wait_s > 0:
@@ -318,12 +308,10 @@ class WatchedKeyFile:
         path: Path,
         clock: Clock,
         on_reload: Callable[[str], None],
-        make_meter: MakeMeter | None = None,
         processes: int = 1,
     ) -> None:
         """Read the file; raises ``OSError`` or ``KeyFileError``.
 
-        ``make_meter`` makes what keeps a tenant's figures; by default they are this process's alone.
         Of ``processes`` that share a port each allows an equal part of the limits.
         """
         self._path = path
@@ -336,8 +324,7 @@ class WatchedKeyFile:
         self._seen = self._signature()
         self._checked_ms = clock.monotonic_ms()
         self._processes = processes
-        document = key_file.read(path).divided(processes)
-        self._tenants = Tenants(document) if make_meter is None else Tenants(document, make_meter)
+        self._tenants = Tenants(key_file.read(path).divided(processes))
 
     def tenants(self) -> Tenants:
         """Return the tenants as the file says now, or said before it broke."""

@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Query, Request, Response
@@ -119,6 +119,7 @@ class ResponseStore:
             raise OSError(f"opening the responses that are kept at {path}: {error}") from error
 
     async def keep(self, owner: Owner, kept: KeptResponse) -> bool:
+        """Keep a response and return whether it is kept; never fails."""
         try:
             return await self._run(partial(self._keep, owner, kept))
         except sqlite3.Error as error:
@@ -126,9 +127,11 @@ class ResponseStore:
             return False
 
     async def conversation(self, owner: Owner, response_id: str) -> list[KeptResponse] | None:
+        """Return a response and all before it, the first one first; ``None`` when one of them is not kept."""
         return await self._asked(partial(self._conversation, owner.name, response_id))
 
     async def items(self, owner: Owner, response_id: str, part: Part) -> bytes:
+        """Return the items that a response was asked with, or its answer's."""
         return await self._asked(partial(self._items, owner.name, response_id, part))
 
     async def response(self, owner: Owner, response_id: str) -> bytes | None:
@@ -297,39 +300,11 @@ def owner(caller: Caller | None, isolated: bool) -> Owner | None:
     return None if isolated else Owner("", 1)
 
 
-class Store(Protocol):
-    """Where responses are kept: ``poolgrid.frontend.responses_api.kept`` says what each call does."""
-
-    async def keep(self, owner: Owner, kept: KeptResponse) -> bool:
-        """Keep a response and return whether it is kept; never fails."""
-        ...
-
-    async def conversation(self, owner: Owner, response_id: str) -> list[KeptResponse] | None:
-        """Return a response and all before it, the first one first; ``None`` when one of them is not kept."""
-        ...
-
-    async def items(self, owner: Owner, response_id: str, part: Part) -> bytes:
-        """Return the items that a response was asked with, or its answer's."""
-        ...
-
-    async def response(self, owner: Owner, response_id: str) -> bytes | None:
-        """Return a response as its client got it."""
-        ...
-
-    async def forget(self, owner: Owner, response_id: str) -> bool:
-        """Forget a response and return whether there was one."""
-        ...
-
-    def close(self) -> None:
-        """End what is this process's alone."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class KeptResponses:
     """The store behind the endpoints, and its limits. ``store`` is ``None`` where nothing is kept."""
 
-    store: Store | None
+    store: ResponseStore | None
     conversation_bytes_max: int
     count: Callable[[str], None] = lambda outcome: None
     """Told of each response that was to be kept: ``kept`` or ``lost``."""
@@ -415,7 +390,7 @@ class KeptResponses:
             return AnswerForm(partial(_encoder, body, False), counts_reasoning=True)
         return AnswerForm(partial(_encoder, body, True), partial(self._keep, self.store, body, owner), True)
 
-    async def _keep(self, store: Store, body: ResponsesBody, owner: Owner, encoder: ResponsesEncoder) -> None:
+    async def _keep(self, store: ResponseStore, body: ResponsesBody, owner: Owner, encoder: ResponsesEncoder) -> None:
         """Keep a complete answer, before its client can ask for it."""
         response = encoder.response
         encode = msgspec.json.encode

@@ -13,10 +13,9 @@ import os
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import httpx
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from poolgrid.cli.command_line import cannot_write, command, json_text, print_json
@@ -29,11 +28,8 @@ from poolgrid.process.terminal_table import terminal
 from poolgrid.tools.bench.client import Client, HttpTarget, RequestFailed
 from poolgrid.tools.bench.conversations import (
     ConversationShape,
-    plan_agents,
     plan_conversations,
-    poisson,
     synthetic,
-    until,
 )
 from poolgrid.tools.bench.prompt import ONE_TOKEN_A_WORD, WORDS, PlannedRequest, PromptMaker, digits_of
 from poolgrid.tools.bench.runner import (
@@ -47,22 +43,18 @@ from poolgrid.tools.bench.runner import (
     run,
 )
 from poolgrid.tools.bench.settings import BenchSettings
-from poolgrid.tools.bench.statistics import Measurements, Point, Report, RunLogs, Series, report, with_ratios
+from poolgrid.tools.bench.statistics import Measurements, Point, Report, Series, report, with_ratios
 from poolgrid.tools.bench.table import report_table, series_table
 from poolgrid.tools.bench.trace import TraceError, ideal_cached_token_ratio, plan_trace, read_trace
 from poolgrid.wire.hashing import stable_u64
 
 REQUESTS_DEFAULT = 100
-"""Requests of a closed or open loop with neither a number nor a duration."""
-
-AGENT_CALLS_DEFAULT = 100
-"""Calls of a bench with agents that was told neither a number nor a duration, for each that is open: two to three
-sessions."""
+"""Requests of a closed loop with neither a number nor a duration."""
 
 CONNECT_TIMEOUT_S = 10.0
 
 IN_FLIGHT_MAX = 900
-"""Requests of an open loop or a replay at once, below the usual limit of 1,024 open files; a request beyond it waits,
+"""Requests of a replay at once, below the usual limit of 1,024 open files; a request beyond it waits,
 which is counted and part of its times."""
 
 TOKEN_ID_MIN, TOKEN_ID_MAX = 16, 255
@@ -150,23 +142,13 @@ def plan(settings: BenchSettings, seed: int | None = None) -> tuple[Iterable[Pla
     count = settings.requests
     if count is None and settings.duration_s is None:
         count = REQUESTS_DEFAULT
-    times: Iterable[float | None]
-    if settings.rate is None:
-        times = itertools.repeat(None)
-    else:
-        arrivals = poisson(settings.rate, seed)
-        times = arrivals if settings.duration_s is None else until(arrivals, settings.duration_s * 1000.0)
-    if settings.agents is not None:
-        if settings.requests is None and settings.duration_s is None:
-            count = AGENT_CALLS_DEFAULT * settings.agents
-        return plan_agents(seed, settings.length_scale), count
     if settings.converses:
-        conversations = plan_conversations(times, _conversation_shape(settings), seed)
+        conversations = plan_conversations(_conversation_shape(settings), seed)
         if count is None:
             return conversations, None
         number = -(-count // settings.turns)
         return itertools.islice(conversations, number), number * settings.turns
-    requests = synthetic(times, isl=settings.prompt_tokens, osl=settings.output_tokens, seed=seed)
+    requests = synthetic(isl=settings.prompt_tokens, osl=settings.output_tokens, seed=seed)
     return (requests if count is None else itertools.islice(requests, count)), count
 
 
@@ -176,7 +158,6 @@ def _conversation_shape(settings: BenchSettings) -> ConversationShape:
         settings.prompt_tokens,
         settings.output_tokens,
         settings.shared_prefix,
-        1,
         settings.think_time_s,
     )
 
@@ -219,12 +200,11 @@ class _Rounds:
 class _Bench:
     """One command: what it measures, how far it is, and what came of it."""
 
-    def __init__(self, settings: BenchSettings, verify: Verify | None, bar: Progress, logs: RunLogs | None) -> None:
+    def __init__(self, settings: BenchSettings, verify: Verify | None, bar: Progress) -> None:
         self._settings = settings
         self._verify = verify
         self._clock = SystemClock()
         self._bar = bar
-        self._logs = logs
         self._done = 0
         """Requests of earlier runs, for the progress bar."""
         self.found: list[_Rounds] = []
@@ -254,8 +234,7 @@ class _Bench:
             if endpoint is None:
                 return
             endpoints.append(endpoint)
-        open_agents = settings.concurrency if settings.agents is None else (settings.agents,)
-        levels = open_agents if settings.mode == "closed" else (None,)
+        levels = settings.concurrency if settings.mode == "closed" else (None,)
         runs = len(levels) * settings.rounds_run * len(endpoints)
         self._bar.update(task, total=None if total is None else total * runs)
         for place, level in enumerate(levels):
@@ -301,41 +280,12 @@ class _Bench:
         endpoint = rounds.endpoint
         level = rounds.concurrency
         name = f"{endpoint.name}, " if settings.compares else ""
-        what = "replay" if settings.mode == "replay" else f"{settings.mode} loop"
+        what = "replay" if settings.mode == "replay" else "closed loop"
         at = "" if level is None else f", {level} at a time"
         again = f", round {number + 1} of {settings.rounds_run}" if settings.rounds_run > 1 else ""
-        if settings.warmup and not number:
-            self._bar.update(task, description=f"{name}warm-up{at}")
-            warm = settings.model_copy(update={"requests": settings.warmup, "duration_s": None})
-            planned, count = plan(warm, stable_u64(f"{seed}/warmup") >> 1)
-            await self._run(endpoint, planned, count, level, stop)
-            if stop.is_set():
-                return
         self._bar.update(task, description=f"{name}{what}{at}{again}")
-        if self._logs is not None:
-            self._logs.begin(endpoint.name, level, number + 1)
-        planned, count = plan(settings, seed)
-        result = await self._run(endpoint, planned, count, level, stop, task)
-        self._done += result.measured.requests
-        ideal = _ideal(result) if settings.mode == "replay" or settings.converses else None
-        rounds.reports.append(self._report(rounds, result.measured, result.duration_s, ideal, result.interrupted))
-        rounds.measured.merge(result.measured)
-        rounds.duration_s += result.duration_s
-        rounds.interrupted |= result.interrupted
-        rounds.ideal = ideal if settings.mode == "replay" else _ideal_of(rounds.measured)
-
-    async def _run(
-        self,
-        endpoint: _Endpoint,
-        planned: Iterable[Planned],
-        count: int | None,
-        level: int | None,
-        stop: asyncio.Event,
-        task: TaskID | None = None,
-    ) -> Result:
-        settings = self._settings
-        logs = self._logs if task is not None else None
-        return await run(
+        planned, _ = plan(settings, seed)
+        result = await run(
             self._client(endpoint.target),
             self._shape(endpoint.model),
             endpoint.prompts,
@@ -343,14 +293,19 @@ class _Bench:
             self._clock,
             concurrency=level,
             in_flight_max=IN_FLIGHT_MAX,
-            requests_max=count,
-            duration_s=settings.duration_s if task is not None else None,
+            duration_s=settings.duration_s,
             stop=stop,
             verify=self._verify,
-            progress=None if task is None else lambda measured: self._show(task, measured),
+            progress=lambda measured: self._show(task, measured),
             remember_sent=settings.mode == "replay",
-            on_line=None if logs is None else logs.add,
         )
+        self._done += result.measured.requests
+        ideal = _ideal(result) if settings.mode == "replay" or settings.converses else None
+        rounds.reports.append(self._report(rounds, result.measured, result.duration_s, ideal, result.interrupted))
+        rounds.measured.merge(result.measured)
+        rounds.duration_s += result.duration_s
+        rounds.interrupted |= result.interrupted
+        rounds.ideal = ideal if settings.mode == "replay" else _ideal_of(rounds.measured)
 
     def _show(self, task: TaskID, measured: Measurements) -> None:
         earlier = sum(rounds.measured.errors for rounds in self.found)
@@ -404,9 +359,6 @@ def measure(
     Raises ``BenchError``, ``PoolsFailed``, ``TraceError``, ``OSError`` or ``ValueError`` when
     it cannot start.
     """
-    logs = None
-    if settings.directory is not None:
-        logs = RunLogs(settings.directory, settings.model_dump_json(indent=2).encode() + b"\n")
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -416,12 +368,8 @@ def measure(
         console=progress_console or Console(stderr=True),
         transient=True,
     ) as bar:
-        made = _Bench(settings, verify, bar, logs)
-        try:
-            lifecycle.run(made.main)
-        finally:
-            if logs is not None:
-                logs.end()
+        made = _Bench(settings, verify, bar)
+        lifecycle.run(made.main)
     if made.failure is not None:
         raise made.failure
     return made.series()
@@ -438,7 +386,6 @@ BASICS = (
     "url",
     "model",
     "trace",
-    "rate",
     "concurrency",
     "turns",
     "isl",
@@ -453,14 +400,14 @@ BASICS = (
 @command(epilog=f"An endpoint that takes API keys gets the one in {API_KEY_VARIABLE}.")
 @with_settings(BenchSettings, renamed={"as_json": "--json"}, basics=BASICS)
 def bench(settings: BenchSettings) -> None:
-    """Measure any OpenAI endpoint: closed loop, open loop (--rate), replay (--trace) or agents."""
+    """Measure any OpenAI endpoint: closed loop or replay (--trace)."""
     raise SystemExit(run_bench(settings))
 
 
 def run_bench(settings: BenchSettings) -> int:
     """Run ``poolgrid bench`` and return its exit code: 0, or 1 when the run could not start or nothing succeeded."""
     errors = Console(stderr=True, highlight=False)
-    if settings.directory is None and (fault := cannot_write(settings.out)):
+    if fault := cannot_write(settings.out):
         errors.print(f"poolgrid bench: --out: {fault}; nothing was sent", markup=False, soft_wrap=True)
         return 2
     try:
@@ -476,27 +423,10 @@ def run_bench(settings: BenchSettings) -> int:
     else:
         terminal().print(shown)
     try:
-        _write(settings, shown, json_text(answer))
+        if settings.out is not None:
+            settings.out.write_text(json_text(answer), encoding="utf-8")
     except OSError as error:
-        errors.print(f"poolgrid bench: writing {error.filename}: {error.strerror}", markup=False, soft_wrap=True)
+        errors.print(f"poolgrid bench: writing {settings.out}: {error.strerror}", markup=False, soft_wrap=True)
         return 1
     succeeded = all(point.report.requests > point.report.errors for point in found.points)
     return 0 if succeeded or found.interrupted else 1
-
-
-def _write(settings: BenchSettings, shown: RenderableType, content: str) -> None:
-    """Write what the settings ask for; raises ``OSError``."""
-    if settings.out is not None and settings.directory is None:
-        _write_file(settings.out, content)
-    if (logs := settings.directory) is not None:
-        _write_file(logs / "report.json", content)
-        with (logs / "report.txt").open("w", encoding="utf-8") as file:
-            terminal(file).print(shown)
-
-
-def _write_file(path: Path, content: str) -> None:
-    """Write a file; an ``OSError`` names it, also where the disk is full."""
-    try:
-        path.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -1,13 +1,13 @@
 """Runs a plan against an endpoint: what is sent when, how many at once, and what is counted.
 
 * Closed loop: ``concurrency`` senders, each with the next request as soon as its last one ended.
-* Open loop and replay: each request at its scheduled time, whatever became of the others; all its times count from that
+* Replay: each request at its scheduled time, whatever became of the others; all its times count from that
   moment, so a slow server cannot hide behind a slow client. At most ``in_flight_max`` run at once: a request that is
   due while all slots are taken waits for one, is counted as ``delayed``, and its wait is part of its measured times.
 
 A conversation is sent turn by turn, each with all that was said before, whatever the endpoint said; its turns are one
-place of the concurrency, or of ``in_flight_max``, also while its user thinks. A turn that fails ends it, and so does a
-pause that is longer than the run. Times of later turns count from when they are sent.
+place of the concurrency, also while its user thinks. A turn that fails ends it, and so does a
+pause that is longer than the run.
 
 A failed request is counted by kind and never ends the run. When ``stop`` is set nothing new is sent, what is in flight
 is cancelled, and what was measured so far is returned.
@@ -41,7 +41,7 @@ from poolgrid.process.tasks import cancel_all, owned
 from poolgrid.tools.bench.client import BenchExchange, Client, RequestFailed
 from poolgrid.tools.bench.conversations import PlannedConversation
 from poolgrid.tools.bench.prompt import ONE_TOKEN_A_WORD, PlannedRequest, PromptMaker, WordScale
-from poolgrid.tools.bench.statistics import Measurements, Outcome, RequestLine
+from poolgrid.tools.bench.statistics import Measurements, Outcome
 from poolgrid.wire.hashing import stable_u64
 
 Verify = Callable[[PlannedRequest, str], bool]
@@ -119,12 +119,7 @@ class Runner:
         verify: Verify | None = None,
         progress: Callable[[Measurements], None] | None = None,
         remember_sent: bool = False,
-        on_line: Callable[[RequestLine], None] | None = None,
-        requests_max: int | None = None,
     ) -> None:
-        self._on_line = on_line
-        self._left = float("inf") if requests_max is None else requests_max
-        self._started_ms = 0.0
         self._prefixes: set[tuple[int, ...]] = set()
         """System prompts that were sent."""
         self._client = client
@@ -141,21 +136,21 @@ class Runner:
         self, requests: Iterator[Planned], *, concurrency: int, duration_s: float | None, stop: asyncio.Event
     ) -> Result:
         """Keep ``concurrency`` requests in flight until they, the time or the patience end."""
-        started_ms = self._started_ms = self._clock.monotonic_ms()
+        started_ms = self._clock.monotonic_ms()
         ends_ms = started_ms + duration_s * 1000.0 if duration_s is not None else float("inf")
 
         async def sender() -> None:
             for planned in requests:
-                if stop.is_set() or not self._left or self._clock.monotonic_ms() >= ends_ms:
+                if stop.is_set() or self._clock.monotonic_ms() >= ends_ms:
                     return
-                await self._converse(planned, self._first_body(planned), None, ends_ms)
+                await self._converse(planned, ends_ms)
 
         await self._supervise([owned(sender(), f"sender {number}") for number in range(concurrency)], stop)
         return self._result(started_ms, stop)
 
-    async def scheduled(self, requests: Iterable[Planned], *, in_flight_max: int, stop: asyncio.Event) -> Result:
+    async def scheduled(self, requests: Iterable[PlannedRequest], *, in_flight_max: int, stop: asyncio.Event) -> Result:
         """Send each request at its time, at most ``in_flight_max`` at once."""
-        started_ms = self._started_ms = self._clock.monotonic_ms()
+        started_ms = self._clock.monotonic_ms()
         slots = asyncio.Semaphore(in_flight_max)
         running: set[asyncio.Task[None]] = set()
         failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -170,7 +165,7 @@ class Runner:
         async def dispatch() -> None:
             for planned in requests:
                 assert planned.at_ms is not None, "a scheduled run needs times"
-                body = self._first_body(planned)  # before it is due
+                body = self._shape.body(planned, self._prompts)  # before it is due
                 due_ms = started_ms + planned.at_ms
                 wait_ms = due_ms - self._clock.monotonic_ms()
                 if wait_ms > 0:
@@ -178,7 +173,7 @@ class Runner:
                 if slots.locked():
                     self.measured.delayed += 1
                 await slots.acquire()
-                task = owned(self._converse(planned, body, due_ms, float("inf")), "request")
+                task = owned(self._sent_at(planned, body, due_ms), "request")
                 running.add(task)
                 task.add_done_callback(ended)
             while running:
@@ -209,29 +204,22 @@ class Runner:
             if work.done() and not work.cancelled():
                 work.exception()  # retrieved, so that asyncio does not report it a second time
 
-    def _first_body(self, planned: Planned) -> bytes:
-        first = planned if isinstance(planned, PlannedRequest) else planned.turns[0]
-        return self._shape.body(first, self._prompts)
+    async def _sent_at(self, planned: PlannedRequest, body: bytes, due_ms: float) -> None:
+        await self._send(body, planned, due_ms)
 
-    async def _converse(self, planned: Planned, body: bytes, due_ms: float | None, ends_ms: float) -> None:
-        """Send a request, or the turns of a conversation one after the other; ``body`` is that of the first."""
+    async def _converse(self, planned: Planned, ends_ms: float) -> None:
+        """Send a request, or the turns of a conversation one after the other."""
         if isinstance(planned, PlannedRequest):
-            await self._send(body, planned, due_ms)
+            await self._send(self._shape.body(planned, self._prompts), planned, None)
             return
         said: list[Message] = []
-        reusable = 0
-        for turn, request in enumerate(planned.turns):
-            if turn:
-                pause_ms = planned.pauses_ms[turn]
-                if not self._left or self._clock.monotonic_ms() + pause_ms >= ends_ms:
+        reusable = self._reusable_prefix(planned.turns[0])
+        for request, pause_ms in zip(planned.turns, planned.pauses_ms, strict=True):
+            if said:
+                if self._clock.monotonic_ms() + pause_ms >= ends_ms:
                     return
                 await asyncio.sleep(pause_ms / 1000.0)
-                if not self._left:
-                    return
-                body = self._shape.body(request, self._prompts, said)
-            else:
-                reusable = self._reusable_prefix(request)
-            exchange = await self._send(body, request, due_ms if turn == 0 else None, turn, reusable)
+            exchange = await self._send(self._shape.body(request, self._prompts, said), request, None, reusable)
             if exchange is None:
                 return
             said += self._shape.messages(request, self._prompts)
@@ -249,58 +237,31 @@ class Runner:
         return request.system_blocks * request.block_tokens if known else 0
 
     async def _send(
-        self,
-        body: bytes,
-        request: PlannedRequest,
-        due_ms: float | None,
-        turn: int = 0,
-        reusable_tokens: int | None = None,
+        self, body: bytes, request: PlannedRequest, due_ms: float | None, reusable_tokens: int | None = None
     ) -> BenchExchange | None:
         """Send one request and count what came of it; ``None`` when it failed."""
-        self._left -= 1
-        self._note_sent(request)
+        if self._remember_sent:
+            self._sent.append(request)
         started_ms = due_ms if due_ms is not None else self._clock.monotonic_ms()
         exchange = None
-        line = RequestLine(request.index, started_ms - self._started_ms, turn)
         try:
             exchange = await self._client.post(self._shape.path, body)
         except RequestFailed as error:
             self.measured.add_error(error.kind, error.detail)
-            line = msgspec.structs.replace(line, error=error.kind)
         except asyncio.CancelledError:
             self.measured.cancelled += 1
             raise
         else:
-            outcome = _outcome(exchange, request, started_ms, reusable_tokens)
-            self.measured.add(outcome)
-            line = _line(line, outcome)
+            self.measured.add(_outcome(exchange, request, started_ms, reusable_tokens))
             if self._verify is not None and not self._verify(request, exchange.text):
                 self.measured.wrong_texts += 1
-        if self._on_line is not None:
-            self._on_line(line)
         if self._progress is not None:
             self._progress(self.measured)
         return exchange
 
-    def _note_sent(self, request: PlannedRequest) -> None:
-        if self._remember_sent:
-            self._sent.append(request)
-
     def _result(self, started_ms: float, stop: asyncio.Event) -> Result:
         duration_s = (self._clock.monotonic_ms() - started_ms) / 1000.0
         return Result(self.measured, self._sent, duration_s, stop.is_set())
-
-
-def _line(line: RequestLine, outcome: Outcome) -> RequestLine:
-    return msgspec.structs.replace(
-        line,
-        ttft_ms=outcome.ttft_ms,
-        latency_ms=outcome.latency_ms,
-        prompt_tokens=outcome.prompt_tokens,
-        cached_tokens=outcome.cached_tokens,
-        output_tokens=outcome.output_tokens,
-        worker=outcome.worker,
-    )
 
 
 def _outcome(
@@ -331,36 +292,23 @@ async def run(
     *,
     concurrency: int | None = None,
     in_flight_max: int = 900,
-    requests_max: int | None = None,
     duration_s: float | None = None,
     stop: asyncio.Event | None = None,
     verify: Verify | None = None,
     progress: Callable[[Measurements], None] | None = None,
     remember_sent: bool = False,
-    on_line: Callable[[RequestLine], None] | None = None,
 ) -> Result:
     """Run a plan: a closed loop when ``concurrency`` is given, else each request at its ``at_ms``.
 
-    A closed loop sends at most ``requests_max``, the turns of conversations counted one by one.
-    ``verify`` is asked about every successful answer; its refusals are counted as ``wrong_texts``. ``on_line`` is told
-    of every request that came to an end.
+    ``verify`` is asked about every successful answer; its refusals are counted as ``wrong_texts``.
     """
-    runner = Runner(
-        client,
-        shape,
-        prompts,
-        clock,
-        verify=verify,
-        progress=progress,
-        remember_sent=remember_sent,
-        on_line=on_line,
-        requests_max=requests_max,
-    )
+    runner = Runner(client, shape, prompts, clock, verify=verify, progress=progress, remember_sent=remember_sent)
     stop = stop or asyncio.Event()
     try:
         if concurrency is not None:
             return await runner.closed_loop(iter(requests), concurrency=concurrency, duration_s=duration_s, stop=stop)
-        return await runner.scheduled(requests, in_flight_max=in_flight_max, stop=stop)
+        scheduled = (each for each in requests if isinstance(each, PlannedRequest))
+        return await runner.scheduled(scheduled, in_flight_max=in_flight_max, stop=stop)
     finally:
         client.close()
 

@@ -30,7 +30,7 @@ Levels = Annotated[
 
 
 class BenchSettings(Settings):
-    """Load against any OpenAI endpoint: a closed loop, an open loop (``rate``) or a replay (``trace``)."""
+    """Load against any OpenAI endpoint: a closed loop or a replay (``trace``)."""
 
     panel: ClassVar[str] = "Workload"
 
@@ -71,16 +71,7 @@ class BenchSettings(Settings):
         1.0,
         ge=1 / 512,
         le=100,
-        description="Multiply prompt and output lengths of the trace or of agents; sharing stays the same.",
-    )
-
-    rate: float | None = Field(None, gt=0, le=1e6, description="Send this many requests per second (open loop).")
-
-    agents: int | None = Field(
-        None,
-        ge=1,
-        le=4096,
-        description="Keep this many agent sessions open: growing prompts and pauses for tools (closed loop).",
+        description="Multiply prompt and output lengths of the trace; sharing stays the same.",
     )
 
     concurrency: Levels = Field(
@@ -121,7 +112,6 @@ class BenchSettings(Settings):
         None, ge=1, le=10**9, description="Send this many requests. Unset = 100, or the whole trace."
     )
     duration_s: float | None = Field(None, gt=0, le=10**7, description="Stop sending requests after this time.")
-    warmup: int = Field(0, ge=0, le=10**6, description="Send this many requests before the measurement.")
     start_timeout_ms: float = Field(
         10_000.0, ge=0, le=86_400_000, description="Give up when the endpoint is not ready after this time."
     )
@@ -129,16 +119,11 @@ class BenchSettings(Settings):
     as_json: bool = Field(False, description="Print the report to standard output as JSON instead of a table.")
     out: Path | None = Field(
         None,
-        description=(
-            "Write the report to this file (NAME.json); or report, table, settings and a line per request into "
-            "this directory."
-        ),
+        description="Write the report as JSON to this file.",
     )
 
     @model_validator(mode="after")
     def _consistent(self) -> BenchSettings:
-        if self.trace is not None and self.rate is not None:
-            raise ValueError("trace and rate are both given, allowed is one of them: a trace has its own arrival times")
         if self.policies and "url" in self.model_fields_set:
             raise ValueError("policies and url are both given, allowed is one of them: policies start pools here")
         if self.pool_options and not self.policies:
@@ -149,33 +134,18 @@ class BenchSettings(Settings):
             raise ValueError("trace and shared_prefix are both given: a trace already defines what its requests share")
         if self.turns > 1 and self.endpoint in ("completions", "text"):
             raise ValueError(f"turns is {self.turns} and endpoint is {self.endpoint}: conversations need chat")
-        if self.agents is not None:
-            given = {"trace", "rate", "turns", "shared_prefix", "isl", "osl", "think_time_s", "concurrency"}
-            for name in sorted(given & self.model_fields_set):
-                raise ValueError(f"agents and {name} are both given, allowed is one of them: agents have their own")
-            if self.endpoint in ("completions", "text"):
-                raise ValueError(f"agents is {self.agents} and endpoint is {self.endpoint}: agents need chat")
         if len(self.concurrency) > 1 and self.mode != "closed":
             raise ValueError(f"concurrency has {len(self.concurrency)} values: only a closed loop has a concurrency")
         return self
 
     @property
-    def directory(self) -> Path | None:
-        """Return where everything is written that is known of a run; ``None`` where that is not asked for."""
-        if self.out is None or self.out.is_dir():
-            return self.out
-        return None if self.out.suffix or self.out.exists() else self.out
-
-    @property
     def mode(self) -> str:
-        """``replay``, ``open`` or ``closed``."""
-        if self.trace is not None:
-            return "replay"
-        return "open" if self.rate is not None else "closed"
+        """``replay`` or ``closed``."""
+        return "closed" if self.trace is None else "replay"
 
     @property
     def api(self) -> str:
-        return "chat" if self.endpoint == "chat" or self.turns > 1 or self.agents is not None else "completions"
+        return "chat" if self.endpoint == "chat" or self.turns > 1 else "completions"
 
     @property
     def prompt_tokens(self) -> int:
@@ -187,7 +157,7 @@ class BenchSettings(Settings):
 
     @property
     def converses(self) -> bool:
-        return self.trace is None and (self.turns > 1 or self.shared_prefix > 0 or self.agents is not None)
+        return self.trace is None and (self.turns > 1 or self.shared_prefix > 0)
 
     @property
     def writes_words(self) -> bool:

@@ -13,11 +13,8 @@ all of them; a ratio is that of two runs of one round, and the median over the r
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from statistics import median
-from typing import IO
 
 import msgspec
 
@@ -136,22 +133,6 @@ class Outcome(msgspec.Struct):
     reusable_tokens: int | None = None
     """Prompt tokens that were sent or generated before, in its conversation or as its system prompt; ``None`` = not
     known."""
-
-
-class RequestLine(msgspec.Struct, frozen=True):
-    """A run's log line for one request; times in milliseconds, of failed requests only the first."""
-
-    index: int
-    sent_ms: float
-    """When it was due or sent, since the start of the run."""
-    turn: int = 0
-    ttft_ms: float | None = None
-    latency_ms: float | None = None
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    output_tokens: int | None = None
-    worker: str | None = None
-    error: str | None = None
 
 
 class Measurements:
@@ -381,41 +362,3 @@ def ratios(point: Point, base: Point) -> dict[str, Ratio]:
         if each:
             found[name] = Ratio(median(each), min(each), max(each))
     return found
-
-
-class RunLogs:
-    """Writes into one directory, which is made; files of an earlier run in it are replaced.
-
-    ``settings.json``       what was asked for, without the API key
-    ``NAME-cN-rR.jsonl``    a line for each request of endpoint NAME at concurrency N in round R
-    ``report.json``         as ``--json``
-    ``report.txt``          the table
-    """
-
-    def __init__(self, directory: Path, settings: bytes) -> None:
-        """Raises ``OSError`` when the directory cannot be written."""
-        self._directory = directory
-        self._open: IO[bytes] | None = None
-        directory.mkdir(parents=True, exist_ok=True)
-        self.write("settings.json", settings)
-
-    def write(self, name: str, content: bytes) -> None:
-        """Write a file; raises ``OSError``."""
-        (self._directory / name).write_bytes(content)
-
-    def begin(self, name: str, concurrency: int | None, round_number: int) -> None:
-        """Begin the lines of a run; raises ``OSError``."""
-        self.end()
-        level = "" if concurrency is None else f"-c{concurrency}"
-        plain = re.sub(r"[^\w.-]+", "_", name)
-        self._open = (self._directory / f"{plain}{level}-r{round_number}.jsonl").open("wb")
-
-    def add(self, line: RequestLine) -> None:
-        """Note a request; raises ``OSError``."""
-        assert self._open is not None, "a run has begun"
-        self._open.write(msgspec.json.encode(line) + b"\n")
-
-    def end(self) -> None:
-        if self._open is not None:
-            self._open.close()
-            self._open = None

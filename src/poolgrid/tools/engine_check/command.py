@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import zmq
 from rich.console import Console
 from rich.text import Text
 
-from poolgrid.cli.command_line import cannot_write, command, json_text, print_json
+from poolgrid.cli.command_line import cannot_write, command, print_json
 from poolgrid.cli.options import with_settings
 from poolgrid.cli.router_client import API_KEY_VARIABLE, api_key_headers
 from poolgrid.process import lifecycle
@@ -26,9 +25,7 @@ from poolgrid.tools.engine_check.check import gather_evidence
 from poolgrid.tools.engine_check.core.evidence import Evidence, RecordError
 from poolgrid.tools.engine_check.core.examination import Examination, examine
 from poolgrid.tools.engine_check.core.finding import Finding, FindingSeverity
-from poolgrid.tools.engine_check.core.timing_points import timing_table
 from poolgrid.tools.engine_check.core.transfer_rules import transfers_seen
-from poolgrid.tools.engine_check.measuring import MEASURE_TIMEOUT_S, REPEATS, Measurement
 from poolgrid.tools.engine_check.server import EngineServer
 from poolgrid.tools.engine_check.settings import EngineCheckSettings
 from poolgrid.workers.engines.server.server_client import ServerError
@@ -47,7 +44,6 @@ BASICS = (
     "events",
     "model",
     "kv_block_size",
-    "measure_timing",
     "as_json",
 )
 
@@ -55,17 +51,16 @@ BASICS = (
 @command()
 @with_settings(EngineCheckSettings, renamed={"as_json": "--json"}, basics=BASICS)
 def engine_check(settings: EngineCheckSettings) -> None:
-    """Check an engine server's cache events, or measure its step times."""
+    """Check an engine server's cache events."""
     raise SystemExit(run_engine_check(settings))
 
 
 def run_engine_check(settings: EngineCheckSettings) -> int:
-    """Check, or measure, or judge a recorded check; return the exit status."""
+    """Check, or judge a recorded check; return the exit status."""
     errors = Console(stderr=True, highlight=False)
-    for option, path in (("--out", settings.out), ("--measure-timing", settings.measure_timing)):
-        if fault := cannot_write(path):
-            errors.print(f"checking an engine: {option}: {fault}; nothing was sent", markup=False)
-            return 2
+    if fault := cannot_write(settings.out):
+        errors.print(f"checking an engine: --out: {fault}; nothing was sent", markup=False)
+        return 2
     if settings.recorded is not None:
         return _judge_recorded(settings, settings.recorded, errors)
     status = 2
@@ -95,14 +90,11 @@ async def _ask(settings: EngineCheckSettings, errors: Console) -> int:
         if sys.stderr.isatty():
             errors.print(Text(words, style="dim"))
 
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=settings.concurrency)
-    async with httpx.AsyncClient(timeout=TIMEOUT_S, headers=api_key_headers(), limits=limits) as client:
+    async with httpx.AsyncClient(timeout=TIMEOUT_S, headers=api_key_headers()) as client:
         context = zmq.Context()
         server = None
         try:
             server = EngineServer(client, settings.url, clock, os.environ.get(API_KEY_VARIABLE, ""))
-            if settings.measure_timing is not None:
-                return await _measure(settings, settings.measure_timing, server, clock, tell, errors)
             evidence = await gather_evidence(settings, server, context, clock, tell)
         except (ServerError, zmq.ZMQError, ValueError) as error:
             errors.print(f"checking an engine: {error}", markup=False)
@@ -112,62 +104,8 @@ async def _ask(settings: EngineCheckSettings, errors: Console) -> int:
                 server.close()
             context.term()
     if settings.out is not None:
-        _keep(settings.out, evidence.to_json())
+        settings.out.write_bytes(evidence.to_json())
     return _show(settings, evidence)
-
-
-async def _measure(
-    settings: EngineCheckSettings,
-    path: Path,
-    server: EngineServer,
-    clock: SystemClock,
-    tell: Callable[[str], None],
-    errors: Console,
-) -> int:
-    facts = await server.learn(settings.engine, settings.model)
-    held = facts.total_blocks * facts.block_size if facts.total_blocks and facts.block_size else None
-    kv_tokens = settings.kv_tokens or held
-    if kv_tokens is None:
-        raise ServerError(
-            f"asking {settings.url} how many tokens its KV blocks hold: it does not say, give --kv-tokens; decode "
-            "steps are measured by the share of them that is used"
-        )
-    measurement = Measurement(settings, server, facts.model, clock, tell)
-    measured = await measurement.run(kv_tokens, facts.max_sequence_length)
-    source = (
-        f"Measured by poolgrid engine-check over HTTP: {facts.kind} {facts.version}, model {facts.model}, "
-        f"{kv_tokens:,} tokens of KV, up to {settings.concurrency} requests at a time; prefill is the median time to "
-        f"the first token of {REPEATS} prompts less {measured.overhead_ms:.2f} ms for a request without work, "
-        "decode the median over requests of the mean time between tokens."
-    )
-    table = timing_table(measured, source)
-    _keep(path, json_text(table).encode())
-    if measurement.cut_short:
-        errors.print(
-            f"measuring: {MEASURE_TIMEOUT_S:g} s were over; the table has the points until then",
-            markup=False,
-        )
-    if settings.as_json:
-        print_json(table)
-    else:
-        _show_timing(table, path)
-    return 0
-
-
-def _keep(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
-
-
-def _show_timing(table: dict[str, Any], path: Path) -> None:
-    shown = TerminalTable([Heading("prefill tokens"), Heading("ms")], note=f"written to {path}; use it: --timing")
-    for tokens, ms in table["prefill"]:
-        shown.add(f"{tokens:,.0f}", f"{ms:,.2f}")
-    decode = TerminalTable([Heading("used share"), Heading("ms a decode step")])
-    for share, ms in table["decode"]:
-        decode.add(f"{share:.1%}", f"{ms:,.2f}")
-    console = terminal()
-    console.print(decode)
-    console.print(shown)
 
 
 def _show(settings: EngineCheckSettings, evidence: Evidence) -> int:

@@ -1,4 +1,4 @@
-"""Client of an engine server: its facts, probes, and streams whose tokens are timed."""
+"""Client of an engine server: its facts and probes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from poolgrid.tools.engine_check.core.evidence import CheckProbe, ServerStatemen
 from poolgrid.wire.errors import DecodeError
 from poolgrid.workers.engines.registry import server_kinds
 from poolgrid.workers.engines.server.core.server_facts import ServerFacts
-from poolgrid.workers.engines.server.kinds import MODELS, learn
+from poolgrid.workers.engines.server.kinds import learn
 from poolgrid.workers.engines.server.server_client import ServerClient, ServerError
 
 ANSWER_BYTES_SHOWN = 300
@@ -38,7 +38,6 @@ class EngineServer:
         self._client = client
         self._asked = ServerClient(url, clock, api_key)
         self._url = self._asked.target.url
-        self._clock = clock
 
     def close(self) -> None:
         self._asked.close()
@@ -54,7 +53,7 @@ class EngineServer:
         except DecodeError as error:
             raise ServerError(f"asking {self._url}: {error}; is --url right?") from error
         if not kinds[facts.kind].owned_by:
-            # It reports nothing of its cache: it can be measured, and told the rest.
+            # It reports nothing of its cache: the settings have the rest.
             return ServerFacts(facts.kind, model=facts.model, max_sequence_length=facts.max_sequence_length)
         if facts.role not in ("", "aggregated"):
             raise ServerError(
@@ -69,12 +68,6 @@ class EngineServer:
             return (await self._asked.ask("/metrics")).decode(errors="replace")
         except ServerError:
             return ""
-
-    async def round_trip_ms(self) -> float:
-        """Return how long a request takes that has nothing to do."""
-        began_ms = self._clock.monotonic_ms()
-        await self._asked.ask(MODELS)
-        return self._clock.monotonic_ms() - began_ms
 
     # Probes
 
@@ -94,36 +87,6 @@ class EngineServer:
             return ProbeAnswer(
                 failure=f"{path} answered what cannot be read ({error}): {answer.text[:ANSWER_BYTES_SHOWN]}"
             )
-
-    # Timed streams
-
-    async def stream(self, model: str, tokens: tuple[int, ...], max_tokens: int) -> tuple[float, list[float]]:
-        """Return when a request was sent, and when each of its tokens arrived; raises ``ServerError``."""
-        body = {
-            "model": model,
-            "prompt": list(tokens),
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        }
-        arrivals: list[float] = []
-        sent_ms = self._clock.monotonic_ms()
-        try:
-            async with self._client.stream("POST", f"{self._url}/v1/completions", json=body) as answer:
-                if answer.status_code != 200:
-                    text = (await answer.aread())[:ANSWER_BYTES_SHOWN].decode(errors="replace")
-                    raise ServerError(f"asking for {max_tokens} tokens: status {answer.status_code}: {text}")
-                async for line in answer.aiter_lines():
-                    if line.startswith("data: {"):
-                        count = _tokens_so_far(msgspec.json.decode(line[6:]), len(arrivals))
-                        arrivals += [self._clock.monotonic_ms()] * (count - len(arrivals))
-        except (httpx.HTTPError, msgspec.MsgspecError) as error:
-            raise ServerError(f"asking for {max_tokens} tokens: {str(error) or type(error).__name__}") from error
-        if not arrivals:
-            raise ServerError(f"asking for {max_tokens} tokens: the answer had none")
-        return sent_ms, arrivals
 
 
 def _completion(probe: CheckProbe, model: str) -> tuple[str, dict[str, Any]]:
@@ -160,12 +123,3 @@ def _answer(body: dict[str, Any]) -> ProbeAnswer:
     cached = details.get("cached_tokens")
     output = body["choices"][0].get("token_ids") or ()
     return ProbeAnswer(tuple(map(int, output)), cached if type(cached) is int else None)
-
-
-def _tokens_so_far(chunk: dict[str, Any], known: int) -> int:
-    """Return how many tokens an answer has with this chunk: as the chunk counts them, else one more a chunk."""
-    usage = chunk.get("usage") or {}
-    count = usage.get("completion_tokens")
-    if type(count) is int:
-        return max(known, count)
-    return known + bool(chunk.get("choices"))

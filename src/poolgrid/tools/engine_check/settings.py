@@ -48,20 +48,6 @@ class EngineCheckSettings(Settings):
     out: Path | None = Field(None, description="Record all traffic in this file, for --recorded and for bug reports.")
     recorded: InputFile | None = Field(None, description="Judge this recording instead of a server.")
     as_json: bool = Field(False, description="Print the findings as JSON instead of a table.")
-    measure_timing: Path | None = Field(
-        None,
-        description=(
-            "Measure the server's step times and write a table for --timing to this file, instead of checking events."
-        ),
-    )
-    concurrency: int = Field(
-        32, ge=1, le=4096, description="Decode at most this many requests together while step times are measured."
-    )
-    kv_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="Set how many tokens the server's KV cache holds. Unset = as its metrics report.",
-    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -6,7 +6,7 @@ import struct
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from poolgrid.tools.bench.agents import AgentPlan, AgentSession
+from poolgrid.tools.simulation.agents import AgentPlan, AgentSession
 from poolgrid.tools.simulation.workload import NEVER, RequestArrivals, SimulatedRequest
 from poolgrid.wire.hashing import sequence_hashes, stable_u64
 from poolgrid.wire.requests import Generate, Sampling

@@ -19,9 +19,9 @@ from poolgrid.process.terminal_table import TerminalTable, terminal
 from poolgrid.router.core.policy import Policy
 from poolgrid.router.decision_journal.entries import RouterSettingsNoted
 from poolgrid.router.decision_journal.traffic import RecordedTraffic, Recording, read_recording
-from poolgrid.tools.bench.agents import PREFIX_TOKENS, AgentDraws
 from poolgrid.tools.bench.trace import TraceError, read_trace
 from poolgrid.tools.simulation.agent_workload import AgentWorkload, agent_workload
+from poolgrid.tools.simulation.agents import PREFIX_TOKENS, AgentDraws
 from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool
 from poolgrid.tools.simulation.session_line import line_of
 from poolgrid.tools.simulation.settings import EngineSettings

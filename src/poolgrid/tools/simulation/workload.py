@@ -23,8 +23,8 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Final, Protocol
 
-from poolgrid.tools.bench.agents import AgentSession
 from poolgrid.tools.bench.trace import TRACE_BLOCK_TOKENS, TraceRow
+from poolgrid.tools.simulation.agents import AgentSession
 from poolgrid.wire.hashing import block_hashes, sequence_hashes, stable_u64
 from poolgrid.wire.requests import Generate, Sampling
 from poolgrid.workers.core.timing import SPEEDUP_MAX, TimingModel

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -13,10 +12,7 @@ from tempfile import TemporaryFile
 import pytest
 
 from poolgrid.frontend.models import TINY_MODEL_PATH
-from poolgrid.workers import model_fetch
-from poolgrid.workers.engines.trtllm.definition import ENGINE
-from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings
-from tests.model_cache.file_server import FileServer, file_server
+from tests.workers.hub_server import COMMIT, FileServer, file_server
 
 NAME = "org/tiny-model"
 FILES = {each.name: each.read_bytes() for each in TINY_MODEL_PATH.iterdir() if each.is_file()}
@@ -37,8 +33,7 @@ def poolgrid(hub: FileServer, tmp_path: Path, *words: str, **more: str) -> tuple
         **{name: value for name, value in os.environ.items() if not name.startswith(("POOLGRID_", "HF_"))},
         "HF_ENDPOINT": hub.url,
         "HF_HOME": str(tmp_path / "hf"),
-        "POOLGRID_MODEL_CACHE_DIR": str(tmp_path / "cache"),
-        "PYTHONPATH": FAKES,
+        "PYTHONPATH": os.pathsep.join([FAKES, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
         **more,
     }
     words = words if words[0].endswith(".sh") else (sys.executable, "-m", "poolgrid", *words)
@@ -56,21 +51,24 @@ def poolgrid(hub: FileServer, tmp_path: Path, *words: str, **more: str) -> tuple
         return status, out, errors.read()
 
 
-def cached(tmp_path: Path) -> dict[str, set[str]]:
-    cache = tmp_path / "cache"
-    return {each.name: {file.name for file in each.iterdir()} for each in cache.iterdir() if each.name[0] != "."}
+def cached(tmp_path: Path) -> set[str]:
+    """The files of the model that are on this machine."""
+    snapshot = tmp_path / "hf" / "hub" / "models--org--tiny-model" / "snapshots" / COMMIT
+    return {each.name for each in snapshot.iterdir()}
 
 
 def test_a_router_fetches_a_model_without_its_weights(hub: FileServer, tmp_path: Path) -> None:
     ports = ("--port", "0")
     status, out, said = poolgrid(hub, tmp_path, "router", *ports, "--model-path", NAME)
     assert (status, out.split()[0]) == (0, "ready"), said
-    (files,) = cached(tmp_path).values()
+    files = cached(tmp_path)
     assert "tokenizer.json" in files
     assert "model.safetensors" not in files
-    asked = len(hub.asked)
+    hub.asked.clear()
     assert poolgrid(hub, tmp_path, "router", *ports, "--model-path", NAME)[0] == 0
-    assert len(hub.asked) == asked, "what is there is not asked for again"
+    assert not [path for path, _, _ in hub.asked if "/resolve/" in path], "what is there is not fetched again"
+    gone = {"HF_ENDPOINT": "http://127.0.0.1:1"}
+    assert poolgrid(hub, tmp_path, "router", *ports, "--model-path", NAME, **gone)[0] == 0, "without the hub too"
 
 
 def test_up_serves_a_model_by_the_name_that_was_given(hub: FileServer, tmp_path: Path) -> None:
@@ -78,7 +76,7 @@ def test_up_serves_a_model_by_the_name_that_was_given(hub: FileServer, tmp_path:
     status, out, said = poolgrid(hub, tmp_path, *words, "--model-path", NAME)
     assert (status, out.split()[0]) == (0, "ready"), said
     assert NAME in said, "the greeting names the model as clients ask for it"
-    assert any("model.safetensors" in files for files in cached(tmp_path).values())
+    assert "model.safetensors" in cached(tmp_path)
 
 
 @pytest.mark.parametrize("script", ["", "agg.sh"])
@@ -97,20 +95,4 @@ def test_a_dry_run_finds_what_the_start_would_find(hub: FileServer, tmp_path: Pa
     assert not any(path.endswith("tokenizer.json") for path, _, _ in hub.asked), "nothing was fetched"
     status, _, said = dry_run("org/none")
     assert status == 2
-    assert "--model-path org/none: listing hub:org/none" in said or "--model-path org/none: listing" in said
-
-
-def test_a_worker_loads_a_hub_model_out_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("POOLGRID_MODEL_CACHE_DIR", str(tmp_path))
-    asked: list[tuple[Path | None, str]] = []
-
-    async def fetch(settings: TrtllmWorkerSettings, source: str, start: object) -> Path:
-        asked.append((settings.model_cache_dir, source))
-        return tmp_path / "there"
-
-    monkeypatch.setattr(model_fetch, "_fetch", fetch)
-    for model, path in ((NAME, str(tmp_path / "there")), ("m", "m"), ("/models/m", "/models/m")):
-        settings = TrtllmWorkerSettings(model_path=model)
-        made = asyncio.run(model_fetch.cached_model(settings, model, ENGINE.with_model, None))  # type: ignore[arg-type]
-        assert (made.model_path, made.model_name) == (path, model)
-    assert asked == [(tmp_path, NAME)]
+    assert f"--model-path org/none: looking for org/none at {hub.url}: " in said

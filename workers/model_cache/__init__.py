@@ -1,1 +1,0 @@
-"""Models in a directory of this machine: fetched once, checked by their sums, found by every worker that starts."""
