@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from poolgrid.process.clock import Clock
+from poolgrid.wire.addresses import without_credentials
 
 
 class HttpTarget:
@@ -25,9 +26,12 @@ class HttpTarget:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as error:
-            raise ValueError(f"reading the URL {url!r}: {error}") from None
+            why = "a user name is in it" if "@" in url else str(error)  # the error shows what it took for the port
+            raise ValueError(f"reading the URL {without_credentials(url)!r}: {why}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"reading the URL {url!r}: allowed are http://HOST[:PORT] and https://HOST[:PORT]")
+            raise ValueError(
+                f"reading the URL {without_credentials(url)!r}: allowed are http://HOST[:PORT] and https://HOST[:PORT]"
+            )
         self.secure = parts.scheme == "https"
         self.host = parts.hostname
         self.port = port or (443 if self.secure else 80)
