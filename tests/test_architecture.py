@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "structured_output": ("wire",),
     "process": ("wire",),
     "transport": ("wire", "process"),
-    "http": ("process", "transport"),
+    "http": ("wire", "process", "transport"),
     "inference": ("wire", "process.log_lines", "process.tracing.record"),
     "discovery.registry": ("wire",),
     "discovery": ("wire", "process", "transport"),

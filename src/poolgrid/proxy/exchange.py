@@ -26,7 +26,7 @@ from msgspec import Raw, Struct
 from starlette.types import Receive, Scope, Send
 
 from poolgrid.forwarding.event_filter import AnswerNotes, ApiForm, EventFilter, read_answer
-from poolgrid.forwarding.headers import blotted, blotted_part, request_headers, response_headers
+from poolgrid.forwarding.headers import request_headers, response_headers
 from poolgrid.forwarding.paths import STATEFUL_COLLECTIONS, RequestTarget
 from poolgrid.frontend.access.gate import CALLER, key_of
 from poolgrid.frontend.access.meter import limit_headers
@@ -49,6 +49,7 @@ from poolgrid.proxy.server_connection import AnswerFailed, HeaderList, ServerCon
 from poolgrid.proxy.server_state import ServerState
 from poolgrid.wire.identifiers import WorkerKey
 from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
+from poolgrid.wire.secret_texts import blotted, blotted_part
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +48,6 @@ from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.engines.server.cache_events import CacheEvents
 from poolgrid.workers.engines.server.core.calls import Failure, ServerAnswerPiece, ServerDialect, ServerRoom
 from poolgrid.workers.engines.server.core.engine_figures import EngineFigures
-from poolgrid.workers.engines.server.core.openai_words import refusal_of, retry_after_ms
 from poolgrid.workers.engines.server.forward_books import ServerForwardBooks
 from poolgrid.workers.engines.server.health import ServerHealth
 from poolgrid.workers.engines.server.kinds import HEALTH_PATH
@@ -296,7 +294,7 @@ class ServerEngine:
         try:
             await self._client.http.send("POST", call.path, call.body, answer, call.headers)
         except RequestFailed as failed:
-            failure = self._refusal(answer)
+            failure = answer.refusal(self._dialect.title)
             if failure is None:
                 failure = Failure(FAILED_WORDS.get(failed.kind, "the engine server failed"), BROKEN, failed.detail)
                 if failed.kind in ("connect", "disconnect"):
@@ -314,13 +312,6 @@ class ServerEngine:
         active = self._exchanges.pop(exchange)
         active.exchange = None
         active.answer.detach()
-
-    def _refusal(self, answer: AnswerStream) -> Failure | None:
-        """Return what an answer with another status than 200 means."""
-        if answer.status in (0, 200):
-            return None
-        pause_ms = retry_after_ms(answer.retry_after, time.time()) if answer.retry_after else None
-        return refusal_of(self._dialect.title, answer.status, answer.error_body, pause_ms)
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
@@ -486,7 +477,7 @@ class ServerEngine:
             if not answer.ended_ms and answer.status not in (0, 200):
                 answer.ended_ms = now_ms
             if answer.ended_ms and now_ms - answer.ended_ms > END_WAIT_MS:
-                self._on_end(active, self._refusal(answer))
+                self._on_end(active, answer.refusal(self._dialect.title))
                 exchange.cancel()
 
     async def _expire(self) -> None:

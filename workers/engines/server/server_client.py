@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 
-from poolgrid.http.http_client import ClientExchange, HttpClient, HttpTarget, RequestFailed, bearer
+from poolgrid.http.http_client import ClientExchange, HttpClient, HttpTarget, RequestFailed
 from poolgrid.process.clock import Clock
 from poolgrid.wire.errors import DecodeError
-from poolgrid.workers.engines.server.core.calls import Call, LineTooLong, ServerAnswerPiece, ServerSentEvents
-from poolgrid.workers.engines.server.core.openai_words import KEY_REFUSED
+from poolgrid.wire.secret_texts import blotted
+from poolgrid.workers.engines.server.core.calls import Call, Failure, LineTooLong, ServerAnswerPiece, ServerSentEvents
+from poolgrid.workers.engines.server.core.openai_words import KEY_REFUSED, refusal_of, retry_after_ms
 
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
 """Largest answer to a question; a page of metrics has some 200 KB."""
@@ -65,9 +67,7 @@ class ServerClient:
         self.target = HttpTarget(url)
         headers = ["Content-Type: application/json", "User-Agent: poolgrid"]
         self._has_key = bool(api_key)
-        if api_key:
-            headers.append(bearer(api_key))
-        self.http = HttpClient(self.target, clock, headers)
+        self.http = HttpClient(self.target, clock, headers, api_key=api_key)
 
     async def ask(
         self, path: str, method: str = "GET", body: bytes = b"", timeout_s: float = QUESTION_TIMEOUT_S
@@ -85,7 +85,7 @@ class ServerClient:
                 f"engine_api_key {given}: {self.target.url}{path} answers with status {answer.status}", answer.status
             )
         if answer.status != 200:
-            said = answer.body[:300].decode(errors="replace")
+            said = answer.excerpt(answer.body)
             raise ServerError(f"asking {self.target.url}{path}: status {answer.status}: {said}", answer.status)
         return bytes(answer.body)
 
@@ -188,11 +188,20 @@ class AnswerStream(ClientExchange):
             return
         super().cut_off(error)
 
+    def refusal(self, title: str) -> Failure | None:
+        """Return what an answer with another status than 200 means."""
+        if self.status in (0, 200):
+            return None
+        pause_ms = retry_after_ms(self.retry_after, time.time()) if self.retry_after else None
+        return refusal_of(title, self.status, blotted(self.error_body, self.secrets), pause_ms)
+
     def detach(self) -> None:
         """Forget who takes the pieces, once the exchange is over."""
         del self._on_piece, self._on_over
 
     def _read(self, data: bytes) -> None:
+        if self.secrets:
+            data = blotted(data, self.secrets)
         try:
             piece = self._call.read(data)
         except DecodeError as error:

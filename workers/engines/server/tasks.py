@@ -25,6 +25,7 @@ from poolgrid.http.http_client import ClientExchange, RequestFailed
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.limits import RESULT_BYTES_MAX, U32_MAX
+from poolgrid.wire.secret_texts import blotted
 from poolgrid.wire.tasks import EmbeddingTask, TaskResult
 from poolgrid.workers.core.refusal import BrokenError, BusyError, UnableError, UnknownModelError
 from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
@@ -125,7 +126,7 @@ class ServerEmbeddings:
             raise BrokenError(f"{self._title} cannot be asked ({failed.kind})") from failed
         if answer.status != 200:
             pause_ms = retry_after_ms(answer.retry_after, time.time()) if answer.retry_after else None
-            failure = refusal_of(self._title, answer.status, bytes(answer.body[:65536]), pause_ms)
+            failure = refusal_of(self._title, answer.status, blotted(bytes(answer.body), answer.secrets), pause_ms)
             log.warning("%s", failure.reason)
             if failure.kind is BusyError.kind:
                 raise BusyError(failure.reason, failure.retry_after_ms)

@@ -10,6 +10,7 @@ import msgspec
 from poolgrid.process.clock import Clock
 from poolgrid.tools.engine_check.core.evidence import CheckProbe, ServerStatement
 from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.secret_texts import blotted, without_received_bytes
 from poolgrid.workers.engines.registry import server_kinds
 from poolgrid.workers.engines.server.core.server_facts import ServerFacts
 from poolgrid.workers.engines.server.kinds import MODELS, learn
@@ -39,6 +40,10 @@ class EngineServer:
         self._asked = ServerClient(url, clock, api_key)
         self._url = self._asked.target.url
         self._clock = clock
+        self._secrets = (api_key.encode(),)
+
+    def _shown(self, answer: bytes) -> str:
+        return blotted(answer, self._secrets)[:ANSWER_BYTES_SHOWN].decode(errors="replace")
 
     def close(self) -> None:
         self._asked.close()
@@ -85,15 +90,13 @@ class EngineServer:
         try:
             answer = await self._client.post(f"{self._url}{path}", json=body, headers=headers)
         except httpx.HTTPError as error:
-            return ProbeAnswer(failure=f"asking {path}: {str(error) or type(error).__name__}")
+            return ProbeAnswer(failure=f"asking {path}: {without_received_bytes(error)}")
         if answer.status_code != 200:
-            return ProbeAnswer(failure=f"{path} answered {answer.status_code}: {answer.text[:ANSWER_BYTES_SHOWN]}")
+            return ProbeAnswer(failure=f"{path} answered {answer.status_code}: {self._shown(answer.content)}")
         try:
             return _answer(msgspec.json.decode(answer.content))
         except (msgspec.MsgspecError, KeyError, TypeError, IndexError, ValueError) as error:
-            return ProbeAnswer(
-                failure=f"{path} answered what cannot be read ({error}): {answer.text[:ANSWER_BYTES_SHOWN]}"
-            )
+            return ProbeAnswer(failure=f"{path} answered what cannot be read ({error}): {self._shown(answer.content)}")
 
     # Timed streams
 
@@ -113,14 +116,14 @@ class EngineServer:
         try:
             async with self._client.stream("POST", f"{self._url}/v1/completions", json=body) as answer:
                 if answer.status_code != 200:
-                    text = (await answer.aread())[:ANSWER_BYTES_SHOWN].decode(errors="replace")
+                    text = self._shown(await answer.aread())
                     raise ServerError(f"asking for {max_tokens} tokens: status {answer.status_code}: {text}")
                 async for line in answer.aiter_lines():
                     if line.startswith("data: {"):
                         count = _tokens_so_far(msgspec.json.decode(line[6:]), len(arrivals))
                         arrivals += [self._clock.monotonic_ms()] * (count - len(arrivals))
         except (httpx.HTTPError, msgspec.MsgspecError) as error:
-            raise ServerError(f"asking for {max_tokens} tokens: {str(error) or type(error).__name__}") from error
+            raise ServerError(f"asking for {max_tokens} tokens: {without_received_bytes(error)}") from error
         if not arrivals:
             raise ServerError(f"asking for {max_tokens} tokens: the answer had none")
         return sent_ms, arrivals
