@@ -29,7 +29,6 @@ import ssl
 from collections import deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -37,7 +36,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from poolgrid.http.browser_requests import AllowedHosts
-from poolgrid.http.connections import HttpConnections, connections_that_fit, source_of
+from poolgrid.http.connections import HttpConnections, source_of
 from poolgrid.http.guard import SERVER_ENDS, Application, Guard, GuardedApplication
 from poolgrid.http.http_settings import HttpLimits, ServerSettings
 from poolgrid.process.lifecycle import GroupPlace
@@ -61,6 +60,9 @@ WAITING_MAX = 1024
 
 OUT_OF_FILES_PAUSE_S = 1.0
 """Pause when the process has no more file descriptors, as asyncio's servers have it."""
+
+FREED_PAUSE_S = 0.01
+"""Pause when a connection gave way for want of a file descriptor: it is closed in one of the next turns of the loop."""
 
 SHUTDOWN_TIMEOUT_S = 2.0
 """How long a client may take to confirm the end of a TLS connection; then it is cut."""
@@ -133,13 +135,18 @@ class FairAcceptor:
             except OSError as error:
                 if error.errno not in _OUT_OF_FILES:
                     raise
-                log.error("accepting a connection: %s; trying again in %g s", error, OUT_OF_FILES_PAUSE_S)
                 self._pause()
-                self._resume = self._loop.call_later(OUT_OF_FILES_PAUSE_S, self._listen)
+                if self._table.free_file("a client that waits", self._loop.time()):
+                    self._resume = self._loop.call_later(FREED_PAUSE_S, self._listen)
+                else:
+                    log.error("accepting a connection: %s; trying again in %g s", error, OUT_OF_FILES_PAUSE_S)
+                    self._resume = self._loop.call_later(OUT_OF_FILES_PAUSE_S, self._listen)
                 break
             self._waiting.setdefault(address[0], deque()).append(connection)
             self._count += 1
             self.accepted += 1
+            if self._table.take_file(connection.fileno()):
+                break  # what waits is opened, and makes room, before more is accepted
         if self._count >= WAITING_MAX:
             self._pause()
         if self._count and self._turn is None:
@@ -273,7 +280,6 @@ class HttpServer:
         if listener is not None:
             host = listener.getsockname()[0]
         limits = limits or HttpLimits()
-        limits = replace(limits, connections=connections_that_fit(limits.connections))
         hosts = None
         if not has_keys and is_loopback(host) and "*" not in limits.hosts:
             hosts = AllowedHosts(host, limits.hosts)
@@ -313,6 +319,7 @@ class HttpServer:
     def start(self) -> None:
         """Begin to answer; connections that came before wait in the backlog."""
         self._listener.listen(BACKLOG)
+        self.connections.fit_files()
         if self._tls is not None:
             # Without a bound: the current certificate keeps serving.
             self._tasks.append(supervised(self._tls.watch, "certificate watch", Restart(limit=None)))
