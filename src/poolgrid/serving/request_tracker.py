@@ -90,6 +90,11 @@ LOST_TOGETHER_TURNS: Final = 3
 """Turns of the event loop until all has been read that had arrived when the first loss was found."""
 
 
+CANCEL_ANSWER_MS: Final = 5000.0
+"""Time in which a worker takes a cancellation: output that it sent before is no fault. A step of an engine takes below
+one second, and a worker of the same loop reads its messages between two steps."""
+
+
 class RequestTracker(ABC, Generic[R]):
     """Follows requests to their ends."""
 
@@ -106,6 +111,8 @@ class RequestTracker(ABC, Generic[R]):
         """By request id."""
         self._on_link: dict[str, dict[str, R]] = {}
         """By endpoint and dispatch id."""
+        self._cancelled: dict[str, float] = {}
+        """Dispatches that were cancelled within ``CANCEL_ANSWER_MS``, the first one first, and when."""
         self._last_loss = "", 0.0
         """Host of the worker that was lost last by itself, and when."""
         self._turns_after_loss = 0
@@ -195,9 +202,7 @@ class RequestTracker(ABC, Generic[R]):
             routed = on_link.get(delta.request_id)
             if routed is None:
                 if delta.finish_reason in CONTINUES:
-                    # Of a request that ended here: no worker computes, or keeps KV, without a client.
-                    self._count_fault("unknown_request")
-                    link.cancel(delta.request_id)
+                    self._take_unwanted(link, delta.request_id)
                 continue
             try:
                 machine = routed.machine
@@ -210,6 +215,25 @@ class RequestTracker(ABC, Generic[R]):
             if changes == CHANGES_PER_TURN:
                 return False
         return True
+
+    def _take_unwanted(self, link: WorkerLink, dispatch_id: str) -> None:
+        """Cancel a leg that no request waits for: no worker computes, or keeps KV, without a client."""
+        cancelled_ms = self._cancelled.get(dispatch_id)
+        if cancelled_ms is not None and self._clock.monotonic_ms() - cancelled_ms < CANCEL_ANSWER_MS:
+            return  # sent before the cancellation arrived
+        self._count_fault("unknown_request")
+        self._cancel(link, dispatch_id)
+
+    def _cancel(self, link: WorkerLink, dispatch_id: str) -> None:
+        link.cancel(dispatch_id)
+        now_ms = self._clock.monotonic_ms()
+        while self._cancelled:
+            first = next(iter(self._cancelled))
+            if self._cancelled[first] > now_ms - CANCEL_ANSWER_MS:
+                break
+            del self._cancelled[first]
+        self._cancelled.pop(dispatch_id, None)
+        self._cancelled[dispatch_id] = now_ms
 
     def _move_broken(self, routed: R, dispatch_id: str, error: Exception) -> None:
         """Move one request whose output could not be handled: the rest of the message is other requests'."""
@@ -290,7 +314,7 @@ class RequestTracker(ABC, Generic[R]):
                 case CancelLeg(dispatch):
                     link = self._links.get(dispatch.endpoint)
                     if link is not None and link.is_up:
-                        link.cancel(dispatch.id)
+                        self._cancel(link, dispatch.id)
                 case AvoidWorker():
                     self._leg_times.withdrawn(routed.timer, perf_counter())
                     self.avoid(routed, effect)
