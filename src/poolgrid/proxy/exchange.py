@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from poolgrid.forwarding.event_filter import AnswerNotes, ApiForm, EventFilter, read_answer
 from poolgrid.forwarding.headers import request_headers, response_headers
-from poolgrid.forwarding.paths import STATEFUL_COLLECTIONS, RequestTarget
+from poolgrid.forwarding.paths import RequestTarget
 from poolgrid.frontend.access.gate import CALLER, key_of
 from poolgrid.frontend.access.meter import limit_headers
 from poolgrid.frontend.access.tenants import Caller
@@ -848,7 +848,8 @@ class ForwardExchange:
     @property
     def _makes_state(self) -> bool:
         """Whether what the answer describes stays at its server under an id."""
-        return self.scope["method"] == "POST" and self.target.path in STATEFUL_COLLECTIONS
+        target = self.target
+        return self.scope["method"] == "POST" and target.collection != "" and target.state_id is None
 
     @property
     def is_dispatched(self) -> bool:
