@@ -14,7 +14,7 @@ from poolgrid.process.clock import SystemClock
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.serving.legs import CancelLeg
 from poolgrid.serving.links import LinkTable, WorkerLink
-from poolgrid.serving.request_tracker import CANCEL_ANSWER_MS, RequestTracker
+from poolgrid.serving.request_tracker import CANCEL_ANSWER_MS, CANCELLED_MAX, RequestTracker
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
@@ -169,5 +169,11 @@ def test_output_on_its_way_while_a_leg_is_cancelled_is_no_fault_and_output_of_an
     clock.now_ms += CANCEL_ANSWER_MS
     assert faults_of("left") == 1, "the cancellation had no effect"
     assert link.cancelled == ["left", "never", "left"]
-    assert list(tracker._cancelled) == ["left"], "what is longer ago is forgotten"
     assert faults_of("other", FinishReason.CANCELLED) == 0, "an end is none"
+    assert faults_of("left", FinishReason.CANCELLED) == 0
+    assert list(tracker._cancelled) == ["never"], "what has ended is forgotten"
+
+    for number in range(CANCELLED_MAX):
+        tracker.carry_out(left, (CancelLeg(cast(Any, SimpleNamespace(id=f"r{number}", endpoint="tcp://w"))),))
+    assert len(tracker._cancelled) == CANCELLED_MAX
+    assert "never" not in tracker._cancelled

@@ -90,9 +90,12 @@ LOST_TOGETHER_TURNS: Final = 3
 """Turns of the event loop until all has been read that had arrived when the first loss was found."""
 
 
-CANCEL_ANSWER_MS: Final = 5000.0
-"""Time in which a worker takes a cancellation: output that it sent before is no fault. A step of an engine takes below
-one second, and a worker of the same loop reads its messages between two steps."""
+CANCEL_ANSWER_MS: Final = 30_000.0
+"""Time until the end of a cancelled leg is read here: output that its worker sent before is no fault. A worker takes a
+cancellation within a step of its engine, below a second; a router that stood still reads what came meanwhile later."""
+
+CANCELLED_MAX: Final = 16_384
+"""Cancelled legs without an end that are remembered, 2 MB; beyond it output of the oldest counts as a fault."""
 
 
 class RequestTracker(ABC, Generic[R]):
@@ -112,7 +115,7 @@ class RequestTracker(ABC, Generic[R]):
         self._on_link: dict[str, dict[str, R]] = {}
         """By endpoint and dispatch id."""
         self._cancelled: dict[str, float] = {}
-        """Dispatches that were cancelled within ``CANCEL_ANSWER_MS``, the first one first, and when."""
+        """Dispatches whose end has not come since they were cancelled, the first one first, and when they were."""
         self._last_loss = "", 0.0
         """Host of the worker that was lost last by itself, and when."""
         self._turns_after_loss = 0
@@ -203,6 +206,8 @@ class RequestTracker(ABC, Generic[R]):
             if routed is None:
                 if delta.finish_reason in CONTINUES:
                     self._take_unwanted(link, delta.request_id)
+                else:
+                    self._cancelled.pop(delta.request_id, None)
                 continue
             try:
                 machine = routed.machine
@@ -226,14 +231,11 @@ class RequestTracker(ABC, Generic[R]):
 
     def _cancel(self, link: WorkerLink, dispatch_id: str) -> None:
         link.cancel(dispatch_id)
-        now_ms = self._clock.monotonic_ms()
-        while self._cancelled:
-            first = next(iter(self._cancelled))
-            if self._cancelled[first] > now_ms - CANCEL_ANSWER_MS:
-                break
-            del self._cancelled[first]
-        self._cancelled.pop(dispatch_id, None)
-        self._cancelled[dispatch_id] = now_ms
+        cancelled = self._cancelled
+        cancelled.pop(dispatch_id, None)
+        cancelled[dispatch_id] = self._clock.monotonic_ms()
+        if len(cancelled) > CANCELLED_MAX:
+            del cancelled[next(iter(cancelled))]
 
     def _move_broken(self, routed: R, dispatch_id: str, error: Exception) -> None:
         """Move one request whose output could not be handled: the rest of the message is other requests'."""
