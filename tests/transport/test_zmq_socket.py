@@ -22,11 +22,11 @@ from poolgrid.transport.zmq_socket import (
     BatchSocket,
     CallbackSocket,
     bind,
-    bracketed,
     connect,
     make_socket,
     port_of,
 )
+from poolgrid.wire.addresses import bracketed
 
 
 @pytest.mark.parametrize(("size", "at_once"), [(10, BATCH_MESSAGES_MAX), (1024, BATCH_BYTES_MAX // 1024), (100_000, 1)])

@@ -43,6 +43,7 @@ from poolgrid.process.lifecycle import GroupPlace
 from poolgrid.process.tasks import Restart, cancel_all, detached, supervised
 from poolgrid.transport.bound_socket import BACKLOG, bind
 from poolgrid.transport.security import Tls, is_loopback
+from poolgrid.wire.addresses import bracketed
 
 log = logging.getLogger(__name__)
 
@@ -313,8 +314,7 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'http' if self._tls is None else 'https'}://{host}:{self.port}"
+        return f"{'http' if self._tls is None else 'https'}://{bracketed(self.host)}:{self.port}"
 
     def start(self) -> None:
         """Begin to answer; connections that came before wait in the backlog."""

@@ -26,6 +26,7 @@ import msgspec
 from poolgrid.discovery.registry import DiscoveryUnavailable
 from poolgrid.http.http_client import ClientExchange, HttpClient, HttpTarget, RequestFailed
 from poolgrid.process.clock import Clock
+from poolgrid.wire.addresses import bracketed
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ def api_server(what: str = "names is kubernetes") -> str:
             f"{what} and KUBERNETES_SERVICE_HOST is not set: this process is in no pod. Give "
             "kubernetes_api, for instance http://127.0.0.1:8001 with kubectl proxy"
         )
-    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+    return f"https://{bracketed(host)}:{port}"
 
 
 def look_pace_s(chance: float) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 
 from poolgrid.process.tasks import MESSAGES_PER_TURN, TURN_S, WITHOUT_A_CLOCK, BulkWork
-from poolgrid.wire.addresses import TCP
+from poolgrid.wire.addresses import TCP, bracketed
 from poolgrid.wire.limits import FRAME_BYTES_MAX
 
 log = logging.getLogger(__name__)
@@ -398,11 +398,6 @@ def _has_ipv4() -> bool:
 _IPV4 = re.compile(r"[0-9.]+")
 _ELSEWHERE = ("192.0.2.1", 9)
 """An address for documentation (RFC 5737): it stands for all that a default route leads to."""
-
-
-def bracketed(host: str) -> str:
-    """Return a host as it stands before a port: addresses of IPv6 in brackets."""
-    return f"[{host}]" if ":" in host else host
 
 
 def port_of(endpoint: str) -> int:

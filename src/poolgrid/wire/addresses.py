@@ -41,6 +41,11 @@ IPC_PATH_BYTES_MAX = 107
 """What a Unix socket's path has room for on Linux, without its final zero."""
 
 
+def bracketed(host: str) -> str:
+    """Return a host as it stands before a port: addresses of IPv6 in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
 def host_problem(host: str) -> str | None:
     """Return why a host (no brackets around IPv6) cannot be connected to, or ``None``."""
     if not host:

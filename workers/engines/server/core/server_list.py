@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
-from poolgrid.wire.addresses import http_url_problem, without_credentials
+from poolgrid.wire.addresses import bracketed, http_url_problem, without_credentials
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 
 ROLES = ("aggregated", "prefill", "decode")
@@ -192,7 +192,7 @@ def read_file(text: str) -> tuple[ServerEntry, ...]:
 
 def url_of(host: str, port: int) -> str:
     """Return the URL of a server at an address."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{bracketed(host)}:{port}"
 
 
 @dataclass(slots=True)
