@@ -66,7 +66,7 @@ def consolidator(
         follower = follower_settings(settings, servers)
         if settings.on_nats:
             # Any of the consolidators may be the active one: events go to it over its plane.
-            await asyncio.gather(serve(settings, stop, ready), serve_followed(follower, stop, follows))
+            await both(serve(settings, stop, ready), serve_followed(follower, stop, follows))
         else:
             await serve(settings, stop, ready, companion=ServersBeside(FollowedServers(follower)))
 
