@@ -32,12 +32,11 @@ def model_directory(model: str, *, weights: bool, fetch: bool = True) -> Path:
     try:
         source = parse_source(model)
         cache = ModelCache(default_directory(os.environ))
-        name = source.name
-        exclude: tuple[str, ...] = ()
-        if cache.manifest(name) is None and not weights:
-            name, exclude = f"{name}-tokenizer", WEIGHTS
-        if cache.manifest(name) is not None and not fetch:
-            return cache.path(name)
+        kept = _kept(cache, source.name, weights=weights)
+        if kept is not None and not fetch:
+            return cache.path(kept)
+        name = kept or (source.name if weights else _without_weights(source.name))
+        exclude = () if name == source.name else WEIGHTS
         with reported(name) as report:
             bringing = ModelFetch(cache, source, name, report, exclude=exclude)
             if fetch:
@@ -58,9 +57,9 @@ def cached_directory(model: str) -> Path | None:
     try:
         source = parse_source(model)
         cache = ModelCache(default_directory(os.environ))
-        for name in (source.name, f"{source.name}-tokenizer"):
-            if cache.manifest(name) is not None:
-                return cache.path(name)
+        kept = _kept(cache, source.name, weights=False)
+        if kept is not None:
+            return cache.path(kept)
     except ModelCacheError:
         pass  # what is broken there is not taken; Hugging Face's own cache may have it
     try:
@@ -68,6 +67,16 @@ def cached_directory(model: str) -> Path | None:
     except ValueError:
         return None  # no name of Hugging Face's hub
     return Path(found).parent if isinstance(found, str) else None
+
+
+def _kept(cache: ModelCache, name: str, *, weights: bool) -> str | None:
+    """Return the name of a model in the cache, whole or, where they are not needed, without its weights."""
+    names = (name,) if weights else (name, _without_weights(name))
+    return next((each for each in names if cache.manifest(each) is not None), None)
+
+
+def _without_weights(name: str) -> str:
+    return f"{name}-tokenizer"
 
 
 def with_directory(settings: S, name_field: str, *, weights: bool, fetch: bool = True) -> S:
