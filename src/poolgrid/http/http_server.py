@@ -1,22 +1,19 @@
-"""uvicorn inside a running event loop: bound before it starts, stopped in order, deaf to signals.
+"""uvicorn inside a running event loop, with an acceptor that serves client addresses round robin.
 
-Signals belong to ``poolgrid.process.lifecycle``, which decides in what order the parts of a process end. uvicorn reads
-requests, calls the application and writes answers; ``poolgrid.http.guard`` stands before it.
+uvicorn reads requests, calls the application and writes answers; ``poolgrid.http.guard`` checks connections first.
+Signals belong to ``poolgrid.process.lifecycle``, which decides in what order the parts of a process end.
 
-Takes connections for an HTTP server, round robin over the addresses that they come from.
-
-The kernel hands connections out in the order of their coming. A client that opens thousands and resets them would make
-all others wait behind them while each is made a transport, a protocol and a parser, only to be taken apart again.
+The kernel hands connections out in the order of their arrival. A client that opens thousands of connections and resets
+them would delay all others: each connection costs a transport, a protocol and a parser.
 
 Rules
-    1. What waits in the kernel is accepted at once, which costs little, and waits here in a queue of its address.
-    2. Connections are opened a few in a turn of the event loop, the addresses taking turns. One that its client has
-       ended by then is closed, and nothing is made for it.
-    3. At most ``WAITING_MAX`` connections wait here. While so many do, the others wait in the kernel, in order.
-    4. A connection with TLS is counted by its address before a handshake has cost anything, and then has the time for
-       a head to finish it: a server of asyncio calls the protocol when the handshake is done, so a client that
-       connects and is silent would not be seen. One without TLS is counted by its protocol, which can send why it is
-       refused.
+    1. Connections that wait in the kernel are accepted at once and wait here in a queue of their address.
+    2. A few connections are opened in a turn of the event loop, round robin over the addresses. A connection that its
+       client has reset by then is closed without a protocol.
+    3. At most ``WAITING_MAX`` connections wait here. Further ones wait in the kernel, in order.
+    4. A connection with TLS is counted by its address before the handshake, and has the time limit of a head to finish
+       it: asyncio calls the protocol after the handshake, so a client that connects and sends nothing would not be
+       seen. A connection without TLS is counted by its protocol, which can send the reason of a refusal.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class RequestTracker(ABC, Generic[R]):
         return dispatch
 
     def carry(self, routed: R, carrier: Carrier, worker: WorkerKey, endpoint: str, overlap_tokens: int) -> Dispatch:
-        """Have a request's next leg carried to a worker's server; what comes of it is told to ``on_carried``."""
+        """Send a request's next leg to a worker's server through its carrier, which reports to ``on_carried``."""
         machine = routed.machine
         trace = machine.request.trace
         if trace is not None:
