@@ -33,6 +33,7 @@ from poolgrid.serving.links import LinksOnDemand, links_that_fit
 from poolgrid.serving.router_process import RouterProcess
 from poolgrid.transport.security import client_context
 from poolgrid.wire.addresses import GLOBAL_ROUTER, ROUTER, is_name, parse_name
+from poolgrid.wire.secret_texts import without_received_bytes
 
 if TYPE_CHECKING:
     from poolgrid.discovery.discovery import Discovery
@@ -56,7 +57,7 @@ def discovery(client: httpx.AsyncClient) -> Discover:
             answer.raise_for_status()
             return select_endpoint(url, answer.json())
         except httpx.HTTPError as error:
-            raise OSError(f"asking {url}/v1/pool: {error or type(error).__name__}") from None
+            raise OSError(f"asking {url}/v1/pool: {without_received_bytes(error)}") from None
 
     return discover
 

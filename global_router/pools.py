@@ -28,7 +28,7 @@ from poolgrid.global_router.core.choice.grid import PoolStanding
 from poolgrid.global_router.core.document.grid_document import CircuitBreakerSettings, GridDocument
 from poolgrid.global_router.router_link import Discover, PoolLost, PoolNetwork, RouterLink
 from poolgrid.process.log_lines import about
-from poolgrid.wire.addresses import ROUTER, SCHEME, is_name, zmq_endpoint_problem
+from poolgrid.wire.addresses import ROUTER, SCHEME, bracketed, is_name, zmq_endpoint_problem
 from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.selection import (
     ModelStatus,
@@ -415,7 +415,7 @@ def select_endpoint(url: str, answer: object) -> str:
         raise ValueError(f"asking {url}/v1/pool: the answer names no select_endpoint; is it a pool's router?")
     host = urlsplit(url).hostname or ""
     port = endpoint.rpartition(":")[2]
-    reached = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    reached = f"tcp://{bracketed(host)}:{port}"
     problem = zmq_endpoint_problem(reached)
     if problem is not None:
         raise ValueError(f"asking {url}/v1/pool: the answer's select_endpoint is {endpoint!r}: {reached!r} {problem}")

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from poolgrid.process.settings import InputFile
 from poolgrid.serving.router_settings import ServingSettings
-from poolgrid.wire.addresses import http_url_problem, is_name, parse_name
+from poolgrid.wire.addresses import http_url_problem, is_name, parse_name, without_credentials
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +81,11 @@ class GlobalRouterSettings(ServingSettings):
                 parse_name(url)
                 continue
             if not name or not url.startswith(("http://", "https://")):
-                raise ValueError(f"{value!r} is not of the form NAME=http://host:port")
+                raise ValueError(f"{without_credentials(value)!r} is not of the form NAME=http://host:port")
             problem = http_url_problem(url)
             if problem is not None:
-                raise ValueError(f"the url of {name!r} is {url!r}, which {problem}; allowed is http://host:port")
+                shown = without_credentials(url)
+                raise ValueError(f"the url of {name!r} is {shown!r}, which {problem}; allowed is http://host:port")
         return values
 
     def pool_urls(self) -> dict[str, str]:

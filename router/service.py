@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Final
@@ -419,6 +419,9 @@ class RouterService:
             if url not in found or rank < found[url][:2]:
                 found[url] = (*rank, worker)
         return [_place(worker) for _, _, worker in sorted(found.values(), key=lambda each: each[:2])]
+
+    def server_urls(self) -> Collection[str]:
+        return {worker.card.server_url for worker in self.projection.fleet.workers.values()}
 
     def on_carried(self, request_id: str, delta: TokenDelta) -> None:
         self.tracker.on_carried(request_id, delta)

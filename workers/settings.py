@@ -14,7 +14,7 @@ from poolgrid.http.http_settings import HttpSettings
 from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.settings import InputFile, Settings, ZmqAddress
 from poolgrid.process.tracing.settings import TraceSettings
-from poolgrid.wire.addresses import CONSOLIDATOR, EndpointName, host_problem, is_name
+from poolgrid.wire.addresses import CONSOLIDATOR, EndpointName, bracketed, host_problem, is_name
 from poolgrid.wire.card import (
     NO_STEP_TIMES,
     ReasoningParser,
@@ -158,8 +158,7 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, Dis
     @property
     def advertised_host(self) -> str:
         """The host in the endpoints that others connect to, in brackets where it is an IPv6 address."""
-        host = self.advertise_host or self.host
-        return f"[{host}]" if ":" in host else host
+        return bracketed(self.advertise_host or self.host)
 
     @property
     def http_scheme(self) -> str:

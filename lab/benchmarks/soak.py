@@ -1,7 +1,8 @@
-"""Many concurrent streams whose clients leave at random, for as long as you like: does anything stay behind?
+"""Many concurrent streams whose clients leave at random, for a time or a number of requests: leaks of any resource.
 
     python -m lab.benchmarks.soak [--streams 1000] [--seconds 600] [--http-workers 2] [--json OUT]
     python -m lab.benchmarks.soak --prefill-workers 2 --decode-workers 2 --seconds 120
+    python -m lab.benchmarks.soak --requests 1000000 --streams 100 --speedup 50 --osl-max 16
 
 A whole pool is started (consolidator, router, simulated workers), loaded by clients that finish, leave, stall, reset,
 send nonsense or sit idle, and looked at all the while: memory, descriptors, sockets, threads, tasks, requests and
@@ -41,10 +42,16 @@ WARMUP_SHARE = 0.25
 JUDGED_SECONDS_MIN = 120.0
 """Memory is not judged over less: an allocator's steps are larger than what a leak adds in that time."""
 
+JUDGED_REQUESTS_MIN = 200_000
+"""Memory for each request is not judged over fewer: caches of 64 MiB are still filling."""
+
 SETTLE_SECONDS = 60.0
 """How long the pool may take to become quiet after the last client has gone."""
 
 RAMP_SHARE = 0.05
+RAMP_SECONDS = 5.0
+"""Of a run that ends with a number of requests."""
+
 OPEN_SHARE_MIN = 0.6
 """Of the wanted streams, this many must be open on average, or it was another test."""
 
@@ -59,6 +66,8 @@ class Sample:
     at_s: float
     open_streams: int
     readings: dict[str, Reading]
+    requests: int = 0
+    """Sent so far."""
 
 
 @dataclass(slots=True)
@@ -102,6 +111,27 @@ def growth_faults(
     ]
 
 
+def request_slopes(samples: Sequence[Sample]) -> dict[str, Slope | None]:
+    """Return how fast the memory of each service grows over the second half of the requests, in bytes for each."""
+    late = [sample for sample in samples if 2 * sample.requests >= samples[-1].requests]
+    names = late[0].readings if late else {}
+    return {name: slope([(sample.requests, sample.readings[name].rss_mb * 1e6) for sample in late]) for name in names}
+
+
+def request_growth_faults(
+    slopes: Mapping[str, Slope | None], requests: int, limit_bytes: float, judged_min: int = JUDGED_REQUESTS_MIN
+) -> list[str]:
+    """Return in words whose memory surely grows by more for each request; nothing of too few requests to say."""
+    if requests < judged_min:
+        return []
+    return [
+        f"{name}: memory grows by {found.value:.0f} bytes a request ({found.low:.0f} to {found.high:.0f}), allowed are "
+        f"{limit_bytes:g}"
+        for name, found in slopes.items()
+        if found is not None and found.low > limit_bytes
+    ]
+
+
 def load_faults(tally: Tally, samples: Sequence[Sample], streams: int, seconds: float) -> list[str]:
     """Return in words what was wrong with the answers, or with the load itself."""
     found = []
@@ -131,7 +161,7 @@ async def soak(options: argparse.Namespace, directory: Path, progress: Progress)
         assert address.port is not None
         plans = [Plan(options.seed, number, pool.model, options.osl_max) for number in range(options.streams)]
         clients = Clients(address.hostname, address.port, plans, max(1, options.streams // 20))
-        clients.start(RAMP_SHARE * options.seconds)
+        clients.start(RAMP_SHARE * options.seconds if options.requests is None else RAMP_SECONDS)
         await _sample(run, pool, clients, options, progress, bar)
         progress.update(bar, description="waiting for quiet")
         await clients.stop()
@@ -148,16 +178,23 @@ async def _sample(
 ) -> None:
     tally = clients.tally
     started = time.monotonic()
-    while (now_s := time.monotonic() - started) < options.seconds:
-        clients.check()
-        run.samples.append(Sample(now_s, tally.open, await run.patience.asked(pool.readings)))
+    wanted: float = options.seconds if options.requests is None else options.requests
+    progress.update(bar, total=wanted)
+    while True:
+        now_s, sent = time.monotonic() - started, tally.requests.total()
+        done = now_s if options.requests is None else sent
         progress.update(
             bar,
-            completed=now_s,
-            description=f"{tally.open} streams, {tally.requests.total()} requests, {tally.fault_count} faults",
+            completed=min(done, wanted),
+            description=f"{tally.open} streams, {sent} requests, {tally.fault_count} faults",
         )
-        await asyncio.sleep(max(0.0, min(options.sample_s, options.seconds - (time.monotonic() - started))))
-    progress.update(bar, completed=options.seconds)
+        if done >= wanted:
+            break
+        clients.check()
+        run.samples.append(Sample(now_s, tally.open, await run.patience.asked(pool.readings), sent))
+        left_s = options.sample_s if options.requests is not None else options.seconds - (time.monotonic() - started)
+        await asyncio.sleep(max(0.0, min(options.sample_s, left_s)))
+    run.seconds = time.monotonic() - started
 
 
 async def _settle(run: Run, pool: SoakPool) -> None:
@@ -194,6 +231,9 @@ def report(run: Run, tally: Tally, slopes: Mapping[str, Slope | None], options: 
         "last_left": run.last_left,
         "late_answers": run.patience.late,
         "memory_mb_per_min": {name: asdict(found) if found else None for name, found in slopes.items()},
+        "memory_bytes_per_request": {
+            name: asdict(found) if found else None for name, found in request_slopes(run.samples).items()
+        },
         "baseline": {name: asdict(reading) for name, reading in run.baseline.items()},
         "after": {name: asdict(reading) for name, reading in run.after.items()},
         "samples": [asdict(sample) for sample in run.samples],
@@ -203,12 +243,14 @@ def report(run: Run, tally: Tally, slopes: Mapping[str, Slope | None], options: 
 def show(run: Run, tally: Tally, slopes: Mapping[str, Slope | None], warmup_s: float, console: Console) -> None:
     """Print what came of it."""
     table = Table(
-        "process", "RSS before", "after warm-up", "at the end", "most", "MB/min (95 %)", "tasks", "descriptors"
+        *("process", "RSS before", "after warm-up", "at the end", "most", "MB/min (95 %)", "bytes/request (2nd half)"),
+        *("tasks", "descriptors"),
     )
+    by_request = request_slopes(run.samples)
     late = [sample for sample in run.samples if sample.at_s >= warmup_s] or run.samples
     for name, before in run.baseline.items():
         series = [sample.readings[name] for sample in run.samples]
-        found, after = slopes.get(name), run.after.get(name)
+        found, after, grown = slopes.get(name), run.after.get(name), by_request.get(name)
         if not series or after is None:
             continue
         table.add_row(
@@ -218,6 +260,7 @@ def show(run: Run, tally: Tally, slopes: Mapping[str, Slope | None], warmup_s: f
             f"{series[-1].rss_mb:.0f} MB",
             f"{max(reading.rss_mb for reading in series):.0f} MB",
             f"{found.value:+.2f} ({found.low:+.2f} to {found.high:+.2f})" if found else "too short to say",
+            f"{grown.value:+.0f} ({grown.low:+.0f} to {grown.high:+.0f})" if grown else "too short to say",
             f"{before.tasks:.0f}, {max(reading.tasks for reading in series):.0f}, {after.tasks:.0f}",
             f"{before.descriptors}, {max(reading.descriptors for reading in series)}, {after.descriptors}",
         )
@@ -248,6 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=1000, help="clients, each with one request open at a time")
     parser.add_argument("--seconds", type=float, default=600.0, help="how long they go on")
+    parser.add_argument("--requests", type=int, help="end after so many requests, in place of --seconds")
     parser.add_argument("--warmup", type=float, help="seconds after which growth counts; default a quarter of the run")
     parser.add_argument("--workers", type=int, default=4, help="workers of a pool without prefill workers")
     parser.add_argument("--prefill-workers", type=int, default=0, help="above 0: a disaggregated pool")
@@ -258,10 +302,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of requests and of when clients leave")
     parser.add_argument("--sample-s", type=float, default=2.0, help="seconds between two looks at the processes")
     parser.add_argument("--growth-mb-per-min", type=float, default=1.0, help="growth of a process that is too much")
+    parser.add_argument(
+        "--growth-bytes-per-request",
+        type=float,
+        default=256.0,
+        help="growth of a process over the second half of --requests that is too much, from 200,000 requests on",
+    )
     parser.add_argument("--logs", type=Path, help="keep data and output of the processes here")
     parser.add_argument("--json", type=Path, help="write everything here")
     options = parser.parse_args(arguments)
-    warmup_s = options.warmup if options.warmup is not None else WARMUP_SHARE * options.seconds
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed[1], allowed[1]))
     progress = Progress(
@@ -280,10 +329,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (PoolFailed, TimeoutError) as error:
             sys.stderr.write(f"the soak could not go on: {error or 'a process was not ready in time'}\n")
             return 2
+    warmup_s = options.warmup if options.warmup is not None else WARMUP_SHARE * run.seconds
     slopes = memory_slopes(run.samples, warmup_s)
     processes = {name: reading.processes for name, reading in run.baseline.items()}
     run.faults += load_faults(tally, run.samples, run.streams, run.seconds)
-    run.faults += growth_faults(slopes, processes, run.seconds - warmup_s, options.growth_mb_per_min)
+    if options.requests is None:
+        run.faults += growth_faults(slopes, processes, run.seconds - warmup_s, options.growth_mb_per_min)
+    else:
+        run.faults += request_growth_faults(
+            request_slopes(run.samples), tally.requests.total(), options.growth_bytes_per_request
+        )
     show(run, tally, slopes, warmup_s, Console(width=160))
     if options.json is not None:
         options.json.write_text(json.dumps(report(run, tally, slopes, options), indent=1) + "\n")

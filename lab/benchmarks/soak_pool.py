@@ -50,6 +50,7 @@ EXECUTOR_THREADS = min(32, (os.cpu_count() or 1) + 4)
 """What asyncio's own thread pool grows to in each process when it is used; it never shrinks."""
 
 SERVER_FAULTS = re.compile(r'^poolgrid_frontend_requests_total\{.*status="5\d\d".*\} (\S+)$', re.MULTILINE)
+UNWANTED_OUTPUT = re.compile(r'^poolgrid_router_stream_faults_total\{kind="unknown_request"\} (\S+)$', re.MULTILINE)
 CONTRADICTIONS = "poolgrid_router_index_contradictions_total"
 BAD_LINES = re.compile(r"traceback|this is a bug|error|was never (retrieved|awaited)|in callback", re.IGNORECASE)
 
@@ -201,6 +202,9 @@ class SoakPool:
         broken = sum(float(value) for value in SERVER_FAULTS.findall(text))
         if broken:
             found.append(f"router: {broken:.0f} answers 5xx")
+        unwanted = UNWANTED_OUTPUT.search(text)
+        if unwanted is not None and float(unwanted[1]):
+            found.append(f"router: {float(unwanted[1]):.0f} outputs of requests that it had not cancelled")
         contradictions = summed(text, (CONTRADICTIONS,)).get(CONTRADICTIONS, 0)
         if contradictions:
             found.append(f"router: {contradictions:.0f} events contradict its index")

@@ -41,6 +41,12 @@ CHUNK_BYTES = 200
 LONG_SHARE = 0.03
 """Requests whose prompt is tokenized in a thread."""
 
+SESSION_SHARE = 0.3
+"""Requests that name a session."""
+
+SESSIONS = 50_000
+"""Names of sessions, several times as many as a router knows."""
+
 TOOLS = [
     {
         "type": "function",
@@ -174,6 +180,8 @@ class Plan:
         if self._random.random() < 0.05:
             content = gzip.compress(content, 1, mtime=0)
             headers = b"content-encoding: gzip\r\n"
+        if self._random.random() < SESSION_SHARE:
+            headers += b"x-session-id: soak-%d\r\n" % self._random.randrange(SESSIONS)
         patience = self._random.random()
         leave_at = int(patience**2 * CHUNK_BYTES * self._longest_answer / 2)
         (leaving,) = self._random.choices(list(ENDINGS), list(ENDINGS.values()))

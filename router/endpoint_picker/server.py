@@ -32,6 +32,7 @@ from poolgrid.router.endpoint_picker.picker import Booking, Picker
 from poolgrid.router.endpoint_picker.stream_table import StreamTable
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
+from poolgrid.wire.addresses import bracketed
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class EndpointPickerServer:
 
     async def start(self, host: str, port: int, tls: tuple[Path, Path] | None, client_ca: Path | None) -> str:
         """Serve; returns ``host:port``. Raises ``OSError`` that names the setting."""
-        shown = f"[{host}]" if ":" in host else host
+        shown = bracketed(host)
         place = f"{shown}:{port}"
         try:
             if tls is None:

@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import pytest
 
 from lab.benchmarks.growth import Slope
 from lab.benchmarks.services import LATE_ANSWERS_MAX, LateAnswer, Patience, PoolFailed, Reading, get, summed
-from lab.benchmarks.soak import Sample, growth_faults, load_faults
+from lab.benchmarks.soak import Sample, growth_faults, load_faults, request_growth_faults, request_slopes
 from lab.benchmarks.soak_clients import Connection, Tally
 from lab.benchmarks.soak_pool import leftovers
 from lab.benchmarks.soak_requests import ENDINGS, MALFORMED, Leaving, Plan, Planned
@@ -65,6 +67,19 @@ def test_memory_must_surely_grow_to_be_a_fault() -> None:
     assert found.startswith("leaks: memory grows by 3.00 MB/min (2.00 to 4.00)")
     assert growth_faults(slopes, one, 10, 1.0) == []
     assert growth_faults(slopes, {**one, "leaks": 3}, 300, 1.0) == []
+
+
+def test_memory_for_each_request_is_judged_over_the_second_half() -> None:
+    def run(at_mb: Callable[[int], float]) -> dict[str, Slope | None]:
+        readings = [{"router": replace(QUIET, rss_mb=at_mb(number))} for number in range(200)]
+        return request_slopes([Sample(0, 1, each, 5000 * number) for number, each in enumerate(readings)])
+
+    filled = run(lambda number: min(300.0, 100 + 4 * number))
+    assert request_growth_faults(filled, 10**6, 256) == [], "what fills up early is a cache"
+    leaks = run(lambda number: 100 + 4.6 * 5 * number)
+    (found,) = request_growth_faults(leaks, 10**6, 256)
+    assert found.startswith("router: memory grows by 4600 bytes a request")
+    assert request_growth_faults(leaks, 100_000, 256) == [], "too few to say"
 
 
 def test_wrong_answers_and_a_load_that_was_none_are_faults() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from poolgrid.cli.commands.consolidator import both
 from poolgrid.consolidator import bootstrap
 from poolgrid.consolidator import service as service_module
 from poolgrid.consolidator.journal.framing import JournalCorrupt
@@ -134,3 +135,21 @@ async def test_one_that_is_given_up_while_its_journal_fails_leaves_no_error_that
     gc.collect()
 
     assert complaints == []
+
+
+async def test_a_part_that_fails_ends_the_other_and_raises_its_own_error() -> None:
+    ended = asyncio.Event()
+
+    async def until_ended() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise OSError("no journal")
+
+    with pytest.raises(OSError, match="no journal"):
+        await both(until_ended(), fails())
+    assert ended.is_set()

@@ -12,10 +12,10 @@ from poolgrid.forwarding.headers import (
     KEYS,
     SET_BY_SENDER,
     Header,
-    blotted,
     request_headers,
     response_headers,
 )
+from poolgrid.wire.secret_texts import blotted
 
 OWN = [
     (b"x-session-id", b"s-1"),

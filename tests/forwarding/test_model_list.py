@@ -22,9 +22,7 @@ def listed(*cards: bytes, more: bytes = b"") -> bytes:
 def test_one_servers_list_is_its_own_bytes() -> None:
     body = listed(BASE, ADAPTER, more=b',"x":1.0')
 
-    assert merge_model_lists([("a", body)]) == ModelCards(
-        body, {"m": BASE, "adapter": ADAPTER}, {"m": ["a"], "adapter": ["a"]}, {}
-    )
+    assert merge_model_lists([("a", body)]) == ModelCards(body, {"m": BASE, "adapter": ADAPTER}, {})
 
 
 def test_equal_lists_are_the_first_ones_bytes() -> None:
@@ -33,22 +31,17 @@ def test_equal_lists_are_the_first_ones_bytes() -> None:
     merged = merge_model_lists([("a", first), ("b", second)])
     assert merged.body == first
     assert merged.cards == {"m": BASE}
-    assert merged.servers == {"m": ["a", "b"]}
 
 
 def test_further_cards_come_behind_as_they_were_written() -> None:
     merged = merge_model_lists([("a", listed(BASE)), ("b", listed(ADAPTER, BASE)), ("c", listed(OTHER, ADAPTER))])
 
     assert merged.body == b'{"object":"list", "data": [' + BASE + b"," + ADAPTER + b"," + OTHER + b"]}\n"
-    assert merged.servers == {"m": ["a", "b"], "adapter": ["b", "c"], "n": ["c"]}
+    assert list(merged.cards) == ["m", "adapter", "n"]
 
 
 def test_cards_behind_an_empty_list() -> None:
     assert merge_model_lists([("a", listed()), ("b", listed(OTHER))]).body == listed(OTHER)
-
-
-def test_a_card_twice_in_one_list_is_one_server() -> None:
-    assert merge_model_lists([("a", listed(BASE, BASE))]).servers == {"m": ["a"]}
 
 
 @pytest.mark.parametrize(
@@ -67,13 +60,12 @@ def test_an_answer_that_is_no_list_is_left_out_and_named(body: bytes, text: str)
     merged = merge_model_lists([("bad", body), ("a", listed(BASE))])
 
     assert merged.body == listed(BASE)
-    assert merged.servers == {"m": ["a"]}
     assert list(merged.unread) == ["bad"]
     assert text in merged.unread["bad"]
 
 
 def test_no_list_at_all_is_an_empty_one() -> None:
-    assert merge_model_lists([]) == ModelCards(EMPTY, {}, {}, {})
+    assert merge_model_lists([]) == ModelCards(EMPTY, {}, {})
     assert json.loads(EMPTY) == {"object": "list", "data": []}
 
 
@@ -81,8 +73,8 @@ def test_cards_are_bounded() -> None:
     lists = [(f"s{n}", listed(*(b'{"id":"%d-%d"}' % (n, card) for card in range(MAX_CARDS // 2)))) for n in range(3)]
     merged = merge_model_lists(lists)
 
-    assert len(json.loads(merged.body)["data"]) == len(merged.cards) == len(merged.servers) == MAX_CARDS
-    assert "2-0" not in merged.servers
+    assert len(json.loads(merged.body)["data"]) == len(merged.cards) == MAX_CARDS
+    assert "2-0" not in merged.cards
 
 
 @given(st.lists(st.lists(st.sampled_from("abcde"), max_size=4), max_size=4))
@@ -92,16 +84,12 @@ def test_the_merge_equals_the_naive_one(lists: list[list[str]]) -> None:
         for n, names in enumerate(lists)
     ]
     naive: dict[str, int] = {}
-    servers: dict[str, list[str]] = {}
     for n, names in enumerate(lists):
         for name in names:
             naive.setdefault(name, n)
-            if str(n) not in servers.setdefault(name, []):
-                servers[name].append(str(n))
     merged = merge_model_lists(answers)
     cards = {card["id"]: card["by"] for card in json.loads(merged.body)["data"]}
 
     assert cards == naive
     assert list(cards) == list(naive)
-    assert merged.servers == servers
     assert {name: json.loads(card)["by"] for name, card in merged.cards.items()} == naive

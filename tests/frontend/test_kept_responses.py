@@ -14,12 +14,14 @@ import pytest
 
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
+from poolgrid.frontend.responses_api import kept as kept_module
 from poolgrid.frontend.responses_api.kept import ENTRY_BYTES, KeptResponse, Owner, ResponseStore
 from tests.clock import HandClock
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import application, in_process, served_in_thread
 from tests.frontend.weather_tool import TOOL
 
+open_database = kept_module._open
 ALICE = Owner("alice", 2)
 BOB = Owner("bob", 2)
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'
@@ -249,7 +251,7 @@ async def test_the_conversation_that_was_used_longest_ago_goes_first_and_whole()
     assert await there("b1", "b2", "c1") == ["b1", "b2", "c1"], "another tenant's use takes no room here"
     assert await responses.conversation(BOB, "b2") is None
     assert not await responses.keep(ALICE, kept("huge", size=6000)), "it has no room"
-    assert await there("b1", "c1", "huge") == []
+    assert await there("b1", "c1", "huge") == ["b1", "c1"], "and takes that of no other"
     responses.close()
 
 
@@ -309,6 +311,64 @@ async def test_a_file_that_cannot_be_used_is_said_and_one_that_fails_later_loses
     assert not await responses.keep(ALICE, kept("a"))
     with pytest.raises(Exception, match="cannot be read now"):
         await responses.response(ALICE, "a")
+    responses.close()
+
+
+def full_disk(database: sqlite3.Connection) -> sqlite3.Connection:
+    """Return a database that cannot grow: SQLite answers as it does on a full disk."""
+    (pages,) = database.execute("PRAGMA page_count").fetchone()
+    database.execute(f"PRAGMA max_page_count = {pages}")
+    return database
+
+
+@pytest.mark.parametrize("asked", [{}, {"store": True}])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_response_that_cannot_be_written_is_delivered_and_says_that_it_is_not_stored(
+    asked: dict[str, Any], streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_module, "_open", lambda path: full_disk(open_database(path)))
+    app = application(FakeBackend(lambda _: speak("Fine.")))
+    body = {"model": "tiny", "input": "hi " * 10_000, "max_output_tokens": 9, "stream": streamed, **asked}
+    async with in_process(app) as http:
+        answer = await http.post("/v1/responses", json=body)
+        if streamed:
+            events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+            assert [event["sequence_number"] for event in events] == list(range(len(events)))
+            assert [event["type"] for event in events].count("response.completed") == 1
+            assert events[-1]["type"] == "response.completed"
+            response = events[-1]["response"]
+        else:
+            response = answer.json()
+        assert (await http.get(f"/v1/responses/{response['id']}")).status_code == 404
+
+    assert answer.status_code == 200
+    assert response["status"] == "completed"
+    assert response["output"][0]["content"][0]["text"] == "Fine."
+    assert response["store"] is False
+
+
+async def test_a_response_larger_than_the_part_of_its_owner_is_not_stored_and_displaces_no_other() -> None:
+    app = application(FakeBackend(lambda _: speak("Fine.")), response_store_bytes=2048)
+    async with in_process(app) as http:
+        stored, large = [
+            (await http.post("/v1/responses", json={"model": "tiny", "input": text, "max_output_tokens": 9})).json()
+            for text in ("hi", "hi " * 700)
+        ]
+        found = [(await http.get(f"/v1/responses/{each['id']}")).status_code for each in (stored, large)]
+
+    assert [stored["store"], large["store"]] == [True, False]
+    assert found == [200, 404]
+
+
+async def test_stored_responses_are_read_and_continued_on_a_full_disk(tmp_path: Path) -> None:
+    responses, _ = store(tmp_path / "responses.sqlite3")
+    assert await responses.keep(ALICE, kept("a"))
+    responses._database.execute("PRAGMA query_only = 1")  # a full disk takes no byte of the journal of a change
+
+    assert not await responses.keep(ALICE, kept("b", "a"))
+    assert [entry.id for entry in await responses.conversation(ALICE, "a") or ()] == ["a"]
+    assert await responses.items(ALICE, "a", "input") == kept("a").input
+    assert await responses.response(ALICE, "a") is not None
     responses.close()
 
 

@@ -488,6 +488,15 @@ def test_a_form_with_a_file_and_an_escaped_name_is_read_as_clients_write_it() ->
     assert read == {"input_reference": base64.b64encode(b"\x00\r\n1").decode(), "b": "", 'a"b': "--x"}
 
 
+@pytest.mark.parametrize("name", ["filename=a.png", "filename*=UTF-8''a.png", "FileName*=utf-8'en'a.png"])
+def test_a_part_with_a_file_name_of_any_form_is_a_file(name: str) -> None:
+    head = f"Content-Disposition: form-data; name=input_reference; {name}".encode()
+
+    read = json.loads(read_form(b"--B\r\n" + head + b"\r\n\r\n12\r\n--B--", b"multipart/form-data; boundary=B"))
+
+    assert read == {"input_reference": base64.b64encode(b"12").decode()}
+
+
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/images/generations", "/v1/videos"])
 async def test_no_body_is_read_where_no_model_serves_its_task(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("poolgrid.frontend.tasks.schema.read_form", lambda *_: pytest.fail("it was read"))

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.core.choice.grid import GridRequest
 from poolgrid.global_router.core.document.history import Reload
@@ -74,6 +76,32 @@ async def test_a_broken_file_changes_nothing_and_every_problem_is_kept(tmp_path:
     assert len(outcome.problems) >= 2
     assert (scene.configuration.active.revision, scene.pool()) == (1, "b")
     assert scene.configuration.reloads[-1][1] is outcome
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://u:hunter2@fast:8000",
+        "http://u:pass/hunter2@fast:8000",
+        "https://fast:8000?key=hunter2",
+        "u:hunter2@fast:8000",
+        "dyn://u:hunter2@blue.router.select",
+        "http://u:hunter2@fast:8000/" + "x" * 3000,
+    ],
+)
+async def test_a_refused_url_is_named_by_its_place_and_shows_no_password(
+    url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = Scene(tmp_path / "grid.json")
+    scene.path.write_text(json.dumps(changed(aggregated(), ("aggregated", "pools", 0, "url"), url)))
+
+    outcome = await scene.configuration.reload()
+
+    assert outcome is not None
+    assert outcome.outcome == "refused"
+    assert any(each.path[-1] == "url" for each in outcome.problems)
+    assert "fast" in caplog.text or "blue" in caplog.text
+    assert "hunter2" not in "".join([caplog.text, *map(str, outcome.problems)])
 
 
 async def test_a_file_that_is_gone_changes_nothing(tmp_path: Path) -> None:

@@ -21,11 +21,11 @@ import uvloop
 from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
+from poolgrid.http import connections
 from poolgrid.http.connections import (
     OTHER_FILES,
     SAID_EVERY_S,
     HttpConnections,
-    connections_that_fit,
     source_of,
 )
 from poolgrid.http.guard import Guard
@@ -669,13 +669,16 @@ def test_the_limit_of_open_files_bounds_the_connections(
 
     monkeypatch.setattr(resource, "getrlimit", get_limits)
     monkeypatch.setattr(resource, "setrlimit", set_limits)
-    assert connections_that_fit(100) == 100
-    assert limits == (1024, 4096), "there is room already"
-    assert connections_that_fit(2000) == 2000
-    assert limits == (2000 + OTHER_FILES, 4096)
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert connections_that_fit(16_384) == 4096 - OTHER_FILES
-    assert limits == (4096, 4096)
+    monkeypatch.setattr(connections, "_open_files", lambda: 40)
+    for wanted, fit, raised in (
+        (100, 100, (1024, 4096)),
+        (2000, 2000, (2000 + OTHER_FILES, 4096)),
+        (16_384, 4096 - OTHER_FILES, (4096, 4096)),
+    ):
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+        table = HttpConnections(HttpLimits(connections=wanted))
+        table.fit_files()
+        assert (table.limits.connections, limits) == (fit, raised)
     assert "max_connections" in caplog.text
 
 

@@ -75,6 +75,19 @@ def test_id_in_a_path_of_another_case_is_asked_for_as_the_client_wrote_it(pool: 
     assert [call.target for call in pool.servers[1].calls] == ["/v1/Files/file_aB", "/v1/Files/file_aB/content"]
 
 
+@pytest.mark.parametrize("collection", ["/v1/files", "/V1/Files"])
+def test_id_made_under_a_path_of_any_case_is_remembered(pool: ScriptedPool, collection: str) -> None:
+    name = f"made_in{collection.replace('/', '_')}"
+    pool.answers(f'{{"id":"{name}"}}'.encode())
+
+    assert pool.post(collection, b'{"input":"x"}').status == 200
+    [maker] = [each for each in pool.servers if each.calls]
+    pool.call("GET", f"{collection}/{name}")
+    asked = [target for each in pool.servers for target in each.targets if target.endswith(name)]
+    assert asked == [f"GET {collection}/{name}"]
+    assert asked[0] in maker.targets
+
+
 @pytest.mark.parametrize(
     "name", ["x HTTP/1.1\r\nhost: a\r\n\r\nPOST /sleep", "a/../../sleep", "a b?c#d", "\u00e9\u4e00%2f"]
 )

@@ -12,12 +12,14 @@ from prometheus_client import CollectorRegistry
 from poolgrid.inference import StreamDelta
 from poolgrid.process.clock import SystemClock
 from poolgrid.router.metrics import RouterMetrics
+from poolgrid.serving.legs import CancelLeg
 from poolgrid.serving.links import LinkTable, WorkerLink
-from poolgrid.serving.request_tracker import RequestTracker
+from poolgrid.serving.request_tracker import CANCEL_ANSWER_MS, CANCELLED_MAX, RequestTracker
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 from poolgrid.wire.requests import FinishReason, TokenDelta
+from tests.clock import HandClock
 
 
 def _delivery(given_up: list[TokenDelivery] | None = None) -> TokenDelivery:
@@ -129,3 +131,49 @@ def test_a_fault_over_one_output_moves_its_request_only(fails: str, caplog: pyte
     assert [len(each.lost) for each in machines] == [0, 1, 0]
     assert registry.get_sample_value("poolgrid_router_stream_faults_total", {"kind": "exception"}) == 1
     assert "injected" in caplog.text
+
+
+class CancelLink:
+    """A link of which only cancellations are looked at."""
+
+    endpoint = "tcp://w"
+    is_up = True
+
+    def __init__(self) -> None:
+        self.cancelled: list[str] = []
+
+    def cancel(self, dispatch_id: str) -> None:
+        self.cancelled.append(dispatch_id)
+
+
+def test_output_on_its_way_while_a_leg_is_cancelled_is_no_fault_and_output_of_any_other_leg_is() -> None:
+    registry, clock, link = CollectorRegistry(), HandClock(), CancelLink()
+    links = cast(Any, SimpleNamespace(attach=lambda *_: None, get=lambda endpoint: link))
+    tracker = Tracker(links, RouterMetrics(registry), clock, cast(Any, SimpleNamespace(room_changed=None)))
+    left = cast(Any, SimpleNamespace(machine=SimpleNamespace(request=SimpleNamespace(trace=None, carrier=None))))
+
+    def faults_of(dispatch_id: str, finish: FinishReason | None = None) -> float:
+        before = registry.get_sample_value("poolgrid_router_stream_faults_total", {"kind": "unknown_request"}) or 0.0
+        tracker.on_tokens(cast(WorkerLink, link), iter([TokenDelta(dispatch_id, 0, bytes(4), finish)] * 3))
+        after = registry.get_sample_value("poolgrid_router_stream_faults_total", {"kind": "unknown_request"}) or 0.0
+        return after - before
+
+    tracker.carry_out(left, (CancelLeg(cast(Any, SimpleNamespace(id="left", endpoint="tcp://w"))),))
+    assert faults_of("left") == 0
+    assert faults_of("left", FinishReason.PREFILLED) == 0
+    assert link.cancelled == ["left"]
+
+    assert faults_of("never") == 1, "the first one is, and the rest is on its way"
+    assert link.cancelled == ["left", "never"]
+
+    clock.now_ms += CANCEL_ANSWER_MS
+    assert faults_of("left") == 1, "the cancellation had no effect"
+    assert link.cancelled == ["left", "never", "left"]
+    assert faults_of("other", FinishReason.CANCELLED) == 0, "an end is none"
+    assert faults_of("left", FinishReason.CANCELLED) == 0
+    assert list(tracker._cancelled) == ["never"], "what has ended is forgotten"
+
+    for number in range(CANCELLED_MAX):
+        tracker.carry_out(left, (CancelLeg(cast(Any, SimpleNamespace(id=f"r{number}", endpoint="tcp://w"))),))
+    assert len(tracker._cancelled) == CANCELLED_MAX
+    assert "never" not in tracker._cancelled

@@ -6,6 +6,8 @@ import asyncio
 import re
 import select
 import socket as sockets
+import threading
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -22,11 +24,11 @@ from poolgrid.transport.zmq_socket import (
     BatchSocket,
     CallbackSocket,
     bind,
-    bracketed,
     connect,
     make_socket,
     port_of,
 )
+from poolgrid.wire.addresses import bracketed
 
 
 @pytest.mark.parametrize(("size", "at_once"), [(10, BATCH_MESSAGES_MAX), (1024, BATCH_BYTES_MAX // 1024), (100_000, 1)])
@@ -261,6 +263,7 @@ def test_a_name_is_reached_by_the_family_that_it_has_an_address_of(
 
     monkeypatch.setattr(sockets, "getaddrinfo", look_up)
     monkeypatch.setattr(zmq_socket, "_has_ipv4", lambda: has_ipv4)
+    monkeypatch.setattr(zmq_socket, "_names", zmq_socket._NameFamilies())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     client = make_socket(context, zmq.PUSH)
     try:
@@ -268,3 +271,53 @@ def test_a_name_is_reached_by_the_family_that_it_has_an_address_of(
         assert bool(client.getsockopt(zmq.IPV6)) is uses_ipv6
     finally:
         context.destroy(linger=0)
+
+
+def test_a_name_server_that_does_not_answer_holds_a_socket_up_once_and_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answers = [], threading.Event()
+
+    def look_up(host: str, *_: object) -> list[object]:
+        asked.append(host)
+        answers.wait(60)
+        return [host]
+
+    monkeypatch.setattr(sockets, "getaddrinfo", look_up)
+    monkeypatch.setattr(zmq_socket, "_has_ipv4", lambda: False)
+    names = zmq_socket._NameFamilies()
+    monkeypatch.setattr(zmq_socket, "_names", names)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    clients = [make_socket(context, zmq.PUSH) for _ in range(4)]
+    try:
+        began_s = time.monotonic()
+        for client in clients[:3]:
+            connect(client, "tcp://consolidator:5557")
+        assert time.monotonic() - began_s < 5.0, "60 s, if it were waited for"
+        assert [client.getsockopt(zmq.IPV6) for client in clients[:3]] == [1, 1, 1], "the family of the machine"
+        assert asked == ["consolidator"], "one thread, however often the name is wanted"
+
+        done = names._running["consolidator"]
+        answers.set()
+        assert done.wait(60)
+        connect(clients[3], "tcp://consolidator:5557")
+        assert clients[3].getsockopt(zmq.IPV6) == 0
+        assert asked == ["consolidator"]
+    finally:
+        answers.set()
+        context.destroy(linger=0)
+
+
+def test_look_ups_and_names_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(sockets, "getaddrinfo", lambda *_: answers.wait(60))
+    monkeypatch.setattr(zmq_socket, "LOOKUP_WAIT_S", 0.0)
+    monkeypatch.setattr(zmq_socket, "NAMES_MAX", 8)
+    names = zmq_socket._NameFamilies()
+    try:
+        for number in range(2 * zmq_socket.LOOKUPS_MAX):
+            assert names.needs_ipv6(f"w{number}") is None
+        assert len(names._running) == zmq_socket.LOOKUPS_MAX
+        running = list(names._running.values())
+    finally:
+        answers.set()
+    assert all(done.wait(60) for done in running)
+    assert len(names._found) == 8

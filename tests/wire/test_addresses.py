@@ -9,7 +9,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.wire.addresses import host_problem, http_url_problem, zmq_endpoint_problem
+from poolgrid.wire.addresses import host_problem, http_url_problem, without_credentials, zmq_endpoint_problem
 
 GOOD = (
     "tcp://127.0.0.1:1",
@@ -113,3 +113,32 @@ def test_no_endpoint_without_a_problem_makes_zmq_raise(dealer: zmq.Socket[bytes]
     if zmq_endpoint_problem(endpoint) is None:
         dealer.connect(endpoint)
         dealer.disconnect(endpoint)
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("http://w9:8000/v1", "http://w9:8000/v1"),
+        ("http://user:secret@w9:8000/v1", "http://***@w9:8000/v1"),
+        ("http://user:se/cr@et@w9", "http://***@w9"),
+        ("user:secret@w9:4222", "***@w9:4222"),
+        ("fast=https://user:secret@w9", "fast=https://***@w9"),
+        ("prefill=http://w9?key=secret#there", "prefill=http://w9?***"),
+        ("HTTP://w9#secret", "HTTP://w9#***"),
+        ("k8s+http://:8000?selector=app%3Dllm", "k8s+http://:8000?selector=app%3Dllm"),
+        ("ipc:///tmp/a?b", "ipc:///tmp/a?b"),
+        ("", ""),
+    ],
+)
+def test_an_address_is_shown_without_what_may_be_secret(address: str, shown: str) -> None:
+    assert without_credentials(address) == shown
+
+
+@given(st.text(), st.text())
+def test_nothing_in_front_of_the_last_at_sign_is_shown_but_a_scheme(user: str, password: str) -> None:
+    assert without_credentials(f"http://{user}:{password}@w9") == "http://***@w9"
+
+
+@pytest.mark.parametrize("url", ["http://user:secret/more@w9", "http://w9?key=secret", "http://w9:80#secret"])
+def test_a_problem_of_a_url_repeats_no_part_that_may_be_secret(url: str) -> None:
+    assert "secret" not in str(http_url_problem(url))

@@ -18,8 +18,9 @@ import zmq
 from poolgrid.process.clock import Clock
 from poolgrid.process.log_lines import Complaints, shown_peer
 from poolgrid.transport.planes import name_plane
-from poolgrid.transport.zmq_socket import CallbackSocket, bind, bracketed, connect, make_socket, port_of
+from poolgrid.transport.zmq_socket import CallbackSocket, bind, connect, make_socket, port_of
 from poolgrid.wire import codec
+from poolgrid.wire.addresses import bracketed
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.multimodal import FetchTensor, ReleaseTensor, TensorChunk, TensorDescriptor, TensorUnknown
 from poolgrid.workers.adapters.sockets import CLOSE_LINGER_MS

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeGuard
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from poolgrid.global_router.core.document.axis import Axis, Mode, StageName, axes_of
+from poolgrid.wire.addresses import without_credentials
 from poolgrid.wire.strict_json import read_strictly
 
 POOLS_MAX = 256
@@ -381,6 +382,8 @@ def value_text(value: Any) -> str:
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 200:
         return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, str) and "://" in value:
+        value = without_credentials(value)
     text = json.dumps(value) if isinstance(value, str | bool | int | float | None) else repr(value)
     return text if len(text) <= _TEXT_MAX else text[:_TEXT_MAX] + "…"
 

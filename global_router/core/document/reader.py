@@ -27,6 +27,7 @@ from poolgrid.global_router.core.document.grid_document import (
     suggestion,
     value_text,
 )
+from poolgrid.wire.addresses import without_credentials
 
 DocumentForm = Literal["poolgrid", "dynamo"]
 
@@ -125,6 +126,8 @@ def _field_text(model: type[BaseModel], path: JsonPath, detail: Mapping[str, Any
         hint = suggestion(str(path[-1]), known_keys(model, path[:-1])) if suggests else ""
         return f"is not a known key{hint}"
     value = detail["input"]
+    if path and path[-1] == "url" and isinstance(value, str):
+        value = without_credentials(value)
     if kind == "tuple_type":
         return f"is {value_text(value)}, must be an array"
     if kind in ("model_type", "dict_type", "model_attributes_type"):

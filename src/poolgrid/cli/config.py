@@ -28,6 +28,7 @@ from poolgrid.global_router.document_file import read_bytes, read_document_file
 from poolgrid.global_router.heat_map import terminal_map
 from poolgrid.process.figures import counted
 from poolgrid.process.terminal_table import terminal
+from poolgrid.wire.addresses import without_credentials
 from poolgrid.wire.answers import ReloadAnswer
 from poolgrid.workers.engines.registry import engine_definition, engines
 
@@ -223,19 +224,20 @@ def schema_text() -> str:
 def rollback(url: str, as_json: bool = False) -> int:
     """Put the previous document of a running global router in force, print what changed, return the exit status."""
     place = f"{url.rstrip('/')}/v1/config/rollback"
+    shown = without_credentials(place)
     try:
         answer = httpx.post(place, timeout=ROLLBACK_TIMEOUT_S, headers=api_key_headers())
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        _print(f"asking {place}: {error}; nothing is known to have changed", to_stderr=True)
+        _print(f"asking {shown}: {error}; nothing is known to have changed", to_stderr=True)
         return 1
     if answer.status_code != 200:
         words = refusal(answer.status_code, answer.content)
-        _print(f"asking {place}: status {answer.status_code}: {words}", to_stderr=True)
+        _print(f"asking {shown}: status {answer.status_code}: {words}", to_stderr=True)
         return 1
     try:
         done = msgspec.json.decode(answer.content, type=ReloadAnswer)
     except (msgspec.MsgspecError, ValueError) as error:
-        _print(f"asking {place}: the answer is not a global router's: {error}", to_stderr=True)
+        _print(f"asking {shown}: the answer is not a global router's: {error}", to_stderr=True)
         return 1
     if as_json:
         print_json(done)

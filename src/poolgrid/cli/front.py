@@ -163,22 +163,21 @@ def make_plan(settings: UpSettings, servers: Sequence[FrontServer]) -> FrontPlan
     silent = [] if has_endpoints else [each for each in servers if each.facts.events_missing]
     if servers and len(silent) == len(servers) and "policy" not in settings.model_fields_set:
         changes["policy"] = APPROXIMATE
-    arguments = _following(settings)
     # What carries tokens must not do so in the consolidator's process; on NATS any consolidator may be the active one.
     apart = any(urls for role, urls in settings.backends().items() if role != "aggregated") or settings.on_nats
     counts = Counter(server_kinds()[each.facts.kind].title for each in servers)
     what = " and ".join(counted(count, f"{title} server") for title, count in counts.items())
     return FrontPlan(
         settings.model_copy(update=changes),
-        [] if apart else [*arguments, *settings.options_of("worker")],
-        plan_workers(settings, arguments) if apart else [],
+        [] if apart else [*_named(settings), *_others(settings), *settings.options_of("worker")],
+        plan_workers(settings) if apart else [],
         what or "engine servers that have not answered yet",
         len(servers),
         _note(silent, has_tokenizer=changes["model_path"] != NO_TOKENIZER) if servers else "",
     )
 
 
-def plan_workers(settings: UpSettings, following: Sequence[str]) -> list[PlannedWorker]:
+def plan_workers(settings: UpSettings) -> list[PlannedWorker]:
     """Return the processes that follow servers apart from the consolidator: one, or one for each role with options of
     its own. Their API key is in the environment."""
     of_all = tuple(settings.options_of("worker"))
@@ -187,7 +186,6 @@ def plan_workers(settings: UpSettings, following: Sequence[str]) -> list[Planned
         options = (*of_all, *settings.options_of(role)) if role != "aggregated" else of_all
         groups.setdefault(options, []).extend(_words(role, urls))
     planned: list[PlannedWorker] = []
-    rest = [word for word in following if not word.startswith("--engine-url=")]
     for options, urls in groups.items():
         if not urls and (planned or settings.engine_urls_file is None):
             continue
@@ -195,7 +193,7 @@ def plan_workers(settings: UpSettings, following: Sequence[str]) -> list[Planned
         arguments = [
             *("worker", "--engine", WORKER, "--worker-id", name, "--host", settings.host, "--consolidator", INGEST),
             *(f"--engine-url={url}" for url in urls),
-            *(rest if not planned else [word for word in rest if not word.startswith("--engine-urls-file=")]),
+            *_others(settings, has_file=not planned),
             *settings.log_choice.arguments,
             *options,
         ]
@@ -203,10 +201,15 @@ def plan_workers(settings: UpSettings, following: Sequence[str]) -> list[Planned
     return planned
 
 
-def _following(settings: UpSettings) -> list[str]:
-    """Return the options that name the servers, for any process that follows them."""
-    arguments = [f"--engine-url={word}" for role, urls in settings.backends().items() for word in _words(role, urls)]
-    if settings.engine_urls_file is not None:
+def _named(settings: UpSettings) -> list[str]:
+    """Return the options that name servers one by one, for any process that follows them."""
+    return [f"--engine-url={word}" for role, urls in settings.backends().items() for word in _words(role, urls)]
+
+
+def _others(settings: UpSettings, has_file: bool = True) -> list[str]:
+    """Return the other options of such a process; only one process gets the file of servers."""
+    arguments = []
+    if settings.engine_urls_file is not None and has_file:
         arguments.append(f"--engine-urls-file={settings.engine_urls_file}")
     if settings.served_model_name:
         arguments.append(f"--served-model-name={settings.served_model_name}")

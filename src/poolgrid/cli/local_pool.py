@@ -62,8 +62,9 @@ from poolgrid.process.tasks import cancel_all, detached, owned
 from poolgrid.transport.bound_socket import ReservedPorts, listen
 from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics
 from poolgrid.transport.security import SecuritySettings
-from poolgrid.transport.zmq_socket import CallbackSocket, bracketed, connect, make_socket
+from poolgrid.transport.zmq_socket import CallbackSocket, connect, make_socket
 from poolgrid.wire import codec
+from poolgrid.wire.addresses import bracketed
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.selection import AskStatus, PoolStatus
 from poolgrid.workers.core.timing import PUBLISHED, TIMINGS, Timing

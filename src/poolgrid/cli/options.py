@@ -23,6 +23,7 @@ from pydantic_core import PydanticUndefined
 
 from poolgrid.cli.command_line import Option
 from poolgrid.process.settings import INPUT_FILE, Settings
+from poolgrid.wire.addresses import without_credentials
 
 S = TypeVar("S", bound=Settings)
 Decorated = Callable[..., Any]
@@ -397,7 +398,13 @@ def _fault_line(fault: Any, model: type[Settings], renamed: Mapping[str, str] | 
     if not fault["loc"]:
         return problem
     option = option_name(str(fault["loc"][0]), renamed)
-    return f"{option}: must be given" if fault["type"] == "missing" else f"{option} {fault['input']}: {problem}"
+    if fault["type"] == "missing":
+        return f"{option}: must be given"
+    given = fault["input"]
+    shown = " ".join(
+        without_credentials(str(each)) for each in (given if isinstance(given, tuple | list) else (given,))
+    )
+    return f"{option} {shown}: {problem}"
 
 
 def with_options(text: str, fields: Iterable[str], renamed: Mapping[str, str] | None = None) -> str:

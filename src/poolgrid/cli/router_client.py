@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import click
 
 from poolgrid.cli.options import environment_name
-from poolgrid.wire.addresses import is_name, parse_name
+from poolgrid.wire.addresses import is_name, parse_name, without_credentials
 
 if TYPE_CHECKING:
     from poolgrid.discovery.settings import DiscoverySettings
@@ -73,7 +73,7 @@ def found_url(url: str) -> str:
     try:
         return asyncio.run(url_of(url))
     except (ValueError, OSError) as error:
-        raise click.BadParameter(f"url is {url}: {error}") from None
+        raise click.BadParameter(f"url is {without_credentials(url)}: {error}") from None
 
 
 async def url_of(url: str) -> str:
@@ -135,8 +135,8 @@ def _settings(url: str) -> DiscoverySettings:
     kind = os.environ.get(variable, "none")
     if kind not in SETTINGS_OF:
         raise ValueError(
-            f"{variable} is {kind}, so nothing knows where {url} is: set it to {', '.join(SETTINGS_OF)}, with what the "
-            "router has of names, or give http://HOST:PORT"
+            f"{variable} is {kind}, so nothing knows where {without_credentials(url)} is: set it to "
+            f"{', '.join(SETTINGS_OF)}, with what the router has of names, or give http://HOST:PORT"
         )
     from poolgrid.discovery.settings import DiscoverySettings
 

@@ -10,7 +10,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from poolgrid.process.nats_settings import NatsSettings
 from poolgrid.transport.security import is_loopback
-from poolgrid.wire.addresses import is_name, part_problem
+from poolgrid.wire.addresses import bracketed, is_name, part_problem
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 
 EVERYWHERE = ("0.0.0.0", "::", "*")
@@ -127,9 +127,8 @@ class DiscoverySettings(NatsSettings):
         """Return an address that this process bound as others connect to it."""
         if not self.advertise_host or not address:
             return address
-        host = f"[{self.advertise_host}]" if ":" in self.advertise_host else self.advertise_host
         scheme, _, place = address.partition("://")
-        return f"{scheme}://{host}:{place.rpartition(':')[2]}"
+        return f"{scheme}://{bracketed(self.advertise_host)}:{place.rpartition(':')[2]}"
 
     @property
     def has_names(self) -> bool:

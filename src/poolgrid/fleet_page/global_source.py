@@ -27,6 +27,7 @@ from poolgrid.process.clock import Clock
 from poolgrid.process.lifecycle import GroupPlace
 from poolgrid.wire.answers import QueueRow
 from poolgrid.wire.identifiers import STAGE_WORD, Stage
+from poolgrid.wire.secret_texts import without_received_bytes
 from poolgrid.wire.selection import PoolStatus
 
 log = logging.getLogger(__name__)
@@ -181,7 +182,7 @@ class GlobalFleetSource:
             if answer.status_code == 200 and len(answer.content) <= ANSWER_BYTES_MAX:
                 return msgspec.json.decode(answer.content, type=dict[str, Any])
         except (httpx.HTTPError, msgspec.MsgspecError, ValueError) as error:
-            log.info("asking pool %s about %s: %s", name, dispatch_id, error)
+            log.info("asking pool %s about %s: %s", name, dispatch_id, without_received_bytes(error))
         return None
 
 

@@ -8,11 +8,11 @@ Cookies pass: ``Set-Cookie`` of an answer passes too, and a load balancer in fro
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Sequence
-from functools import lru_cache
 from typing import Final
+
+from poolgrid.wire.secret_texts import blotted
 
 Header = tuple[bytes, bytes]
 
@@ -94,35 +94,6 @@ def response_headers(
     received = _without_line_breaks(received)
     left_out = HOP_BY_HOP | _named_in_connection(received) | (DIGESTS if is_body_changed else frozenset())
     return [(name, blotted(value, server_keys)) for name, value in received if name.lower() not in left_out]
-
-
-def blotted(text: bytes, keys: Collection[bytes]) -> bytes:
-    """Return the text with stars in place of each key, as it is and as JSON writes it; its length stays.
-
-    For header lines, and for what of an answer a client or a log gets.
-    """
-    for key in sorted(keys, key=len, reverse=True) if len(keys) > 1 else keys:
-        for form in _forms(key):
-            if form in text:
-                text = text.replace(form, b"*" * len(form))
-    return text
-
-
-def blotted_part(text: bytes, keys: Collection[bytes]) -> tuple[bytes, bytes]:
-    """Return what of the next part of a body can be passed, and its end, which may be the beginning of a key."""
-    text = blotted(text, keys)
-    kept = max((len(form) for key in keys for form in _forms(key)), default=1) - 1
-    cut = max(0, len(text) - kept)
-    return text[:cut], text[cut:]
-
-
-@lru_cache(maxsize=64)
-def _forms(key: bytes) -> tuple[bytes, ...]:
-    """The longest first: it contains the others."""
-    if not key:
-        return ()
-    plain = json.dumps(key.decode("latin-1"), ensure_ascii=False)[1:-1].encode("latin-1")
-    return tuple(sorted({key, plain, plain.replace(b"/", b"\\/")}, key=len, reverse=True))
 
 
 def _named_in_connection(received: list[Header]) -> frozenset[bytes]:

@@ -14,7 +14,7 @@ MAX_LIST_BYTES: Final = 1 << 20
 read."""
 
 MAX_CARDS: Final = 4096
-"""Of all servers together. Further ones are left out of the list and of the choice by model."""
+"""Of all servers together. Further ones are left out."""
 
 EMPTY: Final = b'{"object":"list","data":[]}'
 
@@ -26,8 +26,6 @@ class ModelCards(NamedTuple):
     """The answer to ``GET /v1/models``."""
     cards: dict[str, bytes]
     """The card of each model by its id, of the first server that has it; the answer to ``GET /v1/models/{id}``."""
-    servers: dict[str, list[str]]
-    """The servers that have a model, by its id, adapters included."""
     unread: dict[str, str]
     """Servers whose answer is no list of models, with what is wrong."""
 
@@ -42,7 +40,7 @@ def merge_model_lists(answers: Iterable[tuple[str, bytes]]) -> ModelCards:
     the others have nothing more.
     """
     first: bytes | None = None
-    merged = ModelCards(EMPTY, {}, {}, {})
+    merged = ModelCards(EMPTY, {}, {})
     added: list[bytes] = []
     for server, body in answers:
         try:
@@ -51,14 +49,10 @@ def merge_model_lists(answers: Iterable[tuple[str, bytes]]) -> ModelCards:
             merged.unread[server] = str(error)
             continue
         for name, card in cards:
-            if name not in merged.cards:
-                if len(merged.cards) >= MAX_CARDS:
-                    continue
+            if name not in merged.cards and len(merged.cards) < MAX_CARDS:
                 merged.cards[name] = card
                 if first is not None:
                     added.append(card)
-            if server not in merged.servers.setdefault(name, []):
-                merged.servers[name].append(server)
         first = body if first is None else first
     if first is None:
         return merged

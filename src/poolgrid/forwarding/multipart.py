@@ -7,7 +7,7 @@ by searching for the boundary.
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Final, NamedTuple
 from urllib.parse import parse_qsl
 
 MAX_FORM_BYTES: Final = 1 << 20
@@ -125,11 +125,20 @@ class FormFields:
         self._field = None
 
 
-def _wanted_field(head: bytes) -> str | None:
-    """The name of a field that is wanted and no file."""
+class PartHead(NamedTuple):
+    """What the header lines of a part name."""
+
+    name: str
+    """Of the field; empty where there is none."""
+    is_file: bool
+    """A file name is given, in either form (``filename``, ``filename*``)."""
+
+
+def read_part_head(head: bytes) -> PartHead:
+    """Read the header lines of a part. Folded lines and encoded names are not read: RFC 7578 has none."""
     found = _DISPOSITION.search(head)
     if found is None:
-        return None
+        return PartHead("", False)
     at, parameters = found.end(), {}
     while (parameter := _PARAMETER.match(head, at)) is not None:
         quoted = parameter[2]
@@ -137,4 +146,13 @@ def _wanted_field(head: bytes) -> str | None:
         parameters[parameter[1].lower()] = value
         at = parameter.end()
     name = parameters.get(b"name", b"").decode("utf-8", "replace")
-    return name if name in WANTED and not any(key.startswith(b"filename") for key in parameters) else None
+    return PartHead(name, not parameters.keys().isdisjoint(_FILE_NAMES))
+
+
+_FILE_NAMES: Final = (b"filename", b"filename*")
+
+
+def _wanted_field(head: bytes) -> str | None:
+    """The name of a field that is wanted and no file."""
+    name, is_file = read_part_head(head)
+    return name if name in WANTED and not is_file else None

@@ -65,9 +65,10 @@ class RequestTarget:
     """In its plain form, letters as they came; empty if refused."""
     route: ClientRoute | None = None
     collection: str = ""
-    """The path of the collection that ``state_id`` is in, letters as they came."""
+    """The path of a collection whose members only the server has that made them, letters as they came: of a path of the
+    collection itself, or of a member."""
     state_id: str | None = None
-    """The id of what only the server has that made it."""
+    """The id of a member of the collection; ``None`` for the collection itself."""
 
 
 CLIENT_ROUTES: Final = {
@@ -258,6 +259,8 @@ def _access_of(path: str) -> RequestTarget:
 def _state_of(path: str, plain: str) -> tuple[str, str | None]:
     """The collection and the id in a path."""
     for collection in STATEFUL_COLLECTIONS:
+        if plain == collection:
+            return path, None
         if plain.startswith(collection + "/"):
             name = path[len(collection) + 1 :].partition("/")[0]
             if name.lower() not in NO_IDS:

@@ -721,9 +721,8 @@ class _Answer:
             end = await pool.run_in_thread(complete, is_due=True)
         else:
             end = complete()
-        if form.keep is not None:
-            await form.keep(self._encoder)
-        return end
+        replaced = None if form.keep is None else await form.keep(self._encoder)
+        return end if replaced is None else replaced
 
     def _take(self, arrivals: Arrivals) -> Iterable[SequenceOutput]:
         """Absorb everything that arrived and return each sequence that it was for, once."""

@@ -44,8 +44,9 @@ class AnswerForm:
     """The form of an answer that is not chat's own: what another API makes of a request that went chat's way."""
 
     encoder: Callable[[AnswerStart], AnswerEncoder]
-    keep: Callable[[Any], Awaitable[None]] | None = None
-    """Keeps a complete answer that is to be found again; called before its last byte is sent, and never fails."""
+    keep: Callable[[Any], Awaitable[bytes | None]] | None = None
+    """Store a complete answer that is to be found again; called before its last byte is sent, and never fails. Returns
+    another end for an answer that could not be stored."""
     counts_reasoning: bool = False
     """Whether the end of an answer counts the tokens of its reasoning, which takes time for a long one."""
 

@@ -1,23 +1,17 @@
-"""Read a request body whole, as far as it may be long, on any kind of connection.
+"""Request bodies within limits, read, decompressed and counted; and request names.
 
-Request bodies that clients compressed, inflated in steps, within limits, while the client is connected.
-
-A body of some kilobytes can stand for gigabytes, one of some megabytes for hundreds of thousands of streams, each of
-which costs something before its first byte. So a step is short whatever is in it, and after each the limits hold and
-the client is still there, or the rest is not done. A body begins on the event loop; what a few steps do not end
-continues in a thread from where it is.
-
-How many values a request body has, counted before anything is made of them.
-
-The parser makes an object of every value, with the interpreter's lock held: a body of brackets and commas costs a
-hundred times what the same bytes of text cost, and no other request runs meanwhile. So bodies that are not short are
-counted first. Commas and opening brackets are at most as many as there are in the bytes, which is quick to say; a text
-may hold plenty of them, so what looks like too many is counted again, strings left out, in a thread.
-
-Names for requests: the client's own ``x-request-id`` where it is usable, and an id that no other request has.
-
-The name is what answers and their headers show. The id (``poolgrid.wire.identifiers``) is what everything behind the
-front end goes by: two requests that clients call the same, at once or through two routers, are two requests there.
+Rules
+    1. A body is read whole, up to a limit of bytes, on any kind of connection.
+    2. A compressed body is decompressed in short steps. After each step the limits are checked, and whether the client
+       is still connected. Some kilobytes can expand to gigabytes, and some megabytes can hold hundreds of thousands of
+       streams. The first steps run on the event loop, the rest in a thread.
+    3. The values of a long body are counted before it is parsed. The parser makes an object of every value and holds
+       the interpreter's lock: a body of brackets and commas costs a hundred times as much as text. The first count is
+       of commas and opening brackets in the bytes. A body above the limit is counted again in a thread, without its
+       strings.
+    4. A request has a name and an id. The name is the client's ``x-request-id`` where it is usable; answers and their
+       headers show it. The id (``poolgrid.wire.identifiers``) is unique behind the front end, also where several
+       clients send the same name.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ class SamplingFields(Struct, kw_only=True):
     # Whether to reason, as several engines and vendors name it (reasoning_switch.py).
     enable_thinking: bool | None = None
     think: Annotated[bool | str | None, allowed("true, false or an effort such as low")] = None
-    # How long to keep the prompt's KV (cache_fields.py).
+    # How long to keep the prompt's KV (session_fields.py).
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: Annotated[PromptCacheOptions | None, allowed('an object such as {"ttl": "30m"}')] = None
     # Of these only names of sessions are read (session_fields.py).

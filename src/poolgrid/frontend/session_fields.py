@@ -1,12 +1,11 @@
-"""Session ids by the headers and fields in which clients send them.
+"""Session ids and cache lifetimes, read from the headers and fields in which clients send them.
 
-Headers come first, in the order of ``HEADERS``, then fields of the body. A name that is not short printable text stands
-for itself by its hash. What a client sends is a name and no right: tenants have sessions of their own.
-
-How long clients ask to keep the KV of a prompt, by the fields of Anthropic and OpenAI.
-
-A request has one time, the longest that it asks for, and it is for its whole prompt: where a block of the client's ends
-among the tokens is known to the chat template alone.
+Rules
+    1. A session id comes from the first header in the order of ``HEADERS``, else from fields of the body. An id that is
+       not short printable text is replaced by its hash. A session id grants no access: each tenant has its own
+       sessions.
+    2. A request has one cache lifetime, the longest that it asks for in a field of Anthropic or OpenAI. The lifetime
+       applies to the whole prompt: only the chat template knows which token ends a block of the client's.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ Rules
        process stood still counts against no client: what clients sent meanwhile waits unread in their sockets.
     2. When there is no room for a new connection, the one that has waited longest for a request, else for the rest of
        a head, gives way: a client that only holds connections loses them. With a request in each, the new one is
-       refused.
+       refused. There is no room at ``max_connections``, and when the process has few file descriptors left, whatever
+       uses them.
     3. When there is no room for more of a body, the body that began first gives way: a client that only holds memory
        loses it.
     4. What is refused is counted by reason. Each reason is logged at most once in ``SAID_EVERY_S``, with the number.
@@ -19,7 +20,9 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import os
 import resource
+from dataclasses import replace
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
@@ -38,7 +41,14 @@ LINGER_S = 2.0
 client might never read why."""
 
 OTHER_FILES = 512
-"""Open files kept for the rest of the process: sockets to workers, the journal, libraries."""
+"""File descriptors for the rest of the process, those that it has opened included: sockets to workers and engine
+servers, the journal, libraries. Where the limit is low, they get half of what is left at the start."""
+
+SPARE_FILES = 128
+"""File descriptors that the rest of the process may still open where it has opened more than that already."""
+
+FILES_DIRECTORY = "/dev/fd"
+"""Names the open file descriptors of the process that reads it."""
 
 SOURCE_PREFIX_V6 = 64
 """Bits of an IPv6 address that name one site: every machine there has the rest of them to itself."""
@@ -95,6 +105,9 @@ class HttpConnections:
         """What has come of requests that are not whole."""
         self._by_source: dict[str, int] = {}
         self._count = 0
+        self._files_max: int | None = None
+        """Number of the file descriptor from which on few are left; ``None`` = there is no limit."""
+        self._is_short_of_files = False
         self._refused = Counter(
             "poolgrid_http_refused_total",
             "Connections and requests refused by the HTTP server before any endpoint, by reason. It grows "
@@ -117,7 +130,7 @@ class HttpConnections:
             registry=registry,
         )
         unfinished.set_function(lambda: float(self.unfinished_bytes))
-        self._per_source_max = limits.connections_per_address or max(1, limits.connections * 3 // 4)
+        self._per_source_max = self._share_of_one()
 
     @property
     def count(self) -> int:
@@ -134,7 +147,7 @@ class HttpConnections:
         if self._by_source.get(source, 0) >= self._per_source_max:
             self.note("connections_per_address", source, now_s)
             return f"{self._per_source_max} connections are open from {source}, the limit"
-        if self._count >= self.limits.connections:
+        if self._count >= self.limits.connections or (self._is_short_of_files and self._count):
             given_way = self.idle.first() or self.heads.first()
             if given_way is None:
                 self.note("connections", source, now_s)
@@ -152,6 +165,55 @@ class HttpConnections:
             self._by_source[source] = left
         else:
             del self._by_source[source]
+
+    # -- file descriptors ----------------------------------------------------------------------------------------------
+
+    def fit_files(self) -> None:
+        """Bound the connections by the file descriptors that are left; raises their limit where it may."""
+        wanted, opened = self.limits.connections, _open_files()
+        spare = max(OTHER_FILES - opened, SPARE_FILES)
+        files = _file_limit(wanted + opened + spare)
+        if files is None:
+            return
+        left = max(0, files - opened)
+        spare = min(spare, left // 2)
+        fit = max(1, min(wanted, left - spare))
+        self._files_max = files - max(1, spare // 4)
+        if fit < wanted:
+            log.warning(
+                "setting max_connections: %d are wanted, %d fit: the limit of open files is %d, %d are open and %d are "
+                "kept for the rest of the process. Raise the limit (ulimit -n, LimitNOFILE) or lower the setting",
+                wanted,
+                fit,
+                files,
+                opened,
+                spare,
+            )
+            self.limits = replace(self.limits, connections=fit)
+            self._per_source_max = self._share_of_one()
+
+    def take_file(self, number: int) -> bool:
+        """Note the file descriptor of a new connection, and return whether few are left: the system gives the lowest,
+        so all below it are in use."""
+        self._is_short_of_files = self._files_max is not None and number >= self._files_max
+        return self._is_short_of_files
+
+    def free_file(self, source: str, now_s: float) -> bool:
+        """Close the connection that is missed least, for want of a file descriptor; ``False`` = there is none."""
+        refused = self.lingering.first()
+        if refused is not None:
+            del self.lingering[refused]
+            refused.transport.abort()
+            return True
+        given_way = self.idle.first() or self.heads.first()
+        if given_way is None:
+            return False
+        self.note("gave_way", source, now_s)
+        given_way.close_idle()
+        return True
+
+    def _share_of_one(self) -> int:
+        return self.limits.connections_per_address or max(1, self.limits.connections * 3 // 4)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -247,24 +309,22 @@ def source_of(host: str) -> str:
     return str(ipaddress.IPv6Network((address, SOURCE_PREFIX_V6), strict=False))
 
 
-def connections_that_fit(wanted: int) -> int:
-    """Return how many connections the limit of open files allows; raises that limit for them where it may."""
+def _file_limit(wanted: int) -> int | None:
+    """Return the limit of open files, raised to ``wanted`` where that is allowed; ``None`` = there is none."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + OTHER_FILES
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return wanted
-    allowed = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
-    if allowed > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-        log.info("raised the limit of open files from %d to %d for %d HTTP connections", soft, allowed, wanted)
-    fit = max(1, min(wanted, allowed - min(OTHER_FILES, allowed // 2)))
-    if fit < wanted:
-        log.warning(
-            "setting max_connections: %d are wanted, %d fit into the limit of %d open files with %d kept for the rest "
-            "of the process. Raise the limit (ulimit -n, LimitNOFILE) or lower the setting",
-            wanted,
-            fit,
-            allowed,
-            OTHER_FILES,
-        )
-    return fit
+    if soft == resource.RLIM_INFINITY:
+        return None
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    if allowed <= soft:
+        return soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    log.info("raised the limit of open files from %d to %d for HTTP connections", soft, allowed)
+    return allowed
+
+
+def _open_files() -> int:
+    """Return how many file descriptors are open; 0 where the system does not name them."""
+    try:
+        return len(os.listdir(FILES_DIRECTORY))
+    except OSError:
+        return 0

@@ -150,7 +150,7 @@ class Guard(asyncio.Protocol):
         self.wait_in(table.heads)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Count the connection out, and tell what serves it."""
+        """Count the connection out, and end what serves it."""
         self.is_lost = True
         self.is_discarding = True
         self._reader.drop()
@@ -456,7 +456,7 @@ class Guard(asyncio.Protocol):
         self.wait_in(self.table.closing)
 
     def _give_up(self) -> None:
-        """Tell what serves the request that its client has left."""
+        """Report to the request in work that its client has left."""
         self._detach()
         source, self.source = self.source, None
         if source is not None:
@@ -473,7 +473,7 @@ class Guard(asyncio.Protocol):
 
 
 class GuardedApplication:
-    """The application that uvicorn calls: asks the guard of a request first, and tells it of the end."""
+    """The application that uvicorn calls: reports the begin and the end of each request to its guard."""
 
     def __init__(self, app: Application) -> None:
         self._app = app

@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 import httptools
 
 from poolgrid.process.clock import Clock
+from poolgrid.wire.addresses import without_credentials
+from poolgrid.wire.secret_texts import blotted
 
 
 class HttpTarget:
@@ -25,9 +27,12 @@ class HttpTarget:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as error:
-            raise ValueError(f"reading the URL {url!r}: {error}") from None
+            why = "a user name is in it" if "@" in url else str(error)  # the error shows what it took for the port
+            raise ValueError(f"reading the URL {without_credentials(url)!r}: {why}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"reading the URL {url!r}: allowed are http://HOST[:PORT] and https://HOST[:PORT]")
+            raise ValueError(
+                f"reading the URL {without_credentials(url)!r}: allowed are http://HOST[:PORT] and https://HOST[:PORT]"
+            )
         self.secure = parts.scheme == "https"
         self.host = parts.hostname
         self.port = port or (443 if self.secure else 80)
@@ -59,13 +64,19 @@ class RequestFailed(Exception):
 class ClientExchange:
     """One request and what its answer has brought so far; a subclass takes it."""
 
-    __slots__ = ("now_ms", "status")
+    __slots__ = ("now_ms", "secrets", "status")
 
     def __init__(self) -> None:
         self.status = 0
         """Of the answer; 0 = none has come."""
         self.now_ms = 0.0
         """Monotonic time of the last arrival of bytes: the clock is read once for each."""
+        self.secrets: tuple[bytes, ...] = ()
+        """What the request carries that neither a log nor an answer of ours may show."""
+
+    def excerpt(self, data: bytes | bytearray) -> str:
+        """Return the beginning of an answer as it may stand in an error: servers may repeat the request."""
+        return blotted(bytes(data), self.secrets)[:EXCERPT_BYTES].decode(errors="replace")
 
     def take_header(self, name: bytes, value: bytes) -> None:
         """Take a header of the answer; the name is in lower case."""
@@ -84,22 +95,20 @@ class ClientExchange:
         raise RequestFailed("disconnect", f"the server closed the connection within its answer ({error})")
 
 
-def excerpt(data: bytes) -> str:
-    """Return the beginning of an answer as it may stand in an error."""
-    return data[:EXCERPT_BYTES].decode(errors="replace")
-
-
 class Connection(asyncio.Protocol):
     """One keep-alive connection; carries one exchange at a time."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, secrets: tuple[bytes, ...] = ()) -> None:
         self._clock = clock
+        self._secrets = secrets
         self._parser = httptools.HttpResponseParser(self)
         self._exchange: ClientExchange | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._complete = False
         self._fault: RequestFailed | None = None
         self._keep = False
+        self._reads = 0
+        """How often something has come of the current answer."""
         self._beside_body_bytes = 0
         """What has come since the answer began, or since its last piece of a body."""
         self._transport: asyncio.Transport | None = None
@@ -115,6 +124,8 @@ class Connection(asyncio.Protocol):
             raise RequestFailed("disconnect", "the server closed the connection before anything was sent")
         assert self._exchange is None, "one exchange at a time"
         self._exchange = exchange
+        exchange.secrets = self._secrets
+        self._reads = 0
         self._complete = False
         self._beside_body_bytes = 0
         self._waiter = asyncio.get_running_loop().create_future()
@@ -149,6 +160,7 @@ class Connection(asyncio.Protocol):
             self.close()  # no request is open
             return
         exchange.now_ms = self._clock.monotonic_ms()
+        self._reads += 1
         try:
             if len(data) <= HEADERS_BYTES_MAX:
                 self._feed(data)
@@ -164,7 +176,9 @@ class Connection(asyncio.Protocol):
                 exchange.conclude()
                 self._settle(None)
         except httptools.HttpParserError as error:
-            self._settle(RequestFailed("protocol", f"not an HTTP response ({error}): {excerpt(data)}"))
+            # Behind the first bytes of an answer half a key might begin.
+            shown = f": {exchange.excerpt(data)}" if exchange.status == 0 and self._reads == 1 else ""
+            self._settle(RequestFailed("protocol", f"not an HTTP response ({error}){shown}"))
         except RequestFailed as error:
             self._settle(error)
 
@@ -246,19 +260,23 @@ class HttpClient:
         clock: Clock,
         headers: Iterable[str] = (),
         *,
+        api_key: str = "",
         connect_timeout_s: float = 10.0,
         trusted: ssl.SSLContext | None = None,
     ) -> None:
         """``headers`` are lines that every request gets, ``Name: value``.
 
-        ``trusted`` are the authorities that may certify the target; by default the system's.
+        ``trusted`` are the authorities that may certify the target; by default the system's. Raises ``ValueError`` for
+        a key that no header can carry.
         """
         self.target = target
         self._clock = clock
         self._connect_timeout_s = connect_timeout_s
         self._idle: list[Connection] = []
         self._ssl = (trusted or ssl.create_default_context()) if target.secure else None
-        self._headers = "".join(f"{line}\r\n" for line in (f"Host: {target.authority}", *headers))
+        lines = [f"Host: {target.authority}", *headers, *([_bearer(api_key)] if api_key else [])]
+        self._headers = "".join(f"{line}\r\n" for line in lines)
+        self._secrets = (api_key.encode(),) if api_key else ()
 
     async def send(
         self,
@@ -316,7 +334,7 @@ class HttpClient:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, made = await asyncio.get_running_loop().create_connection(
-                    lambda: Connection(self._clock), target.host, target.port, ssl=self._ssl
+                    lambda: Connection(self._clock, self._secrets), target.host, target.port, ssl=self._ssl
                 )
         except TimeoutError:
             raise RequestFailed("connect", f"{target.url}: no connection within {self._connect_timeout_s} s") from None
@@ -325,7 +343,7 @@ class HttpClient:
         return made
 
 
-def bearer(api_key: str) -> str:
+def _bearer(api_key: str) -> str:
     """Return the header line that carries an API key; raises ``ValueError`` for one that no header can carry."""
     if not api_key.isprintable() or not api_key.isascii():
         raise ValueError("reading the API key: it holds characters that an HTTP header cannot carry")

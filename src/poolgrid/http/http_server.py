@@ -1,22 +1,19 @@
-"""uvicorn inside a running event loop: bound before it starts, stopped in order, deaf to signals.
+"""uvicorn inside a running event loop, with an acceptor that serves client addresses round robin.
 
-Signals belong to ``poolgrid.process.lifecycle``, which decides in what order the parts of a process end. uvicorn reads
-requests, calls the application and writes answers; ``poolgrid.http.guard`` stands before it.
+uvicorn reads requests, calls the application and writes answers; ``poolgrid.http.guard`` checks connections first.
+Signals belong to ``poolgrid.process.lifecycle``, which decides in what order the parts of a process end.
 
-Takes connections for an HTTP server, round robin over the addresses that they come from.
-
-The kernel hands connections out in the order of their coming. A client that opens thousands and resets them would make
-all others wait behind them while each is made a transport, a protocol and a parser, only to be taken apart again.
+The kernel hands connections out in the order of their arrival. A client that opens thousands of connections and resets
+them would delay all others: each connection costs a transport, a protocol and a parser.
 
 Rules
-    1. What waits in the kernel is accepted at once, which costs little, and waits here in a queue of its address.
-    2. Connections are opened a few in a turn of the event loop, the addresses taking turns. One that its client has
-       ended by then is closed, and nothing is made for it.
-    3. At most ``WAITING_MAX`` connections wait here. While so many do, the others wait in the kernel, in order.
-    4. A connection with TLS is counted by its address before a handshake has cost anything, and then has the time for
-       a head to finish it: a server of asyncio calls the protocol when the handshake is done, so a client that
-       connects and is silent would not be seen. One without TLS is counted by its protocol, which can send why it is
-       refused.
+    1. Connections that wait in the kernel are accepted at once and wait here in a queue of their address.
+    2. A few connections are opened in a turn of the event loop, round robin over the addresses. A connection that its
+       client has reset by then is closed without a protocol.
+    3. At most ``WAITING_MAX`` connections wait here. Further ones wait in the kernel, in order.
+    4. A connection with TLS is counted by its address before the handshake, and has the time limit of a head to finish
+       it: asyncio calls the protocol after the handshake, so a client that connects and sends nothing would not be
+       seen. A connection without TLS is counted by its protocol, which can send the reason of a refusal.
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ import ssl
 from collections import deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -37,13 +33,14 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from poolgrid.http.browser_requests import AllowedHosts
-from poolgrid.http.connections import HttpConnections, connections_that_fit, source_of
+from poolgrid.http.connections import HttpConnections, source_of
 from poolgrid.http.guard import SERVER_ENDS, Application, Guard, GuardedApplication
 from poolgrid.http.http_settings import HttpLimits, ServerSettings
 from poolgrid.process.lifecycle import GroupPlace
 from poolgrid.process.tasks import Restart, cancel_all, detached, supervised
 from poolgrid.transport.bound_socket import BACKLOG, bind
 from poolgrid.transport.security import Tls, is_loopback
+from poolgrid.wire.addresses import bracketed
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +58,9 @@ WAITING_MAX = 1024
 
 OUT_OF_FILES_PAUSE_S = 1.0
 """Pause when the process has no more file descriptors, as asyncio's servers have it."""
+
+FREED_PAUSE_S = 0.01
+"""Pause when a connection gave way for want of a file descriptor: it is closed in one of the next turns of the loop."""
 
 SHUTDOWN_TIMEOUT_S = 2.0
 """How long a client may take to confirm the end of a TLS connection; then it is cut."""
@@ -133,13 +133,18 @@ class FairAcceptor:
             except OSError as error:
                 if error.errno not in _OUT_OF_FILES:
                     raise
-                log.error("accepting a connection: %s; trying again in %g s", error, OUT_OF_FILES_PAUSE_S)
                 self._pause()
-                self._resume = self._loop.call_later(OUT_OF_FILES_PAUSE_S, self._listen)
+                if self._table.free_file("a client that waits", self._loop.time()):
+                    self._resume = self._loop.call_later(FREED_PAUSE_S, self._listen)
+                else:
+                    log.error("accepting a connection: %s; trying again in %g s", error, OUT_OF_FILES_PAUSE_S)
+                    self._resume = self._loop.call_later(OUT_OF_FILES_PAUSE_S, self._listen)
                 break
             self._waiting.setdefault(address[0], deque()).append(connection)
             self._count += 1
             self.accepted += 1
+            if self._table.take_file(connection.fileno()):
+                break  # what waits is opened, and makes room, before more is accepted
         if self._count >= WAITING_MAX:
             self._pause()
         if self._count and self._turn is None:
@@ -273,7 +278,6 @@ class HttpServer:
         if listener is not None:
             host = listener.getsockname()[0]
         limits = limits or HttpLimits()
-        limits = replace(limits, connections=connections_that_fit(limits.connections))
         hosts = None
         if not has_keys and is_loopback(host) and "*" not in limits.hosts:
             hosts = AllowedHosts(host, limits.hosts)
@@ -307,12 +311,12 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'http' if self._tls is None else 'https'}://{host}:{self.port}"
+        return f"{'http' if self._tls is None else 'https'}://{bracketed(self.host)}:{self.port}"
 
     def start(self) -> None:
         """Begin to answer; connections that came before wait in the backlog."""
         self._listener.listen(BACKLOG)
+        self.connections.fit_files()
         if self._tls is not None:
             # Without a bound: the current certificate keeps serving.
             self._tasks.append(supervised(self._tls.watch, "certificate watch", Restart(limit=None)))

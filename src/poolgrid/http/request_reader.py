@@ -293,7 +293,7 @@ class RequestReader:
             self._reading.block(self.held is not None and len(self.held) >= self._limits.pipeline_bytes)
 
     def _count(self) -> None:
-        """Tell the table what this connection holds of requests that are not whole or not begun."""
+        """Report to the table how many bytes this connection holds of requests that are not whole or not begun."""
         held = 0 if self.held is None else len(self.held)
         if self.body is not None and self.is_busy:
             held += self.body.received_bytes

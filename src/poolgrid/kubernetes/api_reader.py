@@ -24,8 +24,9 @@ from urllib.parse import urlencode
 import msgspec
 
 from poolgrid.discovery.registry import DiscoveryUnavailable
-from poolgrid.http.http_client import ClientExchange, HttpClient, HttpTarget, RequestFailed, bearer
+from poolgrid.http.http_client import ClientExchange, HttpClient, HttpTarget, RequestFailed
 from poolgrid.process.clock import Clock
+from poolgrid.wire.addresses import bracketed
 
 log = logging.getLogger(__name__)
 
@@ -63,10 +64,6 @@ ALONE_S = 5.0
 
 ALONE_MAX_S = 60.0
 """Longest pause, for any answer."""
-
-SAID_BYTES = 300
-"""How much of a refusal stands in an error."""
-
 
 T = TypeVar("T", covariant=True)
 
@@ -113,9 +110,9 @@ class _Answer(ClientExchange):
 
     def said(self) -> str:
         try:
-            return msgspec.json.decode(self.body, type=_Status).message[:SAID_BYTES]
+            return self.excerpt(msgspec.json.decode(self.body, type=_Status).message.encode())
         except msgspec.MsgspecError:
-            return self.body[:SAID_BYTES].decode(errors="replace")
+            return self.excerpt(self.body)
 
 
 class _Expired(Exception):
@@ -131,7 +128,7 @@ def api_server(what: str = "names is kubernetes") -> str:
             f"{what} and KUBERNETES_SERVICE_HOST is not set: this process is in no pod. Give "
             "kubernetes_api, for instance http://127.0.0.1:8001 with kubectl proxy"
         )
-    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+    return f"https://{bracketed(host)}:{port}"
 
 
 def look_pace_s(chance: float) -> float:
@@ -258,11 +255,17 @@ class ApiReader:
         headers = ["Accept: application/json", "User-Agent: poolgrid"]
         trusted: ssl.SSLContext | None = None
         if self._target.secure:
-            headers.append(bearer(account.token))
             trusted = await asyncio.to_thread(ssl.create_default_context, cadata=account.authority)
         before, self._client = (
             self._client,
-            HttpClient(self._target, self._clock, headers, connect_timeout_s=CONNECT_TIMEOUT_S, trusted=trusted),
+            HttpClient(
+                self._target,
+                self._clock,
+                headers,
+                api_key=account.token if self._target.secure else "",
+                connect_timeout_s=CONNECT_TIMEOUT_S,
+                trusted=trusted,
+            ),
         )
         self._account = account
         if before is not None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from poolgrid.discovery.registry import Seen
+from poolgrid.wire.addresses import bracketed
 from poolgrid.wire.registration import UNKNOWN_START, Registration
 
 NAMESPACE_LABEL = "poolgrid/namespace"
@@ -161,7 +162,7 @@ def seen_in(slices: Iterable[EndpointSlice], look: int) -> list[Seen]:
 
 def _address(port: Port, host: str) -> str:
     scheme = port.app_protocol if port.app_protocol in ("http", "https") else "http" if port.name == "http" else "tcp"
-    return f"{scheme}://[{host}]:{port.port}" if ":" in host else f"{scheme}://{host}:{port.port}"
+    return f"{scheme}://{bracketed(host)}:{port.port}"
 
 
 def _entry(namespace: str, component: str, uid: str, pod: _Pod, look: int) -> Seen:

@@ -30,6 +30,7 @@ from poolgrid.process.instruments import Counter
 from poolgrid.process.log_lines import Complaints
 from poolgrid.process.nats_settings import EventPlaneSettings, NatsSettings
 from poolgrid.process.tasks import end_process, keep_cancellation
+from poolgrid.wire.addresses import without_credentials
 
 log = logging.getLogger(__name__)
 
@@ -308,7 +309,7 @@ class NatsConnection:
     # Callbacks of the client
 
     def _where(self) -> str:
-        return ", ".join(url.rpartition("@")[2] for url in self._settings.nats_url)
+        return ", ".join(map(without_credentials, self._settings.nats_url))
 
     async def _complain(self, error: Exception) -> None:
         self._complaints.note("servers", "NATS at %s: %s%s", self._where(), str(error) or type(error).__name__)

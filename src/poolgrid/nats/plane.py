@@ -25,6 +25,7 @@ from poolgrid.process.clock import Clock, SystemClock
 from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.tasks import cancel_all, owned, unless, wait_from_thread
 from poolgrid.transport.planes import CurveKeys, PlaneContext, PlaneMetrics
+from poolgrid.wire.addresses import without_credentials
 from poolgrid.wire.ingest import Leader
 
 T = TypeVar("T")
@@ -63,7 +64,9 @@ class CommandConnection:
         except BaseException as error:
             end()
             if isinstance(error, TimeoutError):
-                raise OSError(f"no NATS server answers at {self.url} within {CONNECT_TIMEOUT_S:g} s") from None
+                raise OSError(
+                    f"no NATS server answers at {without_credentials(self.url)} within {CONNECT_TIMEOUT_S:g} s"
+                ) from None
             raise
 
     async def _open(self) -> None:
@@ -83,8 +86,8 @@ class JournalInStream(StreamDirectory):
         stream = ThreadedStream(JetStreamJournal(connection.nats), connection.loop)
         if not stream.facts().last_sequence:
             raise ValueError(
-                f"{connection.url} has no stream {stream.name}, or an empty one: no pool {connection.nats.pool!r} has "
-                "its journal there"
+                f"{without_credentials(connection.url)} has no stream {stream.name}, or an empty one: no pool "
+                f"{connection.nats.pool!r} has its journal there"
             )
         super().__init__(stream)
 

@@ -22,6 +22,7 @@ from poolgrid.nats.bucket import Bucket, BucketReader, BucketSpec, is_deleted, k
 from poolgrid.nats.connection import NatsUnavailable
 from poolgrid.process.clock import Clock
 from poolgrid.process.nats_settings import NatsSettings
+from poolgrid.wire.addresses import without_credentials
 from poolgrid.wire.registration import ENTRY_BYTES_MAX, Registration
 
 BUCKET = "poolgrid-names"
@@ -56,7 +57,7 @@ class NatsRegistrations:
         self._bucket = Bucket(settings, "names", spec, clock)
         self._lease_s = lease_s
         self._readers: dict[Scope, BucketReader] = {}
-        self.where = ", ".join(url.rpartition("@")[2] for url in settings.nats_url)
+        self.where = ", ".join(map(without_credentials, settings.nats_url))
 
     async def open(self) -> None:
         """Begin to connect; raises ``ValueError`` without nats-py."""

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, model_validator
 
 from poolgrid.process.settings import InputFile, Settings
+from poolgrid.wire.addresses import without_credentials
 
 SCHEMES = ("nats", "tls")
 
@@ -19,7 +20,9 @@ def _check_url(url: str) -> str:
     except ValueError:
         good = False
     if not good:
-        raise ValueError(f"{url!r} is no address of a NATS server; allowed are nats://host:port and tls://host:port")
+        raise ValueError(
+            f"{without_credentials(url)!r} is no address of a NATS server; allowed are nats://host:port and tls://host:port"
+        )
     return url
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
-from poolgrid.wire.addresses import is_name, parse_name, zmq_endpoint_problem
+from poolgrid.wire.addresses import is_name, parse_name, without_credentials, zmq_endpoint_problem
 
 
 class Settings(BaseModel):
@@ -67,7 +67,7 @@ InputFile = Annotated[Path, INPUT_FILE]
 def _check_endpoint(endpoint: str) -> str:
     problem = zmq_endpoint_problem(endpoint, local=True)
     if problem is not None:
-        raise ValueError(f"{endpoint!r} {problem}; allowed are tcp://host:port and ipc://path")
+        raise ValueError(f"{without_credentials(endpoint)!r} {problem}; allowed are tcp://host:port and ipc://path")
     return endpoint
 
 

@@ -138,6 +138,8 @@ class ForwardApplication:
         places = sorted(self.backend.places(""), key=lambda place: place.url)  # in one order, whatever their load
         answers = await asyncio.gather(*map(self._models_of, places))
         merged = merge_model_lists((url, body) for url, body in answers if body is not None)
+        for url, why in merged.unread.items():
+            log.warning("asking %s for its models: %s", url, why)
         body: bytes | None = merged.body
         if name:
             body = merged.cards.get(name) if caller is None or caller.may_use(name) else None
@@ -351,7 +353,7 @@ class ForwardApplication:
 
     def _close_left_servers(self) -> None:
         """Close kept connections to servers that have left the pool."""
-        there = {place.url for place in self.backend.places("")}
+        there = self.backend.server_urls()
         for url in [url for url in self._servers if url not in there]:
             self._servers.pop(url).close()
 

@@ -32,7 +32,7 @@ def size_of(line: bytes) -> int:
     digits = line.partition(b";")[0].strip(b" \t\r")
     # int() would take signs, underscores and blanks too.
     if not 0 < len(digits) <= CHUNK_DIGITS_MAX or not HEX.issuperset(digits):
-        raise ChunkError(f"a chunk's size is {digits[:20]!r}, allowed are 1 to {CHUNK_DIGITS_MAX} hexadecimal digits")
+        raise ChunkError(f"a chunk's size is not 1 to {CHUNK_DIGITS_MAX} hexadecimal digits")
     return int(digits, 16)
 
 

@@ -31,8 +31,8 @@ from starlette.types import Receive, Scope, Send
 
 from poolgrid.forwarding.body_edit import top_level
 from poolgrid.forwarding.event_filter import AnswerNotes, ApiForm, EventFilter, read_answer
-from poolgrid.forwarding.headers import blotted, blotted_part, request_headers, response_headers
-from poolgrid.forwarding.paths import STATEFUL_COLLECTIONS, RequestTarget
+from poolgrid.forwarding.headers import request_headers, response_headers
+from poolgrid.forwarding.paths import RequestTarget
 from poolgrid.forwarding.two_legs import (
     begins_together,
     can_be_split,
@@ -64,6 +64,7 @@ from poolgrid.proxy.server_connection import AnswerFailed, HeaderList, ServerCon
 from poolgrid.proxy.server_state import ServerState
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
+from poolgrid.wire.secret_texts import blotted, blotted_part
 
 log = logging.getLogger(__name__)
 
@@ -1008,7 +1009,8 @@ class ForwardExchange:
     @property
     def _makes_state(self) -> bool:
         """Whether what the answer describes stays at its server under an id."""
-        return self.scope["method"] == "POST" and self.target.path in STATEFUL_COLLECTIONS
+        target = self.target
+        return self.scope["method"] == "POST" and target.collection != "" and target.state_id is None
 
     @property
     def is_dispatched(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from poolgrid.inference import InferenceBackend
@@ -39,6 +39,10 @@ class ForwardBackend(InferenceBackend, Protocol):
 
     def places(self, model: str) -> Sequence[ServerPlace]:
         """Return the servers of a model, of all models for an empty name, the least busy first; each server once."""
+        ...
+
+    def server_urls(self) -> Collection[str]:
+        """Return the URLs of all servers."""
         ...
 
     def on_carried(self, request_id: str, delta: TokenDelta) -> None:

@@ -15,10 +15,10 @@ from typing import Final, cast
 
 import httptools
 
-from poolgrid.forwarding.headers import blotted_part
 from poolgrid.http.guard import Guard
 from poolgrid.proxy.forward_server import CONNECT_TIMEOUT_S, ForwardServer, probe_when_idle
 from poolgrid.proxy.server_connection import HEAD_BYTES_MAX
+from poolgrid.wire.secret_texts import blotted_part
 
 log = logging.getLogger(__name__)
 

@@ -52,7 +52,7 @@ class ServingMetrics:
         self.stream_faults = Counter(
             f"{prefix}_stream_faults_total",
             "Worker output dropped, by kind. `position`: a gap or overlap in a stream. `unknown_request`: "
-            "output after the end of a request; a few after cancellations are normal. `exception`: a bug; its "
+            "output of a request that is not known here, or was cancelled over 30 s ago. `exception`: a bug; its "
             "request moves. `undecodable`: an undecodable frame.",
             ["kind"],
             registry=registry,

@@ -90,6 +90,14 @@ LOST_TOGETHER_TURNS: Final = 3
 """Turns of the event loop until all has been read that had arrived when the first loss was found."""
 
 
+CANCEL_ANSWER_MS: Final = 30_000.0
+"""Time until the end of a cancelled leg is read here: output that its worker sent before is no fault. A worker takes a
+cancellation within a step of its engine, below a second; a router that stood still reads what came meanwhile later."""
+
+CANCELLED_MAX: Final = 16_384
+"""Cancelled legs without an end that are remembered, 2 MB; beyond it output of the oldest counts as a fault."""
+
+
 class RequestTracker(ABC, Generic[R]):
     """Follows requests to their ends."""
 
@@ -106,6 +114,8 @@ class RequestTracker(ABC, Generic[R]):
         """By request id."""
         self._on_link: dict[str, dict[str, R]] = {}
         """By endpoint and dispatch id."""
+        self._cancelled: dict[str, float] = {}
+        """Dispatches whose end has not come since they were cancelled, the first one first, and when they were."""
         self._last_loss = "", 0.0
         """Host of the worker that was lost last by itself, and when."""
         self._turns_after_loss = 0
@@ -203,9 +213,9 @@ class RequestTracker(ABC, Generic[R]):
             routed = on_link.get(delta.request_id)
             if routed is None:
                 if delta.finish_reason in CONTINUES:
-                    # Of a request that ended here: no worker computes, or keeps KV, without a client.
-                    self._count_fault("unknown_request")
-                    link.cancel(delta.request_id)
+                    self._take_unwanted(link, delta.request_id)
+                else:
+                    self._cancelled.pop(delta.request_id, None)
                 continue
             try:
                 machine = routed.machine
@@ -218,6 +228,22 @@ class RequestTracker(ABC, Generic[R]):
             if changes == CHANGES_PER_TURN:
                 return False
         return True
+
+    def _take_unwanted(self, link: WorkerLink, dispatch_id: str) -> None:
+        """Cancel a leg that no request waits for: no worker computes, or keeps KV, without a client."""
+        cancelled_ms = self._cancelled.get(dispatch_id)
+        if cancelled_ms is not None and self._clock.monotonic_ms() - cancelled_ms < CANCEL_ANSWER_MS:
+            return  # sent before the cancellation arrived
+        self._count_fault("unknown_request")
+        self._cancel(link, dispatch_id)
+
+    def _cancel(self, link: WorkerLink, dispatch_id: str) -> None:
+        link.cancel(dispatch_id)
+        cancelled = self._cancelled
+        cancelled.pop(dispatch_id, None)
+        cancelled[dispatch_id] = self._clock.monotonic_ms()
+        if len(cancelled) > CANCELLED_MAX:
+            del cancelled[next(iter(cancelled))]
 
     def _move_broken(self, routed: R, dispatch_id: str, error: Exception) -> None:
         """Move one request whose output could not be handled: the rest of the message is other requests'."""
@@ -298,7 +324,7 @@ class RequestTracker(ABC, Generic[R]):
                 case CancelLeg(dispatch):
                     link = self._links.get(dispatch.endpoint)
                     if link is not None and link.is_up:
-                        link.cancel(dispatch.id)
+                        self._cancel(link, dispatch.id)
                 case AvoidWorker():
                     self._leg_times.withdrawn(routed.timer, perf_counter())
                     self.avoid(routed, effect)

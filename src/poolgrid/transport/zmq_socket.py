@@ -11,6 +11,7 @@ import asyncio
 import logging
 import re
 import socket as sockets
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,7 +21,7 @@ from typing import Any
 import zmq
 
 from poolgrid.process.tasks import MESSAGES_PER_TURN, TURN_S, WITHOUT_A_CLOCK, BulkWork
-from poolgrid.wire.addresses import TCP
+from poolgrid.wire.addresses import TCP, bracketed
 from poolgrid.wire.limits import FRAME_BYTES_MAX
 
 log = logging.getLogger(__name__)
@@ -368,21 +369,65 @@ def _choose_family(socket: zmq.Socket[bytes], endpoint: str) -> None:
 
 
 def _needs_ipv6(host: str) -> bool:
-    """Return whether a host, an address or a name, is reached by IPv6 only.
-
-    A name is looked up, as ZMQ does next. Where that fails it may be known later, so what the machine has counts.
-    """
+    """Return whether a host, an address or a name, is reached by IPv6 only."""
     if ":" in host:
         return True
     if host in ("", "*") or _IPV4.fullmatch(host):
         return False
+    found = _names.needs_ipv6(host)
+    return not _has_ipv4() if found is None else found
+
+
+class _NameFamilies:
+    """The families of the addresses of names, looked up in threads: a name server may take seconds to answer, and
+    sockets are made on event loops. Threads share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[str, tuple[bool | None, float]] = {}
+        """By name, the answer found last and when, the oldest first."""
+        self._running: dict[str, threading.Event] = {}
+
+    def needs_ipv6(self, host: str) -> bool | None:
+        """Return whether a name has addresses of IPv6 only; ``None`` where that is not known, or not in time."""
+        with self._lock:
+            known = self._found.get(host)
+            kept_s = LOOKUP_KEPT_S if known is not None and known[0] is not None else UNKNOWN_KEPT_S
+            if known is not None and monotonic() - known[1] < kept_s:
+                return known[0]
+            done = self._running.get(host)
+            if done is None and len(self._running) < LOOKUPS_MAX:
+                done = self._running[host] = threading.Event()
+                threading.Thread(target=self._look_up, args=(host, done), daemon=True, name="name look-up").start()
+        if done is None or not done.wait(LOOKUP_WAIT_S):
+            return None if known is None else known[0]
+        with self._lock:
+            known = self._found.get(host)
+        return None if known is None else known[0]
+
+    def _look_up(self, host: str, done: threading.Event) -> None:
+        found = _only_ipv6(host)
+        with self._lock:
+            self._found.pop(host, None)
+            self._found[host] = found, monotonic()
+            if len(self._found) > NAMES_MAX:
+                del self._found[next(iter(self._found))]
+            del self._running[host]
+        done.set()
+
+
+def _only_ipv6(name: str) -> bool | None:
+    """Return whether a name has addresses of IPv6 only; ``None`` where it has none."""
     for family, is_ipv6 in ((sockets.AF_INET, False), (sockets.AF_INET6, True)):
         try:
-            sockets.getaddrinfo(host, None, family, sockets.SOCK_STREAM)
+            sockets.getaddrinfo(name, None, family, sockets.SOCK_STREAM)
         except (OSError, UnicodeError):
             continue
         return is_ipv6
-    return not _has_ipv4()
+    return None
+
+
+_names = _NameFamilies()
 
 
 def _has_ipv4() -> bool:
@@ -395,14 +440,25 @@ def _has_ipv4() -> bool:
     return True
 
 
+LOOKUP_WAIT_S = 0.1
+"""How long the look-up of a name is waited for, once in ``LOOKUP_KEPT_S``: name servers of a cluster answer in some
+milliseconds. A name that takes longer counts as not known yet: the family that the machine has is used."""
+
+LOOKUP_KEPT_S = 30.0
+"""How long an answer is used; sockets that reconnect look up addresses themselves."""
+
+UNKNOWN_KEPT_S = 1.0
+"""The same of a name without addresses: names of new processes appear any moment."""
+
+LOOKUPS_MAX = 32
+"""Look-ups at a time, each a thread. Beyond it a name counts as not known yet."""
+
+NAMES_MAX = 4096
+"""Names whose answer is kept, about as many as a router has connections."""
+
 _IPV4 = re.compile(r"[0-9.]+")
 _ELSEWHERE = ("192.0.2.1", 9)
 """An address for documentation (RFC 5737): it stands for all that a default route leads to."""
-
-
-def bracketed(host: str) -> str:
-    """Return a host as it stands before a port: addresses of IPv6 in brackets."""
-    return f"[{host}]" if ":" in host else host
 
 
 def port_of(endpoint: str) -> int:

@@ -41,6 +41,11 @@ IPC_PATH_BYTES_MAX = 107
 """What a Unix socket's path has room for on Linux, without its final zero."""
 
 
+def bracketed(host: str) -> str:
+    """Return a host as it stands before a port: addresses of IPv6 in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
 def host_problem(host: str) -> str | None:
     """Return why a host (no brackets around IPv6) cannot be connected to, or ``None``."""
     if not host:
@@ -103,15 +108,44 @@ def http_url_problem(url: str) -> str | None:
     for scheme in ("http://", "https://"):
         if url.startswith(scheme):
             place, slash, path = url.removeprefix(scheme).partition("/")
-            if slash and not (path.isascii() and path.isprintable() and not set(path) & set(' ?#"<>\\^`{|}')):
+            is_plain = path.isascii() and path.isprintable() and not set(path) & set(' ?#"<>\\^`{|}')
+            if (slash and not is_plain) or set(place) & set("?#"):
                 return "has a path with a query, a fragment, a space or characters that URLs do not have"
-            return _place_problem(place, port_needed=False)
+            problem = _place_problem(place, port_needed=False)
+            # A password may hold the first slash; any other problem would show what is in front of it.
+            return _HAS_USER if problem is not None and "@" in path else problem
     return "begins with neither http:// nor https://"
+
+
+def without_credentials(address: str) -> str:
+    """Return an address, usable or not, as errors, logs and answers may show it.
+
+    A user name and a password (all in front of the last ``@``: a password that is not percent-encoded may hold ``/``
+    and ``@`` itself) and the query of an HTTP URL are ``***``.
+    """
+    found = _SCHEME.match(address)
+    head = "" if found is None else found[0]
+    _, at, place = address[len(head) :].rpartition("@")
+    if _HTTP.search(head):
+        place = _QUERY.sub(r"\1***", place)
+    return f"{head}{'***@' if at else ''}{place}"
+
+
+_HTTP = re.compile(r"(?<!\+)https?://$", re.IGNORECASE)
+"""Not ``k8s+http://``, whose query selects pods."""
+
+_QUERY = re.compile(r"([?#]).*", re.DOTALL)
+
+_SCHEME = re.compile(r"([^@]*=)?[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+"""The scheme of an address, after the name or role that some options put in front (``prefill=http://...``)."""
+
+
+_HAS_USER = "has a user name in it, which is not sent anywhere"
 
 
 def _place_problem(place: str, port_needed: bool) -> str | None:
     if "@" in place:
-        return "has a user name in it, which is not sent anywhere"
+        return _HAS_USER
     if place.startswith("["):
         host, bracket, rest = place[1:].partition("]")
         if not bracket or ":" not in host:
@@ -176,9 +210,10 @@ def parse_name(address: str) -> EndpointName:
     """Return the name in a ``dyn://`` address; raises ``ValueError``."""
     parts = address.removeprefix(SCHEME).split(".")
     if not is_name(address) or len(parts) != 3:
-        raise ValueError(f"{address!r} is not of the form {SCHEME}namespace.component.endpoint")
+        raise ValueError(f"{without_credentials(address)!r} is not of the form {SCHEME}namespace.component.endpoint")
     for word, part in zip(("namespace", "component", "endpoint"), parts, strict=True):
         problem = part_problem(part)
         if problem is not None:
-            raise ValueError(f"the {word} of {address!r} is {part!r}, which {problem}")
+            shown = without_credentials(address)
+            raise ValueError(f"the {word} of {shown!r} is {without_credentials(part)!r}, which {problem}")
     return EndpointName(*parts)

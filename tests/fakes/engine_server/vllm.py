@@ -20,7 +20,7 @@ from xxhash import xxh3_64_intdigest
 
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.transport.zmq_socket import bracketed
+from poolgrid.wire.addresses import bracketed
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.multimodal import digest_media
 from tests.consolidator.pub_engine import PubEngine

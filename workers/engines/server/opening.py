@@ -12,7 +12,7 @@ import msgspec
 
 from poolgrid.http.http_client import HttpTarget
 from poolgrid.transport.security import is_loopback
-from poolgrid.wire.addresses import ip_endpoint_problem
+from poolgrid.wire.addresses import bracketed, ip_endpoint_problem
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.identifiers import Role
@@ -312,7 +312,7 @@ def _serving(settings: EngineServerSettings, started: bool) -> tuple[str, ...]:
         # Gateways speak plain HTTP to pods. A server of the worker's own is on loopback, unless its arguments say more.
         return ()
     host = settings.advertised_host if is_loopback(target.host) else target.host
-    endpoint = f"[{host}]:{target.port}" if ":" in host and not host.startswith("[") else f"{host}:{target.port}"
+    endpoint = f"{bracketed(host)}:{target.port}"
     return () if ip_endpoint_problem(endpoint) else (endpoint,)
 
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
-from poolgrid.http.http_client import ClientExchange, HttpClient, HttpTarget, RequestFailed, bearer
+from poolgrid.http.http_client import ClientExchange, HttpClient, HttpTarget, RequestFailed
 from poolgrid.process.clock import Clock
 from poolgrid.wire.errors import DecodeError
 
@@ -65,9 +65,7 @@ class ServerClient:
         self.target = HttpTarget(url)
         headers = ["Content-Type: application/json", "User-Agent: poolgrid"]
         self._has_key = bool(api_key)
-        if api_key:
-            headers.append(bearer(api_key))
-        self.http = HttpClient(self.target, clock, headers)
+        self.http = HttpClient(self.target, clock, headers, api_key=api_key)
 
     async def ask(
         self, path: str, method: str = "GET", body: bytes = b"", timeout_s: float = QUESTION_TIMEOUT_S
@@ -85,7 +83,7 @@ class ServerClient:
                 f"engine_api_key {given}: {self.target.url}{path} answers with status {answer.status}", answer.status
             )
         if answer.status != 200:
-            said = answer.body[:300].decode(errors="replace")
+            said = answer.excerpt(answer.body)
             raise ServerError(f"asking {self.target.url}{path}: status {answer.status}: {said}", answer.status)
         return bytes(answer.body)
 

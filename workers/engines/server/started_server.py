@@ -33,6 +33,7 @@ from poolgrid.process.leash import leashed
 from poolgrid.process.restart_pace import RestartPace
 from poolgrid.process.tasks import cancel_all, owned
 from poolgrid.transport.bound_socket import ReservedPorts, bind
+from poolgrid.wire.addresses import bracketed
 from poolgrid.workers.engines.definition import EngineHost
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
 from poolgrid.workers.engines.server.core.launching import (
@@ -47,7 +48,7 @@ from poolgrid.workers.engines.server.core.launching import (
     publishing_in,
     shown,
 )
-from poolgrid.workers.engines.server.kinds import HEALTH_PATH, ServerKind
+from poolgrid.workers.engines.server.kinds import ServerKind
 from poolgrid.workers.engines.server.server_client import ServerClient, ServerError
 from poolgrid.workers.engines.server.settings import EngineServerSettings
 
@@ -318,7 +319,7 @@ def _prepared(settings: EngineServerSettings, around: EngineHost, kind: ServerKi
         [*executable, *command.arguments],
         command.environment,
         settings.log_dir / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', settings.worker_id)}-server.log",
-        partial(_answers, client),
+        partial(_answers, client, kind.health_path),
         around.say_start,
     )
 
@@ -326,7 +327,7 @@ def _prepared(settings: EngineServerSettings, around: EngineHost, kind: ServerKi
 def _known(settings: EngineServerSettings, wanted: WantedServer, command: ServerCommand) -> dict[str, Any]:
     """Return what the worker knows of a server that it starts, as the settings in which others are told of theirs."""
     reached = (settings.advertise_host or LOOPBACK) if wanted.host in WILDCARDS else wanted.host
-    url = f"http://{f'[{reached}]' if ':' in reached else reached}:{wanted.port}"
+    url = f"http://{bracketed(reached)}:{wanted.port}"
     known: dict[str, Any] = {"engine_url": (url,)}
     if command.block_size is not None:
         known["kv_block_size"] = command.block_size
@@ -393,9 +394,9 @@ def _executable(command: str) -> list[str]:
     return [found, *words[1:]]
 
 
-async def _answers(client: ServerClient) -> bool:
+async def _answers(client: ServerClient, path: str) -> bool:
     try:
-        await client.ask(HEALTH_PATH)
+        await client.ask(path)
     except ServerError:
         return False
     return True

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from poolgrid.cli.command_line import LogChoice, command, log_options
 from poolgrid.cli.options import with_settings
@@ -66,11 +67,21 @@ def consolidator(
         follower = follower_settings(settings, servers)
         if settings.on_nats:
             # Any of the consolidators may be the active one: events go to it over its plane.
-            await asyncio.gather(serve(settings, stop, ready), serve_followed(follower, stop, follows))
+            await both(serve(settings, stop, ready), serve_followed(follower, stop, follows))
         else:
             await serve(settings, stop, ready, companion=ServersBeside(FollowedServers(follower)))
 
     run_service("consolidator", log_choice, main)
+
+
+async def both(*halves: Coroutine[Any, Any, None]) -> None:
+    """Run the parts of a process until they end; the first one that fails ends the other, and its error is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for half in halves:
+                group.create_task(half)
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
 
 
 class ServersBeside(NamedTuple):

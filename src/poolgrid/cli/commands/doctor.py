@@ -15,6 +15,7 @@ from poolgrid.cli.command_line import as_json, command, print_json, router_url
 from poolgrid.cli.doctor_view import view
 from poolgrid.cli.router_client import KEY_NOTE, api_key_headers, found_url, refusal
 from poolgrid.process.terminal_table import terminal
+from poolgrid.wire.addresses import without_credentials
 from poolgrid.wire.answers import DoctorAnswer, PoolList, VerdictRow
 
 TIMEOUT_S = 10.0
@@ -69,10 +70,10 @@ def examine_url(url: str, as_json: bool) -> int:
         with httpx.Client(timeout=TIMEOUT_S, headers=api_key_headers()) as client:
             answer = ask(client, url)
     except (httpx.HTTPError, Unexamined) as error:
-        sys.stderr.write(f"examining {url}: {error or type(error).__name__}\n")
+        sys.stderr.write(f"examining {without_credentials(url)}: {error or type(error).__name__}\n")
         return 2
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        sys.stderr.write(f"examining {url}: the answer is not a router's: {error}\n")
+        sys.stderr.write(f"examining {without_credentials(url)}: the answer is not a router's: {error}\n")
         return 2
     if answer is not None:
         return show(answer, as_json)

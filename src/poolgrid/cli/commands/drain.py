@@ -19,6 +19,7 @@ from poolgrid.cli.command_line import as_json, command, print_json, router_url
 from poolgrid.cli.router_client import KEY_NOTE, api_key_headers, found_url, refusal
 from poolgrid.process.figures import counted
 from poolgrid.transport.security import is_loopback
+from poolgrid.wire.addresses import without_credentials
 from poolgrid.wire.answers import WorkerList, WorkerRow
 
 LOOK_INTERVAL_S = 0.2
@@ -107,7 +108,7 @@ async def _at(url: str, headers: dict[str, str], work: Callable[[httpx.AsyncClie
         async with httpx.AsyncClient(base_url=base, timeout=TIMEOUT_S, headers=headers, verify=checked) as client:
             return await work(client)
     except (DrainFailed, httpx.InvalidURL) as error:
-        click.echo(f"draining at {url}: {error}", err=True)
+        click.echo(f"draining at {without_credentials(url)}: {error}", err=True)
         return 1
 
 

@@ -22,6 +22,7 @@ from poolgrid.cli.command_line import as_json, command, print_json, router_url
 from poolgrid.cli.router_client import KEY_NOTE, api_key_headers, found_url, refusal
 from poolgrid.process.figures import counted, number
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
+from poolgrid.wire.addresses import without_credentials
 from poolgrid.wire.answers import (
     CandidateRow,
     DecisionExplanation,
@@ -242,10 +243,12 @@ def run_explain(request_id: str, url: str, as_json: bool) -> int:
             told = _ask_pools(client, url, answer) if isinstance(answer, PlacedExplanation) else {}
         of_pools = {name: msgspec.json.decode(each.content, type=RequestExplanation) for name, each in told.items()}
     except httpx.HTTPError as error:
-        sys.stderr.write(f"explaining {request_id!r}: {url} does not answer: {error or type(error).__name__}\n")
+        why = error or type(error).__name__
+        sys.stderr.write(f"explaining {request_id!r}: {without_credentials(url)} does not answer: {why}\n")
         return 1
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        sys.stderr.write(f"explaining {request_id!r}: the answer of {url} is not a router's: {error}\n")
+        shown = without_credentials(url)
+        sys.stderr.write(f"explaining {request_id!r}: the answer of {shown} is not a router's: {error}\n")
         return 1
     if as_json:
         # As it came: what this version does not know of is in it too.

@@ -31,7 +31,7 @@ from poolgrid.diagnosis.rules import Cause
 from poolgrid.process import lifecycle
 from poolgrid.process.figures import UNKNOWN, counted, milliseconds, number, percent, size
 from poolgrid.process.terminal_table import Heading, TerminalTable, terminal
-from poolgrid.wire.addresses import is_name
+from poolgrid.wire.addresses import is_name, without_credentials
 from poolgrid.wire.answers import (
     DecisionList,
     DecisionRow,
@@ -108,6 +108,10 @@ class Frame(msgspec.Struct, frozen=True):
     """Registered processes, with --fleet."""
     sessions: SessionList | None = None
     """The sessions of the pool, when they were asked."""
+
+    @property
+    def place(self) -> str:
+        return without_credentials(self.url)
 
 
 def usage_bar(used: int, total: int) -> Text:
@@ -300,7 +304,7 @@ def _pool_parts(frame: Frame, pools: PoolList) -> list[RenderableType]:
         f"{count} {state}" for state in _POOL_STYLES if (count := sum(row.state == state for row in pools.data))
     )
     in_flight = sum(row.in_flight for row in pools.data)
-    headline = f"{frame.url}   pools: {states or 'none'}   in flight: {in_flight:,}   revision {pools.revision:,}"
+    headline = f"{frame.place}   pools: {states or 'none'}   in flight: {in_flight:,}   revision {pools.revision:,}"
     parts: list[RenderableType] = [Text(headline, style="bold")]
     parts.append(queue_line(pools.queue))
     parts.append(_table("pools", POOL_COLUMNS, pools.data))
@@ -320,7 +324,7 @@ def _fleet_parts(frame: Frame, fleet: FleetList) -> list[RenderableType]:
         counts[row.component] = counts.get(row.component, 0) + 1
     have = ", ".join(f"{count} {component}" for component, count in sorted(counts.items()))
     namespaces = counted(len({row.namespace for row in fleet.data}), "namespace")
-    headline = f"{frame.url}   names: {fleet.names} at {fleet.where}   {namespaces}: {have or 'none'}"
+    headline = f"{frame.place}   names: {fleet.names} at {fleet.where}   {namespaces}: {have or 'none'}"
     table = _table("processes", NAMED_COLUMNS, fleet.data[:WORKERS_SHOWN_MAX])
     if len(fleet.data) > WORKERS_SHOWN_MAX:
         table.note = f"not shown: {counted(len(fleet.data) - WORKERS_SHOWN_MAX, 'more instance')}"
@@ -343,7 +347,7 @@ def view(frame: Frame) -> RenderableType:
         running = sum(row.running_requests for row in rows)
         waiting = sum(row.waiting_requests for row in rows)
         headline = (
-            f"{frame.url}   workers: {states or 'none'}   requests: {running:,} running, {waiting:,} waiting   "
+            f"{frame.place}   workers: {states or 'none'}   requests: {running:,} running, {waiting:,} waiting   "
             f"journal offset {frame.workers.offset:,}"
         )
         parts.append(Text(headline, style="bold"))
@@ -353,7 +357,7 @@ def view(frame: Frame) -> RenderableType:
     if frame.fault is not None:
         is_known = any(each is not None for each in (frame.workers, frame.pools, frame.fleet))
         known = "; below is what was known last" if is_known else ""
-        parts.append(Text(f"{frame.url} does not answer: {frame.fault}{known}", style="red"))
+        parts.append(Text(f"{frame.place} does not answer: {frame.fault}{known}", style="red"))
     if frame.fleet is not None:
         parts += _fleet_parts(frame, frame.fleet)
     if frame.pools is not None:
@@ -520,7 +524,7 @@ def watch(
 def _unusable(url: str, interval_s: float, once: bool, as_json: bool) -> str:
     """Return why the arguments cannot be used; empty when they can."""
     if not url.startswith(("http://", "https://")):
-        return f"url is {url!r}, allowed are http://HOST[:PORT] and https://HOST[:PORT]"
+        return f"url is {without_credentials(url)!r}, allowed are http://HOST[:PORT] and https://HOST[:PORT]"
     if not 0.05 <= interval_s <= 3600:
         return f"interval is {interval_s} s, allowed are values from 0.05 to 3600"
     return "--json needs --once: a live view is for people" if as_json and not once else ""

@@ -1,7 +1,7 @@
-"""The door of the HTTP server when there are API keys: which requests may pass, and to which paths.
+"""Authorization of HTTP requests by API key and path.
 
-Every path is in one of three classes, and what is in none needs an operator's key: no new endpoint is open by
-forgetting it. Without ``--api-keys`` there is no gate, and nothing here costs anything.
+Every path has one of three classes. A path without a class needs an operator's key, so a new endpoint is closed by
+default. Without ``--api-keys`` no gate is made.
 """
 
 from __future__ import annotations

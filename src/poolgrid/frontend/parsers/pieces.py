@@ -1,7 +1,5 @@
-"""The vocabulary of the parsers: pieces of an answer, and what every parser can do.
-
-Find markers (``<think>``, ``[TOOL_CALLS]``) in text that arrives in pieces, and trim the white space around them.
-"""
+"""Pieces of an answer, the interface of the parsers that make them, and the search for markers (``<think>``,
+``[TOOL_CALLS]``) in text that arrives in parts."""
 
 from __future__ import annotations
 

@@ -75,6 +75,17 @@ class ResponsesEncoder(PieceEncoder[Event]):
     def end(self, counts: dict[str, Any]) -> bytes:
         """Return the event of the complete response."""
         self._complete(counts)
+        return self._end()
+
+    def not_stored(self) -> bytes:
+        """Return the end of a complete answer again, with ``store`` false."""
+        self.response["store"] = False
+        if not self._sequence_number:
+            return _encode(self.response)
+        self._sequence_number -= 1
+        return self._end()
+
+    def _end(self) -> bytes:
         return self._events([(f"response.{self.response['status']}", {"response": self.response})])
 
     def error(self, error: RequestError) -> bytes:

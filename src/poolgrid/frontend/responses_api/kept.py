@@ -9,10 +9,13 @@ Rules
     2. Responses that lead to each other are one conversation. What is too much is forgotten by whole conversations, the
        one that was used longest ago first: half a conversation could not continue. An owner has an equal part of
        ``budget_bytes``; what is kept of owners that are no more goes when the whole is full.
-    3. A conversation that alone is larger than its owner's part is forgotten too, its latest turn with it.
+    3. A conversation that alone is larger than its owner's part is forgotten, its latest turn with it, and no other for
+       it.
     4. A conversation that was not used for ``ttl_s`` is forgotten.
     5. All is in one SQLite database: in memory, or in a file, which the HTTP processes of one router share. A file of
-       another version is begun again. What cannot be written is lost, and the answer goes out all the same.
+       another version is begun again. A response that cannot be written is delivered with ``store`` false: its client
+       has the answer, and knows that it cannot continue from it.
+    6. Reading needs no room on the disk: a time of use that cannot be written is lost.
 
 Every call waits for a thread of the store's own: a file may have to wait for its disk or for another process.
 """
@@ -182,6 +185,11 @@ class ResponseStore:
                 "SELECT owner, root FROM conversations WHERE used_ms < ?", (now_ms - self._ttl_ms,)
             ).fetchall():
                 self._drop(*stale)
+            (size,) = database.execute(
+                "SELECT bytes FROM conversations WHERE owner = ? AND root = ?", (owner.name, root)
+            ).fetchone()
+            if size > part:
+                self._drop(owner.name, root)  # first: others would be forgotten for it in vain
             self._make_room(part, "WHERE owner = ?", (owner.name,))
             self._make_room(self._budget_bytes)
             return self._find(owner.name, kept.id) is not None
@@ -226,23 +234,25 @@ class ResponseStore:
                 return None
             found.append(kept)
             following = kept.previous
-        with self._database:
-            self._database.execute(
-                "UPDATE conversations SET used_ms = ? WHERE owner = ? AND root = ?",
-                (int(self._clock.wall_ms()), owner, found[-1].id),
-            )
+        self._touch(owner, found[-1].id)
         return found[::-1]
 
     def _items(self, owner: str, response_id: str, part: Part) -> bytes:
         kept = self._find(owner, response_id)
         if kept is None:
             return b"[]"
-        with self._database:
-            self._database.execute(
-                "UPDATE conversations SET used_ms = ? WHERE owner = ? AND root = ?",
-                (int(self._clock.wall_ms()), owner, self._root(owner, response_id)),
-            )
+        self._touch(owner, self._root(owner, response_id))
         return kept.input if part == "input" else kept.output
+
+    def _touch(self, owner: str, root: str) -> None:
+        try:
+            with self._database:
+                self._database.execute(
+                    "UPDATE conversations SET used_ms = ? WHERE owner = ? AND root = ?",
+                    (int(self._clock.wall_ms()), owner, root),
+                )
+        except sqlite3.OperationalError as error:
+            log.warning("the time of use of a kept response is not written: %s", error)
 
     def _forget(self, owner: str, response_id: str) -> bool:
         with self._database:
@@ -390,8 +400,10 @@ class KeptResponses:
             return AnswerForm(partial(_encoder, body, False), counts_reasoning=True)
         return AnswerForm(partial(_encoder, body, True), partial(self._keep, self.store, body, owner), True)
 
-    async def _keep(self, store: ResponseStore, body: ResponsesBody, owner: Owner, encoder: ResponsesEncoder) -> None:
-        """Keep a complete answer, before its client can ask for it."""
+    async def _keep(
+        self, store: ResponseStore, body: ResponsesBody, owner: Owner, encoder: ResponsesEncoder
+    ) -> bytes | None:
+        """Keep a complete answer, before its client can ask for it; return the end of one that is not kept."""
         response = encoder.response
         encode = msgspec.json.encode
         entry = KeptResponse(
@@ -401,7 +413,9 @@ class KeptResponses:
             output=encode(response["output"]),
             response=encode(response),
         )
-        self.count("kept" if await store.keep(owner, entry) else "lost")
+        is_kept = await store.keep(owner, entry)
+        self.count("kept" if is_kept else "lost")
+        return None if is_kept else encoder.not_stored()
 
     def _why_not(self, owner: Owner | None) -> str:
         if self.store is None:

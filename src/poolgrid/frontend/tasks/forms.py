@@ -3,8 +3,7 @@
 Rules
     1. What delimits fields is searched for in one pass. A field's head is ``HEAD_BYTES_MAX`` long at the most, so what
        is done with it is bounded whatever is in it.
-    2. Of a head the name counts, and whether there is a file name. Folded lines and encoded names are not read:
-       RFC 7578 has none.
+    2. Of a head the name counts, and whether there is a file name.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from poolgrid.forwarding.multipart import boundary_of, read_part_head
 from poolgrid.frontend.errors import RequestError, invalid, quoted
 
 FIELDS_MAX: Final = 64
@@ -26,9 +26,6 @@ HEAD_BYTES_MAX: Final = 1024
 CONTENT_TYPE_BYTES_MAX: Final = 512
 """Of the form: a boundary has up to 70."""
 
-_BOUNDARY: Final = re.compile(rb";\s{0,8}boundary=(?:\"([^\"\r\n]{1,70})\"|([^\s;\"]{1,70}))", re.IGNORECASE)
-_DISPOSITION: Final = re.compile(rb"content-disposition:\s{0,8}form-data\s{0,8}(;.*)", re.IGNORECASE)
-_PARAMETER: Final = re.compile(rb";\s{0,8}([a-z]{1,16})=(?:\"((?:[^\"\\]|\\.)*)\"|([^\s;\"]*))", re.IGNORECASE)
 _NUMBER: Final = re.compile(r"-?\d{1,19}(\.\d{1,19})?")
 _TEXTS: Final = frozenset({"model", "prompt", "negative_prompt", "seconds", "size"})
 """Fields that stay texts, whatever they look like."""
@@ -39,8 +36,8 @@ def read_form(raw: bytes, content_type: bytes) -> bytes:
 
     Raises ``RequestError``.
     """
-    boundary = _BOUNDARY.search(content_type[:CONTENT_TYPE_BYTES_MAX])
-    parts = [] if boundary is None else raw.split(b"--" + (boundary[1] or boundary[2]), FIELDS_MAX + 1)
+    boundary = boundary_of(content_type[:CONTENT_TYPE_BYTES_MAX])
+    parts = [] if boundary is None else raw.split(b"--" + boundary, FIELDS_MAX + 1)
     if len(parts) < 2 or not parts[-1].startswith(b"--"):
         raise RequestError(
             400,
@@ -57,7 +54,9 @@ def read_form(raw: bytes, content_type: bytes) -> bytes:
                 f"reading the request body: the head of a field of the form is longer than {HEAD_BYTES_MAX} bytes, or "
                 "has no end",
             )
-        name, is_file = _named(part[:end])
+        name, is_file = read_part_head(part[:end])
+        if not name:
+            raise RequestError(400, "invalid_form", "reading the request body: a field of the form has no name")
         data = part[end + 4 :].removesuffix(b"\r\n")
         value: Any
         if is_file:
@@ -76,18 +75,6 @@ def read_form(raw: bytes, content_type: bytes) -> bytes:
         else:
             found[name] = value
     return msgspec.json.encode(found)
-
-
-def _named(head: bytes) -> tuple[str, bool]:
-    """Return a field's name, and whether it is a file."""
-    disposition = next(filter(None, map(_DISPOSITION.fullmatch, head.split(b"\r\n"))), None)
-    given = (
-        {} if disposition is None else {m[1].lower(): m[3] or m[2] or b"" for m in _PARAMETER.finditer(disposition[1])}
-    )
-    name = given.get(b"name")
-    if not name:
-        raise RequestError(400, "invalid_form", "reading the request body: a field of the form has no name")
-    return re.sub(rb"\\(.)", rb"\1", name).decode(errors="replace"), b"filename" in given
 
 
 def _json(name: str, text: str) -> Any:

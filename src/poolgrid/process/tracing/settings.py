@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from poolgrid.process.settings import Settings
+from poolgrid.wire.addresses import without_credentials
 from poolgrid.wire.trace_context import SAMPLED, TracePlace
 
 ID_HALF = 1 << 64
@@ -110,7 +111,7 @@ def trace_target(settings: TraceSettings, environment: Mapping[str, str]) -> Tra
     where = urlsplit(endpoint)
     if where.scheme not in ("http", "https") or not where.hostname:
         raise ValueError(
-            f"sending traces: the endpoint is {endpoint!r}, allowed are http://host:port and https://host:port"
+            f"sending traces: the endpoint is {without_credentials(endpoint)!r}, allowed are http://host:port and https://host:port"
         )
     protocol = _protocol_of(environment)
     if protocol is None:
@@ -125,7 +126,8 @@ def _port(endpoint: str) -> int | None:
     try:
         return urlsplit(endpoint).port
     except ValueError:
-        raise ValueError(f"sending traces: the endpoint is {endpoint!r}, whose port is no number") from None
+        shown = without_credentials(endpoint)
+        raise ValueError(f"sending traces: the endpoint is {shown!r}, whose port is no number") from None
 
 
 def _endpoint_of(environment: Mapping[str, str]) -> tuple[str, bool] | None:

@@ -20,6 +20,7 @@ from typing import Protocol
 from poolgrid.process.clock import Clock
 from poolgrid.process.tracing.record import SpanKind, TraceRecord
 from poolgrid.process.tracing.settings import Sampler, TraceSampling, TraceSettings, trace_target
+from poolgrid.wire.addresses import without_credentials
 from poolgrid.wire.trace_context import TraceContext, TracePlace, caller_context, read_traceparent
 
 
@@ -92,18 +93,16 @@ def open_tracing(
     target = trace_target(settings, os.environ)
     if target is None:
         return None
+    shown = without_credentials(target.endpoint)
     try:
         from poolgrid.process.tracing.otel import OtelSink, make_exporter
     except ImportError as error:
         raise ValueError(
-            f"sending traces to {target.endpoint}: {error}; install poolgrid[otel], or unset the variables that begin "
-            "with OTEL_"
+            f"sending traces to {shown}: {error}; install poolgrid[otel], or unset the variables that begin with OTEL_"
         ) from None
     sink = OtelSink(make_exporter(target), service, instance)
     tracing = Tracing(target.sampling, sink, clock)
     # In a thread: a receiver that does not answer is waited for a moment.
     opened.push_async_callback(asyncio.to_thread, tracing.close)
-    log.info(
-        "traces go to %s (%s), %g of those that begin here", target.endpoint, target.protocol, target.sampling.ratio
-    )
+    log.info("traces go to %s (%s), %g of those that begin here", shown, target.protocol, target.sampling.ratio)
     return tracing

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from poolgrid.http import http_client
-from poolgrid.http.http_client import HttpClient, HttpTarget, RequestFailed, bearer, excerpt
+from poolgrid.http.http_client import HttpClient, HttpTarget, RequestFailed
 from poolgrid.process.clock import Clock
 
 __all__ = ["BenchExchange", "Client", "HttpTarget", "RequestFailed", "Usage"]
@@ -140,9 +140,9 @@ class BenchExchange(http_client.ClientExchange):
         try:
             chunk = _decode_chunk(data)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise RequestFailed("protocol", f"a chunk does not decode ({error}): {excerpt(data)}") from None
+            raise RequestFailed("protocol", f"a chunk does not decode ({error}): {self.excerpt(data)}") from None
         if chunk.error is not None:
-            raise RequestFailed("stream-error", excerpt(msgspec.json.encode(chunk.error)))
+            raise RequestFailed("stream-error", self.excerpt(msgspec.json.encode(chunk.error)))
         if chunk.usage is not None:
             self.usage = chunk.usage
         for choice in chunk.choices:
@@ -177,7 +177,7 @@ class BenchExchange(http_client.ClientExchange):
         self.finished_ms = self.now_ms
         if self.status != 200:
             retry = f" (Retry-After: {self.retry_after})" if self.retry_after is not None else ""
-            raise RequestFailed(f"http-{self.status}", f"{excerpt(self._body)}{retry}")
+            raise RequestFailed(f"http-{self.status}", f"{self.excerpt(self._body)}{retry}")
         if not self.done and self.finish_reason is None:
             raise RequestFailed("stream-cut", f"the stream ended after {self.chunks} chunks without an end mark")
 
@@ -202,9 +202,7 @@ class Client:
     ) -> None:
         self._request_timeout_s = request_timeout_s
         headers = ["Content-Type: application/json", "Accept: text/event-stream", "User-Agent: poolgrid-bench"]
-        if api_key:
-            headers.append(bearer(api_key))
-        self._http = HttpClient(target, clock, headers, connect_timeout_s=connect_timeout_s)
+        self._http = HttpClient(target, clock, headers, api_key=api_key or "", connect_timeout_s=connect_timeout_s)
 
     async def post(self, path: str, body: bytes) -> BenchExchange:
         """Send one request and return its finished exchange, or raise ``RequestFailed``."""

@@ -47,6 +47,7 @@ from poolgrid.tools.bench.statistics import Measurements, Point, Report, Series,
 from poolgrid.tools.bench.table import report_table, series_table
 from poolgrid.tools.bench.trace import TraceError, ideal_cached_token_ratio, plan_trace, read_trace
 from poolgrid.wire.hashing import stable_u64
+from poolgrid.wire.secret_texts import without_received_bytes
 
 REQUESTS_DEFAULT = 100
 """Requests of a closed loop with neither a number nor a duration."""
@@ -84,7 +85,7 @@ async def until_ready(target: HttpTarget, settings: BenchSettings) -> None:
                     return
                 why = f"status {answer.status_code}: {answer.text[:200]}"
             except httpx.HTTPError as error:
-                why = str(error)
+                why = without_received_bytes(error)
             if loop.time() >= deadline_s:
                 raise BenchError(
                     f"asking {url} for {settings.start_timeout_ms / 1000:g} s: {why}; is the endpoint running, and "
@@ -100,7 +101,9 @@ async def detect_model(target: HttpTarget, settings: BenchSettings) -> str:
         async with _http() as client:
             answer = await client.get(url)
     except httpx.HTTPError as error:
-        raise BenchError(f"asking {url}: {error}; is the endpoint running, and is --url right?") from None
+        raise BenchError(
+            f"asking {url}: {without_received_bytes(error)}; is the endpoint running, and is --url right?"
+        ) from None
     if settings.model is not None:
         return settings.model
     try:

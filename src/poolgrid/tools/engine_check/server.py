@@ -10,6 +10,7 @@ import msgspec
 from poolgrid.process.clock import Clock
 from poolgrid.tools.engine_check.core.evidence import CheckProbe, ServerStatement
 from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.secret_texts import blotted, without_received_bytes
 from poolgrid.workers.engines.registry import server_kinds
 from poolgrid.workers.engines.server.core.server_facts import ServerFacts
 from poolgrid.workers.engines.server.kinds import learn
@@ -38,6 +39,10 @@ class EngineServer:
         self._client = client
         self._asked = ServerClient(url, clock, api_key)
         self._url = self._asked.target.url
+        self._secrets = (api_key.encode(),)
+
+    def _shown(self, answer: bytes) -> str:
+        return blotted(answer, self._secrets)[:ANSWER_BYTES_SHOWN].decode(errors="replace")
 
     def close(self) -> None:
         self._asked.close()
@@ -78,15 +83,13 @@ class EngineServer:
         try:
             answer = await self._client.post(f"{self._url}{path}", json=body, headers=headers)
         except httpx.HTTPError as error:
-            return ProbeAnswer(failure=f"asking {path}: {str(error) or type(error).__name__}")
+            return ProbeAnswer(failure=f"asking {path}: {without_received_bytes(error)}")
         if answer.status_code != 200:
-            return ProbeAnswer(failure=f"{path} answered {answer.status_code}: {answer.text[:ANSWER_BYTES_SHOWN]}")
+            return ProbeAnswer(failure=f"{path} answered {answer.status_code}: {self._shown(answer.content)}")
         try:
             return _answer(msgspec.json.decode(answer.content))
         except (msgspec.MsgspecError, KeyError, TypeError, IndexError, ValueError) as error:
-            return ProbeAnswer(
-                failure=f"{path} answered what cannot be read ({error}): {answer.text[:ANSWER_BYTES_SHOWN]}"
-            )
+            return ProbeAnswer(failure=f"{path} answered what cannot be read ({error}): {self._shown(answer.content)}")
 
 
 def _completion(probe: CheckProbe, model: str) -> tuple[str, dict[str, Any]]:

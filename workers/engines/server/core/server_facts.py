@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from poolgrid.wire.addresses import bracketed
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX, LORAS_PER_WORKER_MAX
 from poolgrid.workers.core.refusal import count_of
 
@@ -181,7 +182,7 @@ def reachable(endpoint: str, server_host: str) -> str:
     host = parts.hostname or ""
     if host in ("0.0.0.0", "::"):
         host = server_host
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return f"tcp://{bracketed(host)}:{port}"
 
 
 def doubt_of_family(endpoint: str, server_host: str) -> str:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
-from poolgrid.wire.addresses import http_url_problem
+from poolgrid.wire.addresses import bracketed, http_url_problem, without_credentials
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 
 ROLES = ("aggregated", "prefill", "decode")
@@ -97,7 +97,7 @@ def read_entry(text: str) -> Listed:
     """Return what an entry stands for; raises ``ValueError``."""
     role, given = role_and_url(text, ROLES[0])
     if len(given) > URL_CHARS_MAX or not given.isprintable() or " " in given:
-        raise ValueError(f"{text[:80]!r} is no URL, allowed are http://HOST:PORT, {DNS_FORM} and {PODS_FORM}")
+        raise ValueError(f"{_shown(text)} is no URL, allowed are http://HOST:PORT, {DNS_FORM} and {PODS_FORM}")
     if given.startswith(DNS):
         return _dns_name(given, role)
     if given.startswith(PODS):
@@ -110,12 +110,16 @@ def read_entry(text: str) -> Listed:
     if problem is None and len(entry.url) > IDENTIFIER_BYTES_MAX:
         problem = f"has {len(entry.url)} characters, allowed are at most {IDENTIFIER_BYTES_MAX}"
     if problem is not None:
-        shown = "an entry" if "@" in text else repr(text[:80])  # what is before @ may be a password
         raise ValueError(
-            f"{shown} is no server, it {problem}; allowed are http://HOST:PORT, https://HOST:PORT, {DNS_FORM} and "
-            f"{PODS_FORM}"
+            f"{_shown(text)} is no server, it {problem}; allowed are http://HOST:PORT, https://HOST:PORT, {DNS_FORM} "
+            f"and {PODS_FORM}"
         )
     return entry
+
+
+def _shown(text: str) -> str:
+    """Return an entry as an error may show it; an unread one may hold a password."""
+    return repr(without_credentials(text)[:80])
 
 
 class _Split(NamedTuple):
@@ -132,7 +136,8 @@ def _split(text: str, allowed: str) -> _Split:
         parts = urlsplit(text)
         port = parts.port
     except ValueError as error:
-        raise ValueError(f"{text[:80]!r}: {error}; allowed are {allowed}") from None
+        why = "has a user name in it" if "@" in text else str(error)  # the error shows what it took for the port
+        raise ValueError(f"{_shown(text)}: {why}; allowed are {allowed}") from None
     host = parts.hostname or ""
     return _Split(parts.scheme, parts.netloc.lower(), host, port, parts.path, parts.query)
 
@@ -140,7 +145,7 @@ def _split(text: str, allowed: str) -> _Split:
 def _dns_name(text: str, role: str) -> DnsName:
     parts = _split(text.removeprefix(DNS), DNS_FORM)
     if parts.scheme != "http" or not parts.hostname or not parts.port or parts.path.strip("/") or parts.query:
-        raise ValueError(f"{text[:80]!r} is no name of servers, allowed is {DNS_FORM}")
+        raise ValueError(f"{_shown(text)} is no name of servers, allowed is {DNS_FORM}")
     return DnsName(parts.hostname, parts.port, role)
 
 
@@ -157,7 +162,7 @@ def _selector(text: str, role: str) -> PodSelector:
         or not asked.keys() <= {"selector", "namespace"}
     ):
         raise ValueError(
-            f"{text[:80]!r} selects no pods, allowed is {PODS_FORM}, as k8s+http://:8000?selector=app%3Dllm"
+            f"{_shown(text)} selects no pods, allowed is {PODS_FORM}, as k8s+http://:8000?selector=app%3Dllm"
         )
     return PodSelector(labels, parts.port, namespace, role)
 
@@ -175,7 +180,7 @@ def read_file(text: str) -> tuple[ServerEntry, ...]:
             raise ValueError(f"line {number}: {error}") from None
         if not isinstance(entry, ServerEntry):
             raise ValueError(
-                f"line {number}: {given[:80]!r} stands for several servers, allowed are URLs of single ones"
+                f"line {number}: {_shown(given)} stands for several servers, allowed are URLs of single ones"
             )
         if entry.url in found:
             raise ValueError(f"line {number}: {entry.url} is there twice")
@@ -187,7 +192,7 @@ def read_file(text: str) -> tuple[ServerEntry, ...]:
 
 def url_of(host: str, port: int) -> str:
     """Return the URL of a server at an address."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{bracketed(host)}:{port}"
 
 
 @dataclass(slots=True)
