@@ -25,22 +25,25 @@ from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.decisions import RequestDecision, RequestDecisions
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.placing import PoolPlacer
-from poolgrid.global_router.pools import Pools
+from poolgrid.global_router.pools import PoolConnection, Pools, model_status
 from poolgrid.global_router.queue import NEW, Attempt, GlobalRouterQueue, Place, WaitingFlight
 from poolgrid.global_router.settings import TIMINGS, GlobalRouterSettings, Timings
 from poolgrid.global_router.tracker import Flight, GlobalRouterTracker
-from poolgrid.inference import InferenceRequest, Refused, ServedModel
+from poolgrid.inference import OUTPUT_LIMIT, InferenceRequest, Refused, ServedModel
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import detached
+from poolgrid.proxy.changes import POOLGRID
+from poolgrid.proxy.ports import ServerPlace
 from poolgrid.serving.fair_queue import QueuedRequest
 from poolgrid.serving.legs import LegEvent, PlaceNext
 from poolgrid.serving.links import LinksOnDemand
 from poolgrid.serving.metrics import LegTimer
 from poolgrid.serving.request_machine import RequestMachine
-from poolgrid.serving.token_delivery import TokenDelivery
+from poolgrid.serving.token_delivery import CarriedDelivery, TokenDelivery
 from poolgrid.wire.answers import EndpointRow
 from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, Inability, MediaSpec, common
-from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
+from poolgrid.wire.requests import TokenDelta
 from poolgrid.wire.selection import ModelStatus
 from poolgrid.wire.sessions import SessionTurn, tenant_key
 from poolgrid.wire.tasks import TASK_ROLES
@@ -273,12 +276,17 @@ class GlobalRouterService:
         expected = config.outputs.expected(
             request.lora_name or request.model,
             request.expected_output_tokens if hints.osl is None else hints.osl,
-            request.sampling.max_tokens,
+            request.hints.get(OUTPUT_LIMIT, request.sampling.max_tokens),
         )
         record = RequestDecision(
             request.request_id, self._clock.wall_ms(), request.model, isl, config.revision, hints, expected
         )
-        delivery = TokenDelivery(request.request_id, self.tracker.on_client_left)
+        carrier, on_client_left = request.carrier, self.tracker.on_client_left
+        delivery = (
+            TokenDelivery(request.request_id, on_client_left)
+            if carrier is None
+            else CarriedDelivery(request.request_id, on_client_left, carrier.ended)
+        )
         machine = RequestMachine(request, delivery, self._settings.migration_limit)
         now_ms = self._clock.monotonic_ms()
         timer = LegTimer(perf_counter())
@@ -365,12 +373,15 @@ class GlobalRouterService:
             if flight.machine.ended:
                 return None
             try:
-                if leg.work is Stage.PREFILL:
+                if flight.machine.request.carrier is not None:
+                    await self.placer.forward(flight, leg.why, leg.after_loss)
+                elif leg.work is Stage.PREFILL:
                     await self.placer.prefill(flight, leg.why, leg.after_loss)
                 else:
                     await self.placer.place(flight, leg.stage, leg.work, leg.why, leg.after_loss)
             except Refused as refusal:
-                if flight.machine.refusal is not None and refusal.status != 429:
+                is_final = flight.machine.refusal is not None or flight.machine.request.carrier is not None
+                if is_final and refusal.status != 429:
                     raise  # every worker that is there was asked, and refused
                 flight.excluded.clear()  # a worker of the same name may have a new epoch by now
                 return refusal
@@ -398,7 +409,7 @@ class GlobalRouterService:
         if machine.plan.dispatches:
             request = machine.request
             self.queue.count_finished(
-                routed.lane, request.tenant, request.tenant_weight, request.priority, machine.delivery.tokens
+                routed.lane, request.tenant, request.tenant_weight, request.priority, routed.output_tokens
             )
         if routed.moving is not None and routed.moving is not asyncio.current_task():
             routed.moving.cancel()
@@ -408,6 +419,42 @@ class GlobalRouterService:
         for pool in self.pools.all():
             if pool.overall_state(now_ms) is PoolStanding.SATURATED:
                 pool.ask_status()
+
+    # -- pools of engine servers ---------------------------------------------------------------------------------------
+
+    def forwards(self, model: str) -> bool:
+        """Return whether requests go to pools as their clients wrote them: all do, once a pool has engine servers. The
+        routers of other pools answer them too."""
+        return any(pool.has_servers for pool in self.pools.all())
+
+    def place_of(self, worker: WorkerKey) -> ServerPlace | None:
+        """Return the router of a pool; ``None`` once it has left the document."""
+        pool = self.pools.get(worker.worker_id)
+        return None if pool is None else _place(pool)
+
+    def places(self, model: str) -> Sequence[ServerPlace]:
+        """Return the routers of a model's pools, of all pools for an empty name: first those that take requests."""
+        now_ms, in_flight = self._clock.monotonic_ms(), self.in_flight()
+        there = [
+            (pool.overall_state(now_ms) in NOT_THERE, in_flight[pool.name], place, pool)
+            for place, pool in enumerate(self.pools.all())
+            if pool.status is not None and (not model or model_status(pool.status, model) is not None)
+        ]
+        return [_place(pool) for *_, pool in sorted(there, key=lambda each: each[:3])]
+
+    def on_carried(self, request_id: str, delta: TokenDelta) -> None:
+        self.tracker.on_carried(request_id, delta)
+
+    def on_answered(self, request_id: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Take what a pool's router chose."""
+        flight = self.tracker.requests.get(request_id)
+        if flight is None or not flight.record.placements:
+            return
+        told = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+        placement, delivery = flight.record.placements[-1], flight.machine.delivery
+        placement.worker = delivery.worker = told.get("x-poolgrid-worker", "")
+        placement.pool_reason = told.get("x-poolgrid-decision", "")
+        delivery.decision_reason = "-".join(filter(None, (placement.how, placement.pool_reason)))
 
     # -- views -----------------------------------------------------------------------------------------------------
 
@@ -428,3 +475,10 @@ class GlobalRouterService:
 
     def __len__(self) -> int:
         return len(self.tracker.requests)
+
+
+def _place(pool: PoolConnection) -> ServerPlace:
+    status = pool.status
+    kinds = {each.server_kind for each in status.models if each.server_kind} if status is not None else set()
+    kind = "openai" if "openai" in kinds else min(kinds, default=POOLGRID)
+    return ServerPlace(WorkerKey(WorkerId(pool.name)), pool.url, kind, "", 1, is_router=True)

@@ -89,6 +89,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "inference",
         "discovery",
         "frontend",
+        "proxy",
         "serving",
     ),
     "workers.core": ("wire", "kv_events"),

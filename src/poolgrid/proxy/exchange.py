@@ -27,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from poolgrid.forwarding.event_filter import AnswerNotes, ApiForm, EventFilter, read_answer
 from poolgrid.forwarding.headers import blotted, blotted_part, request_headers, response_headers
+from poolgrid.forwarding.hop import OWN_HEADERS, Hop, hop_line
 from poolgrid.forwarding.paths import STATEFUL_COLLECTIONS, RequestTarget
 from poolgrid.frontend.access.gate import CALLER, key_of
 from poolgrid.frontend.access.meter import limit_headers
@@ -415,6 +416,8 @@ class ForwardExchange:
         if self._request is not None and self._kind != place.kind:
             self._change(self._request, place)
         added = [(b"x-request-id", str(self.name).encode()), *server.key_headers]
+        if place.is_router:
+            added.append(hop_line(self._hop()))
         if place.ranks > 1:
             added.append((b"x-data-parallel-rank", b"%d" % place.worker.dp_rank))
         received = self.headers
@@ -426,6 +429,13 @@ class ForwardExchange:
         head = server.head(method, target_of(scope), headers, len(self._sent_body) if has_length else None)
         self._connection = connection
         connection.send(self, (head, self._sent_body) if self._sent_body else (head,), method == b"HEAD")
+
+    def _hop(self) -> Hop:
+        """Return what a pool's router is to know of the request."""
+        request = self._request
+        if request is None:
+            return Hop()
+        return Hop(request.tenant, request.tenant_weight, request.priority)
 
     def _change(self, request: InferenceRequest, place: ServerPlace) -> None:
         """Make the body for a kind of server, and what takes out of the answer again what it asks for."""
@@ -469,6 +479,8 @@ class ForwardExchange:
 
     def _take_head(self, status: int, headers: HeaderList, is_chunked: bool) -> None:
         self._answer_status, self._answer_headers = status, headers
+        if self._request is not None and self._place is not None and self._place.is_router:
+            self._application.backend.on_answered(self._request.request_id, headers)
         is_raw = is_chunked and self.scope["http_version"] == "1.1" and self.scope["method"] != "HEAD"
         # What is looked through for keys is not passed as it came.
         self._is_raw = is_raw and not (self._keys and status >= 400)
@@ -691,8 +703,10 @@ class ForwardExchange:
     async def _send_head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.status = status
         passed = response_headers(headers, self._keys, is_body_changed=self._filter is not None)
-        passed = [pair for pair in passed if pair[0] != b"x-request-id"]
-        passed += self._own_headers()
+        own = self._own_headers()
+        replaced = {name for name, _ in own}
+        passed = [pair for pair in passed if pair[0] not in replaced and not pair[0].startswith(OWN_HEADERS)]
+        passed += own
         self.has_head = True
         await self._send({"type": "http.response.start", "status": status, "headers": passed})
 
@@ -700,16 +714,28 @@ class ForwardExchange:
         application = self._application
         headers = [(b"x-request-id", str(self.name).encode())]
         if not application.isolates:
-            stream = self._stream
-            worker = str(self._place.worker) if self._place is not None else ""
+            stream, place, worker = self._stream, self._place, self._worker()
             if stream is not None:
-                worker = stream.worker
                 headers.append((b"x-poolgrid-decision", stream.decision_reason.encode()))
+                if stream.pool:
+                    headers.append((b"x-poolgrid-pool", stream.pool.encode()))
+            elif place is not None and place.is_router:
+                headers.append((b"x-poolgrid-pool", str(place.worker).encode()))
             if worker:
                 headers.append((b"x-poolgrid-worker", worker.encode()))
         if self._caller is not None:
             headers += limit_headers(self._caller.standing(application.clock.monotonic_ms()))
         return headers
+
+    def _worker(self) -> str:
+        """Return the worker that serves, or served last."""
+        stream, place = self._stream, self._place
+        if stream is not None:
+            return stream.worker
+        if place is None or not place.is_router:
+            return "" if place is None else str(place.worker)
+        told = (value for name, value in self._answer_headers if name == b"x-poolgrid-worker")
+        return next(told, b"").decode("latin-1")
 
     async def _begin_early(self) -> None:
         """Send the head of a stream that still waits in the router's queue."""
@@ -845,6 +871,10 @@ class ForwardExchange:
         return self._notes
 
     @property
+    def output_tokens(self) -> int | None:
+        return self._notes.completion_tokens
+
+    @property
     def _makes_state(self) -> bool:
         """Whether what the answer describes stays at its server under an id."""
         return self.scope["method"] == "POST" and self.target.path in STATEFUL_COLLECTIONS
@@ -871,7 +901,7 @@ class ForwardExchange:
             account=self.account(),
             ttft_ms=None if self.first_token_ms is None else self.first_token_ms - self.arrived_ms,
             duration_ms=now_ms - self.arrived_ms,
-            workers="" if self._place is None else str(self._place.worker),
+            workers=self._worker(),
             trace_id="" if self.trace is None else self.trace.trace_id,
         )
 

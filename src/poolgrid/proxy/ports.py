@@ -20,6 +20,8 @@ class ServerPlace(NamedTuple):
     version: str
     ranks: int
     """Data-parallel ranks behind the URL; a request names the one that was chosen where there are several."""
+    is_router: bool = False
+    """Whether it is the router of a pool, which chooses the server: ``worker`` is then named after the pool."""
 
 
 class ForwardBackend(InferenceBackend, Protocol):
@@ -40,4 +42,8 @@ class ForwardBackend(InferenceBackend, Protocol):
 
     def on_carried(self, request_id: str, delta: TokenDelta) -> None:
         """Take what a carrier reports of a dispatch."""
+        ...
+
+    def on_answered(self, request_id: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Take the header lines in which the router of a pool says what it chose for a request."""
         ...

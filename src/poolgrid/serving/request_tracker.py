@@ -157,12 +157,14 @@ class RequestTracker(ABC, Generic[R]):
         self._leg_times.sent(routed.timer, dispatch.number, perf_counter())
         return dispatch
 
-    def carry(self, routed: R, carrier: Carrier, worker: WorkerKey, endpoint: str, overlap_tokens: int) -> Dispatch:
+    def carry(
+        self, routed: R, carrier: Carrier, worker: WorkerKey, endpoint: str, overlap_tokens: int, pool: str = ""
+    ) -> Dispatch:
         """Have a request's next leg carried to a worker's server; what comes of it is told to ``on_carried``."""
         machine = routed.machine
         trace = machine.request.trace
         if trace is not None:
-            begin_leg(trace, machine, worker, Stage.WHOLE)
+            begin_leg(trace, machine, worker, Stage.WHOLE, pool)
         machine.begin(worker, endpoint, Stage.WHOLE, overlap_tokens)
         dispatch = machine.plan.current
         assert dispatch is not None, "a leg was begun"
