@@ -158,7 +158,7 @@ async def serve(
         background: list[asyncio.Task[None]] = []
         opened.push_async_callback(cancel_all, background)
         connect = partial(ForwardServer, api_key=key, trusted=trusted)
-        front = open_forwarding(opened, app, service, frontend, awake, connect)
+        front = open_forwarding(opened, app, service, frontend, process.clock, connect)
         server = process.open_server(front, service.stop)
         if frontend.fleet_page and is_installed(FLEET_PAGE):
             namespace = settings.namespace if settings.has_names else ""

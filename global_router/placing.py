@@ -106,9 +106,12 @@ class PoolPlacer:
         """Have a request carried to a pool's router: one pool does all of it, in a disaggregated fleet a prefill pool
         or, where none can, a decode pool. Raises ``Refused``."""
         refused: list[Refused] = []
+        only = flight.machine.request.only_worker
+        if only:
+            after_loss = (only, False)
         for stage in forwarding_stages(flight):
             try:
-                await self.place(flight, stage, Stage.WHOLE, cause, after_loss if stage == flight.stage else None)
+                await self.place(flight, stage, Stage.WHOLE, cause, after_loss if only or stage == flight.stage else None)
             except Refused as refusal:
                 refused.append(refusal)
             else:

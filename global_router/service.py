@@ -28,7 +28,7 @@ from poolgrid.global_router.placing import PoolPlacer
 from poolgrid.global_router.pools import PoolConnection, Pools, model_status
 from poolgrid.global_router.queue import NEW, Attempt, GlobalRouterQueue, Place, WaitingFlight
 from poolgrid.global_router.settings import TIMINGS, GlobalRouterSettings, Timings
-from poolgrid.global_router.tracker import Flight, GlobalRouterTracker
+from poolgrid.global_router.tracker import Flight, ForwardedLeg, GlobalRouterTracker
 from poolgrid.inference import OUTPUT_LIMIT, InferenceRequest, Refused, ServedModel
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import detached
@@ -445,14 +445,18 @@ class GlobalRouterService:
     def on_carried(self, request_id: str, delta: TokenDelta) -> None:
         self.tracker.on_carried(request_id, delta)
 
-    def on_answered(self, request_id: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Take what a pool's router chose."""
+    def on_answered(self, request_id: str, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Take what a pool's router chose, or that it has no room by itself."""
         flight = self.tracker.requests.get(request_id)
         if flight is None or not flight.record.placements:
             return
         told = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
         placement, delivery = flight.record.placements[-1], flight.machine.delivery
         placement.worker = delivery.worker = told.get("x-poolgrid-worker", "")
+        current = flight.machine.plan.current
+        leg = None if current is None else flight.legs.get(current.id)
+        if isinstance(leg, ForwardedLeg):
+            leg.is_full = status == 429 and not placement.worker
         placement.pool_reason = told.get("x-poolgrid-decision", "")
         delivery.decision_reason = "-".join(filter(None, (placement.how, placement.pool_reason)))
 

@@ -56,6 +56,8 @@ class ForwardedLeg:
     asked: RoomAsked
     ticket: Ticket | None
     """``None`` once the pool's breaker knows the result."""
+    is_full: bool = False
+    """Whether the pool's router has refused it for lack of room; no server has seen it then."""
 
 
 class Flight(RoutedRequest, eq=False):
@@ -73,7 +75,7 @@ class Flight(RoutedRequest, eq=False):
     excluded: dict[str, list[WorkerRank]] = msgspec.field(default_factory=dict)
     """By pool, the workers that failed this request."""
     failed: list[str] = msgspec.field(default_factory=list)
-    """Pools whose routers failed it when it was forwarded: they are not asked again."""
+    """Pools that did not serve it when it was forwarded, for another reason than room: they are not asked again."""
     unable: dict[str, list[WorkerRank]] = msgspec.field(default_factory=dict)
     """By pool, the workers that cannot do what it asks for: they are not asked again."""
     paths: dict[tuple[str, int], bytes] = msgspec.field(default_factory=dict)
@@ -172,11 +174,13 @@ class GlobalRouterTracker(RequestTracker[Flight]):
     def worker_full(self, routed: Flight, full: WorkerFull) -> None:
         """Have a leg's worker excluded for every request, for the time that it reported."""
         leg = routed.legs[full.dispatch.id]
-        if isinstance(leg, ForwardedLeg):
-            # Its router knows when there is room again, and is asked.
-            del routed.legs[full.dispatch.id]
+        if isinstance(leg, ForwardedLeg) and leg.is_full:
+            del routed.legs[full.dispatch.id]  # it has not made room by its end
             leg.pool.note_refused(routed.record.model, full.dispatch.stage, leg.asked)
             self._settle(leg.pool, leg.ticket, leg.pool.breaker.abandoned)
+            return
+        if isinstance(leg, ForwardedLeg):
+            routed.failed.append(leg.pool.name)  # each of its servers was asked, or it has none
             return
         self.full_workers.note((leg.pool.name, leg.reservation.worker), full.retry_after_ms)
 

@@ -422,7 +422,7 @@ class RouterService:
     def on_carried(self, request_id: str, delta: TokenDelta) -> None:
         self.tracker.on_carried(request_id, delta)
 
-    def on_answered(self, request_id: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    def on_answered(self, request_id: str, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         """Engine servers choose nothing."""
 
     @property

@@ -185,7 +185,7 @@ class ForwardExchange:
     _quiet_looks = 0
     """Looks for silence since the last byte."""
     _queued_s: float | None = None
-    """Since when it waits in the router's queue."""
+    """Since when it waits in the router's queue, or is with no server."""
     has_head = False
     """Whether the client has the head of its answer."""
     _stream: TokenStream | None = None
@@ -388,6 +388,7 @@ class ForwardExchange:
 
     def _attempt(self, place: ServerPlace) -> None:
         self._place = place
+        self._queued_s = None
         self._server = server = self._application.server(place.url)
         self._keys = server.keys
         self._pieces = []
@@ -471,6 +472,8 @@ class ForwardExchange:
     # -- AnswerSink: what the server sends -----------------------------------------------------------------------------
 
     def on_head(self, status: int, headers: HeaderList, is_chunked: bool) -> None:
+        if self._request is not None and self._place is not None and self._place.is_router:
+            self._application.backend.on_answered(self._request.request_id, status, headers)
         if status in BUSY_STATUSES and self._request is not None and not self._has_output:
             self._busy = BusyAnswer(status, headers)
             self._is_keeping_busy = True
@@ -479,8 +482,6 @@ class ForwardExchange:
 
     def _take_head(self, status: int, headers: HeaderList, is_chunked: bool) -> None:
         self._answer_status, self._answer_headers = status, headers
-        if self._request is not None and self._place is not None and self._place.is_router:
-            self._application.backend.on_answered(self._request.request_id, headers)
         is_raw = is_chunked and self.scope["http_version"] == "1.1" and self.scope["method"] != "HEAD"
         # What is looked through for keys is not passed as it came.
         self._is_raw = is_raw and not (self._keys and status >= 400)
@@ -544,6 +545,7 @@ class ForwardExchange:
             assert busy is not None, "it is kept"
             self.finish_reason = FinishReason.ERROR
             reason = f"the server answered {busy.status}"
+            self._queued_s = asyncio.get_running_loop().time()  # unless another gets it at once
             self._report(
                 TokenDelta(
                     self._dispatch_id,

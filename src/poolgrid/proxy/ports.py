@@ -44,6 +44,6 @@ class ForwardBackend(InferenceBackend, Protocol):
         """Take what a carrier reports of a dispatch."""
         ...
 
-    def on_answered(self, request_id: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Take the header lines in which the router of a pool says what it chose for a request."""
+    def on_answered(self, request_id: str, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Take the head of an answer from the router of a pool, whose own lines say what it chose for a request."""
         ...
