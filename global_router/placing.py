@@ -111,7 +111,9 @@ class PoolPlacer:
             after_loss = (only, False)
         for stage in forwarding_stages(flight):
             try:
-                await self.place(flight, stage, Stage.WHOLE, cause, after_loss if only or stage == flight.stage else None)
+                await self.place(
+                    flight, stage, Stage.WHOLE, cause, after_loss if only or stage == flight.stage else None
+                )
             except Refused as refusal:
                 refused.append(refusal)
             else:

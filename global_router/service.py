@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
+from poolgrid.forwarding.hop import OWN_HEADERS, WORKER_HEADER
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.core.choice.grid import PoolStanding
 from poolgrid.global_router.core.choice.request_hints import HintError, RequestHints, read_hints
@@ -450,14 +451,14 @@ class GlobalRouterService:
         flight = self.tracker.requests.get(request_id)
         if flight is None or not flight.record.placements:
             return
-        told = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+        told = {name: value.decode("latin-1") for name, value in headers if name.startswith(OWN_HEADERS)}
         placement, delivery = flight.record.placements[-1], flight.machine.delivery
-        placement.worker = delivery.worker = told.get("x-poolgrid-worker", "")
+        placement.worker = delivery.worker = told.get(WORKER_HEADER, "")
         current = flight.machine.plan.current
         leg = None if current is None else flight.legs.get(current.id)
         if isinstance(leg, ForwardedLeg):
             leg.is_full = status == 429 and not placement.worker
-        placement.pool_reason = told.get("x-poolgrid-decision", "")
+        placement.pool_reason = told.get(b"x-poolgrid-decision", "")
         delivery.decision_reason = "-".join(filter(None, (placement.how, placement.pool_reason)))
 
     # -- views -----------------------------------------------------------------------------------------------------

@@ -88,6 +88,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "http",
         "inference",
         "discovery",
+        "forwarding",
         "frontend",
         "proxy",
         "serving",

@@ -16,6 +16,12 @@ from msgspec import Meta, Struct
 HOP_HEADER: Final = b"x-poolgrid-hop"
 """It ends at the pool's router: neither a client's nor a global router's line reaches an engine server."""
 
+HOP: Final = "poolgrid.hop"
+"""Key of the ``Hop`` in the ASGI scope of a request that a global router forwarded."""
+
+WORKER_HEADER: Final = b"x-poolgrid-worker"
+"""Names who answered. Where it lacks, the router of a pool answers in its own words."""
+
 OWN_HEADERS: Final = b"x-poolgrid-"
 """Begins the names of the lines with which a router says in an answer what it chose."""
 

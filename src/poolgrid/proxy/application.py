@@ -17,7 +17,7 @@ from msgspec import Raw
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from poolgrid.forwarding.headers import request_headers
-from poolgrid.forwarding.hop import HOP_HEADER, Hop, hop_line, read_hop
+from poolgrid.forwarding.hop import HOP, HOP_HEADER, Hop, hop_line, read_hop
 from poolgrid.forwarding.model_list import merge_model_lists
 from poolgrid.forwarding.multipart import FormFields, boundary_of, model_of_query
 from poolgrid.forwarding.paths import RequestTarget, TargetAccess, read_target
@@ -67,9 +67,6 @@ ENDPOINTS: Final = {
 """Values of the ``endpoint`` label."""
 
 MODELS: Final = "/v1/models"
-
-HOP: Final = "poolgrid.hop"
-"""Key of the ``Hop`` in the ASGI scope of a request that a global router forwarded."""
 
 OTHER_ENDPOINT: Final = "other"
 """Of all other paths: clients can name any number of them."""
@@ -144,10 +141,12 @@ class ForwardApplication:
         """Forward one request, whose caller may ask for its path where there are keys."""
         target = read_target(scope["raw_path"])
         try:
-            scope[HOP] = _hop_of(scope)
+            hop = _hop_of(scope)
         except RequestError as error:
             await _answer(scope, send, error)
             return
+        if hop is not None:
+            scope[HOP] = hop
         if target.access is TargetAccess.REFUSED:
             await _answer(scope, send, RequestError(400, "invalid_target", target.reason))
         elif target.access is TargetAccess.OPERATOR and not self._has_keys:

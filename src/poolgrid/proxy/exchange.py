@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from poolgrid.forwarding.event_filter import AnswerNotes, ApiForm, EventFilter, read_answer
 from poolgrid.forwarding.headers import blotted, blotted_part, request_headers, response_headers
-from poolgrid.forwarding.hop import OWN_HEADERS, Hop, hop_line
+from poolgrid.forwarding.hop import HOP, OWN_HEADERS, WORKER_HEADER, Hop, hop_line
 from poolgrid.forwarding.paths import STATEFUL_COLLECTIONS, RequestTarget
 from poolgrid.frontend.access.gate import CALLER, key_of
 from poolgrid.frontend.access.meter import limit_headers
@@ -72,6 +72,9 @@ SILENCE_EVENTS: Final[Mapping[ApiForm | None, bytes]] = {
 """By API: Anthropic's clients and Codex count events, not comments."""
 
 BUSY_STATUSES: Final = frozenset((429, 503))
+
+UNSERVED_STATUSES: Final = frozenset((429, 502, 503))
+"""With which the router of a pool says in its own words that no server of the pool has answered."""
 
 BUSY_PAUSE_MAX_MS: Final = 1000
 """Longest time that a busy server gets nothing while its own ``Retry-After`` lasts: a queue of an engine moves in
@@ -472,8 +475,13 @@ class ForwardExchange:
     # -- AnswerSink: what the server sends -----------------------------------------------------------------------------
 
     def on_head(self, status: int, headers: HeaderList, is_chunked: bool) -> None:
-        if self._request is not None and self._place is not None and self._place.is_router:
-            self._application.backend.on_answered(self._request.request_id, status, headers)
+        if self._place is not None and self._place.is_router:
+            if self._request is not None:
+                self._application.backend.on_answered(self._request.request_id, status, headers)
+            elif status in UNSERVED_STATUSES and not _named_worker(headers):
+                self._close_server()
+                self._attempt_failed(AnswerFailed(f"the router of pool {self._place.worker} answered {status}"))
+                return
         if status in BUSY_STATUSES and self._request is not None and not self._has_output:
             self._busy = BusyAnswer(status, headers)
             self._is_keeping_busy = True
@@ -715,7 +723,7 @@ class ForwardExchange:
     def _own_headers(self) -> HeaderList:
         application = self._application
         headers = [(b"x-request-id", str(self.name).encode())]
-        if not application.isolates:
+        if not application.isolates or HOP in self.scope:
             stream, place, worker = self._stream, self._place, self._worker()
             if stream is not None:
                 headers.append((b"x-poolgrid-decision", stream.decision_reason.encode()))
@@ -724,7 +732,7 @@ class ForwardExchange:
             elif place is not None and place.is_router:
                 headers.append((b"x-poolgrid-pool", str(place.worker).encode()))
             if worker:
-                headers.append((b"x-poolgrid-worker", worker.encode()))
+                headers.append((WORKER_HEADER, worker.encode()))
         if self._caller is not None:
             headers += limit_headers(self._caller.standing(application.clock.monotonic_ms()))
         return headers
@@ -736,8 +744,7 @@ class ForwardExchange:
             return stream.worker
         if place is None or not place.is_router:
             return "" if place is None else str(place.worker)
-        told = (value for name, value in self._answer_headers if name == b"x-poolgrid-worker")
-        return next(told, b"").decode("latin-1")
+        return _named_worker(self._answer_headers)
 
     async def _begin_early(self) -> None:
         """Send the head of a stream that still waits in the router's queue."""
@@ -906,6 +913,11 @@ class ForwardExchange:
             workers=self._worker(),
             trace_id="" if self.trace is None else self.trace.trace_id,
         )
+
+
+def _named_worker(headers: Sequence[tuple[bytes, bytes]]) -> str:
+    """Return who has answered, by the header lines of a pool's router; empty where that is the router itself."""
+    return next((value for name, value in headers if name == WORKER_HEADER), b"").decode("latin-1")
 
 
 def target_of(scope: Scope) -> bytes:
