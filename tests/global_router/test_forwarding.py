@@ -249,6 +249,8 @@ class TestRoom:
             fleet.pool(name).say(status_of_servers(16, 16))
 
         carrier.is_refused()
+        await until(lambda: len(fleet.service.queue) == 1)
+        fleet.clock.now_ms += 31
         await asyncio.wait_for(carrier.is_over.wait(), 120)
 
         assert carrier.last is not None
