@@ -44,6 +44,7 @@ class ScriptedPool:
     """A router in front of two scripted servers, or a global router in front of a pool of each."""
 
     def __init__(self, up: Process, servers: list[ScriptedServer]) -> None:
+        self.up = up
         self.url = up.url
         self.servers = servers
         self.is_global = bool(up.children("global-router"))
