@@ -231,6 +231,17 @@ def by_role(values: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
+def _check_servers(urls: Sequence[str]) -> None:
+    """Raise ``ValueError`` for the servers of a pool that cannot be one."""
+    given = by_role(urls)
+    if "encode" in given:
+        raise ValueError("engine_url has encode=URL: servers in front of others are prefill and decode")
+    for url in urls:
+        read_entry(url.removeprefix("worker="))
+    if "prefill" in given and "decode" not in given:
+        raise ValueError("engine_url names prefill servers and no decode=URL to continue their requests")
+
+
 class UpSettings(EventPlaneSettings):
     """A pool of workers on this machine: simulated, or with a real engine."""
 
@@ -430,22 +441,16 @@ class UpSettings(EventPlaneSettings):
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r} with engine_url: the servers run already, and have theirs"
                 )
-        if self.pools is not None:
-            self._check_pools_in_front()
+        if self.pools is None:
+            _check_servers(self.engine_url)
             return self
-        given = self.backends()
-        if given["prefill"] and not given["decode"]:
-            raise ValueError("engine_url names prefill servers and no decode=URL to continue their requests")
-        return self
-
-    def _check_pools_in_front(self) -> None:
         if self.engine_urls_file is not None:
             raise ValueError("engine_urls_file is given with pools: give each pool its servers, as engine_url POOL=URL")
         for pool, urls in self.urls_by_pool().items():
-            for url in urls:
-                if not pool:
-                    raise ValueError(f"engine_url is {url!r} with pools: name its pool, as POOL=URL")
-                read_entry(url.removeprefix("worker="))
+            if not pool:
+                raise ValueError(f"engine_url is {urls[0]!r} with pools: name its pool, as POOL=URL")
+            _check_servers(urls)
+        return self
 
     def _check_roles(self) -> None:
         for option in self.part_option:
@@ -457,12 +462,6 @@ class UpSettings(EventPlaneSettings):
                     raise ValueError(
                         f"{name} is given {len(values)} times for {role or 'no role'}: give ROLE=VALUE, once for each"
                     )
-        if self.pools is not None:
-            return
-        if "encode" in by_role(self.engine_url):
-            raise ValueError("engine_url has encode=URL: servers in front of others are prefill and decode")
-        for url in self.engine_url:
-            read_entry(url.removeprefix("worker="))
 
     @property
     def has_servers(self) -> bool:
