@@ -87,8 +87,8 @@ def module_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeyedFlee
         config = ("--config", str(directory / "document.json"), "--port", "0")
         front = opened.enter_context(Process("global-router", *config, *urls, *keys, *model))
         yield KeyedFleet(front.wait_ready().url, pools, servers, secret)
-        for each in (front, pools["near"]):  # the other is killed by the last test
-            status, errors = each.stop()
+        for process in (front, pools["near"]):  # the other is killed by the last test
+            status, errors = process.stop()
             assert status == 0, errors
             assert "this is a bug" not in errors
 
