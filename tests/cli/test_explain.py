@@ -123,6 +123,18 @@ def test_a_global_decision_shows_cell_spill_fallback_refusal_and_the_pools_own_r
         assert words in text
 
 
+@pytest.mark.parametrize(("reason", "said"), [("lowest_cost", "lowest_cost"), ("", "nothing is known of it")])
+def test_a_request_that_was_forwarded_shows_what_the_pools_router_chose(reason: str, said: str) -> None:
+    (placement,) = GLOBAL["placements"]
+    forwarded = {**placement, "block_size": 0, "overlap_blocks": 0, "pool_reason": reason}
+
+    text = drawn({**GLOBAL, "placements": [forwarded]}, {"r-1": router_answer()})
+
+    assert f"forwarded, and its router chose: {said}" in text
+    assert "reserved in" not in text
+    assert "not c: draining" in text
+
+
 def test_the_pools_are_asked_too(capsys: pytest.CaptureFixture[str]) -> None:
     path = "/v1/decisions/r-%5Bred%5D1"
     with (

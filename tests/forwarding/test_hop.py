@@ -16,6 +16,7 @@ HOPS = st.builds(
     st.text(max_size=64),
     st.floats(min_value=1e-6, max_value=1e6),
     st.integers(min_value=-(2**31), max_value=2**31 - 1),
+    st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=256),
 )
 
 
@@ -39,7 +40,9 @@ def test_any_bytes_are_a_hop_or_refused_in_one_line(value: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"tenant": "x" * 65}, {"weight": 0}, {"weight": -1}, {"priority": 2**31}, {"priority": 1.5}, [], None, 3]
+    "wrong",
+    [{"tenant": "x" * 65}, {"weight": 0}, {"weight": -1}, {"priority": 2**31}, {"priority": 1.5}, [], None, 3]
+    + [{"request_id": wrong} for wrong in ("a b", "a\n", "\u00e9", "x" * 257)],
 )
 def test_a_value_out_of_its_range_is_refused(wrong: object) -> None:
     with pytest.raises(ValueError, match="reading x-poolgrid-hop"):

@@ -27,13 +27,15 @@ OWN_HEADERS: Final = b"x-poolgrid-"
 
 
 class Hop(Struct, frozen=True, omit_defaults=True):
-    """Whose request it is, and how urgent."""
+    """Whose request it is, how urgent, and what it is called."""
 
     tenant: Annotated[str, Meta(max_length=64)] = ""
     weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     """The tenant's share of turns."""
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
     """Higher goes first; at most what the tenant may ask for."""
+    request_id: Annotated[str, Meta(max_length=256, pattern=r"^[!-~]*\Z")] = ""
+    """Of the global router's dispatch: the pool's router calls the request so. Empty for what is no work."""
 
 
 _decode = msgspec.json.Decoder(Hop).decode

@@ -315,8 +315,11 @@ class ForwardApplication:
 
         Raises ``RequestError``, ``Refused``.
         """
-        (request_id,) = self.request_ids.of_sequences(exchange.name, 1)
-        values, caller = asked.values, exchange.caller
+        hop, values, caller = hop_of(exchange.scope), asked.values, exchange.caller
+        if hop is not None and hop.request_id:
+            request_id = hop.request_id
+        else:
+            (request_id,) = self.request_ids.of_sequences(exchange.name, 1)
         reading = await self._reader.read(asked.target.path, body, request_id, values)
         request = reading.request
         if request is None:
@@ -325,7 +328,6 @@ class ForwardApplication:
         request.session = hint_of_members(values, exchange.header_values, reading.after_tool, reading.answer)
         tell_hints(request, values, exchange.header_values)
         salt = _text(values.get("cache_salt"))
-        hop = hop_of(exchange.scope)
         if hop is not None:
             request.tenant, request.tenant_weight, request.priority = hop.tenant, hop.weight, hop.priority
             request.may_wait = False

@@ -439,7 +439,7 @@ class ForwardExchange:
         request = self._request
         if request is None:
             return Hop()
-        return Hop(request.tenant, request.tenant_weight, request.priority)
+        return Hop(request.tenant, request.tenant_weight, request.priority, self._dispatch_id)
 
     def _change(self, request: InferenceRequest, place: ServerPlace) -> None:
         """Make the body for a kind of server, and what takes out of the answer again what it asks for."""
