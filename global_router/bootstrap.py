@@ -6,8 +6,10 @@ import asyncio
 import logging
 import os
 import signal
+import ssl
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +31,8 @@ from poolgrid.global_router.settings import TIMINGS, GlobalRouterSettings
 from poolgrid.process.lifecycle import GroupPlace
 from poolgrid.process.plugins import is_installed
 from poolgrid.process.tasks import Restart, cancel_all, supervised, unless
+from poolgrid.proxy.forward_server import ForwardServer
+from poolgrid.proxy.opening import open_forwarding
 from poolgrid.serving.links import LinksOnDemand, links_that_fit
 from poolgrid.serving.router_process import RouterProcess
 from poolgrid.transport.security import client_context
@@ -83,14 +87,14 @@ def named_routers(names: Discovery) -> Routers:
     return routers
 
 
-def _pool_headers(path: Path | None) -> dict[str, str]:
+def _pool_key(path: Path | None) -> str | None:
     """Return what opens the pools' routers; raises ``OSError``, and ``ValueError`` for an empty file."""
     if path is None:
-        return {}
+        return None
     key = path.read_text().strip()
     if not key:
         raise ValueError(f"reading pool_api_key: {path} is empty; put an operator's key of the pools there")
-    return {"authorization": f"Bearer {key}"}
+    return key
 
 
 FLEET_PAGE = "poolgrid.fleet_page.global_source"
@@ -119,7 +123,8 @@ async def serve(
         process.warn_of_exposures("")
         context = process.open_context(process.context_maker())
         awake = process.start_clock(settings.worker_timeout_ms, TIMINGS.select_timeout_ms, TIMINGS.connect_timeout_ms)
-        client = await _open_client(opened, settings)
+        key, trusted = _pool_key(settings.pool_api_key), client_context(settings.pool_ca, settings.tls_pair())
+        client = await _open_client(opened, key, trusted)
         configuration = Configuration(loaded, settings.config, awake)
         await process.open_names()
         names = process.names
@@ -149,7 +154,9 @@ async def serve(
         add_global_router_endpoints(app, service, awake)
         background: list[asyncio.Task[None]] = []
         opened.push_async_callback(cancel_all, background)
-        server = process.open_server(app, service.stop)
+        connect = partial(ForwardServer, api_key=key, trusted=trusted)
+        front = open_forwarding(opened, app, service, frontend, process.clock, connect)
+        server = process.open_server(front, service.stop)
         if frontend.fleet_page and is_installed(FLEET_PAGE):
             namespace = settings.namespace if settings.has_names else ""
             page = import_module(FLEET_PAGE)
@@ -190,13 +197,13 @@ def _read_document(settings: GlobalRouterSettings) -> LoadedDocument:
     return loaded
 
 
-async def _open_client(opened: AsyncExitStack, settings: GlobalRouterSettings) -> httpx.AsyncClient:
+async def _open_client(opened: AsyncExitStack, key: str | None, trusted: ssl.SSLContext) -> httpx.AsyncClient:
     """Open what asks pools where their select planes are."""
     client = httpx.AsyncClient(
         timeout=DISCOVER_TIMEOUT_S,
         trust_env=False,
-        headers=_pool_headers(settings.pool_api_key),
-        verify=client_context(settings.pool_ca, settings.tls_pair()),
+        headers={} if key is None else {"authorization": f"Bearer {key}"},
+        verify=trusted,
     )
     return await opened.enter_async_context(client)
 

@@ -24,8 +24,8 @@ from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pools import PoolConnection, Pools, model_status
 from poolgrid.global_router.router_link import PoolLost
 from poolgrid.global_router.settings import GlobalRouterSettings, Timings
-from poolgrid.global_router.tracker import Flight, GlobalRouterTracker, ReservedLeg
-from poolgrid.inference import Refused
+from poolgrid.global_router.tracker import Flight, ForwardedLeg, GlobalRouterTracker, ReservedLeg
+from poolgrid.inference import Carrier, Refused
 from poolgrid.process.clock import Clock
 from poolgrid.process.tracing.record import SpanKind, SpanRecord, TraceRecord
 from poolgrid.serving.links import LinksOnDemand
@@ -47,12 +47,16 @@ WORK_OF = {"prefill": Stage.PREFILL, "decode": Stage.DECODE, "aggregated": Stage
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A worker has the request."""
+    """A worker has the request, or the router of a pool."""
 
-    answer: Selected
     dispatch_id: str
     worker: str
-    select_ms: float
+    """Empty until the pool's router says which."""
+    reason: str = ""
+    """Of the pool's choice."""
+    overlap_blocks: int = 0
+    block_size: int = 0
+    select_ms: float = 0.0
 
 
 class PoolPlacer:
@@ -81,6 +85,9 @@ class PoolPlacer:
 
     async def first(self, flight: Flight) -> None:
         """Place a new request; raises ``Refused``."""
+        if flight.machine.request.carrier is not None:
+            await self.forward(flight, "first")
+            return
         if flight.config.document.mode == "aggregated":
             await self.place(flight, "aggregated", Stage.WHOLE, "first")
             return
@@ -94,6 +101,26 @@ class PoolPlacer:
         if choice.pool is None:
             raise self._none_left(flight, choice, [])
         await self.prefill(flight, "first")
+
+    async def forward(self, flight: Flight, cause: str, after_loss: tuple[str, bool] | None = None) -> None:
+        """Have a request carried to a pool's router: one pool does all of it, in a disaggregated fleet a prefill pool
+        or, where none can, a decode pool. Raises ``Refused``."""
+        refused: list[Refused] = []
+        only = flight.machine.request.only_worker
+        if only:
+            after_loss = (only, False)
+        for stage in forwarding_stages(flight):
+            try:
+                await self.place(
+                    flight, stage, Stage.WHOLE, cause, after_loss if only or stage == flight.stage else None
+                )
+            except Refused as refusal:
+                refused.append(refusal)
+            else:
+                for each in refused:
+                    flight.record.note(str(each))
+                return
+        raise next((each for each in refused if each.status == 429), refused[0])
 
     async def _is_served_whole(self, flight: Flight) -> bool:
         """Tell whether any decode pool takes whole requests, once it has room."""
@@ -154,9 +181,9 @@ class PoolPlacer:
         how = where.how(pool.name)
         flight.stage, flight.work = stage, work
         delivery = machine.delivery
-        delivery.decision_reason = f"{how}-{placed.answer.reason}"
+        delivery.decision_reason = f"{how}-{placed.reason}" if placed.reason else how
         if work in (Stage.WHOLE, Stage.PREFILL):
-            delivery.promised_tokens = placed.answer.overlap_blocks * placed.answer.block_size
+            delivery.promised_tokens = placed.overlap_blocks * placed.block_size
         before = delivery.pool if work is Stage.DECODE or machine.plan.encoded else ""
         delivery.pool = ",".join(filter(None, [before, pool.name]))
         if work is not Stage.ENCODE:
@@ -177,9 +204,9 @@ class PoolPlacer:
                 placed.dispatch_id,
                 pool.name,
                 placed.worker,
-                placed.answer.reason,
-                placed.answer.overlap_blocks,
-                placed.answer.block_size,
+                placed.reason,
+                placed.overlap_blocks,
+                placed.block_size,
                 placed.select_ms,
             )
         )
@@ -208,19 +235,23 @@ class PoolPlacer:
 
     def may_go(self, flight: Flight) -> bool:
         """Return whether some pool may take a new request, or all are known to be unable to."""
-        stage = flight.admitted_by
-        work = Stage.DECODE if stage == "decode" else Stage.WHOLE
-        choice = self._choice(flight, flight.destinations[stage], work)
-        return choice.pool is not None or not choice.may_have_room_later
+        stages: tuple[StageName, ...] = (flight.admitted_by,)
+        work = Stage.DECODE if flight.admitted_by == "decode" else Stage.WHOLE
+        if flight.machine.request.carrier is not None:
+            stages = forwarding_stages(flight)
+        known = [flight.destinations[stage] for stage in stages if stage in flight.destinations]
+        choices = [self._choice(flight, where, work) for where in known]
+        return any(each.pool is not None for each in choices) or not any(each.may_have_room_later for each in choices)
 
     def _choice(
         self, flight: Flight, where: Destination, work: Stage, given_up: Mapping[str, PoolStanding] | None = None
     ) -> FallbackChoice:
         now_ms = self._clock.monotonic_ms()
         states: dict[str, PoolStanding] = {}
+        only = flight.machine.request.only_worker
         for name in where.pools:
             pool = self._pools.get(name)
-            if pool is not None:
+            if pool is not None and name not in flight.failed and (not only or name == only):
                 states[name] = pool.state(flight.record.model, work, now_ms)
         return where.choose({**states, **(given_up or {})})
 
@@ -255,8 +286,8 @@ class PoolPlacer:
 
         async def overlap(pool: PoolConnection) -> int:
             path = self._path(flight, pool)
-            if not path:
-                return 0
+            if not path or flight.machine.request.by_text:
+                return 0  # hashes of text are for a router's own index
             message = Probe(pool.next_ask(), flight.record.model, WORK_OF[stage], flight.record.isl, path)
             try:
                 answer = await pool.probe(message, timeout_s)
@@ -288,6 +319,9 @@ class PoolPlacer:
         self._tracker.note_breaker(pool, steps)
         if ticket is None:
             return Refusal(pool.name, PoolStanding.BREAKER_OPEN.value, "its circuit breaker is open")
+        carrier = flight.machine.request.carrier
+        if carrier is not None:
+            return self._forward_admitted(flight, carrier, pool, work, ticket)
         try:
             placed = await self._ask_admitted(flight, pool, work, ticket)
         except BaseException:
@@ -297,6 +331,16 @@ class PoolPlacer:
             result = pool.breaker.failed if placed.blames_pool else pool.breaker.abandoned
             self._tracker.note_breaker(pool, result(ticket, self._clock.monotonic_ms()))
         return placed
+
+    def _forward_admitted(
+        self, flight: Flight, carrier: Carrier, pool: PoolConnection, work: Stage, ticket: Ticket
+    ) -> Placed:
+        """Have a request carried to a pool's router, which chooses the server."""
+        asked = pool.note_sent(flight.record.model, work)
+        router = WorkerKey(WorkerId(pool.name))
+        dispatch = self._tracker.carry(flight, carrier, router, pool.url, Stage.WHOLE, 0, pool.name)
+        flight.legs[dispatch.id] = ForwardedLeg(pool, asked, ticket)
+        return Placed(dispatch.id, "")
 
     async def _ask_admitted(
         self, flight: Flight, pool: PoolConnection, work: Stage, ticket: Ticket
@@ -345,7 +389,9 @@ class PoolPlacer:
                 if dispatch is not None:
                     now_ms = self._clock.monotonic_ms()
                     flight.legs[dispatch.id] = ReservedLeg(pool, reservation, ticket, answer.lease_ms, now_ms)
-                    return Placed(answer, dispatch.id, str(worker), select_ms)
+                    return Placed(
+                        dispatch.id, str(worker), answer.reason, answer.overlap_blocks, answer.block_size, select_ms
+                    )
             pool.release(reservation)
             flight.excluded.setdefault(pool.name, []).append(answer.worker)
             flight.record.note(f"worker {answer.worker.worker_id} of {pool.name} could not be reached")
@@ -378,6 +424,11 @@ class PoolPlacer:
         full = self._tracker.full_workers.at(self._clock.monotonic_ms())
         unable = flight.unable.get(pool.name, ())
         return [worker for name, worker in full if name == pool.name and worker not in unable]
+
+
+def forwarding_stages(flight: Flight) -> tuple[StageName, ...]:
+    """Return the stages whose pools a request may be forwarded to, in order."""
+    return ("aggregated",) if flight.config.document.mode == "aggregated" else ("prefill", "decode")
 
 
 def _tell_answer(trace: TraceRecord, span: SpanRecord, pool: str, answer: Selected | SelectRefused) -> None:

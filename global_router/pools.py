@@ -36,6 +36,7 @@ from poolgrid.wire.selection import (
     Probe,
     Probed,
     Reservation,
+    RoleStatus,
     Select,
     Selected,
     SelectRefusal,
@@ -69,6 +70,10 @@ class FreedRoom:
     """Dispatches of ours that ended since the pool last reported full, and that we have not asked for again."""
     ever: int = 0
     """Dispatches of ours that ever ended there."""
+    sent: int = 0
+    """Requests that were forwarded since the pool last reported, less those that ended since."""
+    refused: bool = False
+    """Whether it has refused a forwarded request for lack of room since it last reported."""
 
 
 class RoomAsked(NamedTuple):
@@ -116,6 +121,8 @@ class PoolConnection:
         self._tidying: asyncio.Handle | None = None
         self._freed: dict[tuple[str, bool], FreedRoom] = {}
         """By model, and whether it is for encoding: all else that a pool's workers do takes the same room."""
+        self.has_servers = False
+        """Whether its router forwards requests to engine servers, as it last reported."""
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -166,7 +173,7 @@ class PoolConnection:
             ready = [link for link in there if link.status is not None and link.status.ready]
             self._use(next(iter(ready or there), None))
         active = self._active
-        self.status = None if active is None else active.status
+        self._take(None if active is None else active.status)
         if active is not None:
             self.last_error = active.last_error
         elif self._links:
@@ -177,6 +184,15 @@ class PoolConnection:
         if self._routers is not None and self._tidying is None and self._to_forget():
             self._tidying = asyncio.get_running_loop().call_soon(self._tidy)  # this may be a link's own turn
         self._on_news()
+
+    def _take(self, status: PoolStatus | None) -> None:
+        if status is self.status:
+            return
+        self.status = status
+        for room in self._freed.values():
+            room.sent, room.refused = 0, False
+        if status is not None and status.models:
+            self.has_servers = any(served.server_kind for served in status.models)
 
     def _use(self, link: RouterLink | None) -> None:
         if link is self._active:
@@ -289,6 +305,8 @@ class PoolConnection:
         room = self._freed.setdefault((model, stage is Stage.ENCODE), FreedRoom())
         room.places += 1
         room.ever += 1
+        room.sent = max(0, room.sent - 1)
+        room.refused = False
 
     def note_asked(self, model: str, stage: Stage) -> RoomAsked:
         """Take note that a worker is asked for; one of the freed places, if there is one, is counted on for it."""
@@ -305,16 +323,32 @@ class PoolConnection:
         if room is not None:
             room.places = min(room.places, room.ever - asked.ever)
 
+    def note_sent(self, model: str, stage: Stage) -> RoomAsked:
+        """Take note that a request is forwarded, which no answer to a question of ours has room for."""
+        self._freed.setdefault((model, stage is Stage.ENCODE), FreedRoom()).sent += 1
+        return self.note_asked(model, stage)
+
+    def note_refused(self, model: str, stage: Stage, asked: RoomAsked) -> None:
+        """Take note that the pool had no room for a forwarded request; it is full until it reports, or one ends."""
+        room = self._freed[model, stage is Stage.ENCODE]
+        room.sent = max(0, room.sent - 1)
+        room.refused = True
+        self.note_full(model, stage, asked)
+
     # -- how it is -------------------------------------------------------------------------------------------------
 
     def state(self, model: str, stage: Stage, now_ms: float) -> PoolStanding:
         if not self.reached.is_set():
             return PoolStanding.CONNECTING
         state = state_for(self.status, model, stage)
-        if state is PoolStanding.SATURATED:
-            room = self._freed.get((model, stage is Stage.ENCODE))
-            if room is not None and room.places > 0:
+        room = self._freed.get((model, stage is Stage.ENCODE))
+        if room is not None:
+            if state is PoolStanding.SATURATED and room.places > 0:
                 state = PoolStanding.AVAILABLE
+            elif state is PoolStanding.AVAILABLE and room.sent and room.sent >= room_for(self.status, model, stage):
+                state = PoolStanding.SATURATED
+            if state is PoolStanding.AVAILABLE and room.refused:
+                state = PoolStanding.SATURATED
         if state in (PoolStanding.AVAILABLE, PoolStanding.SATURATED) and not self.breaker.would_admit(now_ms):
             return PoolStanding.BREAKER_OPEN
         return state
@@ -437,6 +471,18 @@ def model_status(status: PoolStatus | None, model: str) -> ModelStatus | None:
     return next((each for each in status.models if each.model == model), None)
 
 
+def _roles_for(served: ModelStatus, stage: Stage) -> list[RoleStatus]:
+    is_whole = stage is Stage.WHOLE
+    return [role for role in served.roles if role.role in ROLES[stage] and not (is_whole and role.decodes_only)]
+
+
+def room_for(status: PoolStatus | None, model: str, stage: Stage) -> int:
+    """Return how many requests a pool has room for, as it reports."""
+    served = model_status(status, model)
+    roles = () if served is None else _roles_for(served, stage)
+    return sum(max(0, role.capacity - role.requests) for role in roles if role.ready)
+
+
 def state_for(status: PoolStatus | None, model: str, stage: Stage) -> PoolStanding:
     """Return whether a pool with a fresh ``status`` takes a request; ``None`` is no fresh status.
 
@@ -451,8 +497,7 @@ def state_for(status: PoolStatus | None, model: str, stage: Stage) -> PoolStandi
     without_worker = PoolStanding.LOADING if status.loading_workers else PoolStanding.DOWN
     if served is None:
         return without_worker
-    is_whole = stage is Stage.WHOLE
-    roles = [role for role in served.roles if role.role in ROLES[stage] and not (is_whole and role.decodes_only)]
+    roles = _roles_for(served, stage)
     usable = [role for role in roles if role.ready]
     if not usable:
         return PoolStanding.DRAINING if any(role.draining for role in roles) else without_worker

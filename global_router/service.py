@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
+from poolgrid.forwarding.hop import OWN_HEADERS, WORKER_HEADER
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.core.choice.grid import PoolStanding
 from poolgrid.global_router.core.choice.request_hints import HintError, RequestHints, read_hints
@@ -25,22 +26,25 @@ from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.decisions import RequestDecision, RequestDecisions
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.placing import PoolPlacer
-from poolgrid.global_router.pools import Pools
+from poolgrid.global_router.pools import PoolConnection, Pools, model_status
 from poolgrid.global_router.queue import NEW, Attempt, GlobalRouterQueue, Place, WaitingFlight
 from poolgrid.global_router.settings import TIMINGS, GlobalRouterSettings, Timings
-from poolgrid.global_router.tracker import Flight, GlobalRouterTracker
-from poolgrid.inference import InferenceRequest, Refused, ServedModel
+from poolgrid.global_router.tracker import Flight, ForwardedLeg, GlobalRouterTracker
+from poolgrid.inference import OUTPUT_LIMIT, InferenceRequest, Refused, ServedModel
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import detached
+from poolgrid.proxy.changes import POOLGRID
+from poolgrid.proxy.ports import ServerPlace
 from poolgrid.serving.fair_queue import QueuedRequest
 from poolgrid.serving.legs import LegEvent, PlaceNext
 from poolgrid.serving.links import LinksOnDemand
 from poolgrid.serving.metrics import LegTimer
 from poolgrid.serving.request_machine import RequestMachine
-from poolgrid.serving.token_delivery import TokenDelivery
+from poolgrid.serving.token_delivery import CarriedDelivery, TokenDelivery
 from poolgrid.wire.answers import EndpointRow
 from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, Inability, MediaSpec, common
-from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
+from poolgrid.wire.requests import TokenDelta
 from poolgrid.wire.selection import ModelStatus
 from poolgrid.wire.sessions import SessionTurn, tenant_key
 from poolgrid.wire.tasks import TASK_ROLES
@@ -273,12 +277,17 @@ class GlobalRouterService:
         expected = config.outputs.expected(
             request.lora_name or request.model,
             request.expected_output_tokens if hints.osl is None else hints.osl,
-            request.sampling.max_tokens,
+            request.hints.get(OUTPUT_LIMIT, request.sampling.max_tokens),
         )
         record = RequestDecision(
             request.request_id, self._clock.wall_ms(), request.model, isl, config.revision, hints, expected
         )
-        delivery = TokenDelivery(request.request_id, self.tracker.on_client_left)
+        carrier, on_client_left = request.carrier, self.tracker.on_client_left
+        delivery = (
+            TokenDelivery(request.request_id, on_client_left)
+            if carrier is None
+            else CarriedDelivery(request.request_id, on_client_left, carrier.ended)
+        )
         machine = RequestMachine(request, delivery, self._settings.migration_limit)
         now_ms = self._clock.monotonic_ms()
         timer = LegTimer(perf_counter())
@@ -365,12 +374,15 @@ class GlobalRouterService:
             if flight.machine.ended:
                 return None
             try:
-                if leg.work is Stage.PREFILL:
+                if flight.machine.request.carrier is not None:
+                    await self.placer.forward(flight, leg.why, leg.after_loss)
+                elif leg.work is Stage.PREFILL:
                     await self.placer.prefill(flight, leg.why, leg.after_loss)
                 else:
                     await self.placer.place(flight, leg.stage, leg.work, leg.why, leg.after_loss)
             except Refused as refusal:
-                if flight.machine.refusal is not None and refusal.status != 429:
+                is_final = flight.machine.refusal is not None or flight.machine.request.carrier is not None
+                if is_final and refusal.status != 429:
                     raise  # every worker that is there was asked, and refused
                 flight.excluded.clear()  # a worker of the same name may have a new epoch by now
                 return refusal
@@ -398,7 +410,7 @@ class GlobalRouterService:
         if machine.plan.dispatches:
             request = machine.request
             self.queue.count_finished(
-                routed.lane, request.payer, request.tenant_weight, request.priority, machine.delivery.tokens
+                routed.lane, request.payer, request.tenant_weight, request.priority, routed.output_tokens
             )
         if routed.moving is not None and routed.moving is not asyncio.current_task():
             routed.moving.cancel()
@@ -408,6 +420,52 @@ class GlobalRouterService:
         for pool in self.pools.all():
             if pool.overall_state(now_ms) is PoolStanding.SATURATED:
                 pool.ask_status()
+
+    # -- pools of engine servers ---------------------------------------------------------------------------------------
+
+    def forwards(self, model: str) -> bool:
+        """Return whether requests go to pools as their clients wrote them: all do, once a pool has engine servers. The
+        routers of other pools answer them too."""
+        return any(pool.has_servers for pool in self.pools.all())
+
+    def place_of(self, worker: WorkerKey) -> ServerPlace | None:
+        """Return the router of a pool; ``None`` once it has left the document."""
+        pool = self.pools.get(worker.worker_id)
+        return None if pool is None else _place(pool)
+
+    def places(self, model: str) -> Sequence[ServerPlace]:
+        """Return the routers of a model's pools, of all pools for an empty name: first those that take requests."""
+        now_ms, in_flight = self._clock.monotonic_ms(), self.in_flight()
+        there = [
+            (pool.overall_state(now_ms) in NOT_THERE, in_flight[pool.name], place, pool)
+            for place, pool in enumerate(self.pools.all())
+            if pool.status is not None and (not model or model_status(pool.status, model) is not None)
+        ]
+        return [_place(pool) for *_, pool in sorted(there, key=lambda each: each[:3])]
+
+    def on_carried(self, request_id: str, delta: TokenDelta) -> None:
+        self.tracker.on_carried(request_id, delta)
+
+    def on_carried_broken(self, request_id: str, dispatch_id: str, why: str) -> None:
+        self.tracker.on_carried_broken(request_id, dispatch_id, why)
+
+    def server_urls(self) -> Collection[str]:
+        return {pool.url for pool in self.pools.all()}
+
+    def on_answered(self, request_id: str, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Take what a pool's router chose, or that it has no room by itself."""
+        flight = self.tracker.requests.get(request_id)
+        if flight is None or not flight.record.placements:
+            return
+        told = {name: value.decode("latin-1") for name, value in headers if name.startswith(OWN_HEADERS)}
+        placement, delivery = flight.record.placements[-1], flight.machine.delivery
+        placement.worker = delivery.worker = told.get(WORKER_HEADER, "")
+        current = flight.machine.plan.current
+        leg = None if current is None else flight.legs.get(current.id)
+        if isinstance(leg, ForwardedLeg):
+            leg.is_full = status == 429 and not placement.worker
+        placement.pool_reason = told.get(b"x-poolgrid-decision", "")
+        delivery.decision_reason = "-".join(filter(None, (placement.how, placement.pool_reason)))
 
     # -- views -----------------------------------------------------------------------------------------------------
 
@@ -428,3 +486,10 @@ class GlobalRouterService:
 
     def __len__(self) -> int:
         return len(self.tracker.requests)
+
+
+def _place(pool: PoolConnection) -> ServerPlace:
+    status = pool.status
+    kinds = {each.server_kind for each in status.models if each.server_kind} if status is not None else set()
+    kind = "openai" if "openai" in kinds else min(kinds, default=POOLGRID)
+    return ServerPlace(WorkerKey(WorkerId(pool.name)), pool.url, kind, "", None, is_router=True)

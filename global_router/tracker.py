@@ -23,7 +23,7 @@ from poolgrid.global_router.core.choice.request_hints import ExpectedOutput, Req
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.decisions import RequestDecision
 from poolgrid.global_router.metrics import GlobalRouterMetrics
-from poolgrid.global_router.pools import PoolConnection
+from poolgrid.global_router.pools import PoolConnection, RoomAsked
 from poolgrid.process.clock import Clock
 from poolgrid.process.log_lines import about
 from poolgrid.serving.admission_queue import FullWorkers
@@ -48,6 +48,18 @@ class ReservedLeg:
     renewed_ms: float
 
 
+@dataclass(slots=True)
+class ForwardedLeg:
+    """One dispatch that went to a pool's router as its client wrote it."""
+
+    pool: PoolConnection
+    asked: RoomAsked
+    ticket: Ticket | None
+    """``None`` once the pool's breaker knows the result."""
+    is_full: bool = False
+    """Whether the pool's router has refused it for lack of room; no server has seen it then."""
+
+
 class Flight(RoutedRequest, eq=False):
     """One request; served under the revision of the document that was in force when it got its first worker."""
 
@@ -58,10 +70,12 @@ class Flight(RoutedRequest, eq=False):
     arrived_ms: float
     destinations: dict[StageName, Destination] = msgspec.field(default_factory=dict)
     """By stage, once it is known."""
-    legs: dict[str, ReservedLeg] = msgspec.field(default_factory=dict)
+    legs: dict[str, ReservedLeg | ForwardedLeg] = msgspec.field(default_factory=dict)
     """By dispatch id: the current one, and those kept for the leg after them."""
     excluded: dict[str, list[WorkerRank]] = msgspec.field(default_factory=dict)
     """By pool, the workers that failed this request."""
+    failed: list[str] = msgspec.field(default_factory=list)
+    """Pools that did not serve it when it was forwarded, for another reason than room: they are not asked again."""
     unable: dict[str, list[WorkerRank]] = msgspec.field(default_factory=dict)
     """By pool, the workers that cannot do what it asks for: they are not asked again."""
     paths: dict[tuple[str, int], bytes] = msgspec.field(default_factory=dict)
@@ -82,8 +96,16 @@ class Flight(RoutedRequest, eq=False):
 
     @property
     def admitted_by(self) -> StageName:
-        """Return the stage whose pools decide whether there is room: those that generate the output."""
-        return "aggregated" if self.config.document.mode == "aggregated" else "decode"
+        """Return the stage whose pools decide whether there is room: those that generate the output, or are asked
+        first to forward the request."""
+        if self.config.document.mode == "aggregated":
+            return "aggregated"
+        return "decode" if self.machine.request.carrier is None else "prefill"
+
+    @property
+    def output_tokens(self) -> int:
+        carrier = self.machine.request.carrier
+        return self.machine.delivery.tokens if carrier is None else carrier.output_tokens or 0
 
 
 log = logging.getLogger(__name__)
@@ -132,12 +154,16 @@ class GlobalRouterTracker(RequestTracker[Flight]):
     def release(self, routed: Flight, dispatch: Dispatch) -> None:
         leg = routed.legs.pop(dispatch.id, None)
         if leg is not None:
-            self.give_back(leg.pool, leg.reservation, routed.record.model, dispatch.stage)
+            reservation = leg.reservation if isinstance(leg, ReservedLeg) else None
+            self.give_back(leg.pool, reservation, routed.record.model, dispatch.stage)
             self._settle(leg.pool, leg.ticket, leg.pool.breaker.abandoned)
 
     def avoid(self, routed: Flight, avoid: AvoidWorker) -> None:
         """Have a leg's worker excluded when its pool is asked again."""
         leg = routed.legs[avoid.dispatch.id]
+        if isinstance(leg, ForwardedLeg):
+            routed.failed.append(leg.pool.name)  # a client's own bytes are never sent twice to what failed
+            return
         excluded = routed.unable if avoid.for_good else routed.excluded
         workers = excluded.setdefault(leg.pool.name, [])
         workers.append(leg.reservation.worker)
@@ -148,6 +174,14 @@ class GlobalRouterTracker(RequestTracker[Flight]):
     def worker_full(self, routed: Flight, full: WorkerFull) -> None:
         """Have a leg's worker excluded for every request, for the time that it reported."""
         leg = routed.legs[full.dispatch.id]
+        if isinstance(leg, ForwardedLeg) and leg.is_full:
+            del routed.legs[full.dispatch.id]  # it has not made room by its end
+            leg.pool.note_refused(routed.record.model, full.dispatch.stage, leg.asked)
+            self._settle(leg.pool, leg.ticket, leg.pool.breaker.abandoned)
+            return
+        if isinstance(leg, ForwardedLeg):
+            routed.failed.append(leg.pool.name)  # each of its servers was asked, or it has none
+            return
         self.full_workers.note((leg.pool.name, leg.reservation.worker), full.retry_after_ms)
 
     def record_failure(self, routed: Flight, dispatch: Dispatch) -> None:
@@ -158,7 +192,7 @@ class GlobalRouterTracker(RequestTracker[Flight]):
 
     def ended(self, routed: Flight, end: EndRequest) -> None:
         machine, record = routed.machine, routed.record
-        tokens, reason = machine.delivery.tokens, end.last.finish_reason or ""
+        tokens, reason = routed.output_tokens, end.last.finish_reason or ""
         if end.by_worker and reason in (FinishReason.STOP, FinishReason.LENGTH):
             routed.config.outputs.finished(machine.request.lora_name or machine.request.model, tokens)
         if end.by_worker and routed.first_ms is not None and tokens > 1:
@@ -171,9 +205,10 @@ class GlobalRouterTracker(RequestTracker[Flight]):
 
     # -- pools -----------------------------------------------------------------------------------------------------
 
-    def give_back(self, pool: PoolConnection, reservation: Reservation, model: str, work: Stage) -> None:
-        """Release a worker that was reserved: other requests may wait for it."""
-        pool.release(reservation)
+    def give_back(self, pool: PoolConnection, reservation: Reservation | None, model: str, work: Stage) -> None:
+        """Release a worker that was reserved, or what a forwarded request had: other requests may wait for it."""
+        if reservation is not None:
+            pool.release(reservation)
         pool.note_freed(model, work)
         self._placer.room_changed()
 
@@ -182,7 +217,11 @@ class GlobalRouterTracker(RequestTracker[Flight]):
         due: dict[PoolConnection, list[Reservation]] = {}
         for flight in self.requests.values():
             for leg in flight.legs.values():
-                if leg.ticket is not None and now_ms - leg.renewed_ms > leg.lease_ms / 2:
+                if (
+                    isinstance(leg, ReservedLeg)
+                    and leg.ticket is not None
+                    and now_ms - leg.renewed_ms > leg.lease_ms / 2
+                ):
                     leg.renewed_ms = now_ms
                     due.setdefault(leg.pool, []).append(leg.reservation)
         for pool, reservations in due.items():

@@ -22,7 +22,7 @@ from poolgrid.process.log_lines import Complaints, shown_peer
 from poolgrid.process.tracing.record import SpanRecord
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.fleet import chat_of, inabilities_of, media_of
+from poolgrid.router.core.fleet import Worker, chat_of, inabilities_of, media_of
 from poolgrid.router.core.inputs import Booked, Released, Renewed, WorkerWanted
 from poolgrid.router.core.policy import RoutingRequest
 from poolgrid.router.core.router_state import RouterState
@@ -249,6 +249,7 @@ class SelectPlane:
                         :LORAS_PER_WORKER_MAX
                     ],
                     inabilities_of(workers),
+                    _server_kind(workers) if self._pool.forwards(name) else "",
                 )
             )
         return PoolStatus(
@@ -332,6 +333,12 @@ class SelectPlane:
         )
         retry_after_s = self._pool.retry_after_s() if code is SelectRefusal.BUSY else None
         return SelectRefused(ask, code, str(none)[:TEXT_CHARS_MAX], retry_after_s, reasons)
+
+
+def _server_kind(workers: Sequence[Worker]) -> str:
+    """Return the kind of a model's servers."""
+    kinds = {worker.card.server_kind for worker in workers}
+    return "openai" if "openai" in kinds else min(kinds)
 
 
 def _code(none: NoWorker | PolicyFailed) -> SelectRefusal:

@@ -218,18 +218,19 @@ class RouterService:
 
     def _wait_cause(self, routed: LocalRequest) -> WaitCause | None:
         """Place a new request, or return why it waits. Raises ``Refused``."""
-        chooser = self.chooser
-        if self.queue.must_wait(routed):
-            return WaitCause.WORKING_SET
-        if self.queue.has_waiting(lane_of(routed.machine.request)):
-            return WaitCause.HELD if chooser.plans and chooser.can_be_planned(routed) else WaitCause.BEHIND_OTHERS
+        chooser, request = self.chooser, routed.machine.request
+        if request.may_wait:
+            if self.queue.must_wait(routed):
+                return WaitCause.WORKING_SET
+            if self.queue.has_waiting(lane_of(request)):
+                return WaitCause.HELD if chooser.plans and chooser.can_be_planned(routed) else WaitCause.BEHIND_OTHERS
         found = chooser.choose(routed)
-        if chooser.holds(found):
+        if request.may_wait and chooser.holds(found):
             return WaitCause.HELD
         failure = self._place(routed, found)
         if failure is None:
             return None
-        if not failure.busy:
+        if not failure.busy or not request.may_wait:
             raise self.queue.refusal(failure)
         return failure.wait_cause
 
@@ -322,11 +323,12 @@ class RouterService:
         failure = self._place(routed)
         if failure is None:
             return
-        if failure.busy:
+        if failure.busy and routed.machine.request.may_wait:
             waits_for = failure.wait_cause if place.for_room else WaitCause.WORKER_LOST
             self.queue.resume(routed, waits_for if place.moved else WaitCause.NEXT_LEG)
         else:
-            self._give_up(routed, f"{place.why}; {failure}")
+            retry_after_s = self.retry_after_s() if failure.busy else None
+            self._give_up(routed, f"{place.why}; {failure}", retry_after_s)
 
     def room_changed(self, soon: bool = False) -> None:
         if soon:
@@ -428,6 +430,9 @@ class RouterService:
 
     def on_carried_broken(self, request_id: str, dispatch_id: str, why: str) -> None:
         self.tracker.on_carried_broken(request_id, dispatch_id, why)
+
+    def on_answered(self, request_id: str, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Engine servers choose nothing."""
 
     @property
     def unreachable(self) -> Mapping[WorkerKey, str]:

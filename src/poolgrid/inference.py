@@ -79,6 +79,11 @@ class Carrier(Protocol):
     is_prefilled: bool
     """Whether the prefill server of two legs has answered; some are asked together with the decode server."""
 
+    @property
+    def output_tokens(self) -> int | None:
+        """Return the tokens of the answer as the server counted them; ``None`` where it did not."""
+        ...
+
     def can_be_split(self, kind: str) -> bool:
         """Return whether one server of a kind may compute the prompt and another answer."""
         ...
@@ -132,7 +137,8 @@ class InferenceRequest(msgspec.Struct, eq=False):
     """What is asked for in place of tokens; then there are no ``token_ids``."""
     hints: Mapping[str, Any] = msgspec.field(default_factory=lambda: NO_HINTS)
     """What the client asked of routing, as it came: ``nvext`` (the parts ``router`` and ``agent_hints``) and
-    ``headers`` (those of ``HINT_HEADERS``, by name in lower case). Either may be absent."""
+    ``headers`` (those of ``HINT_HEADERS``, by name in lower case); of a forwarded request ``OUTPUT_LIMIT`` too. Each
+    may be absent."""
     session: SessionHint = NO_HINT
     """The client's hint about its session."""
     kept_tokens_max: int = 0
@@ -147,6 +153,8 @@ class InferenceRequest(msgspec.Struct, eq=False):
     """The one worker that can serve it, whose engine server made what it continues; empty = any may."""
     by_text: bool = False
     """Whether ``token_ids`` are bytes of the prompt's text, whose tokens are not known: four stand for a token."""
+    may_wait: bool = True
+    """Whether it waits here while no worker has room; otherwise it is refused as busy, and waits at its sender."""
     trace_context: TraceContext | None = None
     """Where the client's request stands in a trace of its own; workers get it if no record is kept here."""
 
@@ -193,6 +201,10 @@ class StreamDelta(msgspec.Struct):
 
 HINT_HEADERS = ("x-ttft-target-ms", "x-itl-target-ms")
 """Request headers that are handed to the router; a router that has no use for them ignores them."""
+
+
+OUTPUT_LIMIT = "output_limit"
+"""The most tokens that the client lets the answer have: the ``sampling`` of a forwarded request has no limit."""
 
 
 class TokenStream(Protocol):

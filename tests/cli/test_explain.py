@@ -32,7 +32,7 @@ def router_answer() -> dict[str, Any]:
     return RequestExplanation(request_id="r-[red]1", attempts=[decision.explanation()]).to_json()
 
 
-GLOBAL = {
+GLOBAL: dict[str, Any] = {
     "request_id": "r-[red]1", "model": "m", "isl": 160, "revision": 2, "outcome": "length", "output_tokens": 5,
     "ttft_ms": 12.5, "itl_ms": None, "time_ms": 1, "pools": ["cheap"], "workers": ["a"], "how": "fallback",
     "dispatches": 1, "queued_ms": 0.0, "notes": ["a note"],
@@ -121,6 +121,18 @@ def test_a_global_decision_shows_cell_spill_fallback_refusal_and_the_pools_own_r
         "outcome: length, 5 tokens, TTFT 12.50 ms, ITL – ms",
     ):
         assert words in text
+
+
+@pytest.mark.parametrize(("reason", "said"), [("lowest_cost", "lowest_cost"), ("", "nothing is known of it")])
+def test_a_request_that_was_forwarded_shows_what_the_pools_router_chose(reason: str, said: str) -> None:
+    (placement,) = GLOBAL["placements"]
+    forwarded = {**placement, "block_size": 0, "overlap_blocks": 0, "pool_reason": reason}
+
+    text = drawn({**GLOBAL, "placements": [forwarded]}, {"r-1": router_answer()})
+
+    assert f"forwarded, and its router chose: {said}" in text
+    assert "reserved in" not in text
+    assert "not c: draining" in text
 
 
 def test_the_pools_are_asked_too(capsys: pytest.CaptureFixture[str]) -> None:

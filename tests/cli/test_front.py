@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,19 @@ from click.testing import CliRunner
 from pydantic import ValidationError
 
 from poolgrid.cli import front
+from poolgrid.cli.fleet import pools_in_front
 from poolgrid.cli.front import FrontPlan, FrontProblem, FrontServer, ask_all, entries_of, make_plan, settings_later
 from poolgrid.cli.local_pool import UpSettings
 from poolgrid.cli.main import app
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.settings import NO_TOKENIZER
+from poolgrid.global_router.core.document.reader import load_document
 from poolgrid.workers.engines.server.core.server_facts import ServerFacts
 from tests.e2e.processes import Process, eventually, metric
 from tests.fakes.engine_server.openai import OpenAiServer
 from tests.fakes.engine_server.threaded import servers_in_thread
 from tests.fakes.engine_server.vllm import Options
+from tests.global_router.documents import aggregated
 
 
 def server(url: str, **facts: Any) -> FrontServer:
@@ -167,6 +171,59 @@ def test_a_hub_name_is_looked_for_on_this_machine_alone(tmp_path: Path, monkeypa
 def test_options_of_workers_of_ours_do_not_go_with_it(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=r"with engine_url|no decode=URL"):
         UpSettings(**wrong)
+
+
+THREE_POOLS = load_document(json.dumps(aggregated())).document
+
+
+def test_each_pool_of_a_fleet_gets_its_own_servers_and_clients_come_to_the_global_router(tmp_path: Path) -> None:
+    urls = ("a=http://a:1", "b=http://b:1", "c=prefill=http://c:1", "c=decode=http://c:2", "a=dns+http://a:2")
+    keys = tmp_path / "keys.json"
+    keys.write_text("{}")
+    common: dict[str, Any] = {"pools": tmp_path / "keys.json", "engine_url": urls, "host": "0.0.0.0", "port": 8000}
+
+    for given, host in (({}, "0.0.0.0"), ({"api_keys": keys, "data_dir": tmp_path}, "127.0.0.1")):
+        own = pools_in_front(UpSettings(**common, **given), THREE_POOLS)
+
+        assert list(own) == ["a", "b", "c"]
+        assert own["a"].engine_url == ("http://a:1", "dns+http://a:2")
+        assert own["c"].backends() == {"aggregated": [], "prefill": ["http://c:1"], "decode": ["http://c:2"]}
+        for name, each in own.items():
+            assert (each.pools, each.port, each.api_keys, each.host) == (None, 0, None, host)
+            assert each.data_dir == (tmp_path / name if given else None)
+
+
+@pytest.mark.parametrize(
+    ("urls", "said"),
+    [
+        (("a=http://a:1", "b=http://b:1"), "engine_url has none of c"),
+        (("a=http://a:1", "b=http://b:1", "c=http://c:1", "d=http://d:1"), "engine_url names d"),
+    ],
+)
+def test_every_pool_of_a_fleet_and_no_other_needs_a_server(tmp_path: Path, urls: tuple[str, ...], said: str) -> None:
+    (tmp_path / "pools.json").write_text("{}")
+    settings = UpSettings(pools=tmp_path / "pools.json", engine_url=urls)
+
+    with pytest.raises(ValueError, match=f"{said}.*for each pool of the document: a, b, c"):
+        pools_in_front(settings, THREE_POOLS)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"engine_url": ("http://a:1",)}, "name its pool, as POOL=URL"),
+        ({"engine_url": ("a=gpu1:8000",)}, "allowed are http://HOST"),
+        ({"engine_url": ("a=prefill=http://a:1", "b=decode=http://b:1")}, "no decode=URL"),
+        ({"engine_url": ("a=encode=http://a:1",)}, "has encode=URL"),
+        ({"engine_url": ("a=http://a:1",), "engine_urls_file": Path("servers")}, "as engine_url POOL=URL"),
+        ({"engine_url": ("a=http://a:1",), "workers": 2}, "with engine_url"),
+    ],
+)
+def test_servers_of_a_fleet_are_named_with_their_pool(tmp_path: Path, wrong: dict[str, Any], said: str) -> None:
+    (tmp_path / "pools.json").write_text("{}")
+
+    with pytest.raises(ValidationError, match=said):
+        UpSettings(pools=tmp_path / "pools.json", **wrong)
 
 
 def test_a_url_that_is_none_is_refused_and_a_server_that_does_not_answer_is_waited_for(

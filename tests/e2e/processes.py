@@ -101,6 +101,15 @@ class Process:
                     return child
         raise AssertionError(f"no child of {self.arguments} runs {words}")
 
+    def children(self, *words: str) -> list[psutil.Process]:
+        """Return the children whose command lines hold all words."""
+        found = []
+        for child in self.descendants():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if all(word in child.cmdline() for word in words):
+                    found.append(child)
+        return found
+
     def signal(self, number: int) -> None:
         self._told_to_end = self._told_to_end or number == signal.SIGTERM
         self._process.send_signal(number)

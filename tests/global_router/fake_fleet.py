@@ -53,6 +53,13 @@ def status(*roles: RoleStatus, model: str = MODEL) -> PoolStatus:
     return PoolStatus(0, True, (ModelStatus(model, BLOCK_SIZE, HASH_SPEC, 4096, roles),), retry_after_s=3.0)
 
 
+def status_of_servers(requests: int = 0, capacity: int = 16, kind: str = "vllm") -> PoolStatus:
+    """Return the status of a pool in front of engine servers."""
+    role = RoleStatus(Role.AGGREGATED, 2, 0, 0, requests, capacity)
+    served = ModelStatus(MODEL, BLOCK_SIZE, HASH_SPEC, 4096, (role,), server_kind=kind)
+    return PoolStatus(0, True, (served,), retry_after_s=3.0)
+
+
 def workers_of(
     role: Role, ready: int = 2, requests: int = 0, draining: int = 0, decodes_only: bool = False
 ) -> RoleStatus:
@@ -120,7 +127,7 @@ class FakePool(PoolConnection):
 
     def say(self, said: PoolStatus | None) -> None:
         """Have a status come in."""
-        self.status = said
+        self._take(said)
         self._on_news()
 
     def renew(self, reservations: list[Reservation]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,17 +10,22 @@ import pytest
 
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from tests.e2e.processes import PATIENT, Process
-from tests.proxy.pool import SERVER_KEY, ScriptedPool
+from tests.proxy.pool import POOLS, SERVER_KEY, TWO_POOLS, ScriptedPool
 from tests.proxy.scripted_server import ScriptedServer
 
 
-@pytest.fixture(scope="module")
-def module_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedPool]:
+@pytest.fixture(scope="module", params=["router", "global router"])
+def module_pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedPool]:
     """One for all tests of a module."""
     servers = [ScriptedServer(str(TINY_MODEL_PATH), f"adapter-{name}") for name in "ab"]
-    fronts = [word for each in servers for word in ("--engine-url", each.url)]
-    options = ("--port", "0", "--model-path", str(TINY_MODEL_PATH), *PATIENT)
     log: Path = tmp_path_factory.mktemp("pool") / "log"
+    fronts = [word for each in servers for word in ("--engine-url", each.url)]
+    if request.param == "global router":
+        document = log.with_name("pools.json")
+        document.write_text(json.dumps(TWO_POOLS))
+        fronts = [f"--engine-url={name}={each.url}" for name, each in zip(POOLS, servers, strict=True)]
+        fronts += ["--pools", str(document)]
+    options = ("--port", "0", "--model-path", str(TINY_MODEL_PATH), *PATIENT)
     environment = {"POOLGRID_ENGINE_API_KEY": SERVER_KEY}
     try:
         with Process("up", *fronts, *options, log=log, environment=environment) as up:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import psutil
 
+from tests.e2e.fleet import pools
 from tests.e2e.processes import Process, becomes, metric, ready_workers
 from tests.proxy.raw_client import CHAT, Answer, RawClient, chat_body
 from tests.proxy.scripted_server import Call, Script, ScriptedServer, serve_plainly, whole
@@ -15,19 +16,49 @@ GROWTH_BYTES_MAX = 48 << 20
 """Most that a router may grow by for one request of a test, whose servers send more than twice as much."""
 
 
+POOLS = ("near", "far")
+
+TWO_POOLS = {
+    "version": 1,
+    "mode": "aggregated",
+    "aggregated": {
+        "pools": [{"name": name, "priority": rank} for rank, name in enumerate(POOLS)],
+        "isl_min": 0,
+        "isl_max": 2000,
+        "isl_resolution": 2,
+        "ttft_min_ms": 0,
+        "ttft_max_ms": 4000,
+        "ttft_resolution": 2,
+        "itl_min_ms": 0,
+        "itl_max_ms": 100,
+        "itl_resolution": 1,
+        "mapping": [[["near"], ["far"]], [["near"], ["near"]]],
+        "priority_overrides": [{"min_priority": 50, "max_priority": 100, "target_pool": "far"}],
+    },
+    "defaults": {"ttft_target_ms": 3000, "itl_target_ms": 50},
+}
+"""A pool-grid document: urgent and long prompts go near, all others far."""
+
+
 class ScriptedPool:
-    """A router in front of two scripted servers."""
+    """A router in front of two scripted servers, or a global router in front of a pool of each."""
 
     def __init__(self, up: Process, servers: list[ScriptedServer]) -> None:
+        self.up = up
         self.url = up.url
         self.servers = servers
-        self.router = psutil.Process(up.child("router").pid)
+        self.is_global = bool(up.children("global-router"))
+        self.router = psutil.Process(up.child("global-router" if self.is_global else "router").pid)
+        self.routers = [row["url"] for row in pools(up.url).values()] if self.is_global else [up.url]
+        """Those that choose servers."""
 
     def begin(self) -> None:
         """Wait until both servers take requests, and forget what came before."""
         for each in self.servers:
             each.script = None
-        becomes(lambda: len(ready_workers(self.url)), len(self.servers))
+        becomes(lambda: sum(len(ready_workers(url)) for url in self.routers), len(self.servers))
+        if self.is_global:
+            becomes(lambda: {row["state"] for row in pools(self.url).values()}, {"available"})
         for each in self.servers:
             each.calls.clear()
             each.targets.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from urllib.parse import quote
 
 import pytest
@@ -72,7 +73,8 @@ def test_id_in_a_path_of_another_case_is_asked_for_as_the_client_wrote_it(pool: 
     answer = pool.call("GET", "/v1/Files/file_aB/content")
     assert (answer.status, answer.body) == (200, b'{"id":"made"}')
     assert [call.target for call in pool.servers[0].calls] == ["/v1/Files/file_aB"]
-    assert [call.target for call in pool.servers[1].calls] == ["/v1/Files/file_aB", "/v1/Files/file_aB/content"]
+    *asked, last = [call.target for call in pool.servers[1].calls]
+    assert (set(asked), last) == ({"/v1/Files/file_aB"}, "/v1/Files/file_aB/content")  # once for each router
 
 
 @pytest.mark.parametrize("collection", ["/v1/files", "/V1/Files"])
@@ -99,8 +101,13 @@ def test_id_of_a_body_stays_one_segment_of_the_path_that_servers_are_asked_for(p
 
     assert answer.status == 404
     for each in pool.servers:
-        assert [call.method for call in each.calls] == ["GET"]
-        assert each.calls[0].target == f"/v1/responses/{quote(name, safe='')}"
+        targets = [f"{call.method} {call.target}" for call in each.calls]
+        if pool.is_global:
+            # The router of a pool gets it in a path, where it refuses some, and decodes what is encoded twice.
+            assert all(re.fullmatch(r"GET /v1/responses/[\w%.-]+", target) for target in targets)
+            assert not any("/.." in target for target in targets)
+        else:
+            assert targets == [f"GET /v1/responses/{quote(name, safe='')}"]
 
 
 def test_answer_about_an_id_that_does_not_end_is_left(pool: ScriptedPool) -> None:

@@ -135,6 +135,32 @@ async def test_a_request_that_finds_no_room_in_time_ends_as_busy_with_a_time_to_
         assert len(router.sent) == 2, "full workers are not asked again before their time"
 
 
+async def test_a_request_that_may_not_wait_is_refused_at_once_and_takes_no_turn_of_others() -> None:
+    async with routed() as router:
+        join(router, ())
+        await router.service.submit(REQUEST)
+        refuse(router, RefusalKind.BUSY, retry_after_ms=60_000)
+        assert router.service.counts()[1] == 1
+
+        with pytest.raises(Refused) as refused:
+            await router.service.submit(like(REQUEST, request_id="hop", may_wait=False))
+        assert (refused.value.status, refused.value.code) == (429, "busy")
+        assert refused.value.retry_after_s is not None
+        assert router.service.counts()[1] == 1
+
+
+async def test_a_request_that_may_not_wait_ends_as_busy_when_its_worker_has_no_room_after_all() -> None:
+    async with routed() as router:
+        join(router, ())
+        stream = await router.service.submit(like(REQUEST, may_wait=False))
+        refuse(router, RefusalKind.BUSY, retry_after_ms=60_000)
+
+        last = await last_of(stream)
+
+        assert last.retry_after_s is not None
+        assert router.service.counts() == (0, 0)
+
+
 async def test_a_worker_that_refuses_again_and_again_does_not_make_the_wait_longer() -> None:
     async with routed(queue_timeout_ms=150, worker_timeout_ms=100) as router:
         join(router, ())

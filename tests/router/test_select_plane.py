@@ -51,6 +51,10 @@ class View:
         self.out_of_reach: dict[WorkerKey, str] = {}
         self.load_changes = 0
         self.behind_records = 0
+        self.forwarded: set[str] = set()
+
+    def forwards(self, model: str) -> bool:
+        return model in self.forwarded
 
     def reserved(self, decision: Decision, path: Sequence[int]) -> None:
         self.decisions.add(decision)
@@ -317,6 +321,30 @@ def test_a_decode_worker_that_decodes_only_is_selected_for_nothing_else() -> Non
         status = await asker.ask(AskStatus(4))
         assert isinstance(status, PoolStatus)
         assert not status.models[0].roles[0].decodes_only
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "shown"),
+    [(("vllm", "vllm"), "vllm"), (("sglang", "vllm"), "sglang"), (("vllm", "openai"), "openai")],
+)
+def test_the_status_has_the_kind_of_the_servers_of_models_that_are_forwarded(
+    kinds: tuple[str, ...], shown: str
+) -> None:
+    async def scenario(asker: Asker) -> None:
+        for number, kind in enumerate(kinds):
+            card = make_card(server_url=f"http://gpu{number}", server_kind=kind)
+            asker.pool.join(f"w{number}", card=card)
+        status = await asker.ask(AskStatus(3))
+        assert isinstance(status, PoolStatus)
+        assert status.models[0].server_kind == ""
+
+        asker.view.forwarded = {status.models[0].model}
+
+        status = await asker.ask(AskStatus(4))
+        assert isinstance(status, PoolStatus)
+        assert status.models[0].server_kind == shown
 
     run(scenario)
 

@@ -424,7 +424,17 @@ GOLDEN: dict[tuple[str, str], Any] = {
         True,
         (
             ModelStatus("tiny", 32, "xxh3-64/1337", 4096, (RoleStatus(Role.AGGREGATED, 2, 1, 0, 3, 64),), ("legal",)),
-            ModelStatus("eyes", 32, "xxh3-64/1337", 9, (), (), MediaSpec(("image",)), ChatSpec("none", "hermes", "{}")),
+            ModelStatus(
+                "eyes",
+                32,
+                "xxh3-64/1337",
+                9,
+                (),
+                (),
+                MediaSpec(("image",)),
+                ChatSpec("none", "hermes", "{}"),
+                server_kind="vllm",
+            ),
         ),
         4,
         0.5,

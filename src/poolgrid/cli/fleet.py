@@ -4,6 +4,7 @@ Rules
     1. Each pool is a router with the consolidator inside, and the workers that the pool's ``simulate`` describes; with
        a real engine they are as many, each with the mode of its stage and the engine file of its role. The global
        router gets the real addresses of the pools' routers; the document's urls are for real deployments.
+       In front of engine servers each pool is what ``poolgrid up --engine-url`` starts (``cli.front``).
     2. With an event plane on NATS each pool has its journal there under its own name, and consolidators of its own.
     3. Consolidators start first, then routers, then workers, then the global router; ``ready URL`` follows once every
        pool can be used.
@@ -23,6 +24,7 @@ from urllib.parse import quote
 
 from poolgrid.cli.launch_plan import ANY, PlannedPart, PlannedWorker, described_parts
 from poolgrid.cli.local_pool import (
+    LocalPool,
     UpSettings,
     first_given_up,
     greeting,
@@ -31,6 +33,7 @@ from poolgrid.cli.local_pool import (
     until_workers_are_ready,
     worker_part,
 )
+from poolgrid.cli.options import environment_name
 from poolgrid.cli.part import START_TIMEOUT_S, Part, part_environment, stop_parts
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.global_router.core.document.axis import StageName
@@ -45,6 +48,10 @@ TYPED_PORTS = range(5701, 65_536)
 
 NATS_NAME_CHARS_MAX = 64
 """In the form of ``nats_pool``."""
+
+
+KEYS_OF_CLIENTS = ("POOLGRID_API_KEYS",)
+"""Variables that parts behind the global router do without."""
 
 
 class LocalFleet:
@@ -69,7 +76,7 @@ class LocalFleet:
         self._pools = [(stage, pool) for stage, found in document.stages.items() for pool in found.pools]
         self._model = model
         # Clients come to the global router alone; it needs no key for the pools behind it.
-        self._environment = part_environment(without=("POOLGRID_API_KEYS",))
+        self._environment = part_environment(without=KEYS_OF_CLIENTS)
         self._host = settings.host if settings.api_keys is None else LOOPBACK
         self._common = ["--host", self._host, *settings.log_choice.arguments]
         self._model_arguments = ["--model-path", str(settings.model_path), "--served-model-name", settings.model_name]
@@ -149,11 +156,7 @@ class LocalFleet:
         return arguments
 
     def _global_router_arguments(self, port: int, urls: Mapping[str, str]) -> list[str]:
-        settings = self._settings
-        arguments = ["global-router", "--config", str(self._path), "--host", settings.host, "--port", str(port)]
-        arguments += [f"--pool-url={name}={url}" for name, url in urls.items()]
-        further = settings.options_of("global-router")
-        return [*arguments, *self._model_arguments, *settings.log_choice.arguments, *settings.key_arguments, *further]
+        return global_router_arguments(self._settings, self._path, port, urls, self._model_arguments)
 
     def _planned_consolidators(self, pool: Pool) -> list[tuple[str, list[str]]]:
         settings = self._settings
@@ -222,6 +225,88 @@ class LocalFleet:
         await stop_parts(self._routers.values())
         await stop_parts(self._consolidators)
         self._ports.close()
+
+
+class FrontFleet:
+    """A fleet in front of engine servers that run already: a pool's parts for each pool, and a global router."""
+
+    def __init__(self, settings: UpSettings, path: Path, pools: Mapping[str, LocalPool], what: str) -> None:
+        """``settings`` have the model of the global router; ``what`` serves, for people."""
+        self._settings = settings
+        self._path = path
+        self._pools = pools
+        self._what = what
+        self._global_router: Part | None = None
+        self._front: socket.socket | None = None
+
+    async def start(self) -> str:
+        """Start everything; return the URL of the OpenAI API once every pool can be used."""
+        settings = self._settings
+        self._front = front = listen(settings.host, settings.port, "port")
+        started = await asyncio.gather(*(pool.start() for pool in self._pools.values()))
+        urls = dict(zip(self._pools, started, strict=True))
+        model = ["--model-path", str(settings.model_path)]
+        if settings.served_model_name:
+            model += ["--served-model-name", settings.served_model_name]
+        arguments = global_router_arguments(settings, self._path, front.getsockname()[1], urls, model)
+        environment = part_environment(without=(*KEYS_OF_CLIENTS, environment_name("engine_api_key")))
+        self._global_router = Part("global router", arguments, environment, listener=front)
+        await self._global_router.start()
+        self._global_router.watch()
+        return self._global_router.ready_words[0]
+
+    def greeting(self, url: str) -> str:
+        settings = self._settings
+        what = f"{counted(len(self._pools), 'pool')} with {self._what} behind a global router"
+        keyed = settings.api_keys is not None
+        return greeting(what, url, settings.model_name, keyed, ": which pool, by which cell of the grid, which server")
+
+    async def given_up(self) -> str:
+        """Wait for ever: each part is started again."""
+        return await first_given_up(())
+
+    async def stop(self) -> None:
+        """End everything in order."""
+        if self._front is not None:
+            self._front.close()
+        await stop_parts([self._global_router])
+        await asyncio.gather(*(pool.stop() for pool in self._pools.values()))
+
+
+def pools_in_front(settings: UpSettings, document: GridDocument) -> dict[str, UpSettings]:
+    """Return the settings of each pool of a document in front of its servers; raises ``ValueError``."""
+    names = [pool.name for found in document.stages.values() for pool in found.pools]
+    given = settings.urls_by_pool()
+    unknown, missing = sorted(set(given) - set(names)), [name for name in names if name not in given]
+    if unknown or missing:
+        wrong = f"engine_url names {', '.join(unknown)}" if unknown else f"engine_url has none of {', '.join(missing)}"
+        raise ValueError(f"{wrong}; give POOL=URL for each pool of the document: {', '.join(names)}")
+    on_nats = nats_names(document) if settings.on_nats else {}
+    return {
+        name: settings.model_copy(
+            update={
+                "engine_url": tuple(given[name]),
+                "pools": None,
+                "port": 0,
+                # Clients come to the global router alone; it needs no key for the pools behind it.
+                "api_keys": None,
+                "host": settings.host if settings.api_keys is None else LOOPBACK,
+                "data_dir": None if settings.data_dir is None else settings.data_dir / quote(name, safe=""),
+                **({"nats_pool": on_nats[name]} if on_nats else {}),
+            }
+        )
+        for name in names
+    }
+
+
+def global_router_arguments(
+    settings: UpSettings, path: Path, port: int, urls: Mapping[str, str], model: Sequence[str]
+) -> list[str]:
+    """Return the command of the global router in front of routers with these URLs."""
+    arguments = ["global-router", "--config", str(path), "--host", settings.host, "--port", str(port)]
+    arguments += [f"--pool-url={name}={url}" for name, url in urls.items()]
+    further = settings.options_of("global-router")
+    return [*arguments, *model, *settings.log_choice.arguments, *settings.key_arguments, *further]
 
 
 def worker_names(pool: Pool) -> list[str]:

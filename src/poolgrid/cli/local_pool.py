@@ -215,7 +215,6 @@ _OF_OWN_WORKERS = (
         "decode",
         "encode",
         "modality",
-        "pools",
         "dry_run",
         "kv_block_size",
         "engine_args",
@@ -231,6 +230,17 @@ def by_role(values: Sequence[str]) -> dict[str, list[str]]:
         of, meant = (role, rest) if equals and role in ROLES else ("", value)
         found.setdefault(of, []).append(meant)
     return found
+
+
+def _check_servers(urls: Sequence[str]) -> None:
+    """Raise ``ValueError`` for the servers of a pool that cannot be one."""
+    given = by_role(urls)
+    if "encode" in given:
+        raise ValueError("engine_url has encode=URL: servers in front of others are prefill and decode")
+    for url in urls:
+        read_entry(url.removeprefix("worker="))
+    if "prefill" in given and "decode" not in given:
+        raise ValueError("engine_url names prefill servers and no decode=URL to continue their requests")
 
 
 class UpSettings(EventPlaneSettings):
@@ -251,7 +261,7 @@ class UpSettings(EventPlaneSettings):
         max_length=SERVERS_MAX,
         description=(
             "Route to this engine server: http://gpu1:8000, prefill=URL, decode=URL, dns+http://NAME:PORT or "
-            "k8s+http://:PORT?selector=LABELS. Repeat for more."
+            "k8s+http://:PORT?selector=LABELS. Repeat for more. With --pools: POOL=URL."
         ),
     )
     engine_urls_file: Path | None = Field(
@@ -272,8 +282,8 @@ class UpSettings(EventPlaneSettings):
     pools: InputFile | None = Field(
         None,
         description=(
-            "Run a whole fleet from this pool-grid document: a router and workers per pool, and a "
-            "global router. Its urls are ignored."
+            "Run a whole fleet from this pool-grid document: a router per pool with workers, or in front of the "
+            "pool's --engine-url, and a global router. Its urls are ignored."
         ),
     )
     workers: int | None = Field(
@@ -432,9 +442,15 @@ class UpSettings(EventPlaneSettings):
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r} with engine_url: the servers run already, and have theirs"
                 )
-        given = self.backends()
-        if given["prefill"] and not given["decode"]:
-            raise ValueError("engine_url names prefill servers and no decode=URL to continue their requests")
+        if self.pools is None:
+            _check_servers(self.engine_url)
+            return self
+        if self.engine_urls_file is not None:
+            raise ValueError("engine_urls_file is given with pools: give each pool its servers, as engine_url POOL=URL")
+        for pool, urls in self.urls_by_pool().items():
+            if not pool:
+                raise ValueError(f"engine_url is {urls[0]!r} with pools: name its pool, as POOL=URL")
+            _check_servers(urls)
         return self
 
     def _check_roles(self) -> None:
@@ -447,10 +463,6 @@ class UpSettings(EventPlaneSettings):
                     raise ValueError(
                         f"{name} is given {len(values)} times for {role or 'no role'}: give ROLE=VALUE, once for each"
                     )
-        if "encode" in by_role(self.engine_url):
-            raise ValueError("engine_url has encode=URL: servers in front of others are prefill and decode")
-        for url in self.engine_url:
-            read_entry(url.removeprefix("worker="))
 
     @property
     def has_servers(self) -> bool:
@@ -462,6 +474,15 @@ class UpSettings(EventPlaneSettings):
         given = by_role(self.engine_url)
         whole = [*given.get("", ()), *given.get("worker", ())]
         return {"aggregated": whole, "prefill": given.get("prefill", []), "decode": given.get("decode", [])}
+
+    def urls_by_pool(self) -> dict[str, list[str]]:
+        """Return the servers of each pool of ``pools``, without its name; those that name no pool are of ``""``."""
+        found: dict[str, list[str]] = {}
+        for value in self.engine_url:
+            pool, equals, url = value.partition("=")
+            of, meant = (pool, url) if equals and "://" not in pool else ("", value)
+            found.setdefault(of, []).append(meant)
+        return found
 
     def options_of(self, *parts: str) -> list[str]:
         """Return the further options of parts as arguments; raises ``OptionProblem``."""
@@ -646,15 +667,17 @@ class LocalPool:
         data_dir: Path,
         workers: Sequence[PlannedWorker],
         servers: ServersInFront | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """``servers`` is of a pool in front of engine servers; ``None`` = workers with the engine of the settings."""
+        """``servers`` is of a pool in front of engine servers; ``None`` = workers with the engine of the settings.
+        ``environment`` is that of its parts, by default ours."""
         self._servers = servers
         self._what = servers.what if servers is not None else counted(len(workers), f"{settings.engine} worker")
         self._planning: asyncio.Task[None] | None = None
         self._settings = settings
         self._data_dir = data_dir
         self._planned = workers
-        self._environment = part_environment()
+        self._environment = part_environment() if environment is None else dict(environment)
         if settings.engine_api_key:
             # Not among the arguments, which every user of the machine may read.
             self._environment[environment_name("engine_api_key")] = settings.engine_api_key

@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
+from poolgrid.forwarding.hop import HOP_HEADER
 from poolgrid.wire.secret_texts import blotted
 
 Header = tuple[bytes, bytes]
@@ -48,7 +49,7 @@ it."""
 DIGESTS: Final = frozenset({b"content-length", b"content-md5", b"digest", b"content-digest", b"repr-digest", b"etag"})
 """Of the bytes of a body: untrue when something was taken out of it."""
 
-_OF_THE_SENDER: Final = HOP_BY_HOP | SET_BY_SENDER | KEYS
+_OF_THE_SENDER: Final = HOP_BY_HOP | SET_BY_SENDER | KEYS | {HOP_HEADER}
 _NO_FURTHER_NAMES: Final = HOP_BY_HOP | {b"close"}
 _LINE_BREAK = re.compile(rb"[\r\n\x00]")
 

@@ -376,7 +376,7 @@ class InferenceExchange:
         count = len(prompts) * per_prompt
         request_ids = endpoint._request_ids.of_sequences(self._wanted_id, count)
         told = not TELLING_HEADERS.isdisjoint(self.headers)
-        requests = sequences_of(job, prompts, request_ids, _hints_of(self.headers) if told else None)
+        requests = sequences_of(job, prompts, request_ids, hints_of_headers(self.headers) if told else None)
         hint = session_hint(job, self.headers) if told or not job.is_plain or job.after_tool else NO_HINT
         if hint is not NO_HINT:
             for request in requests:
@@ -882,7 +882,7 @@ TELLING_HEADERS: Final = SESSION_HEADERS | _HINT_HEADERS.keys()
 """Headers of a request that say something about its session or its routing."""
 
 
-def _hints_of(headers: Mapping[bytes, bytes]) -> dict[str, str] | None:
+def hints_of_headers(headers: Mapping[bytes, bytes]) -> dict[str, str] | None:
     """Return the headers that say something about routing, if any."""
     if _HINT_HEADERS.keys().isdisjoint(headers):
         return None

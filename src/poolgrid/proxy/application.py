@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Final
 
@@ -17,10 +17,19 @@ from msgspec import Raw
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from poolgrid.forwarding.headers import request_headers
+from poolgrid.forwarding.hop import HOP, HOP_HEADER, Hop, hop_line, read_hop
 from poolgrid.forwarding.model_list import merge_model_lists
 from poolgrid.forwarding.multipart import FormFields, boundary_of, model_of_query
 from poolgrid.forwarding.paths import RequestTarget, TargetAccess, read_target
-from poolgrid.frontend.access.gate import AccessGate, GateKeys, PathClass, caller_of, is_upgrade, key_of
+from poolgrid.frontend.access.gate import (
+    AccessGate,
+    GateKeys,
+    PathClass,
+    caller_of,
+    is_path_of_tenants,
+    is_upgrade,
+    key_of,
+)
 from poolgrid.frontend.access.tenants import CacheDomains
 from poolgrid.frontend.errors import RequestError, dialect_of
 from poolgrid.frontend.metrics import FrontendMetrics
@@ -41,6 +50,7 @@ from poolgrid.proxy.exchange import CLIENT_LEFT, SILENCE_LOOKS, SILENCE_S, Forwa
 from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ForwardBackend, ServerPlace
 from poolgrid.proxy.prompt_reading import UNLIMITED, PromptReader, members_of
+from poolgrid.proxy.routing_hints import tell_hints
 from poolgrid.proxy.server_connection import AnswerFailed
 from poolgrid.proxy.server_state import ServerState, named_state
 from poolgrid.proxy.tunnel import TUNNELS_MAX, Tunnel
@@ -63,6 +73,9 @@ OTHER_ENDPOINT: Final = "other"
 """Of all other paths: clients can name any number of them."""
 
 
+MakeServer = Callable[[str], ForwardServer]
+
+
 class ForwardApplication:
     """Forwards what is for engine servers; ``inner`` serves everything else."""
 
@@ -78,11 +91,13 @@ class ForwardApplication:
         traffic: Traffic,
         domains: CacheDomains,
         clock: Clock,
+        make_server: MakeServer,
         tracing: Tracing | None = None,
         keys: GateKeys | None = None,
         own_paths: frozenset[str] = frozenset(),
     ) -> None:
-        """``own_paths`` begin the paths that are the router's own, though engines may have some of the same name."""
+        """``make_server`` opens a server by its URL; ``own_paths`` begin the paths that are the router's own, though
+        engines may have some of the same name."""
         self._inner = inner
         self.backend = backend
         self.request_ids = request_ids
@@ -92,7 +107,7 @@ class ForwardApplication:
         self._reader = reader
         self._bodies = bodies
         self._body_bytes_max = settings.max_body_bytes
-        self._api_key = settings.engine_api_key or None
+        self._make_server = make_server
         self._traffic = traffic
         self._domains = domains
         self._tracing = tracing
@@ -108,10 +123,17 @@ class ForwardApplication:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] != "http" or not self.backend.forwards("") or self._is_own(scope["path"]):
+        if scope["type"] != "http":
             await self._inner(scope, receive, send)
-        else:
+            return
+        # A global router has keys of an operator, its clients have not: the paths of this router are closed to it.
+        has_hop = any(name == HOP_HEADER for name, _ in scope["headers"])
+        if self.backend.forwards("") and (has_hop or not self._is_own(scope["path"])):
             await self._guarded(scope, receive, send)
+        elif has_hop and not is_path_of_tenants(scope["path"]):
+            await _answer(scope, send, RequestError(503, "no_worker", "no engine server is known now; try again later"))
+        else:
+            await self._inner(scope, receive, send)
 
     def _is_own(self, path: str) -> bool:
         return path in self._own_paths or any(path.startswith(each + "/") for each in self._own_paths)
@@ -119,6 +141,13 @@ class ForwardApplication:
     async def _forwarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward one request, whose caller may ask for its path where there are keys."""
         target = read_target(scope["raw_path"])
+        try:
+            hop = _hop_of(scope)
+        except RequestError as error:
+            await _answer(scope, send, error)
+            return
+        if hop is not None:
+            scope[HOP] = hop
         if target.access is TargetAccess.REFUSED:
             await _answer(scope, send, RequestError(400, "invalid_target", target.reason))
         elif target.access is TargetAccess.OPERATOR and not self._has_keys:
@@ -289,16 +318,24 @@ class ForwardApplication:
 
         Raises ``RequestError``, ``Refused``.
         """
-        (request_id,) = self.request_ids.of_sequences(exchange.name, 1)
-        values, caller = asked.values, exchange.caller
+        hop, values, caller = hop_of(exchange.scope), asked.values, exchange.caller
+        if hop is not None and hop.request_id:
+            request_id = hop.request_id
+        else:
+            (request_id,) = self.request_ids.of_sequences(exchange.name, 1)
         reading = await self._reader.read(asked.target.path, body, request_id, values)
         request = reading.request
         if request is None:
             model = reading.model or self._any_model()
             request = InferenceRequest(request_id, model, b"", UNLIMITED, by_text=True)
         request.session = hint_of_members(values, exchange.header_values, reading.after_tool, reading.answer)
+        tell_hints(request, values, exchange.header_values)
         salt = _text(values.get("cache_salt"))
-        if caller is not None:
+        if hop is not None:
+            request.tenant, request.tenant_weight, request.priority = hop.tenant, hop.weight, hop.priority
+            request.may_wait = False
+            request.cache_salt = salt  # the tenant's part of the caches already
+        elif caller is not None:
             request.cache_salt = salt
             caller.admit_using(features_of(values, body), [request], reading.isl, self.clock.monotonic_ms())
         else:
@@ -313,7 +350,11 @@ class ForwardApplication:
     def changes(self, exchange: ForwardExchange, request: InferenceRequest, place: ServerPlace) -> Changes:
         """Return a request's body for a server, and what of its answer is not for the client."""
         caller = exchange.caller
-        is_shared = caller is None and not self.isolates
+        if hop_of(exchange.scope) is not None:
+            caller = None
+            is_shared = True  # what makes the body the tenant's was done before
+        else:
+            is_shared = caller is None and not self.isolates
         return make_changes(
             exchange.target.path,
             place.kind,
@@ -327,7 +368,7 @@ class ForwardApplication:
         """Return the connections to a server."""
         known = self._servers.get(url)
         if known is None:
-            known = self._servers[url] = ForwardServer(url, self._api_key)
+            known = self._servers[url] = self._make_server(url)
         return known
 
     # -- time ----------------------------------------------------------------------------------------------------------
@@ -381,7 +422,10 @@ class ForwardApplication:
         for place in places:
             server = self.server(place.url)
             upgrade = [pair for pair in scope["headers"] if pair[0] in (b"connection", b"upgrade")]
-            headers = request_headers(scope["headers"], server.key_headers, key_of(scope))
+            added = [*server.key_headers]
+            if place.is_router:
+                added.append(hop_line(Hop()))
+            headers = request_headers(scope["headers"], added, key_of(scope))
             head = server.head(b"GET", target_of(scope), [*headers, *upgrade], None)
             tunnel = Tunnel(guard, head, server.keys)
             guard.source = tunnel
@@ -412,6 +456,27 @@ async def _answer(scope: Scope, send: Send, error: RequestError) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *error.headers]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+
+
+def _hop_of(scope: Scope) -> Hop | None:
+    """Return what a global router tells of a request; raises ``RequestError``."""
+    value = next((value for name, value in scope["headers"] if name == HOP_HEADER), None)
+    if value is None:
+        return None
+    caller = caller_of(scope)
+    if caller is not None and not caller.is_operator:
+        name = HOP_HEADER.decode()
+        raise RequestError(403, "operator_only", f"{name} is for global routers, which have an operator's key")
+    try:
+        return read_hop(value)
+    except ValueError as error:
+        raise RequestError(400, "invalid_value", str(error)) from None
+
+
+def hop_of(scope: Scope) -> Hop | None:
+    """Return what a global router tells of a request; ``None`` for one of a client of this router."""
+    hop: Hop | None = scope.get(HOP)
+    return hop
 
 
 def class_of(scope: Scope, metrics_need_key: bool) -> PathClass:

@@ -14,7 +14,10 @@ from poolgrid.frontend.errors import RequestError
 COUNTS_ON_DEMAND: Final = frozenset(("/v1/chat/completions", "/v1/completions"))
 """Paths of APIs whose streams have counts only with ``stream_options.include_usage``."""
 
-KNOWN_KINDS: Final = frozenset(("vllm", "sglang", "trtllm-serve"))
+POOLGRID: Final = "poolgrid"
+"""The kind of a pool's router whose workers take tokens."""
+
+KNOWN_KINDS: Final = frozenset(("vllm", "sglang", "trtllm-serve", POOLGRID))
 """Servers that take ``include_usage``; of others it is not known."""
 
 

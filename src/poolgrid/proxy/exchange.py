@@ -32,6 +32,7 @@ from starlette.types import Receive, Scope, Send
 from poolgrid.forwarding.body_edit import top_level
 from poolgrid.forwarding.event_filter import AnswerNotes, ApiForm, EventFilter, read_answer
 from poolgrid.forwarding.headers import request_headers, response_headers
+from poolgrid.forwarding.hop import HOP, OWN_HEADERS, WORKER_HEADER, Hop, hop_line
 from poolgrid.forwarding.paths import RequestTarget
 from poolgrid.forwarding.two_legs import (
     begins_together,
@@ -90,6 +91,9 @@ FREEING_TIMEOUT_S: Final = 30.0
 """For one token on a decode server; longer, and the prefill server's own time-out frees the KV."""
 
 BUSY_STATUSES: Final = frozenset((429, 503))
+
+UNSERVED_STATUSES: Final = frozenset((429, 502, 503))
+"""With which the router of a pool says in its own words that no server of the pool has answered."""
 
 BUSY_PAUSE_MAX_MS: Final = 1000
 """Longest time that a busy server gets nothing while its own ``Retry-After`` lasts: a queue of an engine moves in
@@ -210,7 +214,7 @@ class ForwardExchange:
     _quiet_looks = 0
     """Looks for silence since the last byte."""
     _queued_s: float | None = None
-    """Since when it waits in the router's queue."""
+    """Since when it waits in the router's queue, or is with no server."""
     has_head = False
     """Whether the client has the head of its answer."""
     _stream: TokenStream | None = None
@@ -439,6 +443,7 @@ class ForwardExchange:
 
     def _attempt(self, place: ServerPlace) -> None:
         self._place = place
+        self._queued_s = None
         self._server = server = self._application.server(place.url)
         self._keys = server.keys
         self._pieces = []
@@ -474,6 +479,8 @@ class ForwardExchange:
         """Return the head of the request as a server gets it."""
         scope = self.scope
         added = [(b"x-request-id", str(self.name).encode()), *server.key_headers]
+        if place.is_router:
+            added.append(hop_line(self._hop()))
         if place.rank is not None:
             added.append((b"x-data-parallel-rank", b"%d" % place.rank))
         received = self.headers
@@ -483,6 +490,13 @@ class ForwardExchange:
         method = scope["method"].encode()
         has_length = bool(body) or method not in (b"GET", b"HEAD", b"OPTIONS", b"DELETE")
         return server.head(method, target_of(scope), headers, len(body) if has_length else None)
+
+    def _hop(self) -> Hop:
+        """Return what a pool's router is to know of the request."""
+        request = self._request
+        if request is None:
+            return Hop()
+        return Hop(request.tenant, request.tenant_weight, request.priority, self._dispatch_id)
 
     def _change(self, request: InferenceRequest, place: ServerPlace) -> None:
         """Make the body for a kind of server, and what takes out of the answer again what it asks for."""
@@ -608,6 +622,13 @@ class ForwardExchange:
     # -- AnswerSink: what the server sends -----------------------------------------------------------------------------
 
     def on_head(self, status: int, headers: HeaderList, is_chunked: bool) -> None:
+        if self._place is not None and self._place.is_router:
+            if self._request is not None:
+                self._application.backend.on_answered(self._request.request_id, status, headers)
+            elif status in UNSERVED_STATUSES and not _named_worker(headers):
+                self._close_server()
+                self._attempt_failed(AnswerFailed(f"the router of pool {self._place.worker} answered {status}"))
+                return
         if status in BUSY_STATUSES and self._request is not None and not self._has_output:
             self._busy = BusyAnswer(status, headers)
             self._is_keeping_busy = True
@@ -689,6 +710,7 @@ class ForwardExchange:
             assert busy is not None, "it is kept"
             self.finish_reason = FinishReason.ERROR
             reason = f"the server answered {busy.status}"
+            self._queued_s = asyncio.get_running_loop().time()  # unless another gets it at once
             self._report(
                 TokenDelta(
                     self._dispatch_id,
@@ -853,25 +875,38 @@ class ForwardExchange:
     async def _send_head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.status = status
         passed = response_headers(headers, self._keys, is_body_changed=self._filter is not None)
-        passed = [pair for pair in passed if pair[0] != b"x-request-id"]
-        passed += self._own_headers()
+        own = self._own_headers()
+        replaced = {name for name, _ in own}
+        passed = [pair for pair in passed if pair[0] not in replaced and not pair[0].startswith(OWN_HEADERS)]
+        passed += own
         self.has_head = True
         await self._send({"type": "http.response.start", "status": status, "headers": passed})
 
     def _own_headers(self) -> HeaderList:
         application = self._application
         headers = [(b"x-request-id", str(self.name).encode())]
-        if not application.isolates:
-            stream = self._stream
-            worker = str(self._place.worker) if self._place is not None else ""
+        if not application.isolates or HOP in self.scope:
+            stream, place, worker = self._stream, self._place, self._worker()
             if stream is not None:
-                worker = stream.worker
                 headers.append((b"x-poolgrid-decision", stream.decision_reason.encode()))
+                if stream.pool:
+                    headers.append((b"x-poolgrid-pool", stream.pool.encode()))
+            elif place is not None and place.is_router:
+                headers.append((b"x-poolgrid-pool", str(place.worker).encode()))
             if worker:
-                headers.append((b"x-poolgrid-worker", worker.encode()))
+                headers.append((WORKER_HEADER, worker.encode()))
         if self._caller is not None:
             headers += limit_headers(self._caller.standing(application.clock.monotonic_ms()))
         return headers
+
+    def _worker(self) -> str:
+        """Return the worker that serves, or served last."""
+        stream, place = self._stream, self._place
+        if stream is not None:
+            return stream.worker
+        if place is None or not place.is_router:
+            return "" if place is None else str(place.worker)
+        return _named_worker(self._answer_headers)
 
     async def _begin_early(self) -> None:
         """Send the head of a stream that still waits in the router's queue."""
@@ -1007,6 +1042,10 @@ class ForwardExchange:
         return self._notes
 
     @property
+    def output_tokens(self) -> int | None:
+        return self._notes.completion_tokens
+
+    @property
     def _makes_state(self) -> bool:
         """Whether what the answer describes stays at its server under an id."""
         target = self.target
@@ -1034,9 +1073,14 @@ class ForwardExchange:
             account=self.account(),
             ttft_ms=None if self.first_token_ms is None else self.first_token_ms - self.arrived_ms,
             duration_ms=now_ms - self.arrived_ms,
-            workers="" if self._place is None else str(self._place.worker),
+            workers=self._worker(),
             trace_id="" if self.trace is None else self.trace.trace_id,
         )
+
+
+def _named_worker(headers: Sequence[tuple[bytes, bytes]]) -> str:
+    """Return who has answered, by the header lines of a pool's router; empty where that is the router itself."""
+    return next((value for name, value in headers if name == WORKER_HEADER), b"").decode("latin-1")
 
 
 def target_of(scope: Scope) -> bytes:

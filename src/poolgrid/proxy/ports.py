@@ -23,6 +23,8 @@ class ServerPlace(NamedTuple):
     role: Role = Role.AGGREGATED
     kv_bootstrap_port: int = 0
     """Where a prefill server of SGLang hands KV over; 0 = another server."""
+    is_router: bool = False
+    """Whether it is the router of a pool, which chooses the server: ``worker`` is then named after the pool."""
 
 
 class ForwardBackend(InferenceBackend, Protocol):
@@ -51,4 +53,8 @@ class ForwardBackend(InferenceBackend, Protocol):
 
     def on_carried_broken(self, request_id: str, dispatch_id: str, why: str) -> None:
         """Take note that a prefill leg has failed whose decode leg has begun."""
+        ...
+
+    def on_answered(self, request_id: str, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Take the head of an answer from the router of a pool, whose own lines say what it chose for a request."""
         ...

@@ -209,7 +209,7 @@ class ServerConnection(asyncio.Protocol):
         has_body = not (self._is_head_request or status in NO_BODY)
         sink.on_head(status, self._headers, is_chunked and has_body)
         if self._sink is not sink:
-            return  # it does not want the answer
+            return  # it does not want the rest, and has closed the connection
         if not has_body or self._is_complete:
             self._finish(self._keeps and not data)
         elif is_chunked:

@@ -168,13 +168,20 @@ class RequestTracker(ABC, Generic[R]):
         return dispatch
 
     def carry(
-        self, routed: R, carrier: Carrier, worker: WorkerKey, endpoint: str, stage: Stage, overlap_tokens: int
+        self,
+        routed: R,
+        carrier: Carrier,
+        worker: WorkerKey,
+        endpoint: str,
+        stage: Stage,
+        overlap_tokens: int,
+        pool: str = "",
     ) -> Dispatch:
-        """Have a request's next leg carried to a worker's server; what comes of it is reported to ``on_carried``."""
+        """Send a request's next leg to a worker's server through its carrier, which reports to ``on_carried``."""
         machine = routed.machine
         trace = machine.request.trace
         if trace is not None:
-            begin_leg(trace, machine, worker, stage)
+            begin_leg(trace, machine, worker, stage, pool)
         machine.begin(worker, endpoint, stage, overlap_tokens)
         dispatch = machine.plan.current
         assert dispatch is not None, "a leg was begun"

@@ -202,6 +202,9 @@ class ModelStatus(msgspec.Struct, array_like=True, frozen=True):
     """Further names of the model."""
     inabilities: Inabilities = ()
     """What none of its workers can do."""
+    server_kind: Identifier = ""
+    """The kind of the engine servers that get requests as their clients wrote them, ``openai`` where kinds that are not
+    known are among them; empty = its workers take tokens."""
 
 
 class PoolStatus(msgspec.Struct, array_like=True, frozen=True, tag=True):

@@ -82,10 +82,13 @@ def _add_placement(root: Tree, placement: PlacementRow, of_pools: Mapping[str, R
     _add_mapping(branch.add("fallback"), placement.fallback)
     for refused in placement.refusals:
         branch.add(f"[yellow]refused by {escape(refused.pool)}[/]: {refused.state}, {escape(refused.message)}")
-    branch.add(
-        f"reserved in {number(placement.select_ms)} ms: {placement.pool_reason}, overlap "
-        f"{counted(placement.overlap_blocks, 'block')} of {counted(placement.block_size, 'token')}"
-    )
+    if placement.block_size:
+        branch.add(
+            f"reserved in {number(placement.select_ms)} ms: {placement.pool_reason}, overlap "
+            f"{counted(placement.overlap_blocks, 'block')} of {counted(placement.block_size, 'token')}"
+        )
+    else:
+        branch.add(f"forwarded, and its router chose: {placement.pool_reason or 'nothing is known of it'}")
     if placement.dispatch_id in of_pools:
         _add_attempts(branch, of_pools[placement.dispatch_id].attempts)
 

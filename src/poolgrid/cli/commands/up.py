@@ -12,10 +12,10 @@ import asyncio
 import logging
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import click
 
@@ -24,13 +24,18 @@ from poolgrid.cli.hub_model import with_directory
 from poolgrid.cli.launch_plan import OptionProblem, PlannedPart, show, usable_on_this_machine
 from poolgrid.cli.local_pool import LocalPool, ServersInFront, UpSettings, plan, plan_engines, planned_parts
 from poolgrid.cli.options import with_settings
-from poolgrid.cli.part import PartFailed
+from poolgrid.cli.part import PartFailed, part_environment
 from poolgrid.cli.service_process import log_failure, say_ready, start_status
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import NO_TOKENIZER
 from poolgrid.process import lifecycle
 from poolgrid.process.tasks import unless
 from poolgrid.workers.engines.registry import engines
+
+if TYPE_CHECKING:
+    from poolgrid.cli.fleet import FrontFleet
+    from poolgrid.cli.front import FrontPlan
+    from poolgrid.global_router.core.document.grid_document import GridDocument
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +49,7 @@ def run_up(settings: UpSettings, as_json: bool = False) -> int:
         settings.log_choice.configure("up")
         settings = with_directory(settings, "served_model_name", weights=settings.real, dry_run=settings.dry_run)
         if settings.has_servers:
-            return run_front(settings)
+            return run_front(settings) if settings.pools is None else run_front_fleet(settings, settings.pools)
         if settings.engine not in engines():
             there = ", ".join(engines())
             raise OptionProblem(f"--engine is {settings.engine}, which is not installed; there are {there}")
@@ -78,40 +83,80 @@ def print_plan(planned: Sequence[PlannedPart], as_json: bool) -> int:
 
 def run_front(settings: UpSettings) -> int:
     """Run a pool in front of servers that run already; return the exit status. Raises ``ValueError``."""
-    from poolgrid.cli.front import plan_front, settings_later
+    from poolgrid.cli.front import plan_front
 
     plan = plan_front(settings)
+    _check_front(plan)
+    return _run(lambda directory: _pool_in_front(settings, plan, settings.data_dir or directory))
+
+
+def _check_front(plan: FrontPlan) -> None:
+    """Warn of what a plan lacks; raises ``ValueError`` for a tokenizer that cannot be used."""
     if plan.settings.model_path != NO_TOKENIZER:
         PromptModel.load(plan.settings.model_path, prompts=False)
     if plan.note:
         log.warning("%s", plan.note)
-    return _run(
-        lambda directory: LocalPool(
-            plan.settings,
-            settings.data_dir or directory,
-            plan.workers,
-            ServersInFront(plan.what, plan.arguments, plan.answered, partial(settings_later, settings, plan)),
-        )
-    )
 
 
-def run_fleet(settings: UpSettings, path: Path, model: PromptModel | None, as_json: bool) -> int:
-    """Run the fleet of a pool-grid document, or print its plan; return the exit status."""
-    from poolgrid.cli.fleet import LocalFleet, nats_names, worker_roles
+def _pool_in_front(
+    settings: UpSettings, plan: FrontPlan, data_dir: Path, environment: Mapping[str, str] | None = None
+) -> LocalPool:
+    from poolgrid.cli.front import settings_later
+
+    servers = ServersInFront(plan.what, plan.arguments, plan.answered, partial(settings_later, settings, plan))
+    return LocalPool(plan.settings, data_dir, plan.workers, servers, environment)
+
+
+def run_front_fleet(settings: UpSettings, path: Path) -> int:
+    """Run the fleet of a pool-grid document in front of servers that run already; return the exit status. Raises
+    ``ValueError``."""
+    from poolgrid.cli.fleet import KEYS_OF_CLIENTS, FrontFleet, pools_in_front
+    from poolgrid.cli.front import plan_front
+
+    own = pools_in_front(settings, _read_document(settings, path))
+    plans = {name: plan_front(of_pool) for name, of_pool in own.items()}
+    for each in plans.values():
+        _check_front(each)
+    planned = [each.settings for each in plans.values()]
+    first = next((each for each in planned if each.model_path != NO_TOKENIZER), planned[0])
+    changes = {"model_path": first.model_path, "served_model_name": first.served_model_name}
+    of_global_router = settings.model_copy(update=changes)
+    what = " and ".join(dict.fromkeys(each.what for each in plans.values()))
+
+    def make(directory: Path) -> FrontFleet:
+        environment = part_environment(without=KEYS_OF_CLIENTS)
+        pools = {
+            name: _pool_in_front(own[name], each, own[name].data_dir or directory / str(number), environment)
+            for number, (name, each) in enumerate(plans.items())
+        }
+        return FrontFleet(of_global_router, path, pools, what)
+
+    return _run(make)
+
+
+def _read_document(settings: UpSettings, path: Path) -> GridDocument:
+    """Return the document of a fleet; raises ``ValueError`` for one that cannot be started."""
+    from poolgrid.cli.fleet import nats_names
     from poolgrid.global_router.core.document.grid_document import GridDocumentError
     from poolgrid.global_router.document_file import read_document_file
 
     try:
         document = read_document_file(path).document
     except GridDocumentError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+        raise ValueError(str(error)) from None
     if settings.on_nats:
         try:
             nats_names(document)
         except ValueError as error:
-            sys.stderr.write(f"{path}: {error}\n")
-            return 2
+            raise ValueError(f"{path}: {error}") from None
+    return document
+
+
+def run_fleet(settings: UpSettings, path: Path, model: PromptModel | None, as_json: bool) -> int:
+    """Run the fleet of a pool-grid document, or print its plan; return the exit status. Raises ``ValueError``."""
+    from poolgrid.cli.fleet import LocalFleet, worker_roles
+
+    document = _read_document(settings, path)
     workers = settings.groups(worker_roles(document)) if settings.real else ()
     planned = plan_engines(settings, workers, usable_on_this_machine) if workers else ()
     if settings.dry_run:

@@ -104,7 +104,7 @@ function placements(explanation, pools, openWorker) {
       placement.spill ? el("li", {}, `spill: ${percent(placement.spill.share)} of the cell goes to ${placement.spill.pool}`) : null,
       el("li", {}, folded("fallback", placement.fallback)),
       ...placement.refusals.map((refusal) => el("li", {}, el("span", { class: "mark" }, `refused by ${refusal.pool}`), `: ${refusal.state}, ${refusal.message}`)),
-      el("li", {}, `reserved in ${milliseconds(placement.select_ms)}: ${placement.pool_reason}, overlap ${counted(placement.overlap_blocks, "block")} of ${counted(placement.block_size, "token")}`),
+      el("li", {}, placement.block_size ? `reserved in ${milliseconds(placement.select_ms)}: ${placement.pool_reason}, overlap ${counted(placement.overlap_blocks, "block")} of ${counted(placement.block_size, "token")}` : `forwarded, and its router chose: ${placement.pool_reason || "nothing is known of it"}`),
     ];
     const ofPool = pools[placement.dispatch_id];
     return el(
