@@ -33,8 +33,11 @@ from poolgrid.forwarding.body_edit import MAX_SLOW_BYTES, top_level
 MAX_EVENT_BYTES: Final = 2 << 20
 """Bytes of an event that is held until it is whole. A longer event is passed as it comes, unparsed."""
 
+MAX_COUNT: Final = (1 << 32) - 1
+"""Of tokens. What a server reports beyond it is unknown, for it does not fit the messages between processes."""
+
 _ABSENT: Final = msgspec.Raw()
-_COUNT = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+_COUNT = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 
 
 class ApiForm(StrEnum):

@@ -5,7 +5,8 @@ Rules
        handed on as they came (``AnswerSink.on_chunks``), everything else as its payload (``on_data``).
     2. Interim answers (1xx) are skipped. Trailers end here.
     3. A connection is kept for the next request when its answer has ended, both sides keep it, and nothing has come
-       behind the answer.
+       behind the answer. It is not kept after an answer without a body (``HEAD``, 204, 304): a server that sends one
+       all the same would answer the next request with it.
     4. What is malformed fails the exchange and closes the connection; no other exchange is touched.
 """
 
@@ -23,8 +24,9 @@ from poolgrid.proxy.chunks import ChunkError, ChunkReader, are_whole
 HEAD_BYTES_MAX: Final = 64 * 1024
 """Longest head of an answer; servers in use stay below 16 KiB."""
 
+STATUS_MIN: Final = 100
 STATUS_MAX: Final = 599
-"""Highest status that HTTP has a class for, and that can be written to a client."""
+"""Statuses that HTTP has a class for, and that can be written to a client."""
 
 INTERIM_ANSWERS_MAX: Final = 100
 """Answers 1xx before the one that counts: servers send one or two."""
@@ -155,7 +157,10 @@ class ServerConnection(asyncio.Protocol):
             else:
                 self._take_head(sink, data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, ChunkError) as error:
-            self._fail(AnswerFailed(f"the server's answer cannot be read: {error}"))
+            if self._is_complete and self._sink is sink:
+                self._finish(False)  # the answer is whole; what follows it is none
+            else:
+                self._fail(AnswerFailed(f"the server's answer cannot be read: {error}"))
 
     def eof_received(self) -> bool:
         return False
@@ -189,8 +194,8 @@ class ServerConnection(asyncio.Protocol):
             self._parser.feed_data(data[: cut + 4])
             data = data[cut + 4 :]
             status = self._parser.get_status_code()
-            if status > STATUS_MAX:
-                raise ChunkError(f"its status is {status}, allowed are 200 to {STATUS_MAX}")
+            if not STATUS_MIN <= status <= STATUS_MAX:
+                raise ChunkError(f"its status is {status}, allowed are {STATUS_MIN} to {STATUS_MAX}")
             if status >= 200:
                 break
             if status == 101:
@@ -208,7 +213,9 @@ class ServerConnection(asyncio.Protocol):
             raise ChunkError(f"its transfer coding is {b', '.join(coding)[:60]!r}, allowed is chunked")
         has_body = not (self._is_head_request or status in NO_BODY)
         sink.on_head(status, self._headers, is_chunked and has_body)
-        if not has_body or self._is_complete:
+        if not has_body:
+            self._finish(False)
+        elif self._is_complete:
             self._finish(self._keeps and not data)
         elif is_chunked:
             self._mode = _Mode.CHUNKS
