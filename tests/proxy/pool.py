@@ -77,5 +77,10 @@ class ScriptedPool:
         """Return how many requests the router counts as running."""
         return metric(self.url, "poolgrid_frontend_in_flight_requests")
 
+    def counted(self) -> list[float]:
+        """Return the tokens that the router has counted."""
+        names = ("prompt_tokens", "cached_tokens", "output_tokens")
+        return [metric(self.url, f"poolgrid_frontend_{name}_total") for name in names]
+
     def memory_bytes(self) -> int:
         return int(self.router.memory_info().rss)

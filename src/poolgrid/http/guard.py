@@ -226,9 +226,16 @@ class Guard(asyncio.Protocol):
             self.finish()
 
     def abort(self) -> None:
-        """Cut the connection."""
+        """Cut the connection within an answer."""
         if not self.is_lost:
+            self._detach()  # uvicorn would log that the application did not complete its answer
             self.transport.abort()
+
+    def break_off(self) -> None:
+        """End the connection within an answer, when the client has what was written."""
+        if not self.is_lost:
+            self._detach()
+            self.finish()
 
     def divert(self, receive: Callable[[bytes], None], lost: Callable[[], None]) -> None:
         """Give all further bytes of the client to ``receive``, those that have come at once, and none to uvicorn:

@@ -45,7 +45,7 @@ from poolgrid.proxy.changes import Changes
 from poolgrid.proxy.chunks import chunk, payloads
 from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ForwardBackend, ServerPlace
-from poolgrid.proxy.server_connection import AnswerFailed, HeaderList, ServerConnection
+from poolgrid.proxy.server_connection import NO_BODY, AnswerFailed, HeaderList, ServerConnection
 from poolgrid.proxy.server_state import ServerState
 from poolgrid.wire.identifiers import WorkerKey
 from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
@@ -86,6 +86,10 @@ FIRST_OUTPUT: Final = b"\0\0\0\0"
 """Stands for the first token of an answer, which the router does not read."""
 
 EVENT_STREAM: Final = b"text/event-stream"
+
+_NAME: Final = frozenset((b"x-request-id",))
+_NAME_OR_LENGTH: Final = _NAME | {b"content-length"}
+"""An answer without a body may have the length of the one that it leaves out; uvicorn would wait for that."""
 
 
 class BusyAnswer:
@@ -691,7 +695,8 @@ class ForwardExchange:
     async def _send_head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.status = status
         passed = response_headers(headers, self._keys, is_body_changed=self._filter is not None)
-        passed = [pair for pair in passed if pair[0] != b"x-request-id"]
+        left_out = _NAME_OR_LENGTH if status in NO_BODY else _NAME
+        passed = [pair for pair in passed if pair[0] not in left_out]
         passed += self._own_headers()
         self.has_head = True
         await self._send({"type": "http.response.start", "status": status, "headers": passed})
@@ -782,7 +787,9 @@ class ForwardExchange:
         self._guard.abort()
 
     def _is_event_stream(self) -> bool:
-        return any(name == b"content-type" and value.startswith(EVENT_STREAM) for name, value in self._answer_headers)
+        """Return whether the answer is events that can be read: nothing is put into a compressed stream."""
+        fields = dict(self._answer_headers)
+        return fields.get(b"content-type", b"").startswith(EVENT_STREAM) and b"content-encoding" not in fields
 
     async def _end_stream(self, error: RequestError) -> None:
         """Write an error as the last event of a stream, and end the connection without the message's end."""
@@ -795,7 +802,7 @@ class ForwardExchange:
             self._guard.write(chunk(event))
         else:
             await self._send({"type": "http.response.body", "body": event, "more_body": True})
-        self._guard.close()
+        self._guard.break_off()
 
     async def _refuse(self, error: RequestError) -> None:
         """Answer in our own words."""

@@ -157,7 +157,7 @@ class ServerConnection(asyncio.Protocol):
             else:
                 self._take_head(sink, data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, ChunkError) as error:
-            if self._is_complete and self._sink is sink:
+            if self._mode is _Mode.LENGTH and self._is_complete:
                 self._finish(False)  # the answer is whole; what follows it is none
             else:
                 self._fail(AnswerFailed(f"the server's answer cannot be read: {error}"))
