@@ -14,11 +14,17 @@ from tests.proxy.scripted_server import ScriptedServer
 
 
 @pytest.fixture(scope="module")
-def module_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedPool]:
+def pool_options() -> tuple[str, ...]:
+    """Further options of the pool of a module, which may have its own."""
+    return ()
+
+
+@pytest.fixture(scope="module")
+def module_pool(tmp_path_factory: pytest.TempPathFactory, pool_options: tuple[str, ...]) -> Iterator[ScriptedPool]:
     """One for all tests of a module."""
     servers = [ScriptedServer(str(TINY_MODEL_PATH), f"adapter-{name}") for name in "ab"]
     fronts = [word for each in servers for word in ("--engine-url", each.url)]
-    options = ("--port", "0", "--model-path", str(TINY_MODEL_PATH), *PATIENT)
+    options = ("--port", "0", "--model-path", str(TINY_MODEL_PATH), *PATIENT, *pool_options)
     log: Path = tmp_path_factory.mktemp("pool") / "log"
     environment = {"POOLGRID_ENGINE_API_KEY": SERVER_KEY}
     try:

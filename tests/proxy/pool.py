@@ -28,6 +28,10 @@ class ScriptedPool:
         for each in self.servers:
             each.script = None
         becomes(lambda: len(ready_workers(self.url)), len(self.servers))
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what the servers got."""
         for each in self.servers:
             each.calls.clear()
             each.targets.clear()

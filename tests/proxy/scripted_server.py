@@ -115,6 +115,10 @@ class ScriptedServer:
         """Method and target of each request."""
         self.failures: list[BaseException] = []
         """What scripts have raised."""
+        self.list_headers: tuple[str, ...] = ()
+        """Further headers of its lists of models."""
+        self.lists: list[Call] = []
+        """Requests for these, the last ones."""
         self.connections_made = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._connections: set[socket.socket] = set()
@@ -221,6 +225,9 @@ class ScriptedServer:
             "/v1/models": json.dumps({"object": "list", "data": self.cards()}).encode(),
             "/openapi.json": b'{"openapi":"3.1.0","paths":{"/v1/completions":{}},"components":{"schemas":{}}}',
         }
+        if call.target == "/v1/models":
+            self.lists = [*self.lists[-9:], call]
+            return whole(known[call.target], 200, *self.list_headers)
         if call.target in known:
             return whole(known[call.target])
         if call.target == "/metrics":

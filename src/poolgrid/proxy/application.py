@@ -36,11 +36,12 @@ from poolgrid.process.tasks import Restart, cancel_all, supervised
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.proxy.changes import Changes, is_streamed, make_changes
 from poolgrid.proxy.collector import collect
+from poolgrid.proxy.cors import RouterCors, cors_headers, unasked_page
 from poolgrid.proxy.exchange import CLIENT_LEFT, SILENCE_LOOKS, SILENCE_S, ForwardExchange, RoutingFields, target_of
 from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ForwardBackend, ServerPlace
 from poolgrid.proxy.prompt_reading import UNLIMITED, PromptReader, members_of
-from poolgrid.proxy.server_connection import AnswerFailed
+from poolgrid.proxy.server_connection import AnswerFailed, HeaderList
 from poolgrid.proxy.server_state import ServerState, named_state
 from poolgrid.proxy.tunnel import TUNNELS_MAX, Tunnel
 
@@ -101,7 +102,10 @@ class ForwardApplication:
         self._open: set[ForwardExchange] = set()
         self._tunnels: set[Tunnel] = set()
         self._has_keys = keys is not None
+        self._page_origins = frozenset(each.lower() for each in settings.cors_allow_origins)
         self._guarded: ASGIApp = self._forwarded if keys is None else AccessGate(self._forwarded, keys, class_of)
+        if settings.cors_allow_origins:
+            self._guarded = RouterCors(self._guarded, settings.cors_allow_origins)
 
     # -- ASGI ----------------------------------------------------------------------------------------------------------
 
@@ -118,7 +122,13 @@ class ForwardApplication:
     async def _forwarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward one request, whose caller may ask for its path where there are keys."""
         target = read_target(scope["raw_path"])
-        if target.access is TargetAccess.REFUSED:
+        page = unasked_page(scope, self._page_origins)
+        if page:
+            what = f"{scope['method']} {scope['path']}: a web page of {page} sent it as a form can be sent"
+            allowed = "allowed are pages of this server and of the origins in --cors-allow-origins"
+            self.metrics.refused("foreign_origin")
+            await _answer(scope, send, RequestError(403, "foreign_origin", f"{what}, {allowed}"))
+        elif target.access is TargetAccess.REFUSED:
             await _answer(scope, send, RequestError(400, "invalid_target", target.reason))
         elif target.access is TargetAccess.OPERATOR and not self._has_keys:
             # Without keys no request is known to be an operator's.
@@ -135,8 +145,9 @@ class ForwardApplication:
         """Answer with the models of all servers, each card as its server wrote it, or with the card of one."""
         caller = caller_of(scope)
         places = sorted(self.backend.places(""), key=lambda place: place.url)  # in one order, whatever their load
-        answers = await asyncio.gather(*map(self._models_of, places))
-        merged = merge_model_lists((url, body) for url, body in answers if body is not None)
+        origin = [pair for pair in scope["headers"] if pair[0] == b"origin"]
+        answers = await asyncio.gather(*(self._models_of(place, origin) for place in places))
+        merged = merge_model_lists((url, body) for url, body, _ in answers if body is not None)
         body: bytes | None = merged.body
         if name:
             body = merged.cards.get(name) if caller is None or caller.may_use(name) else None
@@ -152,16 +163,17 @@ class ForwardApplication:
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         wanted = next((value for key, value in scope["headers"] if key == b"x-request-id"), None)
         headers.append((b"x-request-id", str(self.request_ids.wanted(wanted)).encode()))
+        headers += next((cors_headers(theirs) for _, answer, theirs in answers if answer is not None), [])
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
 
-    async def _models_of(self, place: ServerPlace) -> tuple[str, bytes | None]:
+    async def _models_of(self, place: ServerPlace, origin: HeaderList) -> tuple[str, bytes | None, HeaderList]:
         try:
-            status, body = await collect(self.server(place.url), b"GET", b"/v1/models")
+            found = await collect(self.server(place.url), b"GET", b"/v1/models", origin)
         except (AnswerFailed, OSError, TimeoutError) as error:
             log.warning("asking %s for its models: %s", place.url, str(error) or "no answer in time")
-            return place.url, None
-        return place.url, body if status == 200 else None
+            return place.url, None, []
+        return place.url, bytes(found.body) if found.status == 200 else None, found.headers
 
     # -- the life of a request -----------------------------------------------------------------------------------------
 

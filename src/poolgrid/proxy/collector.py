@@ -48,9 +48,10 @@ class Collector:
             self.over.set_exception(error)
 
 
-async def collect(server: ForwardServer, method: bytes, target: bytes) -> tuple[int, bytes]:
-    """Return status and body of a server's answer; raises ``AnswerFailed``, or ``OSError`` without a connection."""
-    head = server.head(method, target, server.key_headers, None)
+async def collect(server: ForwardServer, method: bytes, target: bytes, headers: HeaderList | None = None) -> Collector:
+    """Return a server's answer to a request with more headers; raises ``AnswerFailed``, or ``OSError`` without a
+    connection."""
+    head = server.head(method, target, [*(headers or ()), *server.key_headers], None)
     async with asyncio.timeout(ANSWER_TIMEOUT_S):
         connection = server.kept()
         while True:
@@ -66,4 +67,4 @@ async def collect(server: ForwardServer, method: bytes, target: bytes) -> tuple[
                     raise
                 connection = None
                 continue
-            return found.status, bytes(found.body)
+            return found

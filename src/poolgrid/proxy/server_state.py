@@ -73,10 +73,10 @@ class ServerState:
 
 async def _has(server: ForwardServer, target: bytes) -> bool:
     try:
-        status, _ = await collect(server, b"GET", target)
+        answer = await collect(server, b"GET", target)
     except (AnswerFailed, OSError, TimeoutError):
         return False
-    return status == 200
+    return answer.status == 200
 
 
 def named_state(values: Mapping[str, Raw]) -> tuple[str, str] | None:
