@@ -27,6 +27,7 @@ class ScriptedPool:
         """Wait until both servers take requests, and forget what came before."""
         for each in self.servers:
             each.script = None
+            each.reads_bodies = True
         becomes(lambda: len(ready_workers(self.url)), len(self.servers))
         self.forget()
 

@@ -115,6 +115,8 @@ class ScriptedServer:
         """Method and target of each request."""
         self.failures: list[BaseException] = []
         """What scripts have raised."""
+        self.reads_bodies = True
+        """Whether a script gets a request with its whole body; else it receives the rest itself."""
         self.list_headers: tuple[str, ...] = ()
         """Further headers of its lists of models."""
         self.lists: list[Call] = []
@@ -186,7 +188,7 @@ class ScriptedServer:
             data += part
         head, mark, body = data.partition(b"\r\n\r\n")
         call = Call(self, connection, head + mark, body)
-        missing = int(call.header("content-length") or 0) - len(body)
+        missing = int(call.header("content-length") or 0) - len(body) if self.reads_bodies else 0
         parts = [body]
         while missing > 0:
             part = connection.recv(65_536)

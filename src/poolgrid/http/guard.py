@@ -251,6 +251,10 @@ class Guard(asyncio.Protocol):
         if held:
             receive(held)
 
+    def passed(self, size: int) -> None:
+        """Take note that the application has passed so much of the body on, and holds it no longer."""
+        self._reader.passed(size)
+
     def is_closing(self) -> bool:
         """Return whether nothing more can be written."""
         return (self._inner is None and self._tunnel is None) or self.transport.is_closing()
@@ -405,6 +409,10 @@ class Guard(asyncio.Protocol):
             "are held, the limit, and this one began first; try again later",
             is_noted=True,
         )
+
+    @property
+    def held_bytes(self) -> int:
+        return self._reader.held_bytes
 
     def body_deadline_s(self, since_s: float, now_s: float) -> float:
         """Return when the body that began at ``since_s`` must be whole, given what has come of it."""

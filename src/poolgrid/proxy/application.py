@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from poolgrid.forwarding.headers import request_headers
 from poolgrid.forwarding.model_list import merge_model_lists
-from poolgrid.forwarding.multipart import FormFields, boundary_of, model_of_query
+from poolgrid.forwarding.multipart import boundary_of, model_of_query
 from poolgrid.forwarding.paths import RequestTarget, TargetAccess, read_target
 from poolgrid.frontend.access.gate import AccessGate, GateKeys, PathClass, caller_of, is_upgrade, key_of
 from poolgrid.frontend.access.tenants import CacheDomains
@@ -44,6 +44,7 @@ from poolgrid.proxy.prompt_reading import UNLIMITED, PromptReader, members_of
 from poolgrid.proxy.server_connection import AnswerFailed, HeaderList
 from poolgrid.proxy.server_state import ServerState, named_state
 from poolgrid.proxy.tunnel import TUNNELS_MAX, Tunnel
+from poolgrid.proxy.upload import Upload
 
 log = logging.getLogger(__name__)
 
@@ -241,25 +242,35 @@ class ForwardApplication:
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > limit:
             raise too_large(length.decode(), limit)
-        body = await receive_body(exchange.receive, limit)
         encoding = headers.get(b"content-encoding")
+        boundary = boundary_of(headers.get(b"content-type", b"")) if encoding is None else None
+        if boundary is not None:
+            return await self._read_form(exchange, boundary, int(length) if length.isdigit() else None)
+        body = await receive_body(exchange.receive, limit)
         if body and encoding is not None:
             # No engine reads compressed bodies.
             return await self._bodies.inflated(body, encoding.decode("latin-1").strip().lower(), exchange.has_left)
         return body
 
+    async def _read_form(self, exchange: ForwardExchange, boundary: bytes, length: int | None) -> bytes | None:
+        """Return a form that can be held whole; the exchange gets a longer one as an upload."""
+        scope = exchange.scope
+        guard: Guard = scope["state"]["guard"]
+        form = Upload(exchange.receive, guard, boundary, length, self._body_bytes_max, exchange.caller)
+        body = await form.begin()
+        exchange.form_model = form.model
+        if body is None or form.is_whole:
+            return body
+        exchange.upload = form
+        return b""
+
     def understand(
-        self, scope: Scope, target: RequestTarget, headers: Mapping[bytes, bytes], body: bytes
+        self, scope: Scope, target: RequestTarget, headers: Mapping[bytes, bytes], body: bytes, form_model: str | None
     ) -> RoutingFields:
         """Return what of a request matters here."""
-        boundary = boundary_of(headers.get(b"content-type", b""))
         values: Mapping[str, Raw] = {}
-        model = ""
-        if body and boundary is not None:
-            form = FormFields(boundary)
-            form.feed(body)
-            model = form.values.get("model", "")
-        elif body:
+        model = form_model or ""
+        if body and form_model is None:
             values = members_of(body)
             model = _text(values.get("model"))
         if not model and scope["query_string"]:
@@ -272,7 +283,8 @@ class ForwardApplication:
 
     def places(self, model: str) -> Sequence[ServerPlace]:
         """Return the servers for a request that is not booked: those of its model, or any where it names none."""
-        return self.backend.places(self._served(model)) or self.backend.places("")
+        served, lora = self._reader.served(model) if model else ("", "")
+        return self.backend.places(served, lora) or self.backend.places("")
 
     async def place_of_state(self, exchange: ForwardExchange) -> ServerPlace | None:
         """Return the server that made what a request continues, ``None`` for one that continues nothing.
@@ -378,8 +390,7 @@ class ForwardApplication:
         elif caller is not None and model and not caller.may_use(model):
             error = RequestError(403, "model_not_allowed", f"tenant {caller.tenant} may not use model {model!r}")
         if error is None:
-            places = self.backend.places(self._served(model)) or self.backend.places("")
-            error = await self._open_tunnel(scope, guard, places)
+            error = await self._open_tunnel(scope, guard, self.places(model))
         if error is not None:
             await _answer(scope, send, error)
 
@@ -408,10 +419,6 @@ class ForwardApplication:
                 self.metrics.answered(endpoint, tunnel.status or 502, True)
             return None
         return RequestError(503, "no_worker", "no server can be reached now; try again later")
-
-    def _served(self, model: str) -> str:
-        found = self._reader.served(model) if model else None
-        return "" if found is None else found
 
 
 async def _answer(scope: Scope, send: Send, error: RequestError) -> None:

@@ -47,6 +47,7 @@ from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ForwardBackend, ServerPlace
 from poolgrid.proxy.server_connection import NO_BODY, AnswerFailed, HeaderList, ServerConnection
 from poolgrid.proxy.server_state import ServerState
+from poolgrid.proxy.upload import Upload
 from poolgrid.wire.identifiers import WorkerKey
 from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
 
@@ -146,7 +147,7 @@ class ExchangeOwner(Protocol):
         ...
 
     def understand(
-        self, scope: Scope, target: RequestTarget, headers: Mapping[bytes, bytes], body: bytes
+        self, scope: Scope, target: RequestTarget, headers: Mapping[bytes, bytes], body: bytes, form_model: str | None
     ) -> RoutingFields:
         """Return what of a request matters here."""
         ...
@@ -219,6 +220,9 @@ class ForwardExchange:
     """How the router ended the request."""
     _has_output = False
     _has_left = False
+    upload: Upload | None = None
+    """A form that is not held whole."""
+    _upload_refusal: RequestError | Refused | None = None
     _filter: EventFilter | None = None
     _form: ApiForm | None = None
     """Of which API the answer is; ``None`` for one whose counts are not looked for."""
@@ -252,6 +256,8 @@ class ForwardExchange:
         self._pieces: list[bytes] = []
         self.body = b""
         """As the client wrote it."""
+        self.form_model: str | None = None
+        """What a form names; ``None`` for another body."""
         self.values: Mapping[str, Raw] = {}
         """Its members, unread."""
         self._kind = ""
@@ -303,7 +309,7 @@ class ForwardExchange:
         body = await application.read_body(self)
         if body is None:
             raise ClientLeft
-        asked = application.understand(self.scope, self.target, self.header_values, body)
+        asked = application.understand(self.scope, self.target, self.header_values, body, self.form_model)
         self.body, self.values = body, asked.values
         self.model = asked.model
         self.is_streamed = asked.is_streamed
@@ -380,6 +386,8 @@ class ForwardExchange:
                 503, "no_worker", "no server is known now; try again later", headers=((b"retry-after", b"1"),)
             )
         for place in places:
+            if self.upload is not None and self.upload.has_begun:
+                break
             self._failure = None
             self._attempt(place)
             while not (self._answer_status or self._failure is not None):
@@ -394,7 +402,8 @@ class ForwardExchange:
         self._server = server = self._application.server(place.url)
         self._keys = server.keys
         self._pieces = []
-        connection = server.kept()
+        # A kept connection may end without a word, and an upload cannot be sent again.
+        connection = server.kept() if self.upload is None else None
         if connection is None:
             self._connecting = detached(self._connect(server), "connection to an engine server")
         else:
@@ -427,9 +436,25 @@ class ForwardExchange:
         headers = request_headers(received, added, self._client_key)
         method = scope["method"].encode()
         has_length = bool(self._sent_body) or method not in (b"GET", b"HEAD", b"OPTIONS", b"DELETE")
-        head = server.head(method, target_of(scope), headers, len(self._sent_body) if has_length else None)
         self._connection = connection
+        if self.upload is not None:
+            self._send_upload(self.upload, connection, server, headers)
+            return
+        head = server.head(method, target_of(scope), headers, len(self._sent_body) if has_length else None)
         connection.send(self, (head, self._sent_body) if self._sent_body else (head,), method == b"HEAD")
+
+    def _send_upload(
+        self, upload: Upload, connection: ServerConnection, server: ForwardServer, headers: HeaderList
+    ) -> None:
+        if upload.length is None:
+            headers = [*headers, (b"transfer-encoding", b"chunked")]
+        head = server.head(self.scope["method"].encode(), target_of(self.scope), headers, upload.length)
+        connection.send(self, (head, upload.first()), is_whole=False)
+        upload.start(connection, self._refuse_upload)
+
+    def _refuse_upload(self, refusal: RequestError | Refused) -> None:
+        self._upload_refusal = refusal
+        self._wake()
 
     def _change(self, request: InferenceRequest, place: ServerPlace) -> None:
         """Make the body for a kind of server, and what takes out of the answer again what it asks for."""
@@ -459,6 +484,8 @@ class ForwardExchange:
 
     def _close_server(self) -> None:
         connection, self._connection, self._server = self._connection, None, None
+        if self.upload is not None:
+            self.upload.stop()
         if connection is not None:
             connection.abort()
 
@@ -530,6 +557,8 @@ class ForwardExchange:
 
     def on_end(self) -> None:
         self._connection = None
+        if self.upload is not None:
+            self.upload.stop()
         if self._is_keeping_busy:
             self._is_keeping_busy = False
             busy = self._busy
@@ -558,6 +587,8 @@ class ForwardExchange:
 
     def on_failed(self, error: AnswerFailed, is_stale: bool) -> None:
         server, self._connection = self._server, None
+        if self.upload is not None:
+            self.upload.stop()
         if is_stale and server is not None:
             self._connecting = detached(self._connect(server), "another connection to an engine server")
             return
@@ -680,6 +711,8 @@ class ForwardExchange:
     def _check(self) -> None:
         if self._has_left:
             raise ClientLeft
+        if self._upload_refusal is not None:
+            raise self._upload_refusal
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()

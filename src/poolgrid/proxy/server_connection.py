@@ -87,6 +87,11 @@ class ServerConnection(asyncio.Protocol):
         self._came = False
         """Whether anything of the current answer has come."""
         self._interim_answers = 0
+        self._is_sending = False
+        """Whether more of the request follows."""
+        self._is_full = False
+        """Whether the server does not take what is written."""
+        self._room: asyncio.Future[None] | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -105,9 +110,13 @@ class ServerConnection(asyncio.Protocol):
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
-    def send(self, sink: AnswerSink, parts: tuple[bytes, ...], is_head_request: bool = False) -> None:
-        """Send a request, given as the bytes that are written, and hand its answer to ``sink``."""
+    def send(
+        self, sink: AnswerSink, parts: tuple[bytes, ...], is_head_request: bool = False, is_whole: bool = True
+    ) -> None:
+        """Send a request, given as the bytes that are written, and hand its answer to ``sink``. More may follow a
+        request that is not whole (``write``), until ``request_sent``."""
         assert self._transport is not None, "connected"
+        self._is_sending = not is_whole
         self._sink, self._is_head_request, self._came = sink, is_head_request, False
         self._interim_answers = 0
         self._transport.writelines(parts)
@@ -116,6 +125,16 @@ class ServerConnection(asyncio.Protocol):
         """Send more of a request whose body follows in parts."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
+
+    def request_sent(self) -> None:
+        """Take note that nothing more of the request follows."""
+        self._is_sending = False
+
+    async def has_room(self) -> None:
+        """Return when the server takes more, or never will."""
+        while self._is_full and self._transport is not None and not self._transport.is_closing():
+            self._room = asyncio.get_running_loop().create_future()
+            await self._room
 
     def abort(self) -> None:
         """Close at once, without telling the sink."""
@@ -165,7 +184,16 @@ class ServerConnection(asyncio.Protocol):
     def eof_received(self) -> bool:
         return False
 
+    def pause_writing(self) -> None:
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        self._is_full = False
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self.resume_writing()
         sink, self._sink = self._sink, None
         del self._parser  # which names this object
         self._release(self, False)
@@ -241,7 +269,9 @@ class ServerConnection(asyncio.Protocol):
 
     def _finish(self, keep: bool) -> None:
         sink, self._sink = self._sink, None
-        if keep and self._transport is not None and not self._transport.is_closing():
+        if self._is_sending and self._transport is not None:
+            self._transport.abort()  # the server has answered before it has the whole request, and may never take it
+        elif keep and self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()  # the end may have come while its client did not read
             self._has_answered = True
             self._begin()
