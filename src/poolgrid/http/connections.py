@@ -44,17 +44,13 @@ SOURCE_PREFIX_V6 = 64
 """Bits of an IPv6 address that name one site: every machine there has the rest of them to itself."""
 
 
-PASSED_BYTES = 1024 * 1024
-"""A body of which no more is held is passed on as it comes: a few reads of 256 KiB."""
-
-
 class TrackedConnection(Protocol):
     """What the table needs of a connection: ``poolgrid.http.guard.Guard``, which explains each."""
 
     transport: asyncio.Transport
 
     @property
-    def held_bytes(self) -> int: ...
+    def is_passing(self) -> bool: ...
     def is_draining(self) -> bool: ...
     def time_out(self, now_s: float) -> None: ...
     def close_idle(self) -> None: ...
@@ -164,7 +160,7 @@ class HttpConnections:
     def make_room(self, connection: TrackedConnection, source: str, now_s: float) -> None:
         """Let bodies go that began first, until the rest fits; ``connection`` from ``source`` has just got more."""
         while self.unfinished_bytes > self.limits.unfinished_bytes:
-            first = next((each for each in self.bodies if each.held_bytes > PASSED_BYTES), self.bodies.first())
+            first = next((each for each in self.bodies if not each.is_passing), self.bodies.first())
             if first is None:
                 return
             self.note("unfinished_bytes", source, now_s)

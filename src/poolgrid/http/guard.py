@@ -411,8 +411,9 @@ class Guard(asyncio.Protocol):
         )
 
     @property
-    def held_bytes(self) -> int:
-        return self._reader.held_bytes
+    def is_passing(self) -> bool:
+        """Return whether the body is passed on as it comes."""
+        return self._reader.is_passing
 
     def body_deadline_s(self, since_s: float, now_s: float) -> float:
         """Return when the body that began at ``since_s`` must be whole, given what has come of it."""

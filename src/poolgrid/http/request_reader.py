@@ -102,7 +102,7 @@ class RequestReader:
     """Reads what is held, in the next turn of the loop."""
     _is_last = False
     """What follows the request in flight is dropped."""
-    held_bytes = 0
+    _held_bytes = 0
     """What the table counts for this connection."""
     _passed_bytes = 0
     """Of the body, by an application that sends it somewhere as it comes."""
@@ -146,6 +146,10 @@ class RequestReader:
         else:
             return False
         return True
+
+    @property
+    def is_passing(self) -> bool:
+        return self._passed_bytes > 0
 
     def passed(self, size: int) -> None:
         """Count so much less of the body."""
@@ -210,7 +214,7 @@ class RequestReader:
         if b"\r\nupgrade:" in head.lower():
             head = without_upgrade(head)
         self._searched = self.head_bytes = 0
-        if self.held_bytes:
+        if self._held_bytes:
             self._count()
         self.is_busy = self.is_starting = True
         guard.begin(head)
@@ -305,6 +309,6 @@ class RequestReader:
         held = 0 if self.held is None else len(self.held)
         if self.body is not None and self.is_busy:
             held += self.body.received_bytes - self._passed_bytes
-        if held != self.held_bytes:
-            self._table.unfinished_bytes += held - self.held_bytes
-            self.held_bytes = held
+        if held != self._held_bytes:
+            self._table.unfinished_bytes += held - self._held_bytes
+            self._held_bytes = held

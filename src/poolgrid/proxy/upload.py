@@ -34,7 +34,7 @@ It is what any body may have by default (``max_body_bytes``)."""
 
 
 class Upload:
-    """One form; tells the tenant's rules by ``caller``, where there are keys."""
+    """One form."""
 
     def __init__(
         self,
@@ -45,7 +45,8 @@ class Upload:
         bytes_max: int,
         caller: Caller | None,
     ) -> None:
-        """``length`` is announced; ``None`` where the client sends chunks."""
+        """``length`` is the announced one, ``None`` for chunks; ``caller`` has the models that may be named, if there
+        are keys."""
         self._receive = receive
         self._guard = guard
         self._form = FormFields(boundary)
