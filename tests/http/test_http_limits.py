@@ -390,20 +390,20 @@ def test_a_connection_that_waits_for_a_further_request_is_closed(run: Run) -> No
 
 def test_a_body_that_is_passed_on_as_it_comes_is_not_held_and_does_not_give_way(run: Run) -> None:
     async def scenario() -> None:
-        async with serving(unfinished_bytes=300_000) as pair:
+        async with serving(unfinished_bytes=1_000_000) as pair:
             table = pair.server.connections
             passing_reader, passing = await pair.connect()
             passing.write(post(b"x" * 250_000, "/passed", 1_000_000, CLOSE))
             await pair.until(lambda: pair.application.passed == 250_000)
             assert table.unfinished_bytes == 0
             reader, writer = await pair.connect()
-            writer.write(post(b"x" * 200_000, "/", 250_000, CLOSE))
-            await pair.until(lambda: table.unfinished_bytes == 200_000)
+            writer.write(post(b"x" * 700_000, "/", 800_000, CLOSE))
+            await pair.until(lambda: table.unfinished_bytes == 700_000)
             pair.application.passes = False
-            passing.write(b"x" * 150_000)
+            passing.write(b"x" * 500_000)
             assert (await within(reader.read())).startswith(b"HTTP/1.1 503 ")
             pair.application.passes = True
-            passing.write(b"x" * 600_000)
+            passing.write(b"x" * 250_000)
             assert (await within(passing_reader.read())).endswith(b"1000000 bytes")
             assert table.unfinished_bytes == 0
             assert pair.refused("unfinished_bytes") == 1
