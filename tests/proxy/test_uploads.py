@@ -172,7 +172,8 @@ def test_longer_form_without_a_length_passes_in_chunks(pool: ScriptedPool) -> No
 
 
 def unchunked(body: bytes) -> bytes:
-    parts, at = [], 0
+    parts: list[bytes] = []
+    at = 0
     while True:
         cut = body.index(b"\r\n", at)
         size = int(body[at:cut], 16)
@@ -332,9 +333,9 @@ def test_uploads_at_once_do_not_push_each_other_out(pool: ScriptedPool) -> None:
 
     for _ in range(3):
         threads = [threading.Thread(target=upload) for _ in range(5)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     assert statuses == [200] * 15

@@ -17,8 +17,11 @@ PAGE_BYTES_MAX = 16 * 1024 * 1024
 """Largest answer that is not parsed as a whole: a page of metrics has some 200 KB, of 64 ranks some 10 MB."""
 
 FACTS_BYTES_MAX = 1024 * 1024
-"""Largest answer in JSON, parsed on the event loop of all engines' follower in 40 ms. vLLM's ``/openapi.json`` has some
-400 KB, ``/v1/models`` 600 bytes for each adapter."""
+"""Largest answer in JSON that is asked for again and again, parsed on the event loop of all engines' follower in 40 ms:
+``/v1/models`` with 1,700 adapters."""
+
+SCHEMA_BYTES_MAX = 8 * 1024 * 1024
+"""Largest description of a server's API, which is asked for once, at its start: it has every field of every request."""
 
 EVENTS_BYTES_MAX = 32 * 1024 * 1024
 """Largest answer of cache events: 100,000 of them, which is what waits for the follower at most."""
@@ -103,18 +106,18 @@ class ServerClient:
             raise ServerError(f"asking {self.target.url}{path}: status {answer.status}: {said}", answer.status)
         return bytes(answer.body)
 
-    async def ask_for(self, path: str, form: type[T]) -> T:
+    async def ask_for(self, path: str, form: type[T], bytes_max: int = FACTS_BYTES_MAX) -> T:
         """Return the answer as a JSON value of a type; raises ``ServerError``, ``DecodeError``."""
-        body = await self.ask(path, bytes_max=FACTS_BYTES_MAX)
+        body = await self.ask(path, bytes_max=bytes_max)
         try:
             return msgspec.json.decode(body, type=form, strict=False)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise DecodeError(f"the answer to {path}", str(error)) from None
 
-    async def ask_if_there(self, path: str, form: type[T]) -> T | None:
+    async def ask_if_there(self, path: str, form: type[T], bytes_max: int = FACTS_BYTES_MAX) -> T | None:
         """Return the same, or ``None`` where the server has no such path or does not say it in that form."""
         try:
-            return await self.ask_for(path, form)
+            return await self.ask_for(path, form, bytes_max)
         except DecodeError:
             return None
         except ServerError as error:

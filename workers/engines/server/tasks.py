@@ -32,7 +32,7 @@ from poolgrid.workers.engines.server.core.openai_words import refusal_of, retry_
 from poolgrid.workers.engines.server.core.server_facts import ModelList, choose_model
 from poolgrid.workers.engines.server.health import ServerHealth
 from poolgrid.workers.engines.server.kinds import MODELS, ServerKind, version_of
-from poolgrid.workers.engines.server.server_client import KeyRefused, ServerClient, ServerError
+from poolgrid.workers.engines.server.server_client import SCHEMA_BYTES_MAX, KeyRefused, ServerClient, ServerError
 from poolgrid.workers.engines.server.settings import EngineServerSettings
 from poolgrid.workers.engines.tasks import TaskEngine, Told, task_card
 
@@ -199,7 +199,7 @@ async def _model(client: ServerClient, settings: EngineServerSettings) -> str:
     while True:
         try:
             model = choose_model(await client.ask_for(MODELS, ModelList), settings.served_model_name).id
-            described = await client.ask_if_there("/openapi.json", _Paths)
+            described = await client.ask_if_there("/openapi.json", _Paths, SCHEMA_BYTES_MAX)
             if described is not None and described.paths and PATH not in described.paths:
                 raise ValueError(
                     f"modality is {settings.modality!r}, and the server at {client.target.url} has no {PATH}: start "

@@ -17,7 +17,7 @@ from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX, LORAS_PER_WORKER_MAX
 from poolgrid.workers.core.refusal import count_of
 
 VERSION_CHARS_MAX = 64
-"""Of a version that are kept: a card has room for 256 bytes, and for the engine's name beside it."""
+"""Of a version that are kept: a card has room for 256 bytes with the engine's name."""
 
 RANKS_MAX = 1024
 """Data-parallel ranks behind one URL: several times the largest deployments. Each has books and a stream."""

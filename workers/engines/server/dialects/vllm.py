@@ -78,7 +78,7 @@ from poolgrid.workers.engines.server.core.server_facts import (
     reachable,
 )
 from poolgrid.workers.engines.server.kinds import ServerKind, version_of
-from poolgrid.workers.engines.server.server_client import NOT_THERE, ServerClient, ServerError
+from poolgrid.workers.engines.server.server_client import NOT_THERE, SCHEMA_BYTES_MAX, ServerClient, ServerError
 
 if TYPE_CHECKING:
     from poolgrid.workers.engines.server.settings import EngineServerSettings
@@ -550,7 +550,7 @@ def _source(rank: int, said: _Source, host: str) -> EventSource:
 
 async def pictures_missing(client: ServerClient) -> str:
     """Return why a server takes no images next to token ids, and what to do; empty = it takes them."""
-    said = await client.ask_if_there("/openapi.json", _OpenApi) or _OpenApi()
+    said = await client.ask_if_there("/openapi.json", _OpenApi, SCHEMA_BYTES_MAX) or _OpenApi()
     asked = said.components.schemas.get("GenerateRequest", _Schema())
     if GENERATE in said.paths and "content_parts" in asked.properties:
         return ""
