@@ -144,12 +144,20 @@ def test_what_is_no_answer_fails_its_request_once(answer: bytes, size: int) -> N
         (b"HEAD", OK + b"content-length: 2\r\n\r\n"),
         (b"HEAD", OK + b"transfer-encoding: chunked\r\n\r\n"),
         (b"GET", b"HTTP/1.1 204 No Content\r\ncontent-length: 2\r\n\r\n"),
-        (b"GET", b"HTTP/1.1 304 Not Modified\r\n\r\n"),
+        (b"GET", b"HTTP/1.1 304 Not Modified\r\ncontent-length: 2\r\n\r\n"),
     ],
 )
-def test_connection_is_not_kept_after_an_answer_without_a_body(method: bytes, head: bytes) -> None:
+def test_connection_is_not_kept_after_an_answer_that_announces_a_body_and_has_none(method: bytes, head: bytes) -> None:
     """What the server sends all the same would be the beginning of the next answer."""
     sink, released, connection = taken(head, 1000, method)
 
     assert (sink.ends, sink.body, released) == (1, b"", [])
     assert not connection.is_usable
+
+
+@pytest.mark.parametrize("head", [b"204 No Content", b"304 Not Modified", b"204 No Content\r\ncontent-length: 0"])
+def test_connection_is_kept_after_an_answer_that_announces_no_body(head: bytes) -> None:
+    sink, released, connection = taken(b"HTTP/1.1 " + head + b"\r\n\r\n", 7)
+
+    assert (sink.ends, sink.body, released) == (1, b"", [True])
+    assert connection.is_usable

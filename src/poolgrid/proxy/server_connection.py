@@ -5,8 +5,8 @@ Rules
        handed on as they came (``AnswerSink.on_chunks``), everything else as its payload (``on_data``).
     2. Interim answers (1xx) are skipped. Trailers end here.
     3. A connection is kept for the next request when its answer has ended, both sides keep it, and nothing has come
-       behind the answer. It is not kept after an answer without a body (``HEAD``, 204, 304): a server that sends one
-       all the same would answer the next request with it.
+       behind the answer. It is not kept after an answer that announces a body and has none (``HEAD``, 204, 304): a
+       server that sends it all the same would answer the next request with it.
     4. What is malformed fails the exchange and closes the connection; no other exchange is touched.
 """
 
@@ -235,21 +235,22 @@ class ServerConnection(asyncio.Protocol):
             if not data:
                 return
         coding = [value.strip().lower() for name, value in self._headers if name == b"transfer-encoding"]
-        has_length = any(name == b"content-length" for name, _ in self._headers)
+        lengths = [value.strip() for name, value in self._headers if name == b"content-length"]
         is_chunked = coding == [b"chunked"]
         if coding and not is_chunked:
             raise ChunkError(f"its transfer coding is {b', '.join(coding)[:60]!r}, allowed is chunked")
         has_body = not (self._is_head_request or status in NO_BODY)
         sink.on_head(status, self._headers, is_chunked and has_body)
         if not has_body:
-            self._finish(False)
+            announces = bool(coding) or lengths not in ([], [b"0"])
+            self._finish(self._keeps and not data and not announces)
         elif self._is_complete:
             self._finish(self._keeps and not data)
         elif is_chunked:
             self._mode = _Mode.CHUNKS
             if data:
                 self._take_chunks(sink, data)
-        elif has_length:
+        elif lengths:
             self._mode = _Mode.LENGTH
             if data:
                 self._parser.feed_data(data)

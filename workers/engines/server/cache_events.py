@@ -473,9 +473,7 @@ class DrainedEvents(CacheEvents):
             await asyncio.sleep(0 if items else IDLE_PAUSE_S)
 
     async def _ask(self) -> bytes:
-        return await self._client.ask(
-            self._path, self._method, timeout_s=DRAIN_TIMEOUT_S, bytes_max=EVENTS_BYTES_MAX
-        )
+        return await self._client.ask(self._path, self._method, timeout_s=DRAIN_TIMEOUT_S, bytes_max=EVENTS_BYTES_MAX)
 
     async def _drain(self) -> list[Any]:
         """Ask once; which method it takes depends on its version."""
