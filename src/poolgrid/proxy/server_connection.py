@@ -7,7 +7,9 @@ Rules
     3. A connection is kept for the next request when its answer has ended, both sides keep it, and nothing has come
        behind the answer. It is not kept after an answer that announces a body and has none (``HEAD``, 204, 304): a
        server that sends it all the same would answer the next request with it.
-    4. What is malformed fails the exchange and closes the connection; no other exchange is touched.
+    4. A read is taken in slices of the event loop: chunks or events of a byte each would block it for as long as a read
+       of 256 KiB takes.
+    5. What is malformed fails the exchange and closes the connection; no other exchange is touched.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ STATUS_MAX: Final = 599
 
 INTERIM_ANSWERS_MAX: Final = 100
 """Answers 1xx before the one that counts: servers send one or two."""
+
+SLICE_BYTES: Final = 32 * 1024
+"""Most of an answer that is taken in one turn of the event loop: at worst 10 ms."""
 
 NO_BODY: Final = frozenset((204, 304))
 """Statuses of answers without a body."""
@@ -87,6 +92,12 @@ class ServerConnection(asyncio.Protocol):
         self._came = False
         """Whether anything of the current answer has come."""
         self._interim_answers = 0
+        self._rest = b""
+        """A read that is not taken to its end."""
+        self._rest_at = 0
+        """Up to where it is taken."""
+        self._is_held_back = False
+        """Whether the client does not read."""
         self._is_sending = False
         """Whether more of the request follows."""
         self._is_full = False
@@ -139,15 +150,18 @@ class ServerConnection(asyncio.Protocol):
     def abort(self) -> None:
         """Close at once, without telling the sink."""
         self._sink = None
+        self._rest = b""
         if self._transport is not None:
             self._transport.abort()
 
     def pause(self) -> None:
+        self._is_held_back = True
         if self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
+        self._is_held_back = False
+        if self._transport is not None and not self._transport.is_closing() and not self._rest:
             self._transport.resume_reading()
 
     # -- asyncio.Protocol ----------------------------------------------------------------------------------------------
@@ -156,6 +170,33 @@ class ServerConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        if self._rest:
+            self._rest += data
+        elif len(data) <= SLICE_BYTES:
+            self._take(data)
+        else:
+            self._rest, self._rest_at = data, 0
+            if self._transport is not None:
+                self._transport.pause_reading()
+            self._take_slice()
+
+    def _take_slice(self) -> None:
+        """Take the next slice of a read, and the others later."""
+        begin, self._rest_at = self._rest_at, self._rest_at + SLICE_BYTES
+        data = self._rest[begin : self._rest_at]
+        if self._rest_at < len(self._rest):
+            asyncio.get_running_loop().call_soon(self._take_next_slice)
+        else:
+            self._rest = b""
+            if not self._is_held_back:
+                self.resume()
+        self._take(data)
+
+    def _take_next_slice(self) -> None:
+        if self._rest:
+            self._take_slice()
+
+    def _take(self, data: bytes) -> None:
         sink = self._sink
         if sink is None:  # no exchange is open
             self.abort()
@@ -193,6 +234,8 @@ class ServerConnection(asyncio.Protocol):
             self._room.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        while self._rest:  # it was all there before the end
+            self._take_slice()
         self.resume_writing()
         sink, self._sink = self._sink, None
         del self._parser  # which names this object
@@ -270,6 +313,8 @@ class ServerConnection(asyncio.Protocol):
 
     def _finish(self, keep: bool) -> None:
         sink, self._sink = self._sink, None
+        keep, self._rest = keep and not self._rest, b""
+        self._is_held_back = False
         if self._is_sending and self._transport is not None:
             self._transport.abort()  # the server has answered before it has the whole request, and may never take it
         elif keep and self._transport is not None and not self._transport.is_closing():
@@ -284,6 +329,7 @@ class ServerConnection(asyncio.Protocol):
 
     def _fail(self, error: AnswerFailed) -> None:
         sink, self._sink = self._sink, None
+        self._rest = b""
         if self._transport is not None:
             self._transport.abort()
         if sink is not None:
