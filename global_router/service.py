@@ -45,7 +45,7 @@ from poolgrid.wire.answers import EndpointRow
 from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, Inability, MediaSpec, common
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 from poolgrid.wire.requests import TokenDelta
-from poolgrid.wire.selection import ModelStatus
+from poolgrid.wire.selection import ModelStatus, PoolStatus
 from poolgrid.wire.sessions import SessionTurn, tenant_key
 from poolgrid.wire.tasks import TASK_ROLES
 from poolgrid.wire.trace_context import TraceContext
@@ -433,13 +433,14 @@ class GlobalRouterService:
         pool = self.pools.get(worker.worker_id)
         return None if pool is None else _place(pool)
 
-    def places(self, model: str) -> Sequence[ServerPlace]:
-        """Return the routers of a model's pools, of all pools for an empty name: first those that take requests."""
+    def places(self, model: str, lora: str = "") -> Sequence[ServerPlace]:
+        """Return the routers of a model's pools that have an adapter, of all pools for an empty name: first those that
+        take requests."""
         now_ms, in_flight = self._clock.monotonic_ms(), self.in_flight()
         there = [
             (pool.overall_state(now_ms) in NOT_THERE, in_flight[pool.name], place, pool)
             for place, pool in enumerate(self.pools.all())
-            if pool.status is not None and (not model or model_status(pool.status, model) is not None)
+            if pool.status is not None and (not model or _serves(pool.status, model, lora))
         ]
         return [_place(pool) for *_, pool in sorted(there, key=lambda each: each[:3])]
 
@@ -486,6 +487,11 @@ class GlobalRouterService:
 
     def __len__(self) -> int:
         return len(self.tracker.requests)
+
+
+def _serves(status: PoolStatus, model: str, lora: str) -> bool:
+    served = model_status(status, model)
+    return served is not None and (not lora or lora in served.loras)
 
 
 def _place(pool: PoolConnection) -> ServerPlace:

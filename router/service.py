@@ -405,15 +405,16 @@ class RouterService:
         known = self.projection.fleet.workers.get(worker)
         return None if known is None else _place(known)
 
-    def places(self, model: str) -> Sequence[ServerPlace]:
-        """Return the servers of a model, of all models for an empty name, the least busy first; each server once."""
+    def places(self, model: str, lora: str = "") -> Sequence[ServerPlace]:
+        """Return the servers of a model that have an adapter, of all models for an empty name, the least busy first;
+        each server once."""
         fleet, ledger, index = self.projection.fleet, self.projection.ledger, self.projection.index
         workers = fleet.models().get(model, ()) if model else fleet.workers.values()
         full = self._full.at(self._clock.monotonic_ms())
         found: dict[str, tuple[bool, float, Worker]] = {}
         for worker in workers:
             url = worker.card.server_url
-            if not url:
+            if not url or (lora and lora not in worker.card.loras):
                 continue
             slot = index.slot(worker.key)
             ledger.ensure_slot(slot)

@@ -35,7 +35,7 @@ from tests.nats.servers import NatsServer
 Topology = Literal["own", "embedded", "disaggregated", "fleet", "up", "front"]
 """Consolidator of its own and two whole workers; consolidator inside the router; two prefill and two decode workers;
 two pools with their consolidators inside behind a global router; `poolgrid up` with a consolidator, a router and two
-workers, without API keys; as the first, with the workers in front of engine servers of the attacker."""
+workers, without API keys; `poolgrid up --engine-url` in front of two engine servers of the attacker."""
 
 HOST = "127.0.0.1"
 ATTACKER_HOST = "127.0.0.3"
@@ -188,6 +188,9 @@ class AttackedPool:
             up = await self._start("up", "up", [*options, "--data-dir", str(self.directory / "data")])
             await self.until_ready(up.url, 2)
             return
+        if shape.topology == "front":
+            await self._start_front()
+            return
         if shape.finds != "addresses":
             await self._start_finding()
             return
@@ -294,18 +297,26 @@ class AttackedPool:
 
     async def start_worker(self, name: str, ingest: str, *options: str, role: str = "aggregated") -> Service:
         """Start a worker of the pool."""
-        if self.shape.topology == "front":
-            return await self._start_front(name, ingest)
         port = free_port()
         self.request_endpoints.append(f"tcp://{HOST}:{port}")
         options = (*options, "--request-port", str(port))
         return await self._start(name, "worker", self.worker_arguments(name, ingest, *options, role=role))
 
-    async def _start_front(self, name: str, ingest: str) -> Service:
-        engine = EngineServer(self.model.name)
-        self.engines.append(engine)
-        asked = ["--engine", "vllm", "--engine-url", await engine.start(HOST), "--no-follow-events"]
-        return await self._start(name, "worker", ["--worker-id", name, "--consolidator", ingest, *asked])
+    async def _start_front(self) -> None:
+        self.engines = [EngineServer(self.model.name) for _ in range(2)]
+        options = ["--port", "0", "--data-dir", str(self.directory / "data")]
+        for engine in self.engines:
+            options += ["--engine-url", await engine.start(HOST)]
+        parts = [
+            f"router.api-keys={self._key_path}",
+            *(f"router.{name}={each}" for name, each in JOURNAL_BOUNDS.items()),
+        ]
+        if self._lease:
+            parts += [f"consolidator.lease-ms={self._lease[1]}", f"router.worker-timeout-ms={self._lease[1]}"]
+        for part in parts:
+            options += ["--part-option", part]
+        up = await self._start("up", "up", options)
+        await self.until_ready(up.url, len(self.engines))
 
     async def _start(self, name: str, kind: str, arguments: list[str]) -> Service:
         environment = self._environment if kind in ("router", "consolidator") else None

@@ -177,7 +177,9 @@ async def test_operators_endpoints_are_403_for_tenants(write: Callable[..., Path
             assert (await service.client.get(path)).status_code == 200
             assert (await service.client.head(path)).status_code == 200
         assert (await service.client.head("/v1/decisions", headers=tenant)).status_code == 403
-        assert (await service.client.options("/v1/chat/completions")).status_code == 405
+        assert (await service.client.options("/v1/chat/completions")).status_code == 401
+        preflight = {"origin": "http://app", "access-control-request-method": "POST"}
+        assert (await service.client.options("/v1/chat/completions", headers=preflight)).status_code == 405
 
 
 # -- 413, 429, 503 -----------------------------------------------------------------------------------------------------

@@ -145,6 +145,63 @@ async def test_whole_answers_of_any_size_and_in_any_pieces_are_read() -> None:
             assert taken.body == body
 
 
+BEFORE = {
+    "nothing": b"",
+    "interim answers": b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n",
+}
+BEHIND = {
+    "nothing": b"",
+    "another answer": b"HTTP/1.1 503 no\r\nretry-after: 7\r\ncontent-length: 3\r\n\r\nbad",
+    "no answer": b"SSH-2.0-OpenSSH\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("before", BEFORE.values(), ids=BEFORE.keys())
+@pytest.mark.parametrize("behind", BEHIND.values(), ids=BEHIND.keys())
+@pytest.mark.parametrize("body", [b"", b"abc"])
+@pytest.mark.parametrize("size", [1, 7, 1200])
+async def test_only_the_answer_to_the_request_counts(before: bytes, behind: bytes, body: bytes, size: int) -> None:
+    answer = before + HEAD + b"content-length: %d\r\n\r\n" % len(body) + body + behind
+    connection, taken = Connection(SystemClock()), _Taken()
+    connection.connection_made(Recorded())
+    asking = asyncio.ensure_future(connection.send((b"head", b""), taken))
+    await asyncio.sleep(0)
+    for at in range(0, len(answer), size):
+        if connection.usable:
+            connection.data_received(answer[at : at + size])
+
+    await asking
+    assert (taken.status, taken.body) == (200, body)
+    assert connection.usable == (not behind)
+
+
+async def test_interim_answers_without_end_are_given_up() -> None:
+    connection = Connection(SystemClock())
+    connection.connection_made(Recorded())
+    asking = asyncio.ensure_future(connection.send((b"head", b""), _Taken()))
+    await asyncio.sleep(0)
+    fed = 0
+    while connection.usable:
+        assert fed < 8 * HEADERS_BYTES_MAX
+        connection.data_received(b"HTTP/1.1 102 Processing\r\n\r\n" * 40)
+        fed += 1080
+
+    with pytest.raises(RequestFailed, match="protocol"):
+        await asking
+
+
+async def test_a_change_of_protocol_fails_the_request() -> None:
+    connection = Connection(SystemClock())
+    connection.connection_made(Recorded())
+    asking = asyncio.ensure_future(connection.send((b"head", b""), _Taken()))
+    await asyncio.sleep(0)
+    connection.data_received(b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n{}")
+
+    with pytest.raises(RequestFailed, match="switches protocols"):
+        await asking
+    assert not connection.usable
+
+
 async def test_the_failure_of_an_answer_does_not_keep_what_arrived() -> None:
     class Unread(ClientExchange):
         def take_body(self, data: bytes) -> None:

@@ -70,6 +70,9 @@ class Application:
         self.left = asyncio.Event()
         self.begun = 0
         self.headers: list[tuple[bytes, bytes]] = []
+        self.passes = True
+        self.passed = 0
+        """Bytes of bodies for ``/passed``, which are passed on while it ``passes``."""
         self.answer_bytes = 0
         """Length of answers that have one of their own."""
 
@@ -89,6 +92,9 @@ class Application:
                 return
             size += len(message.get("body", b""))
             more = message.get("more_body", False)
+            if scope["path"] == "/passed" and self.passes:
+                scope["state"]["guard"].passed(size - self.passed)
+                self.passed = size
         watch = None
         if scope["path"] == "/watched":
             # As ASGI has it; the inference endpoints use the extension.
@@ -380,6 +386,29 @@ def test_a_connection_that_waits_for_a_further_request_is_closed(run: Run) -> No
 
 
 # -- bodies ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_body_that_is_passed_on_as_it_comes_is_not_held_and_does_not_give_way(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving(unfinished_bytes=1_000_000) as pair:
+            table = pair.server.connections
+            passing_reader, passing = await pair.connect()
+            passing.write(post(b"x" * 250_000, "/passed", 1_000_000, CLOSE))
+            await pair.until(lambda: pair.application.passed == 250_000)
+            assert table.unfinished_bytes == 0
+            reader, writer = await pair.connect()
+            writer.write(post(b"x" * 700_000, "/", 800_000, CLOSE))
+            await pair.until(lambda: table.unfinished_bytes == 700_000)
+            pair.application.passes = False
+            passing.write(b"x" * 500_000)
+            assert (await within(reader.read())).startswith(b"HTTP/1.1 503 ")
+            pair.application.passes = True
+            passing.write(b"x" * 250_000)
+            assert (await within(passing_reader.read())).endswith(b"1000000 bytes")
+            assert table.unfinished_bytes == 0
+            assert pair.refused("unfinished_bytes") == 1
+
+    run(scenario())
 
 
 def test_the_body_that_began_first_gives_way_when_too_much_is_held(run: Run) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.http.browser_requests import HOSTS_KEPT_MAX, AllowedHosts, foreign_origin
+from poolgrid.http.browser_requests import HOSTS_KEPT_MAX, AllowedHosts, foreign_origin, is_preflight, is_unasked
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,44 @@ from poolgrid.http.browser_requests import HOSTS_KEPT_MAX, AllowedHosts, foreign
 def test_a_page_is_foreign_unless_it_is_the_servers_own_or_allowed(headers: dict[str, str], foreign: str) -> None:
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     assert foreign_origin(raw, {"http://app"}) == foreign
+
+
+@pytest.mark.parametrize(
+    ("method", "headers", "unasked"),
+    [
+        ("POST", {}, True),
+        ("POST", {"content-type": "text/plain;charset=UTF-8"}, True),
+        ("POST", {"content-type": "Application/X-WWW-Form-Urlencoded"}, True),
+        ("POST", {"content-type": "multipart/form-data; boundary=x"}, True),
+        ("POST", {"content-type": "application/json"}, False),
+        ("POST", {"content-type": "application/octet-stream"}, False),
+        ("POST", {"content-type": "text/plain", "authorization": "Bearer k"}, False),
+        ("POST", {"content-type": "text/plain", "x-api-key": "k"}, False),
+        ("PUT", {}, False),
+        ("DELETE", {}, False),
+        ("GET", {}, False),
+        ("GET", {"upgrade": "websocket"}, True),
+    ],
+)
+def test_what_a_form_or_a_websocket_can_send_is_sent_unasked(
+    method: str, headers: dict[str, str], unasked: bool
+) -> None:
+    assert is_unasked(method, [(name.encode(), value.encode()) for name, value in headers.items()]) is unasked
+
+
+@pytest.mark.parametrize(
+    ("method", "headers", "preflight"),
+    [
+        ("OPTIONS", {"access-control-request-method": "POST"}, True),
+        ("OPTIONS", {"access-control-request-method": "POST", "content-length": "0"}, True),
+        ("OPTIONS", {"access-control-request-method": "POST", "content-length": "1"}, False),
+        ("OPTIONS", {"access-control-request-method": "POST", "transfer-encoding": "chunked"}, False),
+        ("OPTIONS", {"origin": "http://app"}, False),
+        ("POST", {"access-control-request-method": "POST"}, False),
+    ],
+)
+def test_a_preflight_names_a_method_and_has_no_body(method: str, headers: dict[str, str], preflight: bool) -> None:
+    assert is_preflight(method, [(name.encode(), value.encode()) for name, value in headers.items()]) is preflight
 
 
 @pytest.mark.parametrize(

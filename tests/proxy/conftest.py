@@ -14,8 +14,16 @@ from tests.proxy.pool import POOLS, SERVER_KEY, TWO_POOLS, ScriptedPool
 from tests.proxy.scripted_server import ScriptedServer
 
 
+@pytest.fixture(scope="module")
+def pool_options() -> tuple[str, ...]:
+    """Further options of the pool of a module, which may have its own."""
+    return ()
+
+
 @pytest.fixture(scope="module", params=["router", "global router"])
-def module_pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedPool]:
+def module_pool(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pool_options: tuple[str, ...]
+) -> Iterator[ScriptedPool]:
     """One for all tests of a module."""
     servers = [ScriptedServer(str(TINY_MODEL_PATH), f"adapter-{name}") for name in "ab"]
     log: Path = tmp_path_factory.mktemp("pool") / "log"
@@ -25,7 +33,7 @@ def module_pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         document.write_text(json.dumps(TWO_POOLS))
         fronts = [f"--engine-url={name}={each.url}" for name, each in zip(POOLS, servers, strict=True)]
         fronts += ["--pools", str(document)]
-    options = ("--port", "0", "--model-path", str(TINY_MODEL_PATH), *PATIENT)
+    options = ("--port", "0", "--model-path", str(TINY_MODEL_PATH), *PATIENT, *pool_options)
     environment = {"POOLGRID_ENGINE_API_KEY": SERVER_KEY}
     try:
         with Process("up", *fronts, *options, log=log, environment=environment) as up:

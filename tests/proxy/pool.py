@@ -56,9 +56,14 @@ class ScriptedPool:
         """Wait until both servers take requests, and forget what came before."""
         for each in self.servers:
             each.script = None
+            each.reads_bodies = True
         becomes(lambda: sum(len(ready_workers(url)) for url in self.routers), len(self.servers))
         if self.is_global:
             becomes(lambda: {row["state"] for row in pools(self.url).values()}, {"available"})
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what the servers got."""
         for each in self.servers:
             each.calls.clear()
             each.targets.clear()
@@ -107,6 +112,11 @@ class ScriptedPool:
     def running(self) -> float:
         """Return how many requests the router counts as running."""
         return metric(self.url, "poolgrid_frontend_in_flight_requests")
+
+    def counted(self) -> list[float]:
+        """Return the tokens that the router has counted."""
+        names = ("prompt_tokens", "cached_tokens", "output_tokens")
+        return [metric(self.url, f"poolgrid_frontend_{name}_total") for name in names]
 
     def memory_bytes(self) -> int:
         return int(self.router.memory_info().rss)

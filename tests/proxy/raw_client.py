@@ -72,6 +72,10 @@ class RawClient:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._socket.close()
 
+    @property
+    def connection(self) -> socket.socket:
+        return self._socket
+
     def write(self, data: bytes) -> None:
         self._socket.sendall(data)
 

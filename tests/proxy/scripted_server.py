@@ -115,6 +115,12 @@ class ScriptedServer:
         """Method and target of each request."""
         self.failures: list[BaseException] = []
         """What scripts have raised."""
+        self.reads_bodies = True
+        """Whether a script gets a request with its whole body; else it receives the rest itself."""
+        self.list_headers: tuple[str, ...] = ()
+        """Further headers of its lists of models."""
+        self.lists: list[Call] = []
+        """Requests for these, the last ones."""
         self.connections_made = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._connections: set[socket.socket] = set()
@@ -182,7 +188,7 @@ class ScriptedServer:
             data += part
         head, mark, body = data.partition(b"\r\n\r\n")
         call = Call(self, connection, head + mark, body)
-        missing = int(call.header("content-length") or 0) - len(body)
+        missing = int(call.header("content-length") or 0) - len(body) if self.reads_bodies else 0
         parts = [body]
         while missing > 0:
             part = connection.recv(65_536)
@@ -221,6 +227,9 @@ class ScriptedServer:
             "/v1/models": json.dumps({"object": "list", "data": self.cards()}).encode(),
             "/openapi.json": b'{"openapi":"3.1.0","paths":{"/v1/completions":{}},"components":{"schemas":{}}}',
         }
+        if call.target == "/v1/models":
+            self.lists = [*self.lists[-9:], call]
+            return whole(known[call.target], 200, *self.list_headers)
         if call.target in known:
             return whole(known[call.target])
         if call.target == "/metrics":

@@ -159,14 +159,14 @@ def edit(
     return b"".join((*pieces, view[at:]))
 
 
-def elements(array: bytes) -> list[bytes]:
-    """Return the elements of a raw JSON array, each as its bytes.
+def elements(array: bytes, limit: int) -> list[bytes]:
+    """Return the first elements of a raw JSON array, ``limit`` at most, each as its bytes.
 
     Raises:
         ValueError: It is no JSON array, or is nested too deep.
     """
     try:
-        return [bytes(element) for element in _decode_array(array)]
+        return [bytes(element) for element in _decode_array(array)[:limit]]
     except RecursionError:
         raise ValueError("the array is not JSON that can be read: it is nested too deep") from None
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -181,7 +181,7 @@ def elements(array: bytes) -> list[bytes]:
         after = _AFTER_ELEMENT.match(array, end)
         if after is None:
             raise ValueError(f"the array is not JSON: {_byte(array, end)}, allowed are ',' and ']'")
-        if after[1] == b"]":
+        if after[1] == b"]" or len(found) == limit:
             return found
         start = after.end()
 

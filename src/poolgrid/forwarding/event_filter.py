@@ -28,13 +28,21 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from poolgrid.forwarding.body_edit import MAX_SLOW_BYTES, top_level
+from poolgrid.forwarding.body_edit import top_level
 
-MAX_EVENT_BYTES: Final = 2 << 20
-"""Bytes of an event that is held until it is whole. A longer event is passed as it comes, unparsed."""
+MAX_EVENT_BYTES: Final = 1 << 20
+"""Bytes of an event that is held until it is whole, and parsed at 50 ms a megabyte at worst. A longer event is passed
+as it comes, unparsed."""
+
+MAX_SLOW_BYTES: Final = 256 << 10
+"""Bytes of an answer or an event that Python's parser reads, at 200 ms a megabyte at worst. Those with ``NaN`` and the
+like beyond it are not noted."""
+
+MAX_COUNT: Final = (1 << 32) - 1
+"""Of tokens. What a server reports beyond it is unknown, for it does not fit the messages between processes."""
 
 _ABSENT: Final = msgspec.Raw()
-_COUNT = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+_COUNT = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 
 
 class ApiForm(StrEnum):

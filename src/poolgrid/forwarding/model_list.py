@@ -14,7 +14,8 @@ MAX_LIST_BYTES: Final = 1 << 20
 read."""
 
 MAX_CARDS: Final = 4096
-"""Of all servers together. Further ones are left out."""
+"""Of one server that are read, and of all servers together. Further ones are left out of the list and of the choice by
+model."""
 
 EMPTY: Final = b'{"object":"list","data":[]}'
 
@@ -78,7 +79,7 @@ def _cards_of(body: bytes) -> list[tuple[str, bytes]]:
     if data is None or not data.startswith(b"["):
         raise ValueError("the list of models has no member data that is a list")
     cards: list[tuple[str, bytes]] = []
-    for card in elements(data):
+    for card in elements(data, MAX_CARDS):
         try:
             name = _decode_name(top_level(card).value("id") or b"null")
         except (ValueError, msgspec.DecodeError):

@@ -10,10 +10,6 @@ import re
 from typing import Final, NamedTuple
 from urllib.parse import parse_qsl
 
-MAX_FORM_BYTES: Final = 1 << 20
-"""Bytes of a form that are read. The body is held meanwhile, because its server depends on the model: this is memory of
-each upload. Clients that send the file first and the model behind it are served up to this size of a file."""
-
 MAX_PARTS: Final = 128
 """Parts that are read. Uploads have a dozen; each costs 5 us."""
 
@@ -31,7 +27,8 @@ WANTED: Final = frozenset({"model", "stream", "response_format"})
 _BOUNDARY = re.compile(rb'multipart/form-data\b.*?;\s*boundary=(?:"([^"]{1,70})"|([^\s";,]{1,70}))', re.I | re.DOTALL)
 _DISPOSITION = re.compile(rb"(?:^|\r\n)content-disposition:[ \t]*form-data[ \t]*(?=;)", re.I)
 _PARAMETER = re.compile(rb'[ \t]*;[ \t]*([^\s=;"]+)=(?:"((?:[^"\\\r\n]|\\.)*)"|([^\s;"]*))')
-_DELIMITER_END = re.compile(rb"[ \t]*\r\n")
+_DELIMITER_END = re.compile(rb"[ \t]*+\r\n")
+_DELIMITER_OPEN = re.compile(rb"(?:-|[ \t]*+\r?)\Z")
 
 
 def boundary_of(content_type: bytes) -> bytes | None:
@@ -57,10 +54,12 @@ class FormFields:
         """Of the wanted fields that have come."""
         self.is_done = False
         """The form has ended, is malformed, or is beyond a bound."""
+        self.has_end = False
+        """The form has ended: all of its fields were read."""
         self._delimiter = b"\r\n--" + boundary
         self._rest = b"\r\n"
         """What has come and is not read; the body begins as if behind a line."""
-        self._bytes = self._parts = 0
+        self._parts = 0
         self._field: str | None = None
         """The wanted field whose value comes."""
         self._is_in_head = False
@@ -69,11 +68,9 @@ class FormFields:
         """Read the next bytes of the body."""
         if self.is_done:
             return
-        self._rest += data[: MAX_FORM_BYTES - self._bytes]
-        self._bytes += len(data)
+        self._rest += data
         while not self.is_done and (self._read_head() if self._is_in_head else self._read_value()):
             pass
-        self.is_done = self.is_done or self._bytes > MAX_FORM_BYTES
         if self.is_done:
             self._rest = b""
 
@@ -84,7 +81,7 @@ class FormFields:
             end = at + len(self._delimiter)
             if self._rest.startswith(b"--", end):
                 self._keep(self._rest[:at])
-                self.is_done = True
+                self.is_done = self.has_end = True
                 return False
             line = _DELIMITER_END.match(self._rest, end)
             if line is not None:
@@ -93,7 +90,7 @@ class FormFields:
                 self._parts += 1
                 self.is_done = self._parts > MAX_PARTS
                 return True
-            if len(self._rest) - end < 2 or self._rest[end:].strip(b" \t\r") == b"":
+            if _DELIMITER_OPEN.match(self._rest, end):
                 # Whether this is a delimiter is not known yet.
                 self._drop_value(at)
                 self.is_done = len(self._rest) > MAX_PART_HEAD_BYTES

@@ -190,6 +190,16 @@ class Application(FastAPI):
         return foreign_origin(scope["headers"], origins)
 
 
+def cors_options(origins: Collection[str]) -> dict[str, Any]:
+    """Return the options of ``CORSMiddleware`` for pages of some origins."""
+    return {
+        "allow_origins": list(origins),
+        "allow_methods": ["GET", "POST", "DELETE"],
+        "allow_headers": ["*"],
+        "expose_headers": list(EXPOSED_HEADERS),
+    }
+
+
 @asynccontextmanager
 async def _until_close(app: Application) -> AsyncIterator[None]:
     """Close the application at the end of its life, for servers that tell it of one; ours does not."""
@@ -308,13 +318,7 @@ def create_app(
         app.router.routes.insert(0, Route(path, endpoint, methods=["POST"], name=endpoint.name))
         app.direct[path] = endpoint if keys is None else AccessGate(endpoint, keys)
     if settings.cors_allow_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(settings.cors_allow_origins),
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],
-            expose_headers=list(EXPOSED_HEADERS),
-        )
+        app.add_middleware(CORSMiddleware, **cors_options(settings.cors_allow_origins))
     describe_inference(app)
     _add_models(app, backend, preparation)
     counted = partial(responses, answered=False)

@@ -132,7 +132,8 @@ class FrontendSettings(MediaSettings):
     cors_allow_origins: tuple[str, ...] = Field(
         default=(),
         description=(
-            "Allow browsers' requests from this origin, or * for any. Repeat for more. Unset = no CORS headers."
+            "Allow browsers' requests from this origin, or * for any. Repeat for more. Unset = no CORS headers but "
+            "those of engine servers."
         ),
     )
     reasoning_parser: ReasoningParser = Field(

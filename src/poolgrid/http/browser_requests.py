@@ -8,7 +8,9 @@ Rules
        a request without both comes from no page.
     2. A page of the server itself is no foreign one: its ``Origin`` has the authority of ``Host``. The scheme is not
        compared, because TLS may end at a proxy.
-    3. A rebound name appears in ``Host``, and is a name of a public domain: it has a dot. Addresses and names of one
+    3. A browser asks first (preflight) before it sends anything that a form could not send. So the server's CORS
+       answers decide about these requests, and ``Origin`` about the others (``is_unasked``).
+    4. A rebound name appears in ``Host``, and is a name of a public domain: it has a dot. Addresses and names of one
        label cannot be rebound.
 """
 
@@ -22,6 +24,9 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that change nothing."""
+
+FORM_TYPES = frozenset((b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data"))
+"""Content types of forms, which pages of any site may send (the Fetch standard's safelist)."""
 
 HOSTS_KEPT_MAX = 64
 """Values of ``Host`` that are known to be allowed; clients of one server use few."""
@@ -45,6 +50,26 @@ def foreign_origin(headers: Headers, allowed: Collection[str] = ()) -> str:
     if text in allowed or text.partition("://")[2] == found.get(b"host", b"").decode("latin-1").lower() != "":
         return ""
     return shown(origin)
+
+
+def is_preflight(method: str, headers: Headers) -> bool:
+    """Return whether a browser asks whether a page may send another request: without a key, and without a body."""
+    if method != "OPTIONS":
+        return False
+    found = dict(headers)
+    has_body = b"transfer-encoding" in found or found.get(b"content-length", b"0") != b"0"
+    return b"access-control-request-method" in found and not has_body
+
+
+def is_unasked(method: str, headers: Headers) -> bool:
+    """Return whether a browser would send a request for a page of any site without a preflight, though it may change
+    something: a POST with the content type of a form or none, or a WebSocket. A key in its headers needs a preflight.
+    """
+    found = dict(headers)
+    if b"authorization" in found or b"x-api-key" in found:
+        return False
+    kind = found.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    return b"upgrade" in found or (method == "POST" and (not kind or kind in FORM_TYPES))
 
 
 def is_from_page(headers: Headers) -> bool:

@@ -11,7 +11,7 @@ Rules
        refused. There is no room at ``max_connections``, and when the process has few file descriptors left, whatever
        uses them.
     3. When there is no room for more of a body, the body that began first gives way: a client that only holds memory
-       loses it.
+       loses it. Bodies that are passed on as they come hold little, and stay.
     4. What is refused is counted by reason. Each reason is logged at most once in ``SAID_EVERY_S``, with the number.
 """
 
@@ -59,6 +59,8 @@ class TrackedConnection(Protocol):
 
     transport: asyncio.Transport
 
+    @property
+    def is_passing(self) -> bool: ...
     def is_draining(self) -> bool: ...
     def time_out(self, now_s: float) -> None: ...
     def close_idle(self) -> None: ...
@@ -220,7 +222,7 @@ class HttpConnections:
     def make_room(self, connection: TrackedConnection, source: str, now_s: float) -> None:
         """Let bodies go that began first, until the rest fits; ``connection`` from ``source`` has just got more."""
         while self.unfinished_bytes > self.limits.unfinished_bytes:
-            first = self.bodies.first()
+            first = next((each for each in self.bodies if not each.is_passing), self.bodies.first())
             if first is None:
                 return
             self.note("unfinished_bytes", source, now_s)

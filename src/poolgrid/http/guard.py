@@ -226,9 +226,16 @@ class Guard(asyncio.Protocol):
             self.finish()
 
     def abort(self) -> None:
-        """Cut the connection."""
+        """Cut the connection within an answer."""
         if not self.is_lost:
+            self._detach()  # uvicorn would log that the application did not complete its answer
             self.transport.abort()
+
+    def break_off(self) -> None:
+        """End the connection within an answer, when the client has what was written."""
+        if not self.is_lost:
+            self._detach()
+            self.finish()
 
     def divert(self, receive: Callable[[bytes], None], lost: Callable[[], None]) -> None:
         """Give all further bytes of the client to ``receive``, those that have come at once, and none to uvicorn:
@@ -243,6 +250,10 @@ class Guard(asyncio.Protocol):
         self._reading.unlimited()
         if held:
             receive(held)
+
+    def passed(self, size: int) -> None:
+        """Take note that the application has passed so much of the body on, and holds it no longer."""
+        self._reader.passed(size)
 
     def is_closing(self) -> bool:
         """Return whether nothing more can be written."""
@@ -398,6 +409,11 @@ class Guard(asyncio.Protocol):
             "are held, the limit, and this one began first; try again later",
             is_noted=True,
         )
+
+    @property
+    def is_passing(self) -> bool:
+        """Return whether the body is passed on as it comes."""
+        return self._reader.is_passing
 
     def body_deadline_s(self, since_s: float, now_s: float) -> float:
         """Return when the body that began at ``since_s`` must be whole, given what has come of it."""

@@ -109,6 +109,8 @@ class Connection(asyncio.Protocol):
         self._keep = False
         self._reads = 0
         """How often something has come of the current answer."""
+        self._is_interim = False
+        """Whether what comes is an answer 1xx, behind which the answer follows."""
         self._beside_body_bytes = 0
         """What has come since the answer began, or since its last piece of a body."""
         self._transport: asyncio.Transport | None = None
@@ -162,12 +164,17 @@ class Connection(asyncio.Protocol):
         exchange.now_ms = self._clock.monotonic_ms()
         self._reads += 1
         try:
-            if len(data) <= HEADERS_BYTES_MAX:
-                self._feed(data)
-            else:
-                view = memoryview(data)
-                for at in range(0, len(data), HEADERS_BYTES_MAX):
-                    self._feed(view[at : at + HEADERS_BYTES_MAX])
+            try:
+                if len(data) <= HEADERS_BYTES_MAX:
+                    self._feed(data)
+                else:
+                    view = memoryview(data)
+                    for at in range(0, len(data), HEADERS_BYTES_MAX):
+                        self._feed(view[at : at + HEADERS_BYTES_MAX])
+            except httptools.HttpParserError:
+                if not self._complete:
+                    raise
+                self.usable = False  # the answer is whole; what follows it is none
             exchange.end_of_read()
             if self._fault is not None:
                 raise self._fault
@@ -179,6 +186,8 @@ class Connection(asyncio.Protocol):
             # Behind the first bytes of an answer half a key might begin.
             shown = f": {exchange.excerpt(data)}" if exchange.status == 0 and self._reads == 1 else ""
             self._settle(RequestFailed("protocol", f"not an HTTP response ({error}){shown}"))
+        except httptools.HttpParserUpgrade:
+            self._settle(RequestFailed("protocol", "the server switches protocols, and was not asked to"))
         except RequestFailed as error:
             self._settle(error)
 
@@ -227,18 +236,30 @@ class Connection(asyncio.Protocol):
 
     # httptools
 
+    def on_message_begin(self) -> None:
+        if self._complete:
+            self.usable = False  # a second answer, for which no request was sent
+
     def on_header(self, name: bytes, value: bytes) -> None:
         assert self._exchange is not None
-        self._exchange.take_header(name.lower(), value)
+        if not self._complete:
+            self._exchange.take_header(name.lower(), value)
 
     def on_headers_complete(self) -> None:
         """Learn the status before the body comes."""
         assert self._exchange is not None
-        self._beside_body_bytes = 0
-        self._exchange.status = self._parser.get_status_code()
-        self._keep = self._parser.should_keep_alive()
+        status = self._parser.get_status_code()
+        if self._complete:
+            return
+        self._is_interim = status < 200  # none that is counted: any number of them stays within the bound of headers
+        if not self._is_interim:
+            self._beside_body_bytes = 0
+            self._exchange.status = status
+            self._keep = self._parser.should_keep_alive()
 
     def on_body(self, data: bytes) -> None:
+        if self._complete:
+            return
         self._beside_body_bytes = 0
         assert self._exchange is not None
         if self._fault is None:
@@ -248,7 +269,7 @@ class Connection(asyncio.Protocol):
                 self._fault = error  # raised through the parser it would lose its kind
 
     def on_message_complete(self) -> None:
-        self._complete = True
+        self._complete = self._complete or not self._is_interim
 
 
 class HttpClient:

@@ -104,6 +104,8 @@ class RequestReader:
     """What follows the request in flight is dropped."""
     _held_bytes = 0
     """What the table counts for this connection."""
+    _passed_bytes = 0
+    """Of the body, by an application that sends it somewhere as it comes."""
 
     def __init__(self, table: HttpConnections, loop: asyncio.AbstractEventLoop, reading: SocketReading) -> None:
         self._table = table
@@ -123,6 +125,7 @@ class RequestReader:
     def open_body(self, body: SizedBody | ChunkedBody | None, guard: RequestSink) -> None:
         """Begin with the body of a request whose application is to be called; ``None`` = it has none."""
         self.is_starting = False
+        self._passed_bytes = 0
         held, self.held = self.held, None
         if body is not None:
             self.body = body
@@ -143,6 +146,15 @@ class RequestReader:
         else:
             return False
         return True
+
+    @property
+    def is_passing(self) -> bool:
+        return self._passed_bytes > 0
+
+    def passed(self, size: int) -> None:
+        """Count so much less of the body."""
+        self._passed_bytes += size
+        self._count()
 
     def take_all(self) -> bytes:
         """Return what is held, and forget it."""
@@ -296,7 +308,7 @@ class RequestReader:
         """Report to the table how many bytes this connection holds of requests that are not whole or not begun."""
         held = 0 if self.held is None else len(self.held)
         if self.body is not None and self.is_busy:
-            held += self.body.received_bytes
+            held += self.body.received_bytes - self._passed_bytes
         if held != self._held_bytes:
             self._table.unfinished_bytes += held - self._held_bytes
             self._held_bytes = held

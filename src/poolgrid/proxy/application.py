@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from poolgrid.forwarding.headers import request_headers
 from poolgrid.forwarding.hop import HOP, HOP_HEADER, Hop, hop_line, read_hop
 from poolgrid.forwarding.model_list import merge_model_lists
-from poolgrid.forwarding.multipart import FormFields, boundary_of, model_of_query
+from poolgrid.forwarding.multipart import boundary_of, model_of_query
 from poolgrid.forwarding.paths import RequestTarget, TargetAccess, read_target
 from poolgrid.frontend.access.gate import (
     AccessGate,
@@ -46,14 +46,16 @@ from poolgrid.process.tasks import Restart, cancel_all, supervised
 from poolgrid.process.tracing.tracing import Tracing
 from poolgrid.proxy.changes import Changes, is_streamed, make_changes
 from poolgrid.proxy.collector import look_up
+from poolgrid.proxy.cors import RouterCors, cors_headers, unasked_page
 from poolgrid.proxy.exchange import CLIENT_LEFT, SILENCE_LOOKS, SILENCE_S, ForwardExchange, RoutingFields, target_of
 from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ForwardBackend, ServerPlace
 from poolgrid.proxy.prompt_reading import UNLIMITED, PromptReader, members_of
 from poolgrid.proxy.routing_hints import tell_hints
-from poolgrid.proxy.server_connection import AnswerFailed
+from poolgrid.proxy.server_connection import AnswerFailed, HeaderList
 from poolgrid.proxy.server_state import ServerState, named_state
 from poolgrid.proxy.tunnel import TUNNELS_MAX, Tunnel
+from poolgrid.proxy.upload import Upload
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +119,10 @@ class ForwardApplication:
         self._open: set[ForwardExchange] = set()
         self._tunnels: set[Tunnel] = set()
         self._has_keys = keys is not None
+        self._page_origins = frozenset(each.lower() for each in settings.cors_allow_origins)
         self._guarded: ASGIApp = self._forwarded if keys is None else AccessGate(self._forwarded, keys, class_of)
+        if settings.cors_allow_origins:
+            self._guarded = RouterCors(self._guarded, settings.cors_allow_origins)
 
     # -- ASGI ----------------------------------------------------------------------------------------------------------
 
@@ -148,7 +153,13 @@ class ForwardApplication:
             return
         if hop is not None:
             scope[HOP] = hop
-        if target.access is TargetAccess.REFUSED:
+        page = unasked_page(scope, self._page_origins)
+        if page:
+            what = f"{scope['method']} {scope['path']}: a web page of {page} sent it as a form can be sent"
+            allowed = "allowed are pages of this server and of the origins in --cors-allow-origins"
+            self.metrics.refused("foreign_origin")
+            await _answer(scope, send, RequestError(403, "foreign_origin", f"{what}, {allowed}"))
+        elif target.access is TargetAccess.REFUSED:
             await _answer(scope, send, RequestError(400, "invalid_target", target.reason))
         elif target.access is TargetAccess.OPERATOR and not self._has_keys:
             # Without keys no request is known to be an operator's.
@@ -165,8 +176,9 @@ class ForwardApplication:
         """Answer with the models of all servers, each card as its server wrote it, or with the card of one."""
         caller = caller_of(scope)
         places = sorted(self.backend.places(""), key=lambda place: place.url)  # in one order, whatever their load
-        answers = await asyncio.gather(*map(self._models_of, places))
-        merged = merge_model_lists((url, body) for url, body in answers if body is not None)
+        origin = [pair for pair in scope["headers"] if pair[0] == b"origin"]
+        answers = await asyncio.gather(*(self._models_of(place, origin) for place in places))
+        merged = merge_model_lists((url, body) for url, body, _ in answers if body is not None)
         for url, why in merged.unread.items():
             log.warning("asking %s for its models: %s", url, why)
         body: bytes | None = merged.body
@@ -184,16 +196,17 @@ class ForwardApplication:
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         wanted = next((value for key, value in scope["headers"] if key == b"x-request-id"), None)
         headers.append((b"x-request-id", str(self.request_ids.wanted(wanted)).encode()))
+        headers += next((cors_headers(theirs) for _, answer, theirs in answers if answer is not None), [])
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
 
-    async def _models_of(self, place: ServerPlace) -> tuple[str, bytes | None]:
+    async def _models_of(self, place: ServerPlace, origin: HeaderList) -> tuple[str, bytes | None, HeaderList]:
         try:
-            status, _, body = await look_up(self.server(place.url), b"/v1/models")
+            found = await look_up(self.server(place.url), b"/v1/models", origin)
         except (AnswerFailed, OSError, TimeoutError) as error:
             log.warning("asking %s for its models: %s", place.url, str(error) or "no answer in time")
-            return place.url, None
-        return place.url, body if status == 200 else None
+            return place.url, None, []
+        return place.url, found.body if found.status == 200 else None, found.headers
 
     # -- the life of a request -----------------------------------------------------------------------------------------
 
@@ -261,25 +274,35 @@ class ForwardApplication:
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > limit:
             raise too_large(length.decode(), limit)
-        body = await receive_body(exchange.receive, limit)
         encoding = headers.get(b"content-encoding")
+        boundary = boundary_of(headers.get(b"content-type", b"")) if encoding is None else None
+        if boundary is not None:
+            return await self._read_form(exchange, boundary, int(length) if length.isdigit() else None)
+        body = await receive_body(exchange.receive, limit)
         if body and encoding is not None:
             # No engine reads compressed bodies.
             return await self._bodies.inflated(body, encoding.decode("latin-1").strip().lower(), exchange.has_left)
         return body
 
+    async def _read_form(self, exchange: ForwardExchange, boundary: bytes, length: int | None) -> bytes | None:
+        """Return a form that can be held whole; the exchange gets a longer one as an upload."""
+        scope = exchange.scope
+        guard: Guard = scope["state"]["guard"]
+        form = Upload(exchange.receive, guard, boundary, length, self._body_bytes_max, exchange.caller)
+        body = await form.begin()
+        exchange.form_model = form.model
+        if body is None or form.is_whole:
+            return body
+        exchange.upload = form
+        return b""
+
     def understand(
-        self, scope: Scope, target: RequestTarget, headers: Mapping[bytes, bytes], body: bytes
+        self, scope: Scope, target: RequestTarget, headers: Mapping[bytes, bytes], body: bytes, form_model: str | None
     ) -> RoutingFields:
         """Return what of a request matters here."""
-        boundary = boundary_of(headers.get(b"content-type", b""))
         values: Mapping[str, Raw] = {}
-        model = ""
-        if body and boundary is not None:
-            form = FormFields(boundary)
-            form.feed(body)
-            model = form.values.get("model", "")
-        elif body:
+        model = form_model or ""
+        if body and form_model is None:
             values = members_of(body)
             model = _text(values.get("model"))
         if not model and scope["query_string"]:
@@ -292,7 +315,8 @@ class ForwardApplication:
 
     def places(self, model: str) -> Sequence[ServerPlace]:
         """Return the servers for a request that is not booked: those of its model, or any where it names none."""
-        return self.backend.places(self._served(model)) or self.backend.places("")
+        served, lora = self._reader.served(model) if model else ("", "")
+        return self.backend.places(served, lora) or self.backend.places("")
 
     async def place_of_state(self, exchange: ForwardExchange) -> ServerPlace | None:
         """Return the server that made what a request continues, ``None`` for one that continues nothing.
@@ -411,8 +435,7 @@ class ForwardApplication:
         elif caller is not None and model and not caller.may_use(model):
             error = RequestError(403, "model_not_allowed", f"tenant {caller.tenant} may not use model {model!r}")
         if error is None:
-            places = self.backend.places(self._served(model)) or self.backend.places("")
-            error = await self._open_tunnel(scope, guard, places)
+            error = await self._open_tunnel(scope, guard, self.places(model))
         if error is not None:
             await _answer(scope, send, error)
 
@@ -444,10 +467,6 @@ class ForwardApplication:
                 self.metrics.answered(endpoint, tunnel.status or 502, True)
             return None
         return RequestError(503, "no_worker", "no server can be reached now; try again later")
-
-    def _served(self, model: str) -> str:
-        found = self._reader.served(model) if model else None
-        return "" if found is None else found
 
 
 async def _answer(scope: Scope, send: Send, error: RequestError) -> None:

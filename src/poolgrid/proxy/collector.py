@@ -81,6 +81,6 @@ async def collect(
             return WholeAnswer(found.status, found.headers, bytes(found.body))
 
 
-async def look_up(server: ForwardServer, target: bytes) -> WholeAnswer:
-    """Return the answer to a ``GET``; raises what ``collect`` does."""
-    return await collect(server, (server.head(b"GET", target, server.key_headers, None),))
+async def look_up(server: ForwardServer, target: bytes, headers: HeaderList | None = None) -> WholeAnswer:
+    """Return the answer to a ``GET`` with more headers; raises what ``collect`` does."""
+    return await collect(server, (server.head(b"GET", target, [*(headers or ()), *server.key_headers], None),))

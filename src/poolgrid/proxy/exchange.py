@@ -61,8 +61,9 @@ from poolgrid.proxy.chunks import chunk, payloads
 from poolgrid.proxy.collector import WholeAnswer, collect
 from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ForwardBackend, ServerPlace
-from poolgrid.proxy.server_connection import AnswerFailed, HeaderList, ServerConnection
+from poolgrid.proxy.server_connection import NO_BODY, AnswerFailed, HeaderList, ServerConnection
 from poolgrid.proxy.server_state import ServerState
+from poolgrid.proxy.upload import Upload
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
 from poolgrid.wire.secret_texts import blotted, blotted_part
@@ -171,7 +172,7 @@ class ExchangeOwner(Protocol):
         ...
 
     def understand(
-        self, scope: Scope, target: RequestTarget, headers: Mapping[bytes, bytes], body: bytes
+        self, scope: Scope, target: RequestTarget, headers: Mapping[bytes, bytes], body: bytes, form_model: str | None
     ) -> RoutingFields:
         """Return what of a request matters here."""
         ...
@@ -255,6 +256,9 @@ class ForwardExchange:
     """How the router ended the request."""
     _has_output = False
     _has_left = False
+    upload: Upload | None = None
+    """A form that is not held whole."""
+    _upload_refusal: RequestError | Refused | None = None
     _filter: EventFilter | None = None
     _form: ApiForm | None = None
     """Of which API the answer is; ``None`` for one whose counts are not looked for."""
@@ -288,6 +292,8 @@ class ForwardExchange:
         self._pieces: list[bytes] = []
         self.body = b""
         """As the client wrote it."""
+        self.form_model: str | None = None
+        """What a form names; ``None`` for another body."""
         self.values: Mapping[str, Raw] = {}
         """Its members, unread."""
         self._sent_for = "", b""
@@ -339,7 +345,7 @@ class ForwardExchange:
         body = await application.read_body(self)
         if body is None:
             raise ClientLeft
-        asked = application.understand(self.scope, self.target, self.header_values, body)
+        asked = application.understand(self.scope, self.target, self.header_values, body, self.form_model)
         self.body, self.values = body, asked.values
         self.model = asked.model
         self.is_streamed = asked.is_streamed
@@ -432,6 +438,8 @@ class ForwardExchange:
                 503, "no_worker", "no server is known now; try again later", headers=((b"retry-after", b"1"),)
             )
         for place in places:
+            if self.upload is not None and self.upload.has_begun:
+                break
             self._failure = None
             self._attempt(place)
             while not (self._answer_status or self._failure is not None):
@@ -447,7 +455,8 @@ class ForwardExchange:
         self._server = server = self._application.server(place.url)
         self._keys = server.keys
         self._pieces = []
-        connection = server.kept()
+        # A kept connection may end without a word, and an upload cannot be sent again.
+        connection = server.kept() if self.upload is None else None
         if connection is None:
             self._connecting = detached(self._connect(server), "connection to an engine server")
         else:
@@ -472,8 +481,12 @@ class ForwardExchange:
         if self._request is not None and self._sent_for != (place.kind, self._params):
             self._change(self._request, place)
         self._connection = connection
-        head, body = self._head(server, place, self._sent_body), self._sent_body
-        connection.send(self, (head, body) if body else (head,), self.scope["method"] == "HEAD")
+        head, body, upload = self._head(server, place, self._sent_body), self._sent_body, self.upload
+        if upload is not None:
+            connection.send(self, (head, upload.first()), is_whole=False)
+            upload.start(connection, self._refuse_upload)
+        else:
+            connection.send(self, (head, body) if body else (head,), self.scope["method"] == "HEAD")
 
     def _head(self, server: ForwardServer, place: ServerPlace, body: bytes) -> bytes:
         """Return the head of the request as a server gets it."""
@@ -488,8 +501,13 @@ class ForwardExchange:
             received = [pair for pair in received if pair[0] != b"content-encoding"]
         headers = request_headers(received, added, self._client_key)
         method = scope["method"].encode()
-        has_length = bool(body) or method not in (b"GET", b"HEAD", b"OPTIONS", b"DELETE")
-        return server.head(method, target_of(scope), headers, len(body) if has_length else None)
+        if self.upload is None:
+            length = len(body) if body or method not in (b"GET", b"HEAD", b"OPTIONS", b"DELETE") else None
+        else:
+            length = self.upload.length
+            if length is None:
+                headers = [*headers, (b"transfer-encoding", b"chunked")]
+        return server.head(method, target_of(scope), headers, length)
 
     def _hop(self) -> Hop:
         """Return what a pool's router is to know of the request."""
@@ -497,6 +515,10 @@ class ForwardExchange:
         if request is None:
             return Hop()
         return Hop(request.tenant, request.tenant_weight, request.priority, self._dispatch_id)
+
+    def _refuse_upload(self, refusal: RequestError | Refused) -> None:
+        self._upload_refusal = refusal
+        self._wake()
 
     def _change(self, request: InferenceRequest, place: ServerPlace) -> None:
         """Make the body for a kind of server, and what takes out of the answer again what it asks for."""
@@ -615,6 +637,8 @@ class ForwardExchange:
 
     def _abort_connection(self) -> None:
         connection, self._connection, self._server = self._connection, None, None
+        if self.upload is not None:
+            self.upload.stop()
         if connection is not None:
             self._kept_params = b""  # a server that has them, and whose client leaves, has the KV freed
             connection.abort()
@@ -704,6 +728,8 @@ class ForwardExchange:
 
     def on_end(self) -> None:
         self._connection = None
+        if self.upload is not None:
+            self.upload.stop()
         if self._is_keeping_busy:
             self._is_keeping_busy = False
             busy = self._busy
@@ -733,6 +759,8 @@ class ForwardExchange:
 
     def on_failed(self, error: AnswerFailed, is_stale: bool) -> None:
         server, self._connection = self._server, None
+        if self.upload is not None:
+            self.upload.stop()
         if is_stale and server is not None:
             self._connecting = detached(self._connect(server), "another connection to an engine server")
             return
@@ -860,6 +888,8 @@ class ForwardExchange:
     def _check(self) -> None:
         if self._has_left:
             raise ClientLeft
+        if self._upload_refusal is not None:
+            raise self._upload_refusal
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
@@ -879,6 +909,9 @@ class ForwardExchange:
         replaced = {name for name, _ in own}
         passed = [pair for pair in passed if pair[0] not in replaced and not pair[0].startswith(OWN_HEADERS)]
         passed += own
+        if status in NO_BODY:
+            # It may have the length of the body that it leaves out; uvicorn would wait for that.
+            passed = [pair for pair in passed if pair[0] != b"content-length"]
         self.has_head = True
         await self._send({"type": "http.response.start", "status": status, "headers": passed})
 
@@ -979,7 +1012,9 @@ class ForwardExchange:
         self._guard.abort()
 
     def _is_event_stream(self) -> bool:
-        return any(name == b"content-type" and value.startswith(EVENT_STREAM) for name, value in self._answer_headers)
+        """Return whether the answer is events that can be read: nothing is put into a compressed stream."""
+        fields = dict(self._answer_headers)
+        return fields.get(b"content-type", b"").startswith(EVENT_STREAM) and b"content-encoding" not in fields
 
     async def _end_stream(self, error: RequestError) -> None:
         """Write an error as the last event of a stream, and end the connection without the message's end."""
@@ -992,7 +1027,7 @@ class ForwardExchange:
             self._guard.write(chunk(event))
         else:
             await self._send({"type": "http.response.body", "body": event, "more_body": True})
-        self._guard.close()
+        self._guard.break_off()
 
     async def _refuse(self, error: RequestError) -> None:
         """Answer in our own words."""

@@ -54,6 +54,8 @@ class ForwardServer:
             transport, made = await loop.create_connection(
                 lambda: ServerConnection(self._release), target.host, target.port, ssl=self.tls
             )
+        if not made.is_usable:
+            raise ConnectionResetError("the server closed the connection, or sent something, before any request")
         probe_when_idle(transport)
         return made
 

@@ -39,8 +39,9 @@ class ForwardBackend(InferenceBackend, Protocol):
         """Return a worker's server; ``None`` once it has left the pool."""
         ...
 
-    def places(self, model: str) -> Sequence[ServerPlace]:
-        """Return the servers of a model, of all models for an empty name, the least busy first; each server once."""
+    def places(self, model: str, lora: str = "") -> Sequence[ServerPlace]:
+        """Return the servers of a model that have an adapter, of all models for an empty name, the least busy first;
+        each server once."""
         ...
 
     def server_urls(self) -> Collection[str]:

@@ -166,10 +166,10 @@ class PromptReader:
         request = InferenceRequest(request_id, model, text, UNLIMITED, lora_name=lora_name, by_text=True)
         return PromptReading(model, request, len(text) // TOKEN_BYTES, reading.why)
 
-    def served(self, name: str) -> str:
-        """Return the served model that clients call so; empty when there is none."""
+    def served(self, name: str) -> tuple[str, str]:
+        """Return the served model that clients call so, and the adapter if it is one; empty when there is none."""
         found = self._preparation.served(name)
-        return "" if found is None else found[0].name
+        return ("", "") if found is None else (found[0].name, found[1])
 
     def _named(self, values: Mapping[str, Raw]) -> tuple[str, str]:
         """Return the served model that a body names, and the adapter if it named one."""
@@ -177,8 +177,7 @@ class PromptReader:
             name = msgspec.json.decode(values["model"], type=str)
         except (KeyError, msgspec.MsgspecError):
             return "", ""
-        found = self._preparation.served(name)
-        return ("", "") if found is None else (found[0].name, found[1])
+        return self.served(name)
 
     async def _by_tokens(self, path: str, body: bytes, request_id: str, values: Mapping[str, Raw]) -> PromptReading:
         known = self._prepare.get(path)

@@ -5,8 +5,11 @@ Rules
        handed on as they came (``AnswerSink.on_chunks``), everything else as its payload (``on_data``).
     2. Interim answers (1xx) are skipped. Trailers end here.
     3. A connection is kept for the next request when its answer has ended, both sides keep it, and nothing has come
-       behind the answer.
-    4. What is malformed fails the exchange and closes the connection; no other exchange is touched.
+       behind the answer. It is not kept after an answer that announces a body and has none (``HEAD``, 204, 304): a
+       server that sends it all the same would answer the next request with it.
+    4. A read is taken in slices of the event loop: chunks or events of a byte each would block it for as long as a read
+       of 256 KiB takes.
+    5. What is malformed fails the exchange and closes the connection; no other exchange is touched.
 """
 
 from __future__ import annotations
@@ -23,11 +26,15 @@ from poolgrid.proxy.chunks import ChunkError, ChunkReader, are_whole
 HEAD_BYTES_MAX: Final = 64 * 1024
 """Longest head of an answer; servers in use stay below 16 KiB."""
 
+STATUS_MIN: Final = 100
 STATUS_MAX: Final = 599
-"""Highest status that HTTP has a class for, and that can be written to a client."""
+"""Statuses that HTTP has a class for, and that can be written to a client."""
 
 INTERIM_ANSWERS_MAX: Final = 100
 """Answers 1xx before the one that counts: servers send one or two."""
+
+SLICE_BYTES: Final = 32 * 1024
+"""Most of an answer that is taken in one turn of the event loop: at worst 10 ms."""
 
 NO_BODY: Final = frozenset((204, 304))
 """Statuses of answers without a body."""
@@ -85,6 +92,17 @@ class ServerConnection(asyncio.Protocol):
         self._came = False
         """Whether anything of the current answer has come."""
         self._interim_answers = 0
+        self._rest = b""
+        """A read that is not taken to its end."""
+        self._rest_at = 0
+        """Up to where it is taken."""
+        self._is_held_back = False
+        """Whether the client does not read."""
+        self._is_sending = False
+        """Whether more of the request follows."""
+        self._is_full = False
+        """Whether the server does not take what is written."""
+        self._room: asyncio.Future[None] | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -103,9 +121,13 @@ class ServerConnection(asyncio.Protocol):
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
-    def send(self, sink: AnswerSink, parts: tuple[bytes, ...], is_head_request: bool = False) -> None:
-        """Send a request, given as the bytes that are written, and hand its answer to ``sink``."""
+    def send(
+        self, sink: AnswerSink, parts: tuple[bytes, ...], is_head_request: bool = False, is_whole: bool = True
+    ) -> None:
+        """Send a request, given as the bytes that are written, and hand its answer to ``sink``. More may follow a
+        request that is not whole (``write``), until ``request_sent``."""
         assert self._transport is not None, "connected"
+        self._is_sending = not is_whole
         self._sink, self._is_head_request, self._came = sink, is_head_request, False
         self._interim_answers = 0
         self._transport.writelines(parts)
@@ -115,18 +137,31 @@ class ServerConnection(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
+    def request_sent(self) -> None:
+        """Take note that nothing more of the request follows."""
+        self._is_sending = False
+
+    async def has_room(self) -> None:
+        """Return when the server takes more, or never will."""
+        while self._is_full and self._transport is not None and not self._transport.is_closing():
+            self._room = asyncio.get_running_loop().create_future()
+            await self._room
+
     def abort(self) -> None:
         """Close at once, without telling the sink."""
         self._sink = None
+        self._rest = b""
         if self._transport is not None:
             self._transport.abort()
 
     def pause(self) -> None:
+        self._is_held_back = True
         if self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
+        self._is_held_back = False
+        if self._transport is not None and not self._transport.is_closing() and not self._rest:
             self._transport.resume_reading()
 
     # -- asyncio.Protocol ----------------------------------------------------------------------------------------------
@@ -135,6 +170,33 @@ class ServerConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        if self._rest:
+            self._rest += data
+        elif len(data) <= SLICE_BYTES:
+            self._take(data)
+        else:
+            self._rest, self._rest_at = data, 0
+            if self._transport is not None:
+                self._transport.pause_reading()
+            self._take_slice()
+
+    def _take_slice(self) -> None:
+        """Take the next slice of a read, and the others later."""
+        begin, self._rest_at = self._rest_at, self._rest_at + SLICE_BYTES
+        data = self._rest[begin : self._rest_at]
+        if self._rest_at < len(self._rest):
+            asyncio.get_running_loop().call_soon(self._take_next_slice)
+        else:
+            self._rest = b""
+            if not self._is_held_back:
+                self.resume()
+        self._take(data)
+
+    def _take_next_slice(self) -> None:
+        if self._rest:
+            self._take_slice()
+
+    def _take(self, data: bytes) -> None:
         sink = self._sink
         if sink is None:  # no exchange is open
             self.abort()
@@ -155,12 +217,26 @@ class ServerConnection(asyncio.Protocol):
             else:
                 self._take_head(sink, data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, ChunkError) as error:
-            self._fail(AnswerFailed(f"the server's answer cannot be read: {error}"))
+            if self._mode is _Mode.LENGTH and self._is_complete:
+                self._finish(False)  # the answer is whole; what follows it is none
+            else:
+                self._fail(AnswerFailed(f"the server's answer cannot be read: {error}"))
 
     def eof_received(self) -> bool:
         return False
 
+    def pause_writing(self) -> None:
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        self._is_full = False
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+
     def connection_lost(self, exc: Exception | None) -> None:
+        while self._rest:  # it was all there before the end
+            self._take_slice()
+        self.resume_writing()
         sink, self._sink = self._sink, None
         del self._parser  # which names this object
         self._release(self, False)
@@ -189,8 +265,8 @@ class ServerConnection(asyncio.Protocol):
             self._parser.feed_data(data[: cut + 4])
             data = data[cut + 4 :]
             status = self._parser.get_status_code()
-            if status > STATUS_MAX:
-                raise ChunkError(f"its status is {status}, allowed are 200 to {STATUS_MAX}")
+            if not STATUS_MIN <= status <= STATUS_MAX:
+                raise ChunkError(f"its status is {status}, allowed are {STATUS_MIN} to {STATUS_MAX}")
             if status >= 200:
                 break
             if status == 101:
@@ -202,7 +278,7 @@ class ServerConnection(asyncio.Protocol):
             if not data:
                 return
         coding = [value.strip().lower() for name, value in self._headers if name == b"transfer-encoding"]
-        has_length = any(name == b"content-length" for name, _ in self._headers)
+        lengths = [value.strip() for name, value in self._headers if name == b"content-length"]
         is_chunked = coding == [b"chunked"]
         if coding and not is_chunked:
             raise ChunkError(f"its transfer coding is {b', '.join(coding)[:60]!r}, allowed is chunked")
@@ -210,13 +286,16 @@ class ServerConnection(asyncio.Protocol):
         sink.on_head(status, self._headers, is_chunked and has_body)
         if self._sink is not sink:
             return  # it does not want the rest, and has closed the connection
-        if not has_body or self._is_complete:
+        if not has_body:
+            announces = bool(coding) or lengths not in ([], [b"0"])
+            self._finish(self._keeps and not data and not announces)
+        elif self._is_complete:
             self._finish(self._keeps and not data)
         elif is_chunked:
             self._mode = _Mode.CHUNKS
             if data:
                 self._take_chunks(sink, data)
-        elif has_length:
+        elif lengths:
             self._mode = _Mode.LENGTH
             if data:
                 self._parser.feed_data(data)
@@ -236,7 +315,11 @@ class ServerConnection(asyncio.Protocol):
 
     def _finish(self, keep: bool) -> None:
         sink, self._sink = self._sink, None
-        if keep and self._transport is not None and not self._transport.is_closing():
+        keep, self._rest = keep and not self._rest, b""
+        self._is_held_back = False
+        if self._is_sending and self._transport is not None:
+            self._transport.abort()  # the server has answered before it has the whole request, and may never take it
+        elif keep and self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()  # the end may have come while its client did not read
             self._has_answered = True
             self._begin()
@@ -248,6 +331,7 @@ class ServerConnection(asyncio.Protocol):
 
     def _fail(self, error: AnswerFailed) -> None:
         sink, self._sink = self._sink, None
+        self._rest = b""
         if self._transport is not None:
             self._transport.abort()
         if sink is not None:

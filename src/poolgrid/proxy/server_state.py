@@ -23,6 +23,10 @@ from poolgrid.proxy.server_connection import AnswerFailed
 IDS_MAX: Final = 100_000
 """Ids that are remembered, the ones used last; for others servers are asked."""
 
+ID_CHARS_MAX: Final = 256
+"""Longest id that is remembered; engines write some 40 characters. With longer ones the memory of ``IDS_MAX`` would be
+the servers' to choose. For such an id every server is asked."""
+
 ASKED_MAX: Final = 64
 """Servers that are asked about one id: each costs a request."""
 
@@ -42,6 +46,8 @@ class ServerState:
 
     def note(self, state_id: str, url: str) -> None:
         """Remember which server made an id."""
+        if len(state_id) > ID_CHARS_MAX:
+            return
         self._url_of[state_id] = url
         self._url_of.move_to_end(state_id)
         if len(self._url_of) > IDS_MAX:
@@ -67,10 +73,10 @@ class ServerState:
 
 async def _has(server: ForwardServer, target: bytes) -> bool:
     try:
-        status = (await look_up(server, target)).status
+        answer = await look_up(server, target)
     except (AnswerFailed, OSError, TimeoutError):
         return False
-    return status == 200
+    return answer.status == 200
 
 
 def named_state(values: Mapping[str, Raw]) -> tuple[str, str] | None:

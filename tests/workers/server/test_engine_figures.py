@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from poolgrid.workers.engines.registry import server_kinds
@@ -48,6 +50,33 @@ def test_a_page_gives_the_requests_of_each_rank(kind: str, page: str, ranks: int
     figures = server_kinds()[kind].figures
     assert figures is not None
     assert figures.read(page.encode(), ranks) == found
+
+
+NAME = b"vllm:num_requests_running"
+LINE = NAME + b" 3\n"
+HOSTILE = {
+    "the name alone, many times": (NAME * 500_000, None),
+    "the line, many times": (LINE * 500_000, [3]),
+    "a long line before it": (NAME + b"{" + b"a" * 5_000_000 + b"} 9\n" + LINE, [3]),
+    "long lines": ((NAME + b"{" + b"a" * 5000 + b"} 9\n") * 3000 + LINE, [3]),
+    "blanks without end": (LINE + NAME + b" " * 14_000_000, [3]),
+    "zero bytes": (LINE + b"\0" * 14_000_000, [3]),
+    "digits without end": (NAME + b" " + b"9" * 14_000_000, None),
+    "no line end": (NAME + b" 3", [3]),
+}
+
+
+@pytest.mark.parametrize(("page", "found"), HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_page_of_any_content_costs_no_more_than_one_of_its_size(page: bytes, found: list[int] | None) -> None:
+    """A search to the line's end for each name in it took hours; this takes some 20 ms, on a busy machine ten times
+    that."""
+    figures = server_kinds()["vllm"].figures
+    assert figures is not None
+    began = time.process_time()
+
+    assert figures.read(page, 1) == found
+
+    assert time.process_time() - began < 1.0
 
 
 def test_a_server_of_no_known_kind_gives_none() -> None:

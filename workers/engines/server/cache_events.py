@@ -25,6 +25,7 @@ from poolgrid.kv_events.publisher_sockets import PublisherSockets
 from poolgrid.kv_events.root_seeds import RootSeeds
 from poolgrid.kv_events.translation import RootSeed
 from poolgrid.process.clock import Clock
+from poolgrid.process.log_lines import Complaints
 from poolgrid.process.tasks import supervised
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import AnyEvent, CacheCleared, EventBatch
@@ -32,7 +33,7 @@ from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
 from poolgrid.workers.core.cache_facts import ReportedBlocks, RestatedEvent
 from poolgrid.workers.core.event_translation import EventTranslator
 from poolgrid.workers.engines.server.core.server_facts import EventSource
-from poolgrid.workers.engines.server.server_client import ServerClient, ServerError
+from poolgrid.workers.engines.server.server_client import EVENTS_BYTES_MAX, ServerClient, ServerError
 
 log = logging.getLogger(__name__)
 
@@ -371,6 +372,10 @@ class FollowedEvents(CacheEvents):
 ParseEvent = Callable[[Any], AnyEngineEvent]
 
 
+EVENTS_AT_ONCE = 1000
+"""Events that are read without a look at anything else: a millisecond."""
+
+
 class DrainedEvents(CacheEvents):
     """The events of a server with one rank."""
 
@@ -389,6 +394,7 @@ class DrainedEvents(CacheEvents):
         self._translator = EventTranslator(block_size, root_seed=RootSeeds(block_size), is_filtered=kept_events_max > 0)
         self._reading: asyncio.Task[None] | None = None
         self._method = "POST"
+        self._complaints = Complaints(log, client.clock)
         self._failed = ""
         self._undecodable = 0
         self._began = False
@@ -445,14 +451,16 @@ class DrainedEvents(CacheEvents):
             self._failed = ""
             events: list[AnyEngineEvent] = []
             wrong: DecodeError | None = None
-            for item in items:
+            for number, item in enumerate(items, 1):
+                if not number % EVENTS_AT_ONCE:
+                    await asyncio.sleep(0)
                 try:
                     events.append(self._parse(item))
                 except DecodeError as error:
                     self._undecodable += 1
                     wrong = error
             if wrong is not None:
-                log.warning("%s; the gap clears the claims", wrong)
+                self._complaints.note("events", "%s; the gap clears the claims%s", wrong)
             told: list[AnyEvent] = []
             if 0 < self._kept_events_max <= len(items):
                 told.append(self._translator.lose())  # older events may have been dropped, and no hole shows it
@@ -464,15 +472,18 @@ class DrainedEvents(CacheEvents):
             self._asked.set()
             await asyncio.sleep(0 if items else IDLE_PAUSE_S)
 
+    async def _ask(self) -> bytes:
+        return await self._client.ask(self._path, self._method, timeout_s=DRAIN_TIMEOUT_S, bytes_max=EVENTS_BYTES_MAX)
+
     async def _drain(self) -> list[Any]:
         """Ask once; which method it takes depends on its version."""
         try:
-            body = await self._client.ask(self._path, self._method, timeout_s=DRAIN_TIMEOUT_S)
+            body = await self._ask()
         except ServerError as error:
             if error.status != 405:
                 raise
             self._method = "GET" if self._method == "POST" else "POST"
-            body = await self._client.ask(self._path, self._method, timeout_s=DRAIN_TIMEOUT_S)
+            body = await self._ask()
         try:
             return msgspec.json.decode(body, type=list[Any])
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:

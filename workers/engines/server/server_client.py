@@ -10,8 +10,18 @@ from poolgrid.http.http_client import ClientExchange, HttpClient, HttpTarget, Re
 from poolgrid.process.clock import Clock
 from poolgrid.wire.errors import DecodeError
 
-ANSWER_BYTES_MAX = 64 * 1024 * 1024
-"""Largest answer to a question; a page of metrics has some 200 KB."""
+PAGE_BYTES_MAX = 16 * 1024 * 1024
+"""Largest answer that is not parsed as a whole: a page of metrics has some 200 KB, of 64 ranks some 10 MB."""
+
+FACTS_BYTES_MAX = 1024 * 1024
+"""Largest answer in JSON that is asked for again and again, parsed on the event loop of all engines' follower in 40 ms:
+``/v1/models`` with 1,700 adapters."""
+
+SCHEMA_BYTES_MAX = 8 * 1024 * 1024
+"""Largest description of a server's API, which is asked for once, at its start: it has every field of every request."""
+
+EVENTS_BYTES_MAX = 32 * 1024 * 1024
+"""Largest answer of cache events: 100,000 of them, which is what waits for the follower at most."""
 
 QUESTION_TIMEOUT_S = 10.0
 """How long an answer to a question may take: servers under load answer late, dead ones never."""
@@ -43,15 +53,16 @@ class KeyRefused(ServerError):
 class _Answer(ClientExchange):
     """A whole answer in memory."""
 
-    __slots__ = ("body",)
+    __slots__ = ("_bytes_max", "body")
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_max: int) -> None:
         super().__init__()
+        self._bytes_max = bytes_max
         self.body = bytearray()
 
     def take_body(self, data: bytes) -> None:
-        if len(self.body) + len(data) > ANSWER_BYTES_MAX:
-            raise RequestFailed("protocol", f"the answer exceeds {ANSWER_BYTES_MAX} bytes")
+        if len(self.body) + len(data) > self._bytes_max:
+            raise RequestFailed("protocol", f"the answer exceeds {self._bytes_max} bytes")
         self.body += data
 
     def cut_off(self, error: Exception | None) -> None:
@@ -63,15 +74,21 @@ class ServerClient:
 
     def __init__(self, url: str, clock: Clock, api_key: str = "") -> None:
         self.target = HttpTarget(url)
+        self.clock = clock
         headers = ["Content-Type: application/json", "User-Agent: poolgrid"]
         self._has_key = bool(api_key)
         self.http = HttpClient(self.target, clock, headers, api_key=api_key)
 
     async def ask(
-        self, path: str, method: str = "GET", body: bytes = b"", timeout_s: float = QUESTION_TIMEOUT_S
+        self,
+        path: str,
+        method: str = "GET",
+        body: bytes = b"",
+        timeout_s: float = QUESTION_TIMEOUT_S,
+        bytes_max: int = PAGE_BYTES_MAX,
     ) -> bytes:
-        """Return the answer's body; raises ``ServerError`` for any but a 200."""
-        answer = _Answer()
+        """Return the answer's body; raises ``ServerError`` for any but a 200 of at most ``bytes_max``."""
+        answer = _Answer(bytes_max)
         try:
             await self.http.send(method, path, body, answer, timeout_s=timeout_s)
         except RequestFailed as failure:
@@ -87,18 +104,18 @@ class ServerClient:
             raise ServerError(f"asking {self.target.url}{path}: status {answer.status}: {said}", answer.status)
         return bytes(answer.body)
 
-    async def ask_for(self, path: str, form: type[T]) -> T:
+    async def ask_for(self, path: str, form: type[T], bytes_max: int = FACTS_BYTES_MAX) -> T:
         """Return the answer as a JSON value of a type; raises ``ServerError``, ``DecodeError``."""
-        body = await self.ask(path)
+        body = await self.ask(path, bytes_max=bytes_max)
         try:
             return msgspec.json.decode(body, type=form, strict=False)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise DecodeError(f"the answer to {path}", str(error)) from None
 
-    async def ask_if_there(self, path: str, form: type[T]) -> T | None:
+    async def ask_if_there(self, path: str, form: type[T], bytes_max: int = FACTS_BYTES_MAX) -> T | None:
         """Return the same, or ``None`` where the server has no such path or does not say it in that form."""
         try:
-            return await self.ask_for(path, form)
+            return await self.ask_for(path, form, bytes_max)
         except DecodeError:
             return None
         except ServerError as error:

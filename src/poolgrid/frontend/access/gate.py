@@ -17,6 +17,7 @@ from poolgrid.frontend.access.tenants import Caller, WatchedKeyFile
 from poolgrid.frontend.errors import dialect_of, refused
 from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.frontend.request_body import RequestIds
+from poolgrid.http.browser_requests import is_preflight
 from poolgrid.inference import Refused
 from poolgrid.process.clock import Clock
 
@@ -102,8 +103,7 @@ class AccessGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let one request through, or refuse it."""
-        # A browser asks OPTIONS without a key before it sends one; nothing of ours answers OPTIONS with data.
-        if scope["type"] != "http" or scope["method"] == "OPTIONS":
+        if scope["type"] != "http" or is_preflight(scope["method"], scope["headers"]):
             await self._app(scope, receive, send)
             return
         tenants = self._keys.tenants()

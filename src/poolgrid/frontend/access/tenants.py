@@ -202,6 +202,10 @@ class Caller:
     def end(self, now_ms: float) -> None:
         self.account.meter.end(self._rules, self._output_tokens, now_ms)
 
+    @property
+    def may_use_any_model(self) -> bool:
+        return self._rules.models is None
+
     def may_use(self, model: str) -> bool:
         """Return whether the tenant may ask for a model."""
         return self._rules.models is None or model in self._rules.models

@@ -17,6 +17,9 @@ from poolgrid.wire.addresses import bracketed
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX, LORAS_PER_WORKER_MAX
 from poolgrid.workers.core.refusal import count_of
 
+VERSION_CHARS_MAX = 64
+"""Of a version that are kept: a card has room for 256 bytes with the engine's name."""
+
 RANKS_MAX = 1024
 """Data-parallel ranks behind one URL: several times the largest deployments. Each has books and a stream."""
 
@@ -117,11 +120,20 @@ class ModelList(msgspec.Struct, gc=False):
 
 
 def vetted(facts: ServerFacts) -> ServerFacts:
-    """Return facts without the numbers that cannot be; raises ``ValueError`` for more ranks than there can be."""
+    """Return facts that fit a card, without the numbers that cannot be.
+
+    Raises ``ValueError`` for a name or a number of ranks without which no worker can join.
+    """
     if not 1 <= facts.ranks <= RANKS_MAX:
         raise ValueError(f"the engine server has {facts.ranks} data-parallel ranks, allowed are 1 to {RANKS_MAX}")
+    if not 0 < len(facts.model.encode()) <= IDENTIFIER_BYTES_MAX:
+        raise ValueError(
+            f"the engine server's model is {facts.model[:60]!r}, with {len(facts.model.encode())} bytes, allowed are 1 "
+            f"to {IDENTIFIER_BYTES_MAX}"
+        )
     return replace(
         facts,
+        version=facts.version.encode("ascii", "replace").decode()[:VERSION_CHARS_MAX],
         block_size=count_of(facts.block_size, 1),
         max_sequence_length=count_of(facts.max_sequence_length, 1),
         total_blocks=count_of(facts.total_blocks, 1),
