@@ -167,6 +167,19 @@ class FrontendMetrics:
             "poolgrid_frontend_tokenizations_pending",
             "Long prompts in tokenizer threads or waiting for one. At 256 the next one gets 429.",
         )
+        self.forwarded_prompts = counter(
+            "poolgrid_frontend_forwarded_prompts",
+            "Prompts of forwarded requests, by what their server was chosen by: `tokens`, or why their text was "
+            "compared instead: `template`, `tokenizer-missing`, `tokenizer-busy`, `unknown-part`, `media`, "
+            "`kept-at-server`, `too-long` or `other-api`.",
+            ["chosen_by"],
+        )
+        self.prompt_ids = counter(
+            "poolgrid_frontend_prompt_ids",
+            "Long prompts whose token ids an engine server takes, by outcome: `sent` along; or sent as text and "
+            "compared with the engine's ids: `equal`, `different` or `unshown`. `refused`: sent again as text.",
+            ["outcome"],
+        )
         self.disconnects = counter(
             "poolgrid_frontend_client_disconnects",
             "Clients that disconnected before their answer was complete. Often their timeout is shorter than "

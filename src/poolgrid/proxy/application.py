@@ -20,6 +20,7 @@ from poolgrid.forwarding.headers import request_headers
 from poolgrid.forwarding.model_list import merge_model_lists
 from poolgrid.forwarding.multipart import FormFields, boundary_of, model_of_query
 from poolgrid.forwarding.paths import RequestTarget, TargetAccess, read_target
+from poolgrid.forwarding.prompt_ids import IDS_MIN, may_carry
 from poolgrid.frontend.access.gate import AccessGate, GateKeys, PathClass, caller_of, is_upgrade, key_of
 from poolgrid.frontend.access.tenants import CacheDomains
 from poolgrid.frontend.errors import RequestError, dialect_of
@@ -40,9 +41,11 @@ from poolgrid.proxy.exchange import CLIENT_LEFT, SILENCE_LOOKS, SILENCE_S, Forwa
 from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ForwardBackend, ServerPlace
 from poolgrid.proxy.prompt_reading import UNLIMITED, PromptReader, members_of
+from poolgrid.proxy.prompt_record import PromptRecord
 from poolgrid.proxy.server_connection import AnswerFailed
 from poolgrid.proxy.server_state import ServerState, named_state
 from poolgrid.proxy.tunnel import TUNNELS_MAX, Tunnel
+from poolgrid.wire.hashing import TOKEN_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +61,8 @@ ENDPOINTS: Final = {
 
 MODELS: Final = "/v1/models"
 
+IDS_BYTES_MIN: Final = IDS_MIN * TOKEN_BYTES
+
 OTHER_ENDPOINT: Final = "other"
 """Of all other paths: clients can name any number of them."""
 
@@ -70,6 +75,7 @@ class ForwardApplication:
         inner: ASGIApp,
         backend: ForwardBackend,
         reader: PromptReader,
+        prompts: PromptRecord,
         bodies: BodyReader,
         request_ids: RequestIds,
         metrics: FrontendMetrics,
@@ -89,6 +95,7 @@ class ForwardApplication:
         self.clock = clock
         self.isolates = settings.isolate_tenants
         self._reader = reader
+        self.prompts = prompts
         self._bodies = bodies
         self._body_bytes_max = settings.max_body_bytes
         self._api_key = settings.engine_api_key or None
@@ -289,6 +296,8 @@ class ForwardApplication:
         (request_id,) = self.request_ids.of_sequences(exchange.name, 1)
         values, caller = asked.values, exchange.caller
         reading = await self._reader.read(asked.target.path, body, request_id, values)
+        self.prompts.note(reading)
+        exchange.after_tool = reading.after_tool
         request = reading.request
         if request is None:
             model = reading.model or self._any_model()
@@ -308,15 +317,20 @@ class ForwardApplication:
 
     def changes(self, exchange: ForwardExchange, request: InferenceRequest, place: ServerPlace) -> Changes:
         """Return a request's body for a server, and what of its answer is not for the client."""
-        caller = exchange.caller
+        caller, path, values = exchange.caller, exchange.target.path, exchange.values
         is_shared = caller is None and not self.isolates
+        use = None
+        if len(request.token_ids) >= IDS_BYTES_MIN and not exchange.refused_ids and may_carry(path, values):
+            use = self.prompts.use_of(request, place, path, frozenset(values), exchange.after_tool)
         return make_changes(
-            exchange.target.path,
+            path,
             place.kind,
             exchange.body,
-            exchange.values,
+            values,
             "" if is_shared else request.cache_salt,
             None if caller is None else caller.priority_max,
+            use,
+            request.token_ids,
         )
 
     def server(self, url: str) -> ForwardServer:

@@ -20,14 +20,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Final, Protocol
 
 from msgspec import Raw, Struct
 from starlette.types import Receive, Scope, Send
 
-from poolgrid.forwarding.event_filter import AnswerNotes, ApiForm, EventFilter, read_answer
+from poolgrid.forwarding.event_filter import AnswerNotes, ApiForm, EventFilter, TakenIds, cut_answer, read_answer
 from poolgrid.forwarding.headers import blotted, blotted_part, request_headers, response_headers
 from poolgrid.forwarding.paths import STATEFUL_COLLECTIONS, RequestTarget
+from poolgrid.forwarding.prompt_ids import Sending
 from poolgrid.frontend.access.gate import CALLER, key_of
 from poolgrid.frontend.access.meter import limit_headers
 from poolgrid.frontend.access.tenants import Caller
@@ -45,6 +47,7 @@ from poolgrid.proxy.changes import Changes
 from poolgrid.proxy.chunks import chunk, payloads
 from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ForwardBackend, ServerPlace
+from poolgrid.proxy.prompt_record import IdUse, PromptRecord
 from poolgrid.proxy.server_connection import AnswerFailed, HeaderList, ServerConnection
 from poolgrid.proxy.server_state import ServerState
 from poolgrid.wire.identifiers import WorkerKey
@@ -79,6 +82,13 @@ tenths of a second, and one refused prompt does not show that the next has no ro
 BUSY_BODY_BYTES_MAX: Final = 64 * 1024
 """Longest answer that is kept while another server is asked; a longer one goes to the client at once."""
 
+REFUSAL_STATUSES: Final = frozenset((400, 413, 422))
+"""By which servers refuse what is in a body."""
+
+CUT_BYTES_MAX: Final = 8 << 20
+"""Longest answer that is held until the ids in it are taken out: those of a prompt of 256k tokens are 1.8 MB, and text
+completions repeat them for each choice. A longer one goes to the client as it is, ids included."""
+
 WHOLE_BYTES_MAX: Final = 1 << 20
 """Longest answer that is read for its counts once it has passed; longer ones are images, audio, embeddings."""
 
@@ -88,12 +98,21 @@ FIRST_OUTPUT: Final = b"\0\0\0\0"
 EVENT_STREAM: Final = b"text/event-stream"
 
 
-class BusyAnswer:
-    """The answer of a busy server, kept until it is known whether another takes the request."""
+class Withheld(Enum):
+    """Why an answer that comes does not go to the client as it comes."""
 
-    __slots__ = ("body", "headers", "status")
+    BUSY = "its server is busy, and another may take the request"
+    REFUSED = "its server refuses the prompt's ids, and gets the request as text"
+    CUT = "ids are to be taken out of the whole of it"
 
-    def __init__(self, status: int, headers: HeaderList) -> None:
+
+class WithheldAnswer:
+    """An answer that is kept until it has come."""
+
+    __slots__ = ("body", "headers", "status", "why")
+
+    def __init__(self, why: Withheld, status: int, headers: HeaderList) -> None:
+        self.why = why
         self.status = status
         self.headers = headers
         self.body = bytearray()
@@ -128,6 +147,7 @@ class ExchangeOwner(Protocol):
     isolates: bool
     """Whether tenants have caches of their own."""
     state: ServerState
+    prompts: PromptRecord
 
     def begin(self, exchange: ForwardExchange) -> None:
         """Take note of a request that begins."""
@@ -197,9 +217,17 @@ class ForwardExchange:
     _keys: tuple[bytes, ...] = ()
     """Keys of its server, which no client may see."""
     _dispatch_id = ""
-    _busy: BusyAnswer | None = None
-    _is_keeping_busy = False
-    """Whether the answer that comes is a busy one."""
+    _busy: WithheldAnswer | None = None
+    """The last answer of a busy server."""
+    _withheld: WithheldAnswer | None = None
+    """The answer that comes, while it is withheld."""
+    _use: IdUse | None = None
+    """What is done about the ids of its prompt."""
+    _asks_ids = TakenIds.NONE
+    refused_ids = 0
+    """Status with which a server refused them."""
+    after_tool = False
+    """Whether its prompt ends in the results of tools."""
     _answer_status = 0
     _answer_headers: Sequence[tuple[bytes, bytes]] = ()
     _is_raw = False
@@ -250,8 +278,8 @@ class ForwardExchange:
         """As the client wrote it."""
         self.values: Mapping[str, Raw] = {}
         """Its members, unread."""
-        self._kind = ""
-        """Of the server for which ``_sent_body`` was made."""
+        self._changed_for = ""
+        """URL of the server for which ``_sent_body`` was made."""
         self._sent_body = b""
         self._task = asyncio.current_task()
         self._notes = AnswerNotes()
@@ -390,6 +418,9 @@ class ForwardExchange:
         self._server = server = self._application.server(place.url)
         self._keys = server.keys
         self._pieces = []
+        self._reach(server)
+
+    def _reach(self, server: ForwardServer) -> None:
         connection = server.kept()
         if connection is None:
             self._connecting = detached(self._connect(server), "connection to an engine server")
@@ -412,7 +443,7 @@ class ForwardExchange:
     def _send_on(self, server: ForwardServer, connection: ServerConnection) -> None:
         scope, place = self.scope, self._place
         assert place is not None, "an attempt has a place"
-        if self._request is not None and self._kind != place.kind:
+        if self._request is not None and self._changed_for != place.url:
             self._change(self._request, place)
         added = [(b"x-request-id", str(self.name).encode()), *server.key_headers]
         if place.ranks > 1:
@@ -428,12 +459,15 @@ class ForwardExchange:
         connection.send(self, (head, self._sent_body) if self._sent_body else (head,), method == b"HEAD")
 
     def _change(self, request: InferenceRequest, place: ServerPlace) -> None:
-        """Make the body for a kind of server, and what takes out of the answer again what it asks for."""
-        self._kind = place.kind
+        """Make the body for a server, and what takes out of the answer again what it asks for."""
+        self._changed_for = place.url
         changes = self._application.changes(self, request, place)
         self._sent_body = changes.body
+        self._asks_ids = changes.asks_ids
+        if not self.refused_ids:
+            self._use = changes.use
         if self.is_streamed and self._form is not None:
-            self._filter = EventFilter(self._form, changes.asks_usage)
+            self._filter = EventFilter(self._form, changes.asks_usage, changes.asks_ids)
             self._notes = self._filter.notes
 
     def _attempt_failed(self, error: AnswerFailed) -> None:
@@ -461,11 +495,21 @@ class ForwardExchange:
     # -- AnswerSink: what the server sends -----------------------------------------------------------------------------
 
     def on_head(self, status: int, headers: HeaderList, is_chunked: bool) -> None:
-        if status in BUSY_STATUSES and self._request is not None and not self._has_output:
-            self._busy = BusyAnswer(status, headers)
-            self._is_keeping_busy = True
+        if not self._has_output and (why := self._withholds(status, headers)) is not None:
+            self._withheld = WithheldAnswer(why, status, headers)
             return
         self._take_head(status, headers, is_chunked)
+
+    def _withholds(self, status: int, headers: HeaderList) -> Withheld | None:
+        if status in BUSY_STATUSES and self._request is not None:
+            return Withheld.BUSY
+        use = self._use
+        if use is None:
+            return None
+        if use.sending is Sending.IDS and status in REFUSAL_STATUSES and not self.refused_ids:
+            return Withheld.REFUSED
+        is_cut = self._asks_ids is not TakenIds.NONE and status == 200 and not is_event_stream(headers)
+        return Withheld.CUT if is_cut else None
 
     def _take_head(self, status: int, headers: HeaderList, is_chunked: bool) -> None:
         self._answer_status, self._answer_headers = status, headers
@@ -479,8 +523,8 @@ class ForwardExchange:
         self._wake()
 
     def on_chunks(self, data: bytes) -> None:
-        if self._is_keeping_busy:
-            self._keep_busy(payloads(data))
+        if self._withheld is not None:
+            self._withhold(self._withheld, payloads(data))
             return
         if not self._has_output:
             self._begin_output()
@@ -503,8 +547,8 @@ class ForwardExchange:
             self._wake()
 
     def on_data(self, data: bytes) -> None:
-        if self._is_keeping_busy:
-            self._keep_busy(data)
+        if self._withheld is not None:
+            self._withhold(self._withheld, data)
             return
         if not self._has_output:
             self._begin_output()
@@ -526,24 +570,15 @@ class ForwardExchange:
 
     def on_end(self) -> None:
         self._connection = None
-        if self._is_keeping_busy:
-            self._is_keeping_busy = False
-            busy = self._busy
-            assert busy is not None, "it is kept"
-            self.finish_reason = FinishReason.ERROR
-            reason = f"the server answered {busy.status}"
-            self._report(
-                TokenDelta(
-                    self._dispatch_id,
-                    0,
-                    b"",
-                    FinishReason.ERROR,
-                    error=reason,
-                    refusal=RefusalKind.BUSY,
-                    retry_after_ms=busy.retry_after_ms(),
-                )
-            )
+        withheld, self._withheld = self._withheld, None
+        if withheld is not None and withheld.why is Withheld.BUSY:
+            self._end_busy(withheld)
             return
+        if withheld is not None and withheld.why is Withheld.REFUSED:
+            self._send_as_text(withheld.status)
+            return
+        if withheld is not None:
+            self._pass_cut(withheld)
         if self._filter is not None:
             rest = self._filter.finish()
             if rest:
@@ -557,7 +592,10 @@ class ForwardExchange:
         if is_stale and server is not None:
             self._connecting = detached(self._connect(server), "another connection to an engine server")
             return
-        self._is_keeping_busy = False
+        withheld, self._withheld = self._withheld, None
+        if withheld is not None and withheld.why is Withheld.REFUSED:
+            self._send_as_text(withheld.status)
+            return
         if not self._answer_status:
             self._attempt_failed(error)
             return
@@ -566,15 +604,52 @@ class ForwardExchange:
         self._report_end(FinishReason.ERROR, str(error))
         self._wake()
 
-    def _keep_busy(self, data: bytes) -> None:
-        busy = self._busy
-        assert busy is not None, "it is kept"
-        busy.body += data
-        if len(busy.body) > BUSY_BODY_BYTES_MAX:
-            self._is_keeping_busy = False
-            self._take_head(busy.status, busy.headers, False)
-            self._answer_headers = [pair for pair in busy.headers if pair[0] != b"content-length"]
-            self.on_data(bytes(busy.body))
+    def _withhold(self, withheld: WithheldAnswer, data: bytes) -> None:
+        withheld.body += data
+        if len(withheld.body) <= (CUT_BYTES_MAX if withheld.why is Withheld.CUT else BUSY_BODY_BYTES_MAX):
+            return
+        self._withheld = None
+        if withheld.why is Withheld.REFUSED:
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                connection.abort()
+            self._send_as_text(withheld.status)
+            return
+        self._take_head(withheld.status, withheld.headers, False)
+        self._answer_headers = [pair for pair in withheld.headers if pair[0] != b"content-length"]
+        self.on_data(bytes(withheld.body))
+
+    def _end_busy(self, busy: WithheldAnswer) -> None:
+        self._busy = busy
+        self.finish_reason = FinishReason.ERROR
+        reason = f"the server answered {busy.status}"
+        self._report(
+            TokenDelta(
+                self._dispatch_id,
+                0,
+                b"",
+                FinishReason.ERROR,
+                error=reason,
+                refusal=RefusalKind.BUSY,
+                retry_after_ms=busy.retry_after_ms(),
+            )
+        )
+
+    def _send_as_text(self, status: int) -> None:
+        """Send the request once more to a server that refused its prompt's ids with ``status``, without them."""
+        self.refused_ids, self._changed_for = status, ""
+        if self._server is not None:
+            self._reach(self._server)
+
+    def _pass_cut(self, whole: WithheldAnswer) -> None:
+        """Take the ids out of a whole answer that has come, and let it pass."""
+        body, self._notes = cut_answer(bytes(whole.body), self._asks_ids)
+        length = b"%d" % len(body)
+        headers = [(name, length if name == b"content-length" else value) for name, value in whole.headers]
+        self._take_head(whole.status, headers, False)
+        self._whole = None
+        self._begin_output()
+        self._pieces.append(body)
 
     def _keep_whole(self, data: bytes) -> None:
         whole = self._whole
@@ -605,9 +680,21 @@ class ForwardExchange:
         self.cached_tokens = self._notes.cached_tokens
         if self._makes_state and self._notes.response_id is not None and self._place is not None:
             self._application.state.note(self._notes.response_id, self._place.url)
+        if self._use is not None and self._answer_status == 200:
+            self._learn(self._use)
         is_well = self._answer_status < 400
         self.finish_reason = FinishReason.STOP if is_well else FinishReason.ERROR
         self._report_end(self.finish_reason, "" if is_well else f"the server answered {self._answer_status}")
+
+    def _learn(self, use: IdUse) -> None:
+        """Take note of what the answer shows of the prompt's ids."""
+        request, place, stream, prompts = self._request, self._place, self._stream, self._application.prompts
+        assert request is not None, "it has a prompt"
+        if self.refused_ids:
+            prompts.refused(use, request, self.refused_ids)
+        elif use.sending is Sending.CHECKED:
+            is_followed = stream is not None and place is not None and self._application.backend.follows(place.worker)
+            prompts.answered(use, request, self._notes, stream.promised_tokens if stream and is_followed else 0)
 
     def _report_end(self, reason: FinishReason | str, error: str) -> None:
         if self._is_settled or self._request is None:
@@ -782,7 +869,7 @@ class ForwardExchange:
         self._guard.abort()
 
     def _is_event_stream(self) -> bool:
-        return any(name == b"content-type" and value.startswith(EVENT_STREAM) for name, value in self._answer_headers)
+        return is_event_stream(self._answer_headers)
 
     async def _end_stream(self, error: RequestError) -> None:
         """Write an error as the last event of a stream, and end the connection without the message's end."""
@@ -874,6 +961,11 @@ class ForwardExchange:
             workers="" if self._place is None else str(self._place.worker),
             trace_id="" if self.trace is None else self.trace.trace_id,
         )
+
+
+def is_event_stream(headers: Sequence[tuple[bytes, bytes]]) -> bool:
+    """Return whether an answer with these headers is a stream of events."""
+    return any(name == b"content-type" and value.startswith(EVENT_STREAM) for name, value in headers)
 
 
 def target_of(scope: Scope) -> bytes:

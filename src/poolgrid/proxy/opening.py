@@ -11,6 +11,7 @@ from poolgrid.process.clock import Clock
 from poolgrid.proxy.application import ForwardApplication
 from poolgrid.proxy.ports import ForwardBackend
 from poolgrid.proxy.prompt_reading import PromptReader
+from poolgrid.proxy.prompt_record import PromptRecord
 
 
 def own_paths_of(app: Application) -> frozenset[str]:
@@ -20,7 +21,12 @@ def own_paths_of(app: Application) -> frozenset[str]:
 
 
 def open_forwarding(
-    opened: AsyncExitStack, app: Application, backend: ForwardBackend, settings: FrontendSettings, clock: Clock
+    opened: AsyncExitStack,
+    app: Application,
+    backend: ForwardBackend,
+    settings: FrontendSettings,
+    clock: Clock,
+    prompts: PromptRecord,
 ) -> ForwardApplication:
     """Return the application that serves all requests: it forwards what is for engine servers, and gives ``app`` the
     rest. ``opened`` ends it."""
@@ -30,6 +36,7 @@ def open_forwarding(
         app,
         backend,
         reader,
+        prompts,
         state.bodies,
         state.request_ids,
         state.metrics,

@@ -38,6 +38,10 @@ class ForwardBackend(InferenceBackend, Protocol):
         """Return the servers of a model, of all models for an empty name, the least busy first; each server once."""
         ...
 
+    def follows(self, worker: WorkerKey) -> bool:
+        """Return whether what is promised of a worker's cache comes from the events of its own engine."""
+        ...
+
     def on_carried(self, request_id: str, delta: TokenDelta) -> None:
         """Take what a carrier reports of a dispatch."""
         ...

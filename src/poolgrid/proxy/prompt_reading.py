@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from poolgrid.frontend.access.tenants import CacheDomains
-from poolgrid.frontend.errors import RequestError, unsupported
+from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.preparation import Preparation, parse_responses
 from poolgrid.frontend.prepared_request import PreparedRequest
 from poolgrid.frontend.prompts import tokenize
@@ -89,6 +89,8 @@ class PromptReading(Struct, frozen=True):
     """Prompt tokens of all prompts together; an estimate where the tokens are not known."""
     why: str = ""
     """Why the tokens are not known; empty = they are."""
+    detail: str = ""
+    """What of the body that is about: a field, or the words of its template."""
     after_tool: bool = False
     """Whether the prompt ends in the results of tools."""
     answer: int = 0
@@ -109,6 +111,12 @@ CLOSING: Final = b' \t\r\n]}"'
 
 TEXT_BYTES_MAX: Final = 1 << 20
 """Bytes of a prompt's text that are compared: some 250,000 tokens."""
+
+KEPT: Final = "kept"
+"""Why the tokens of a request are not known that continues what its server keeps."""
+
+TOLD: Final = frozenset(("chat_template_error", "no_chat_template", "no_prompt_model"))
+"""Errors whose words are the model's own. Those of others may quote the client."""
 
 UNLIMITED: Final = Sampling(max_tokens=U32_MAX)
 """What a forwarded request asks for is its server's business."""
@@ -144,7 +152,7 @@ class PromptReader:
         """Check a Responses request; raises ``RequestError`` for one that continues what its engine keeps."""
         body = parse_responses(raw)
         if body.previous_response_id is not None or any(references(body.input)):
-            raise unsupported("previous_response_id", "the engine keeps the conversation")
+            raise RequestError(400, KEPT, "the engine keeps the conversation")
         return self._preparation.responses(body, ())
 
     async def read(
@@ -162,9 +170,9 @@ class PromptReader:
         model, lora_name = self._named(values)
         text = text_of(values)
         if not model or not text:
-            return PromptReading(model, None, why=reading.why)
+            return PromptReading(model, None, why=reading.why, detail=reading.detail)
         request = InferenceRequest(request_id, model, text, UNLIMITED, lora_name=lora_name, by_text=True)
-        return PromptReading(model, request, len(text) // TOKEN_BYTES, reading.why)
+        return PromptReading(model, request, len(text) // TOKEN_BYTES, reading.why, reading.detail)
 
     def served(self, name: str) -> str:
         """Return the served model that clients call so; empty when there is none."""
@@ -203,9 +211,11 @@ class PromptReader:
                 request_id, job.served.name, prompts[0].token_ids, UNLIMITED, lora_name=job.lora_name, cache_salt=salt
             )
         except (RequestError, msgspec.MsgspecError, RecursionError) as error:
-            why = error.code if isinstance(error, RequestError) else "invalid_json"
             log.debug("the tokens of a body of %d bytes are not known: %s", len(body), error)
-            return PromptReading("", None, why=why)
+            if not isinstance(error, RequestError):
+                return PromptReading("", None, why="invalid_json")
+            detail = error.message if error.code in TOLD else error.param or ""
+            return PromptReading("", None, why=error.code, detail=detail)
         isl = sum(prompt.isl for prompt in prompts)
         return PromptReading(request.model, request, isl, after_tool=job.after_tool, answer=job.answer)
 
