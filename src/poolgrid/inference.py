@@ -77,6 +77,11 @@ class Carrier(Protocol):
     cached_tokens: int | None
     """Prompt tokens that the server reported as reused."""
 
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Return the length of the prompt as the server reported it; ``None`` where that is not comparable."""
+        ...
+
     def send(self, dispatch_id: str, worker: WorkerKey) -> None:
         """Send the request to a worker's server; what comes of it is reported later, never from within this call."""
         ...

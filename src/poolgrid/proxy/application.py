@@ -302,6 +302,7 @@ class ForwardApplication:
         if request is None:
             model = reading.model or self._any_model()
             request = InferenceRequest(request_id, model, b"", UNLIMITED, by_text=True)
+        exchange.has_one_prompt = not request.by_text and len(request.token_ids) == TOKEN_BYTES * reading.isl
         request.session = hint_of_members(values, exchange.header_values, reading.after_tool, reading.answer)
         salt = _text(values.get("cache_salt"))
         if caller is not None:

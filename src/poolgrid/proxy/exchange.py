@@ -228,6 +228,8 @@ class ForwardExchange:
     """Status with which a server refused them."""
     after_tool = False
     """Whether its prompt ends in the results of tools."""
+    has_one_prompt = False
+    """Whether the tokens of all that it sends as prompt are known, and one prompt."""
     _answer_status = 0
     _answer_headers: Sequence[tuple[bytes, bytes]] = ()
     _is_raw = False
@@ -926,6 +928,11 @@ class ForwardExchange:
         if prompt_tokens is None:
             prompt_tokens = 0 if self._stream is None or self._request is None else len(self._request.token_ids) // 4
         return TokenTotals(prompt_tokens, notes.cached_tokens or 0, notes.completion_tokens or 0)
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Return the length of the prompt as its server reported it, where it is that of the prompt known here."""
+        return self._notes.prompt_tokens if self.has_one_prompt else None
 
     @property
     def notes(self) -> AnswerNotes:

@@ -1,0 +1,204 @@
+"""Engines get the token ids of long prompts once theirs were equal, and clients see none of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from poolgrid.forwarding.prompt_ids import IDS_MIN, PROOFS
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from tests.e2e.processes import PATIENT, Process, becomes, metric, ready_workers
+from tests.proxy.id_engine import IdEngine, answer_of, packed, prompt_of
+from tests.proxy.raw_client import CHAT, Answer, RawClient
+from tests.proxy.scripted_server import ScriptedServer
+
+pytestmark = pytest.mark.e2e
+
+COMPLETIONS, MESSAGES = "/v1/completions", "/v1/messages"
+LONG = "A cache holds what was computed before. " * (IDS_MIN // 4)
+OUTCOMES = "poolgrid_frontend_prompt_ids_total"
+
+
+class IdPool:
+    """A router in front of one such engine."""
+
+    def __init__(self, up: Process, engine: IdEngine, server: ScriptedServer) -> None:
+        self.url, self.engine, self.server = up.url, engine, server
+
+    def post(self, target: str, body: bytes) -> Answer:
+        with RawClient(self.url) as client:
+            client.ask("POST", target, body)
+            return client.answer()
+
+    def prove(self, target: str, body: bytes) -> None:
+        """Send what is needed until the next request of the kind goes with ids."""
+        for _ in range(PROOFS):
+            assert self.post(target, body).status == 200
+        self.engine.sent.clear()
+        self.server.calls.clear()
+
+    def findings(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = httpx.get(f"{self.url}/v1/doctor").json()["models"]
+        return found
+
+    def outcomes(self, outcome: str) -> float:
+        return metric(self.url, OUTCOMES, outcome=outcome)
+
+
+OpenPool = Callable[[], AbstractContextManager[IdPool]]
+
+
+@pytest.fixture
+def open_pool(tmp_path: Path) -> OpenPool:
+    @contextmanager
+    def opened() -> Iterator[IdPool]:
+        engine, server = IdEngine(), ScriptedServer(str(TINY_MODEL_PATH))
+        server.script = engine
+        options = ("--port", "0", "--model-path", str(TINY_MODEL_PATH), *PATIENT)
+        try:
+            with Process("up", "--engine-url", server.url, *options, log=tmp_path / "log") as up:
+                up.wait_ready()
+                becomes(lambda: len(ready_workers(up.url)), 1)
+                yield IdPool(up, engine, server)
+                status, errors = up.stop()
+                assert status == 0, errors
+                assert "this is a bug" not in errors
+            assert server.failures == []
+        finally:
+            server.close()
+
+    return opened
+
+
+def body_of(target: str, **more: Any) -> bytes:
+    """Return a body with a long prompt, and spacing and numbers of its own."""
+    prompt = {"prompt": LONG} if target == COMPLETIONS else {"messages": [{"role": "user", "content": LONG}]}
+    rest = json.dumps({**prompt, "max_tokens": 2, **more})[1:]
+    return b'{ "model" :"tiny", "top_p":1.0,  ' + rest.encode()
+
+
+def without_ids(target: str, sent: bytes) -> bytes:
+    """Return a body as it was before ids were cut into it; they are the router's if nothing else is left."""
+    ids = packed(prompt_of(json.loads(body_of(target))))
+    if target == COMPLETIONS:
+        assert sent.count(ids) == 1
+        return sent.replace(ids, json.dumps(LONG).encode())
+    cut = b'"kv_transfer_params":{"prompt_token_ids":' + ids + b"},"
+    assert sent.count(cut) == 1
+    return sent.replace(cut, b"")
+
+
+def test_ids_go_along_once_the_engine_has_made_the_same_and_answers_stay_equal(open_pool: OpenPool) -> None:
+    with open_pool() as pool:
+        for target in (CHAT, COMPLETIONS):
+            for is_streamed in (False, True):
+                more = {"stream": True, "stream_options": {"include_usage": True}} if is_streamed else {}
+                body = body_of(target, **more)
+                pool.engine.sent.clear()
+                pool.server.calls.clear()
+                ids = prompt_of(json.loads(body))
+                assert len(ids) >= IDS_MIN
+                _, _, plain = answer_of(target, json.loads(body), ids, shows_ids=False).partition(b"\r\n\r\n")
+
+                answers = [pool.post(target, body) for _ in range(PROOFS + 2)]
+
+                assert pool.engine.kinds() == ["checked"] * PROOFS + ["ids"] * 2
+                for answer in answers:
+                    framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(answer.body), answer.body) if is_streamed else answer.body
+                    assert framed == plain
+                    assert answer.header("content-length") == (None if is_streamed else str(len(plain)))
+                assert without_ids(target, pool.server.calls[-1].body) == body
+                (asked,) = {call.body for call in pool.server.calls[:PROOFS]}
+                assert asked.replace(b'"return_token_ids":true,', b"") == body
+        assert pool.outcomes("equal") == 4 * PROOFS
+        assert pool.outcomes("sent") == 8
+        assert pool.findings() == []
+
+
+def test_usage_and_ids_that_were_both_asked_for_are_out_of_a_stream(open_pool: OpenPool) -> None:
+    with open_pool() as pool:
+        body = body_of(CHAT, stream=True)
+        ids = prompt_of(json.loads(body))
+        _, _, plain = answer_of(CHAT, json.loads(body), ids, shows_ids=False).partition(b"\r\n\r\n")
+
+        for _ in range(PROOFS + 1):
+            answer = pool.post(CHAT, body)
+            assert b"%x\r\n%b\r\n0\r\n\r\n" % (len(answer.body), answer.body) == plain
+        assert pool.engine.kinds() == ["checked"] * PROOFS + ["ids"]
+
+
+def test_one_difference_ends_it_for_the_model_and_the_doctor_names_it(open_pool: OpenPool) -> None:
+    with open_pool() as pool:
+        pool.engine.other_ids = True
+
+        assert pool.post(CHAT, body_of(CHAT)).status == 200
+        for target in (CHAT, COMPLETIONS):
+            assert pool.post(target, body_of(target)).status == 200
+
+        assert pool.engine.kinds() == ["checked", "text", "text"]
+        (found,) = pool.findings()
+        assert (found["model"], found["cause"], found["is_fault"]) == ("tiny", "prompt-ids-differ", True)
+        assert CHAT in found["evidence"][0]
+        assert "id " in found["evidence"][0]
+        assert pool.outcomes("different") == 1
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_request_whose_ids_are_refused_is_answered_as_text(open_pool: OpenPool, is_streamed: bool) -> None:
+    with open_pool() as pool:
+        body = body_of(CHAT, stream=is_streamed)
+        pool.prove(CHAT, body)
+        pool.engine.refuses_ids = True
+
+        answer = pool.post(CHAT, body)
+
+        assert (answer.status, answer.is_whole) == (200, True)
+        assert b"error" not in answer.body
+        assert b"Hi" in answer.body or is_streamed
+        assert pool.engine.kinds() == ["ids", "text"]
+        assert pool.post(CHAT, body).status == 200
+        assert pool.engine.kinds() == ["ids", "text", "text"]
+        (found,) = pool.findings()
+        assert found["cause"] == "prompt-ids-refused"
+        assert "status 400" in found["evidence"][0]
+        assert pool.outcomes("refused") == 1
+
+
+def test_a_request_that_is_refused_as_text_too_gets_that_refusal_and_proves_nothing(open_pool: OpenPool) -> None:
+    with open_pool() as pool:
+        body = body_of(COMPLETIONS)
+        pool.prove(COMPLETIONS, body)
+        pool.engine.refuses_all = True
+
+        answer = pool.post(COMPLETIONS, body)
+
+        assert (answer.status, answer.json()["error"]["message"]) == (400, "text")
+        pool.engine.refuses_all = False
+        assert pool.post(COMPLETIONS, body).status == 200
+        assert pool.engine.kinds() == ["ids", "text", "ids"]
+        assert pool.findings() == []
+
+
+def test_requests_that_cannot_be_proven_or_need_their_text_go_as_they_are(open_pool: OpenPool) -> None:
+    bodies = [
+        (CHAT, body_of(CHAT, echo=True)),
+        (CHAT, body_of(CHAT, kv_transfer_params={})),
+        (CHAT, body_of(CHAT, return_token_ids=False)),
+        (CHAT, body_of(CHAT, tools=[], tool_choice="none")),
+        (CHAT, body_of(CHAT, x_vendor=1)),
+        (COMPLETIONS, body_of(COMPLETIONS, prompt=[LONG, LONG])),
+        (CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"short"}]}'),
+        (MESSAGES, body_of(MESSAGES)),  # no cache events show what the engine made of it
+    ]
+    with open_pool() as pool:
+        for target, body in bodies:
+            for _ in range(PROOFS + 1):
+                pool.server.calls.clear()
+                pool.post(target, body)
+                assert [call.body for call in pool.server.calls] == [body]
