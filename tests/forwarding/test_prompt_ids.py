@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from poolgrid.forwarding.prompt_ids import (
     OFF_MAX,
     PROOFS,
     RESPONSES,
+    SILENT_MAX,
     IdForm,
     IdKind,
     IdProofs,
@@ -100,9 +102,10 @@ def test_ids_are_written_as_a_json_array() -> None:
     assert ids_json(struct.pack("<3I", 0, 1, 4_294_967_295)) == b"[0,1,4294967295]"
 
 
-def kind_of(model: str = "m", **more: object) -> IdKind:
-    values = {"url": "http://a", "version": "1", "path": CHAT, "members": frozenset({"messages"}), "after_tool": False}
-    return IdKind(model, **{**values, **more})  # type: ignore[arg-type]
+def kind_of(model: str = "m", **more: Any) -> IdKind:
+    members = frozenset({"messages"})
+    values = {"url": "http://a", "version": "1", "path": CHAT, "members": members, "after_tool": False, **more}
+    return IdKind(model, **values)
 
 
 def prove(proofs: IdProofs, kind: IdKind) -> None:
@@ -132,7 +135,7 @@ def test_ids_are_sent_after_some_equal_requests_and_one_in_some_hundreds_is_comp
         {"after_tool": True},
     ],
 )
-def test_each_kind_is_proven_by_itself(other: dict[str, object]) -> None:
+def test_each_kind_is_proven_by_itself(other: dict[str, Any]) -> None:
     proofs = IdProofs()
     prove(proofs, kind_of())
 
@@ -144,6 +147,25 @@ def test_requests_that_show_nothing_prove_nothing() -> None:
     proofs = IdProofs()
 
     assert {proofs.sending(kind_of()) for _ in range(10 * PROOFS)} == {Sending.CHECKED}
+
+
+@pytest.mark.parametrize("was_proven", [False, True])
+def test_a_server_that_does_not_show_its_ids_gets_text_and_is_seldom_asked(was_proven: bool) -> None:
+    proofs, kind = IdProofs(), kind_of()
+    if was_proven:
+        prove(proofs, kind)
+        for _ in range(CHECKED_EVERY - 1):
+            proofs.sending(kind)
+    for _ in range(SILENT_MAX):
+        assert proofs.sending(kind) is Sending.CHECKED
+        proofs.silent(kind)
+
+    asked = [proofs.sending(kind) for _ in range(4 * CHECKED_EVERY)]
+    assert asked.count(Sending.TEXT) == len(asked) - asked.count(Sending.CHECKED)
+    assert asked.count(Sending.CHECKED) in (4, 5)
+
+    proofs.equal(kind)
+    assert proofs.sending(kind) is (Sending.IDS if was_proven else Sending.CHECKED)
 
 
 @pytest.mark.parametrize("was_proven", [False, True])
@@ -194,7 +216,7 @@ def test_kinds_and_models_are_bounded_and_the_kinds_used_last_stay() -> None:
 VERDICTS = [
     (SHOWN, AnswerNotes(prompt_token_ids=b"[5,6,7,8]", prompt_tokens=4), 0, True, ""),
     (SHOWN, AnswerNotes(prompt_token_ids=b"[5, 6,7,8]"), 0, True, ""),
-    (SHOWN, AnswerNotes(prompt_token_ids=b"[5,6,9,8]"), 0, False, "id 2 of 4 is 9, at the router 7"),
+    (SHOWN, AnswerNotes(prompt_token_ids=b"[5,6,9,8]", prompt_tokens=5), 0, False, "id 2 of 4 is 9, at the router 7"),
     (SHOWN, AnswerNotes(prompt_token_ids=b"[5,6,7]"), 0, False, "it has 3 ids, the router 4"),
     (SHOWN, AnswerNotes(prompt_token_ids=b"[5,6,7,8,9]"), 0, False, "it has 5 ids, the router 4"),
     (SHOWN, AnswerNotes(prompt_tokens=4, cached_tokens=4), 4, None, ""),

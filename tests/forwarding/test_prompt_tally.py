@@ -8,6 +8,7 @@ from poolgrid.forwarding.prompt_tally import (
     BY_TEXT_ABOVE,
     EVIDENCE_CHARS_MAX,
     LEAST_BY_TEXT,
+    LENGTHS_DIFFER_ABOVE,
     MODELS_MAX,
     WINDOW,
     PromptTally,
@@ -89,3 +90,20 @@ def test_models_are_bounded() -> None:
 
     assert len(tally.findings()) == MODELS_MAX
     assert tally.findings()[-1].model == f"{2 * MODELS_MAX - 1:04}"
+
+
+def test_lengths_that_an_engine_counts_otherwise_are_named() -> None:
+    tally = PromptTally()
+    for number in range(WINDOW):
+        tally.note_length("equal", number, number)
+        tally.note_length("seldom", number, number + (number < LENGTHS_DIFFER_ABOVE * WINDOW))
+        tally.note_length("often", number, number + (number <= LENGTHS_DIFFER_ABOVE * WINDOW))
+    tally.note_length("few", 5, 6)
+
+    found = {each.model: each for each in tally.findings()}
+    assert {model: each.is_fault for model, each in found.items()} == {"few": False, "often": True, "seldom": False}
+    assert found["few"].cause == "prompt-lengths-differ"
+    assert found["few"].evidence == [
+        "1 of the last 1 prompts",
+        "a prompt has 5 tokens at the router and 6 at the engine",
+    ]

@@ -1,7 +1,7 @@
-"""Why prompts are not known by their tokens, counted by model for ``poolgrid doctor``. Pure.
+"""Why prompts are not known by their tokens, and how many are known wrongly: by model, for ``poolgrid doctor``. Pure.
 
-A router that does not know a prompt's tokens compares its text with what servers got before. That costs reuse, never a
-request, so nothing else would show it.
+A router that does not know a prompt's tokens compares its text with what servers got before. One that makes other
+tokens of it than the engine looks for the wrong blocks. Both cost reuse, never a request: nothing else would show it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ LEAST_BY_TEXT: Final = 4
 
 BY_TEXT_ABOVE: Final = 0.2
 """Share of prompts by text from which on it is a fault."""
+
+LENGTHS_DIFFER_ABOVE: Final = 0.1
+"""Share of prompts whose length the engine counts differently from which on it is a fault, as for verdicts on workers:
+lengths are exact."""
 
 EVIDENCE_CHARS_MAX: Final = 200
 
@@ -112,9 +116,13 @@ def cause_of(code: str) -> TextCause:
 class _History:
     """The last prompts of one model."""
 
-    __slots__ = ("causes", "details")
+    __slots__ = ("causes", "details", "difference", "lengths")
 
     def __init__(self) -> None:
+        self.lengths: deque[bool] = deque(maxlen=WINDOW)
+        """Whether the engine counted as many tokens of a prompt as the router made of it."""
+        self.difference = ""
+        """The last two lengths that differ."""
         self.causes: deque[TextCause | None] = deque(maxlen=WINDOW)
         """``None``: its tokens are known."""
         self.details: dict[TextCause, str] = {}
@@ -129,23 +137,50 @@ class PromptTally:
 
     def note(self, model: str, cause: TextCause | None, detail: str = "") -> None:
         """Count a prompt; ``detail`` is what the cause was in words, without anything of the prompt."""
+        history = self._of(model)
+        history.causes.append(cause)
+        if cause is not None and detail:
+            history.details[cause] = detail[:EVIDENCE_CHARS_MAX]
+
+    def note_length(self, model: str, tokens: int, counted: int) -> None:
+        """Compare the length of a prompt here with what its engine counted."""
+        history = self._of(model)
+        history.lengths.append(tokens == counted)
+        if tokens != counted:
+            history.difference = f"a prompt has {tokens} tokens at the router and {counted} at the engine"
+
+    def findings(self) -> list[ModelFinding]:
+        """Return why prompts of the last ``WINDOW`` were placed by text, the most frequent cause of a model first, and
+        of which models lengths differ."""
+        found: list[ModelFinding] = []
+        for model, history in sorted(self._histories.items()):
+            found += (
+                _finding(model, cause, count, len(history.causes), history.details.get(cause, ""))
+                for cause, count in Counter(history.causes).most_common()
+                if cause is not None
+            )
+            if differing := history.lengths.count(False):
+                found.append(_lengths(model, differing, len(history.lengths), history.difference))
+        return found
+
+    def _of(self, model: str) -> _History:
         history = self._histories.get(model)
         if history is None:
             if len(self._histories) >= MODELS_MAX:
                 del self._histories[next(iter(self._histories))]
             history = self._histories[model] = _History()
-        history.causes.append(cause)
-        if cause is not None and detail:
-            history.details[cause] = detail[:EVIDENCE_CHARS_MAX]
+        return history
 
-    def findings(self) -> list[ModelFinding]:
-        """Return why prompts of the last ``WINDOW`` were placed by text, the most frequent cause of a model first."""
-        return [
-            _finding(model, cause, count, len(history.causes), history.details.get(cause, ""))
-            for model, history in sorted(self._histories.items())
-            for cause, count in Counter(history.causes).most_common()
-            if cause is not None
-        ]
+
+def _lengths(model: str, differing: int, prompts: int, last: str) -> ModelFinding:
+    return ModelFinding(
+        model=model,
+        cause="prompt-lengths-differ",
+        is_fault=differing >= LEAST_BY_TEXT and differing > LENGTHS_DIFFER_ABOVE * prompts,
+        meaning="the engine counts other prompt tokens than the router, so the router looks for the wrong blocks",
+        evidence=[f"{differing} of the last {prompts} prompts", last],
+        fix="give router and engine the same model files and chat template",
+    )
 
 
 def _finding(model: str, cause: TextCause, count: int, prompts: int, detail: str) -> ModelFinding:

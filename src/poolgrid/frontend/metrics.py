@@ -169,7 +169,7 @@ class FrontendMetrics:
         )
         self.forwarded_prompts = counter(
             "poolgrid_frontend_forwarded_prompts",
-            "Prompts of forwarded requests, by what their server was chosen by: `tokens`, or why their text was "
+            "Prompts that engine servers took, by what the server was chosen by: `tokens`, or why their text was "
             "compared instead: `template`, `tokenizer-missing`, `tokenizer-busy`, `unknown-part`, `media`, "
             "`kept-at-server`, `too-long` or `other-api`.",
             ["chosen_by"],

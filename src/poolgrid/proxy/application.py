@@ -40,7 +40,7 @@ from poolgrid.proxy.collector import collect
 from poolgrid.proxy.exchange import CLIENT_LEFT, SILENCE_LOOKS, SILENCE_S, ForwardExchange, RoutingFields, target_of
 from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ForwardBackend, ServerPlace
-from poolgrid.proxy.prompt_reading import UNLIMITED, PromptReader, members_of
+from poolgrid.proxy.prompt_reading import MEDIA, UNLIMITED, PromptReader, members_of
 from poolgrid.proxy.prompt_record import PromptRecord
 from poolgrid.proxy.server_connection import AnswerFailed
 from poolgrid.proxy.server_state import ServerState, named_state
@@ -184,6 +184,8 @@ class ForwardApplication:
         """Take note of a request that is over, and count what it has got."""
         self._open.discard(exchange)
         self._count(exchange)
+        if exchange.reading is not None and exchange.status < 400:
+            self.prompts.note(exchange.reading, exchange.prompt_tokens)
         self._traffic.end(exchange)
         self.metrics.in_flight.labels(exchange.endpoint).value -= 1
         self.metrics.answered(exchange.endpoint, exchange.status, exchange.is_streamed)
@@ -296,8 +298,7 @@ class ForwardApplication:
         (request_id,) = self.request_ids.of_sequences(exchange.name, 1)
         values, caller = asked.values, exchange.caller
         reading = await self._reader.read(asked.target.path, body, request_id, values)
-        self.prompts.note(reading)
-        exchange.after_tool = reading.after_tool
+        exchange.reading = reading
         request = reading.request
         if request is None:
             model = reading.model or self._any_model()
@@ -322,7 +323,8 @@ class ForwardApplication:
         is_shared = caller is None and not self.isolates
         use = None
         if len(request.token_ids) >= IDS_BYTES_MIN and not exchange.refused_ids and may_carry(path, values):
-            use = self.prompts.use_of(request, place, path, frozenset(values), exchange.after_tool)
+            after_tool = exchange.reading is not None and exchange.reading.after_tool
+            use = self.prompts.use_of(request, place, path, frozenset(values), after_tool)
         return make_changes(
             path,
             place.kind,
@@ -454,7 +456,6 @@ GUIDES: Final = (
     "guided_grammar",
     "text",
 )
-MEDIA: Final = (b'"image_url"', b'"input_image"', b'"video_url"', b'"audio_url"', b'"input_audio"', b'"image"')
 
 
 def features_of(values: Mapping[str, Raw], body: bytes) -> list[str]:

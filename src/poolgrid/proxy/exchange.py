@@ -47,6 +47,7 @@ from poolgrid.proxy.changes import Changes
 from poolgrid.proxy.chunks import chunk, payloads
 from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ForwardBackend, ServerPlace
+from poolgrid.proxy.prompt_reading import PromptReading
 from poolgrid.proxy.prompt_record import IdUse, PromptRecord
 from poolgrid.proxy.server_connection import AnswerFailed, HeaderList, ServerConnection
 from poolgrid.proxy.server_state import ServerState
@@ -226,8 +227,8 @@ class ForwardExchange:
     _asks_ids = TakenIds.NONE
     refused_ids = 0
     """Status with which a server refused them."""
-    after_tool = False
-    """Whether its prompt ends in the results of tools."""
+    reading: PromptReading | None = None
+    """What was read of its prompt."""
     has_one_prompt = False
     """Whether the tokens of all that it sends as prompt are known, and one prompt."""
     _answer_status = 0

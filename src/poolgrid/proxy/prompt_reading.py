@@ -112,6 +112,9 @@ CLOSING: Final = b' \t\r\n]}"'
 TEXT_BYTES_MAX: Final = 1 << 20
 """Bytes of a prompt's text that are compared: some 250,000 tokens."""
 
+MEDIA: Final = (b'"image_url"', b'"input_image"', b'"video_url"', b'"audio_url"', b'"input_audio"', b'"image"')
+"""Names in bodies with media."""
+
 KEPT: Final = "kept"
 """Why the tokens of a request are not known that continues what its server keeps."""
 
@@ -212,6 +215,8 @@ class PromptReader:
             )
         except (RequestError, msgspec.MsgspecError, RecursionError) as error:
             log.debug("the tokens of a body of %d bytes are not known: %s", len(body), error)
+            if any(mark in body for mark in MEDIA):
+                return PromptReading("", None, why="media")
             if not isinstance(error, RequestError):
                 return PromptReading("", None, why="invalid_json")
             detail = error.message if error.code in TOLD else error.param or ""

@@ -37,12 +37,17 @@ class PromptRecord:
         self._chosen_by = metrics.forwarded_prompts
         self._outcomes = metrics.prompt_ids
 
-    def note(self, reading: PromptReading) -> None:
-        """Count how a prompt was known."""
+    def note(self, reading: PromptReading, counted_tokens: int | None) -> None:
+        """Count how a prompt was known that its server has taken: of what it refuses, nothing need be known.
+
+        ``counted_tokens`` is its length as the server reported it, where that is comparable.
+        """
         cause = cause_of(reading.why) if reading.why else None
         self._chosen_by.labels("tokens" if cause is None else cause.value).value += 1
         if reading.model:
             self._tally.note(reading.model, cause, reading.detail)
+            if counted_tokens is not None:
+                self._tally.note_length(reading.model, reading.isl, counted_tokens)
 
     def use_of(
         self, request: InferenceRequest, place: ServerPlace, path: str, members: frozenset[str], after_tool: bool
@@ -65,6 +70,8 @@ class PromptRecord:
         verdict = compare(use.form, request.token_ids, notes, promised_tokens)
         if verdict.is_equal is None:
             self._outcomes.labels("unshown").value += 1
+            if use.form.asked:
+                self._proofs.silent(use.kind)
         elif verdict.is_equal:
             self._outcomes.labels("equal").value += 1
             self._proofs.equal(use.kind)
