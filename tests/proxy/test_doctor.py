@@ -21,7 +21,7 @@ from tests.proxy.scripted_server import Call, ScriptedServer, serve_plainly, who
 pytestmark = pytest.mark.e2e
 
 FAILS = "{%- if messages[0].content == 'fail' %}{{ raise_exception('no such conversation') }}{% endif %}"
-CHOSEN_BY = "poolgrid_frontend_forwarded_prompts_total"
+PROMPTS = "poolgrid_frontend_forwarded_prompts_total"
 
 
 class Pool:
@@ -83,9 +83,9 @@ def test_prompts_by_text_are_counted_and_named_with_their_cause_and_what_to_chan
     assert "To change: give the router the model directory" in text
     assert "model tiny: by-text-media" in text
     assert "no fault found" not in text
-    assert metric(pool.url, CHOSEN_BY, chosen_by="tokens") == 5
-    assert metric(pool.url, CHOSEN_BY, chosen_by="unknown-part") == 5
-    assert metric(pool.url, CHOSEN_BY, chosen_by="template") == 4
+    assert metric(pool.url, PROMPTS, known_by="tokens") == 5
+    assert metric(pool.url, PROMPTS, known_by="unknown-part") == 5
+    assert metric(pool.url, PROMPTS, known_by="template") == 4
 
 
 def test_prompts_that_their_server_refuses_are_no_finding(pool: Pool) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,17 @@ import pytest
 
 from poolgrid.forwarding.prompt_ids import IDS_MIN, PROOFS
 from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.proxy.exchange import CUT_BYTES_MAX
 from tests.e2e.processes import PATIENT, Process, becomes, metric, ready_workers
 from tests.proxy.id_engine import IdEngine, answer_of, packed, prompt_of
 from tests.proxy.raw_client import CHAT, Answer, RawClient
-from tests.proxy.scripted_server import ScriptedServer
+from tests.proxy.scripted_server import LAST_CHUNK, Script, ScriptedServer, chunk, whole
 
 pytestmark = pytest.mark.e2e
 
 COMPLETIONS, MESSAGES = "/v1/completions", "/v1/messages"
 LONG = "A cache holds what was computed before. " * (IDS_MIN // 4)
-OUTCOMES = "poolgrid_frontend_prompt_ids_total"
+PROMPTS = "poolgrid_frontend_forwarded_prompts_total"
 
 
 class IdPool:
@@ -48,32 +49,31 @@ class IdPool:
         return found
 
     def outcomes(self, outcome: str) -> float:
-        return metric(self.url, OUTCOMES, outcome=outcome)
+        return metric(self.url, PROMPTS, known_by="tokens", ids=outcome)
 
 
-OpenPool = Callable[[], AbstractContextManager[IdPool]]
+@contextmanager
+def pool_at(directory: Path) -> Iterator[IdPool]:
+    engine, server = IdEngine(), ScriptedServer(str(TINY_MODEL_PATH))
+    server.script = engine
+    options = ("--port", "0", "--model-path", str(TINY_MODEL_PATH), *PATIENT)
+    try:
+        with Process("up", "--engine-url", server.url, *options, log=directory / "log") as up:
+            up.wait_ready()
+            becomes(lambda: len(ready_workers(up.url)), 1)
+            yield IdPool(up, engine, server)
+            status, errors = up.stop()
+            assert status == 0, errors
+            assert "this is a bug" not in errors
+        assert server.failures == []
+    finally:
+        server.close()
 
 
 @pytest.fixture
-def open_pool(tmp_path: Path) -> OpenPool:
-    @contextmanager
-    def opened() -> Iterator[IdPool]:
-        engine, server = IdEngine(), ScriptedServer(str(TINY_MODEL_PATH))
-        server.script = engine
-        options = ("--port", "0", "--model-path", str(TINY_MODEL_PATH), *PATIENT)
-        try:
-            with Process("up", "--engine-url", server.url, *options, log=tmp_path / "log") as up:
-                up.wait_ready()
-                becomes(lambda: len(ready_workers(up.url)), 1)
-                yield IdPool(up, engine, server)
-                status, errors = up.stop()
-                assert status == 0, errors
-                assert "this is a bug" not in errors
-            assert server.failures == []
-        finally:
-            server.close()
-
-    return opened
+def pool(tmp_path: Path) -> Iterator[IdPool]:
+    with pool_at(tmp_path) as opened:
+        yield opened
 
 
 def body_of(target: str, **more: Any) -> bytes:
@@ -94,98 +94,135 @@ def without_ids(target: str, sent: bytes) -> bytes:
     return sent.replace(cut, b"")
 
 
-def test_ids_go_along_once_the_engine_has_made_the_same_and_answers_stay_equal(open_pool: OpenPool) -> None:
-    with open_pool() as pool:
-        for target in (CHAT, COMPLETIONS):
-            for is_streamed in (False, True):
-                more = {"stream": True, "stream_options": {"include_usage": True}} if is_streamed else {}
-                body = body_of(target, **more)
-                pool.engine.sent.clear()
-                pool.server.calls.clear()
-                ids = prompt_of(json.loads(body))
-                assert len(ids) >= IDS_MIN
-                _, _, plain = answer_of(target, json.loads(body), ids, shows_ids=False).partition(b"\r\n\r\n")
+def test_ids_go_along_once_the_engine_has_made_the_same_and_answers_stay_equal(pool: IdPool) -> None:
+    for target in (CHAT, COMPLETIONS):
+        for is_streamed in (False, True):
+            more = {"stream": True, "stream_options": {"include_usage": True}} if is_streamed else {}
+            body = body_of(target, **more)
+            pool.engine.sent.clear()
+            pool.server.calls.clear()
+            ids = prompt_of(json.loads(body))
+            assert len(ids) >= IDS_MIN
+            _, _, plain = answer_of(target, json.loads(body), ids, shows_ids=False).partition(b"\r\n\r\n")
 
-                answers = [pool.post(target, body) for _ in range(PROOFS + 2)]
+            answers = [pool.post(target, body) for _ in range(PROOFS + 2)]
 
-                assert pool.engine.kinds() == ["checked"] * PROOFS + ["ids"] * 2
-                for answer in answers:
-                    framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(answer.body), answer.body) if is_streamed else answer.body
-                    assert framed == plain
-                    assert answer.header("content-length") == (None if is_streamed else str(len(plain)))
-                assert without_ids(target, pool.server.calls[-1].body) == body
-                (asked,) = {call.body for call in pool.server.calls[:PROOFS]}
-                assert asked.replace(b'"return_token_ids":true,', b"") == body
-        assert pool.outcomes("equal") == 4 * PROOFS
-        assert pool.outcomes("sent") == 8
-        assert pool.findings() == []
-
-
-def test_usage_and_ids_that_were_both_asked_for_are_out_of_a_stream(open_pool: OpenPool) -> None:
-    with open_pool() as pool:
-        body = body_of(CHAT, stream=True)
-        ids = prompt_of(json.loads(body))
-        _, _, plain = answer_of(CHAT, json.loads(body), ids, shows_ids=False).partition(b"\r\n\r\n")
-
-        for _ in range(PROOFS + 1):
-            answer = pool.post(CHAT, body)
-            assert b"%x\r\n%b\r\n0\r\n\r\n" % (len(answer.body), answer.body) == plain
-        assert pool.engine.kinds() == ["checked"] * PROOFS + ["ids"]
+            assert pool.engine.kinds() == ["checked"] * PROOFS + ["ids"] * 2
+            for answer in answers:
+                framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(answer.body), answer.body) if is_streamed else answer.body
+                assert framed == plain
+                assert answer.header("content-length") == (None if is_streamed else str(len(plain)))
+            assert without_ids(target, pool.server.calls[-1].body) == body
+            (asked,) = {call.body for call in pool.server.calls[:PROOFS]}
+            assert asked.replace(b'"return_token_ids":true,', b"") == body
+    assert pool.outcomes("equal") == 4 * PROOFS
+    assert pool.outcomes("sent") == 8
+    assert pool.findings() == []
 
 
-def test_one_difference_ends_it_for_the_model_and_the_doctor_names_it(open_pool: OpenPool) -> None:
-    with open_pool() as pool:
-        pool.engine.other_ids = True
+def test_usage_and_ids_that_were_both_asked_for_are_out_of_a_stream(pool: IdPool) -> None:
+    body = body_of(CHAT, stream=True)
+    ids = prompt_of(json.loads(body))
+    _, _, plain = answer_of(CHAT, json.loads(body), ids, shows_ids=False).partition(b"\r\n\r\n")
 
-        assert pool.post(CHAT, body_of(CHAT)).status == 200
-        for target in (CHAT, COMPLETIONS):
-            assert pool.post(target, body_of(target)).status == 200
+    for _ in range(PROOFS + 1):
+        answer = pool.post(CHAT, body)
+        assert b"%x\r\n%b\r\n0\r\n\r\n" % (len(answer.body), answer.body) == plain
+    assert pool.engine.kinds() == ["checked"] * PROOFS + ["ids"]
 
-        assert pool.engine.kinds() == ["checked", "text", "text"]
-        (found,) = pool.findings()
-        assert (found["model"], found["cause"], found["is_fault"]) == ("tiny", "prompt-ids-differ", True)
-        assert CHAT in found["evidence"][0]
-        assert "id " in found["evidence"][0]
-        assert pool.outcomes("different") == 1
+
+def test_one_difference_ends_it_for_the_model_and_the_doctor_names_it(pool: IdPool) -> None:
+    pool.engine.other_ids = True
+
+    assert pool.post(CHAT, body_of(CHAT)).status == 200
+    for target in (CHAT, COMPLETIONS):
+        assert pool.post(target, body_of(target)).status == 200
+
+    assert pool.engine.kinds() == ["checked", "text", "text"]
+    (found,) = pool.findings()
+    assert (found["model"], found["cause"], found["is_fault"]) == ("tiny", "prompt-ids-differ", True)
+    assert CHAT in found["evidence"][0]
+    assert "id " in found["evidence"][0]
+    assert pool.outcomes("different") == 1
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_request_whose_ids_are_refused_is_answered_as_text(open_pool: OpenPool, is_streamed: bool) -> None:
-    with open_pool() as pool:
-        body = body_of(CHAT, stream=is_streamed)
-        pool.prove(CHAT, body)
-        pool.engine.refuses_ids = True
+def test_a_request_whose_ids_are_refused_is_answered_as_text(pool: IdPool, is_streamed: bool) -> None:
+    body = body_of(CHAT, stream=is_streamed)
+    pool.prove(CHAT, body)
+    pool.engine.refuses_ids = True
 
-        answer = pool.post(CHAT, body)
+    answer = pool.post(CHAT, body)
 
-        assert (answer.status, answer.is_whole) == (200, True)
-        assert b"error" not in answer.body
-        assert b"Hi" in answer.body or is_streamed
-        assert pool.engine.kinds() == ["ids", "text"]
-        assert pool.post(CHAT, body).status == 200
-        assert pool.engine.kinds() == ["ids", "text", "text"]
-        (found,) = pool.findings()
-        assert found["cause"] == "prompt-ids-refused"
-        assert "status 400" in found["evidence"][0]
-        assert pool.outcomes("refused") == 1
-
-
-def test_a_request_that_is_refused_as_text_too_gets_that_refusal_and_proves_nothing(open_pool: OpenPool) -> None:
-    with open_pool() as pool:
-        body = body_of(COMPLETIONS)
-        pool.prove(COMPLETIONS, body)
-        pool.engine.refuses_all = True
-
-        answer = pool.post(COMPLETIONS, body)
-
-        assert (answer.status, answer.json()["error"]["message"]) == (400, "text")
-        pool.engine.refuses_all = False
-        assert pool.post(COMPLETIONS, body).status == 200
-        assert pool.engine.kinds() == ["ids", "text", "ids"]
-        assert pool.findings() == []
+    assert (answer.status, answer.is_whole) == (200, True)
+    assert b"error" not in answer.body
+    assert b"Hi" in answer.body or is_streamed
+    assert pool.engine.kinds() == ["ids", "text"]
+    assert pool.post(CHAT, body).status == 200
+    assert pool.engine.kinds() == ["ids", "text", "text"]
+    (found,) = pool.findings()
+    assert found["cause"] == "prompt-ids-refused"
+    assert "status 400" in found["evidence"][0]
+    assert pool.outcomes("refused") == 1
 
 
-def test_requests_that_cannot_be_proven_or_need_their_text_go_as_they_are(open_pool: OpenPool) -> None:
+def test_a_request_that_is_refused_as_text_too_gets_that_refusal_and_proves_nothing(pool: IdPool) -> None:
+    body = body_of(COMPLETIONS)
+    pool.prove(COMPLETIONS, body)
+    pool.engine.refuses_all = True
+
+    answer = pool.post(COMPLETIONS, body)
+
+    assert (answer.status, answer.json()["error"]["message"]) == (400, "text")
+    pool.engine.refuses_all = False
+    assert pool.post(COMPLETIONS, body).status == 200
+    assert pool.engine.kinds() == ["ids", "text", "ids"]
+    assert pool.findings() == []
+
+
+CHUNKED = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+BROKEN = [
+    pytest.param(lambda call: call.cut(whole(b"{}", 400)[:-1]), id="cut"),
+    pytest.param(lambda call: call.send(whole(b"x" * 100_000, 422)), id="long"),
+    pytest.param(lambda call: call.send(whole(b"", 413)), id="empty"),
+    pytest.param(lambda call: call.send(CHUNKED + chunk(b"x" * 100_000) + LAST_CHUNK), id="long-in-chunks"),
+    pytest.param(lambda call: call.cut(CHUNKED + chunk(b"{")), id="cut-in-chunks"),
+    pytest.param(lambda call: call.send(CHUNKED + chunk(b"{}") + LAST_CHUNK), id="in-chunks"),
+]
+
+
+@pytest.mark.parametrize("refuse", BROKEN)
+def test_a_refusal_of_ids_may_end_in_any_way(refuse: Script, pool: IdPool) -> None:
+    body = body_of(CHAT)
+    pool.prove(CHAT, body)
+    pool.server.script = lambda call: refuse(call) if b"prompt_token_ids" in call.body else pool.engine(call)
+
+    answer = pool.post(CHAT, body)
+
+    assert (answer.status, answer.json()["choices"][0]["message"]["content"]) == (200, "Hi")
+    assert [b"prompt_token_ids" in call.body for call in pool.server.calls] == [True, False]
+    assert [each["cause"] for each in pool.findings()] == ["prompt-ids-refused"]
+
+
+def test_an_answer_with_ids_that_breaks_off_is_no_answer(pool: IdPool) -> None:
+    pool.server.script = lambda call: call.cut(whole(b'{"prompt_token_ids":[1],"choices":[]}')[:-5])
+
+    answer = pool.post(CHAT, body_of(CHAT))
+
+    assert answer.status in (502, 503)
+    assert b"prompt_token_ids" not in answer.body
+
+
+def test_an_answer_beyond_the_bound_reaches_its_client_whole(pool: IdPool) -> None:
+    said = packed({"choices": [{"text": "x" * (CUT_BYTES_MAX + 100_000)}]})
+    pool.server.script = lambda call: call.send(whole(said))
+
+    answer = pool.post(COMPLETIONS, body_of(COMPLETIONS))
+
+    assert (answer.status, answer.is_whole, answer.body == said) == (200, True, True)
+
+
+def test_requests_that_cannot_be_proven_or_need_their_text_go_as_they_are(pool: IdPool) -> None:
     bodies = [
         (CHAT, body_of(CHAT, echo=True)),
         (CHAT, body_of(CHAT, kv_transfer_params={})),
@@ -196,9 +233,8 @@ def test_requests_that_cannot_be_proven_or_need_their_text_go_as_they_are(open_p
         (CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"short"}]}'),
         (MESSAGES, body_of(MESSAGES)),  # no cache events show what the engine made of it
     ]
-    with open_pool() as pool:
-        for target, body in bodies:
-            for _ in range(PROOFS + 1):
-                pool.server.calls.clear()
-                pool.post(target, body)
-                assert [call.body for call in pool.server.calls] == [body]
+    for target, body in bodies:
+        for _ in range(PROOFS + 1):
+            pool.server.calls.clear()
+            pool.post(target, body)
+            assert [call.body for call in pool.server.calls] == [body]

@@ -254,7 +254,7 @@ class IdProofs:
             self._off.setdefault(kind.model, finding)
 
 
-class Verdict(NamedTuple):
+class IdVerdict(NamedTuple):
     """What an answer shows of a prompt's ids."""
 
     is_equal: bool | None
@@ -262,11 +262,11 @@ class Verdict(NamedTuple):
     why: str = ""
 
 
-UNSHOWN: Final = Verdict(None)
-EQUAL: Final = Verdict(True)
+UNSHOWN: Final = IdVerdict(None)
+EQUAL: Final = IdVerdict(True)
 
 
-def compare(form: IdForm, token_ids: bytes, notes: AnswerNotes, promised_tokens: int) -> Verdict:
+def compare(form: IdForm, token_ids: bytes, notes: AnswerNotes, promised_tokens: int) -> IdVerdict:
     """Compare the ids of a prompt that went as text with what its answer reports.
 
     ``promised_tokens`` is what the server was to reuse, where that is known from its own events; else 0.
@@ -275,7 +275,7 @@ def compare(form: IdForm, token_ids: bytes, notes: AnswerNotes, promised_tokens:
     if form.asked and notes.prompt_token_ids is not None:
         return _compare_ids(_listed(token_ids), notes.prompt_token_ids)
     if notes.prompt_tokens is not None and notes.prompt_tokens != count:
-        return Verdict(False, f"it counts {notes.prompt_tokens} prompt tokens, the router {count}")
+        return IdVerdict(False, f"it counts {notes.prompt_tokens} prompt tokens, the router {count}")
     if form.asked:
         return UNSHOWN
     is_proven = (
@@ -286,7 +286,7 @@ def compare(form: IdForm, token_ids: bytes, notes: AnswerNotes, promised_tokens:
     return EQUAL if is_proven else UNSHOWN
 
 
-def _compare_ids(own: list[int], shown: bytes) -> Verdict:
+def _compare_ids(own: list[int], shown: bytes) -> IdVerdict:
     try:
         other = msgspec.json.decode(shown, type=list[int])
     except msgspec.MsgspecError:
@@ -295,5 +295,5 @@ def _compare_ids(own: list[int], shown: bytes) -> Verdict:
         return EQUAL
     at = next((at for at, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))
     if at == min(len(own), len(other)):
-        return Verdict(False, f"it has {len(other)} ids, the router {len(own)}")
-    return Verdict(False, f"id {at} of {len(other)} is {other[at]}, at the router {own[at]}")
+        return IdVerdict(False, f"it has {len(other)} ids, the router {len(own)}")
+    return IdVerdict(False, f"id {at} of {len(other)} is {other[at]}, at the router {own[at]}")

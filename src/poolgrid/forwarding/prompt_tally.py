@@ -113,7 +113,7 @@ def cause_of(code: str) -> TextCause:
     return _OF_CODE.get(code, TextCause.UNKNOWN_PART)
 
 
-class _History:
+class _ModelHistory:
     """The last prompts of one model."""
 
     __slots__ = ("causes", "details", "difference", "lengths")
@@ -133,7 +133,7 @@ class PromptTally:
     """How the last prompts of each model were known."""
 
     def __init__(self) -> None:
-        self._histories: dict[str, _History] = {}
+        self._histories: dict[str, _ModelHistory] = {}
 
     def note(self, model: str, cause: TextCause | None, detail: str = "") -> None:
         """Count a prompt; ``detail`` is what the cause was in words, without anything of the prompt."""
@@ -163,12 +163,12 @@ class PromptTally:
                 found.append(_lengths(model, differing, len(history.lengths), history.difference))
         return found
 
-    def _of(self, model: str) -> _History:
+    def _of(self, model: str) -> _ModelHistory:
         history = self._histories.get(model)
         if history is None:
             if len(self._histories) >= MODELS_MAX:
                 del self._histories[next(iter(self._histories))]
-            history = self._histories[model] = _History()
+            history = self._histories[model] = _ModelHistory()
         return history
 
 

@@ -169,16 +169,11 @@ class FrontendMetrics:
         )
         self.forwarded_prompts = counter(
             "poolgrid_frontend_forwarded_prompts",
-            "Prompts that engine servers took, by what the server was chosen by: `tokens`, or why their text was "
-            "compared instead: `template`, `tokenizer-missing`, `tokenizer-busy`, `unknown-part`, `media`, "
-            "`kept-at-server`, `too-long` or `other-api`.",
-            ["chosen_by"],
-        )
-        self.prompt_ids = counter(
-            "poolgrid_frontend_prompt_ids",
-            "Long prompts whose token ids an engine server takes, by outcome: `sent` along; or sent as text and "
-            "compared with the engine's ids: `equal`, `different` or `unshown`. `refused`: sent again as text.",
-            ["outcome"],
+            "Prompts that engine servers answered. `known_by`: `tokens`, or why their text was compared instead: "
+            "`template`, `tokenizer-missing`, `tokenizer-busy`, `unknown-part`, `media`, `kept-at-server`, `too-long` "
+            "or `other-api`. `ids`: `none`, `sent` along, `refused` and sent again as text; or, sent as text and "
+            "compared with those of the engine, `equal`, `different` or `unshown`.",
+            ["known_by", "ids"],
         )
         self.disconnects = counter(
             "poolgrid_frontend_client_disconnects",

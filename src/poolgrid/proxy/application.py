@@ -185,7 +185,7 @@ class ForwardApplication:
         self._open.discard(exchange)
         self._count(exchange)
         if exchange.reading is not None and exchange.status < 400:
-            self.prompts.note(exchange.reading, exchange.prompt_tokens)
+            self.prompts.note(exchange.reading, exchange.prompt_tokens, exchange.ids)
         self._traffic.end(exchange)
         self.metrics.in_flight.labels(exchange.endpoint).value -= 1
         self.metrics.answered(exchange.endpoint, exchange.status, exchange.is_streamed)

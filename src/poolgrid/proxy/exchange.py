@@ -227,6 +227,8 @@ class ForwardExchange:
     _asks_ids = TakenIds.NONE
     refused_ids = 0
     """Status with which a server refused them."""
+    ids = "none"
+    """What became of them, as the metric has it."""
     reading: PromptReading | None = None
     """What was read of its prompt."""
     has_one_prompt = False
@@ -694,10 +696,16 @@ class ForwardExchange:
         request, place, stream, prompts = self._request, self._place, self._stream, self._application.prompts
         assert request is not None, "it has a prompt"
         if self.refused_ids:
+            if place is None or place.url != use.kind.url:
+                return  # the one that refused them has not answered the text
             prompts.refused(use, request, self.refused_ids)
+            self.ids = "refused"
         elif use.sending is Sending.CHECKED:
             is_followed = stream is not None and place is not None and self._application.backend.follows(place.worker)
-            prompts.answered(use, request, self._notes, stream.promised_tokens if stream and is_followed else 0)
+            promised_tokens = stream.promised_tokens if stream and is_followed else 0
+            self.ids = prompts.answered(use, request, self._notes, promised_tokens)
+        else:
+            self.ids = "sent"
 
     def _report_end(self, reason: FinishReason | str, error: str) -> None:
         if self._is_settled or self._request is None:

@@ -34,16 +34,16 @@ class PromptRecord:
     def __init__(self, metrics: FrontendMetrics) -> None:
         self._tally = PromptTally()
         self._proofs = IdProofs()
-        self._chosen_by = metrics.forwarded_prompts
-        self._outcomes = metrics.prompt_ids
+        self._prompts = metrics.forwarded_prompts
 
-    def note(self, reading: PromptReading, counted_tokens: int | None) -> None:
-        """Count how a prompt was known that its server has taken: of what it refuses, nothing need be known.
+    def note(self, reading: PromptReading, counted_tokens: int | None, ids: str) -> None:
+        """Count how a prompt was known that its server has answered: of what it refuses, nothing need be known.
 
-        ``counted_tokens`` is its length as the server reported it, where that is comparable.
+        ``counted_tokens`` is its length as the server reported it, where that is comparable; ``ids`` is what became of
+        its ids.
         """
         cause = cause_of(reading.why) if reading.why else None
-        self._chosen_by.labels("tokens" if cause is None else cause.value).value += 1
+        self._prompts.labels("tokens" if cause is None else cause.value, ids).value += 1
         if reading.model:
             self._tally.note(reading.model, cause, reading.detail)
             if counted_tokens is not None:
@@ -60,37 +60,35 @@ class PromptRecord:
             return None
         kind = IdKind(request.model, place.url, place.version, path, members, after_tool)
         sending = self._proofs.sending(kind)
-        if sending is Sending.IDS:
-            self._outcomes.labels("sent").value += 1
         return None if sending is Sending.TEXT else IdUse(kind, form, sending)
 
-    def answered(self, use: IdUse, request: InferenceRequest, notes: AnswerNotes, promised_tokens: int) -> None:
-        """Compare what the answer to a prompt that went as text reports; ``promised_tokens`` is what its server was to
-        reuse by its own cache events, 0 where those are not followed."""
+    def answered(self, use: IdUse, request: InferenceRequest, notes: AnswerNotes, promised_tokens: int) -> str:
+        """Compare what the answer to a prompt that went as text reports, and return what became of its ids.
+
+        ``promised_tokens`` is what its server was to reuse by its own cache events, 0 where those are not followed.
+        """
         verdict = compare(use.form, request.token_ids, notes, promised_tokens)
         if verdict.is_equal is None:
-            self._outcomes.labels("unshown").value += 1
             if use.form.asked:
                 self._proofs.silent(use.kind)
-        elif verdict.is_equal:
-            self._outcomes.labels("equal").value += 1
+            return "unshown"
+        if verdict.is_equal:
             self._proofs.equal(use.kind)
-        else:
-            self._outcomes.labels("different").value += 1
-            log.warning(
-                "request %s: the engine at %s makes other token ids of a prompt than the router (%s); it gets prompts "
-                "of model %s as text alone from now on",
-                request.request_id,
-                use.kind.url,
-                verdict.why,
-                use.kind.model,
-                extra=request.named(),
-            )
-            self._proofs.differ(use.kind, verdict.why)
+            return "equal"
+        log.warning(
+            "request %s: the engine at %s makes other token ids of a prompt than the router (%s); it gets prompts of "
+            "model %s as text alone from now on",
+            request.request_id,
+            use.kind.url,
+            verdict.why,
+            use.kind.model,
+            extra=request.named(),
+        )
+        self._proofs.differ(use.kind, verdict.why)
+        return "different"
 
     def refused(self, use: IdUse, request: InferenceRequest, status: int) -> None:
         """Take note that a server answered a prompt which it had refused with its ids."""
-        self._outcomes.labels("refused").value += 1
         log.warning(
             "request %s: the engine at %s answered %d to the token ids of a prompt whose text it takes; it gets "
             "prompts of model %s as text alone from now on",
