@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from poolgrid.proxy.exchange import CUT_BYTES_MAX
 from tests.e2e.processes import PATIENT, Process, becomes, metric, ready_workers
 from tests.proxy.id_engine import IdEngine, answer_of, packed, prompt_of
 from tests.proxy.raw_client import CHAT, Answer, RawClient
-from tests.proxy.scripted_server import LAST_CHUNK, Script, ScriptedServer, chunk, whole
+from tests.proxy.scripted_server import LAST_CHUNK, Call, Script, ScriptedServer, chunk, whole
 
 pytestmark = pytest.mark.e2e
 
@@ -53,21 +53,25 @@ class IdPool:
 
 
 @contextmanager
-def pool_at(directory: Path) -> Iterator[IdPool]:
+def pool_at(directory: Path, more: Sequence[ScriptedServer] = ()) -> Iterator[IdPool]:
     engine, server = IdEngine(), ScriptedServer(str(TINY_MODEL_PATH))
-    server.script = engine
+    servers = [server, *more]
+    for each in servers:
+        each.script = engine
+    fronts = [word for each in servers for word in ("--engine-url", each.url)]
     options = ("--port", "0", "--model-path", str(TINY_MODEL_PATH), *PATIENT)
     try:
-        with Process("up", "--engine-url", server.url, *options, log=directory / "log") as up:
+        with Process("up", *fronts, *options, log=directory / "log") as up:
             up.wait_ready()
-            becomes(lambda: len(ready_workers(up.url)), 1)
+            becomes(lambda: len(ready_workers(up.url)), len(servers))
             yield IdPool(up, engine, server)
             status, errors = up.stop()
             assert status == 0, errors
             assert "this is a bug" not in errors
-        assert server.failures == []
+        assert [error for each in servers for error in each.failures] == []
     finally:
-        server.close()
+        for each in servers:
+            each.close()
 
 
 @pytest.fixture
@@ -202,6 +206,31 @@ def test_a_refusal_of_ids_may_end_in_any_way(refuse: Script, pool: IdPool) -> No
     assert (answer.status, answer.json()["choices"][0]["message"]["content"]) == (200, "Hi")
     assert [b"prompt_token_ids" in call.body for call in pool.server.calls] == [True, False]
     assert [each["cause"] for each in pool.findings()] == ["prompt-ids-refused"]
+
+
+def test_a_server_that_dies_after_its_refusal_says_nothing_of_ids(tmp_path: Path) -> None:
+    other = ScriptedServer(str(TINY_MODEL_PATH))
+    with pool_at(tmp_path, [other]) as pool:
+        body = body_of(CHAT)
+        pool.prove(CHAT, body)
+        refusing: list[ScriptedServer] = []
+
+        def script(call: Call) -> None:
+            if b"prompt_token_ids" in call.body:
+                refusing.append(call.server)
+                call.send(whole(b"{}", 400))
+            elif call.server in refusing:
+                call.cut()
+            else:
+                pool.engine(call)
+
+        pool.server.script = other.script = script
+
+        answer = pool.post(CHAT, body)
+
+        assert (answer.status, answer.json()["choices"][0]["message"]["content"]) == (200, "Hi")
+        assert (len(refusing), pool.engine.kinds()) == (1, ["text"])
+        assert pool.findings() == []
 
 
 def test_an_answer_with_ids_that_breaks_off_is_no_answer(pool: IdPool) -> None:
