@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from poolgrid.frontend.access.tenants import CacheDomains
-from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.errors import RequestError, unsupported
 from poolgrid.frontend.preparation import Preparation, parse_responses
 from poolgrid.frontend.prepared_request import PreparedRequest
 from poolgrid.frontend.prompts import tokenize
@@ -115,8 +115,8 @@ TEXT_BYTES_MAX: Final = 1 << 20
 MEDIA: Final = (b'"image_url"', b'"input_image"', b'"video_url"', b'"audio_url"', b'"input_audio"', b'"image"')
 """Names in bodies with media."""
 
-KEPT: Final = "kept"
-"""Why the tokens of a request are not known that continues what its server keeps."""
+CONTINUED: Final = frozenset(("previous_response_id", "conversation"))
+"""Members by which a request continues what its server keeps."""
 
 TOLD: Final = frozenset(("chat_template_error", "no_chat_template", "no_prompt_model"))
 """Errors whose words are the model's own. Those of others may quote the client."""
@@ -155,7 +155,7 @@ class PromptReader:
         """Check a Responses request; raises ``RequestError`` for one that continues what its engine keeps."""
         body = parse_responses(raw)
         if body.previous_response_id is not None or any(references(body.input)):
-            raise RequestError(400, KEPT, "the engine keeps the conversation")
+            raise unsupported("previous_response_id", "the engine keeps the conversation")
         return self._preparation.responses(body, ())
 
     async def read(
@@ -219,6 +219,8 @@ class PromptReader:
                 return PromptReading("", None, why="media")
             if not isinstance(error, RequestError):
                 return PromptReading("", None, why="invalid_json")
+            if error.param in CONTINUED:
+                return PromptReading("", None, why="kept")
             detail = error.message if error.code in TOLD else error.param or ""
             return PromptReading("", None, why=error.code, detail=detail)
         isl = sum(prompt.isl for prompt in prompts)
