@@ -33,6 +33,7 @@ from poolgrid.process.plugins import is_installed
 from poolgrid.process.tasks import Restart, cancel_all, supervised, unless
 from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.opening import open_forwarding
+from poolgrid.proxy.prompt_record import PromptRecord
 from poolgrid.serving.links import LinksOnDemand, links_that_fit
 from poolgrid.serving.router_process import RouterProcess
 from poolgrid.transport.security import client_context
@@ -155,7 +156,8 @@ async def serve(
         background: list[asyncio.Task[None]] = []
         opened.push_async_callback(cancel_all, background)
         connect = partial(ForwardServer, api_key=key, trusted=trusted)
-        front = open_forwarding(opened, app, service, frontend, process.clock, connect)
+        prompts = PromptRecord(app.state.metrics)
+        front = open_forwarding(opened, app, service, frontend, process.clock, prompts, connect)
         server = process.open_server(front, service.stop)
         if frontend.fleet_page and is_installed(FLEET_PAGE):
             namespace = settings.namespace if settings.has_names else ""

@@ -450,6 +450,10 @@ class GlobalRouterService:
     def on_carried_broken(self, request_id: str, dispatch_id: str, why: str) -> None:
         self.tracker.on_carried_broken(request_id, dispatch_id, why)
 
+    def follows(self, worker: WorkerKey) -> bool:
+        """Return ``False``: what a pool holds is known to its own router."""
+        return False
+
     def server_urls(self) -> Collection[str]:
         return {pool.url for pool in self.pools.all()}
 

@@ -20,6 +20,7 @@ from poolgrid.process.lifecycle import GroupPlace
 from poolgrid.process.plugins import EVENT_PLANES, is_installed, load_plugin, plugin
 from poolgrid.process.tasks import detached, unless
 from poolgrid.proxy.opening import open_forwarding
+from poolgrid.proxy.prompt_record import PromptRecord
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.feeds import EmbeddedFeed, JournalFeed, RemoteFeed
 from poolgrid.router.http_api import (
@@ -127,12 +128,13 @@ async def serve(
             lambda: troubles(service, recorder, completeness),
             consolidator.data_dir,
         )
-        add_router_endpoints(app, service, clock, feed.loading)
+        prompts = PromptRecord(app.state.metrics)
+        add_router_endpoints(app, service, clock, feed.loading, prompts.findings)
         add_index_endpoint(app, service)
         add_route_endpoint(app, service)
         add_drain_endpoint(app, service)
         add_pool_endpoint(app, plane, service, recorder)
-        front = open_forwarding(opened, app, service, frontend, clock)
+        front = open_forwarding(opened, app, service, frontend, clock, prompts)
         server = process.open_server(front, service.end_requests)
         if frontend.fleet_page and is_installed(FLEET_PAGE):
             page = import_module(FLEET_PAGE)

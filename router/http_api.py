@@ -58,6 +58,7 @@ from poolgrid.wire.answers import (
     InstanceRow,
     JournalRow,
     LoadingRow,
+    ModelFinding,
     PoolAnswer,
     PoolStatusRow,
     QueueRow,
@@ -95,6 +96,7 @@ def add_router_endpoints(
     service: RouterService,
     clock: Clock,
     who_loads: Callable[[], Sequence[LoadingWorker]],
+    found_of_models: Callable[[], Sequence[ModelFinding]],
 ) -> None:
     """Add ``/v1/workers``, ``/v1/sessions``, ``/v1/decisions`` and ``/v1/decisions/{request_id}``."""
 
@@ -129,10 +131,15 @@ def add_router_endpoints(
 
     @app.get("/v1/doctor", tags=["router"])
     async def doctor() -> dict[str, Any]:
-        """Compare promised and reported reuse of each worker, and name the cause where they differ."""
+        """Compare promised and reported reuse of each worker, and name the cause where they differ.
+
+        ``models`` has why prompts of a model are placed by their text, and why its engines get no token ids.
+        """
         verdicts = service.tracker.examiner.verdicts()
         return DoctorAnswer(
-            data=[verdict_row(each) for each in verdicts], uncached_tokens=service.metrics.uncached()
+            data=[verdict_row(each) for each in verdicts],
+            uncached_tokens=service.metrics.uncached(),
+            models=list(found_of_models()),
         ).to_json()
 
     @app.get("/v1/sessions", tags=["router"])

@@ -26,6 +26,7 @@ from poolgrid.process.figures import counted
 from poolgrid.process.tasks import BulkWork, Restart, cancel_all, supervised
 from poolgrid.proxy.ports import ServerPlace
 from poolgrid.router.choosing import Chooser
+from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.fleet import Worker, chat_of, inabilities_of, media_of, tasks_of
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES
@@ -45,7 +46,7 @@ from poolgrid.serving.links import LINKS_MAX, OpenLink
 from poolgrid.serving.metrics import LegTimer
 from poolgrid.serving.request_machine import RequestMachine
 from poolgrid.serving.token_delivery import CarriedDelivery, TokenDelivery
-from poolgrid.wire.identifiers import Role, WorkerKey
+from poolgrid.wire.identifiers import Role, StreamState, WorkerKey
 from poolgrid.wire.requests import TokenDelta
 from poolgrid.wire.tasks import TASK_ROLES
 from poolgrid.wire.trace_context import TraceContext
@@ -425,6 +426,12 @@ class RouterService:
 
     def server_urls(self) -> Collection[str]:
         return {worker.card.server_url for worker in self.projection.fleet.workers.values()}
+
+    def follows(self, worker: WorkerKey) -> bool:
+        """Return whether what is promised of a worker's cache comes from the events of its own engine."""
+        trust = self.projection.trust
+        is_live = trust.stream(worker)[0] is StreamState.LIVE and worker not in trust.untrusted
+        return is_live and not any(isinstance(each, ApproximateIndex) for each in self.projection.observers)
 
     def on_carried(self, request_id: str, delta: TokenDelta) -> None:
         self.tracker.on_carried(request_id, delta)

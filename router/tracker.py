@@ -237,7 +237,8 @@ class RouterTracker(RequestTracker[LocalRequest]):
         if delta.cached_tokens is not None:
             decision = self.decisions.of_dispatch(dispatch.id)
             if decision is not None:
-                self._realised(decision, delta.cached_tokens)
+                self._realised(decision, delta.cached_tokens, carrier.prompt_tokens)
+                decision.reported_isl = carrier.prompt_tokens
             if dispatch.number == 0:
                 self._metrics.overlap_realised_tokens.value += delta.cached_tokens
 

@@ -111,7 +111,8 @@ class Examiner:
             return
         history.own += 1
         if decision.request.stage in PROMPT_STAGES:
-            decision.reported_isl = event.isl
+            if decision.reported_isl is None:
+                decision.reported_isl = event.isl
             if promised is not None:
                 self._compare(worker, history, decision, event.request_id, promised, event.cached_tokens)
 
@@ -175,10 +176,10 @@ class Examiner:
         self, decision: Decision, path: Sequence[int], reported_tokens: int, reported_isl: int | None
     ) -> None:
         """Take the usage of an engine that answers past this router: reused tokens and prompt length."""
+        decision.reported_isl = reported_isl
         worker = self._projection.fleet.workers.get(decision.worker)
         if worker is None or worker.requests_total:
-            return  # workers that report requests are compared at their starts
-        decision.reported_isl = reported_isl
+            return  # workers that report requests are compared at their starts, or at their ends
         history, request = self._history(worker), decision.request
         history.own += 1
         if request.stage in PROMPT_STAGES:

@@ -84,6 +84,11 @@ class Carrier(Protocol):
         """Return the tokens of the answer as the server counted them; ``None`` where it did not."""
         ...
 
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Return the length of the prompt as the server reported it; ``None`` where that is not comparable."""
+        ...
+
     def can_be_split(self, kind: str) -> bool:
         """Return whether one server of a kind may compute the prompt and another answer."""
         ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import astuple
@@ -16,6 +17,7 @@ from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.policy import RoutingRequest
 from poolgrid.tools.engine_check.core.finding import Kind
+from poolgrid.wire.events import RequestFinished, RequestStarted
 from tests.observability_proof.verdicts import FAULTS, NOT_CAUSED, OF_TEXT
 from tests.router.fleet_builder import Pool, decided
 
@@ -53,6 +55,36 @@ def test_usage_behind_a_gateway_shows_another_tokenizer() -> None:
 
     assert verdict.cause is Cause.TOKENIZER
     assert verdict.first_request == "r-0"
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_usage_of_a_forwarded_answer_shows_another_template(is_late: bool) -> None:
+    """The worker reports the router's own length at the start, which may come behind the end of a short answer."""
+    pool = Pool()
+    (worker,) = pool.join("a")
+    log = DecisionLog(100)
+    examiner = Examiner(pool.projection, log.of_dispatch)
+    selector = pool.selector(KvAware())
+    pool.say(worker, RequestStarted("of another router", 16, 0, 1))
+    for number in range(12):
+        isl = 160 + 16 * number
+        path = list(range(number * 100, number * 100 + isl // 16))
+        request = RoutingRequest(f"r-{number}", "m", isl, 16, isl // 16)
+        decision = decided(selector.select(WorkerWanted(request, path, 0.0, number * 1000)))
+        selector.book(decision, path, 0.0)
+        log.add(decision)
+        started = RequestStarted(f"r-{number}", isl, 0, isl // 16, cached_later=True)
+        if not is_late:
+            pool.say(worker, started)
+        examiner.gateway_reported(decision, path, 0, isl + 4)
+        if is_late:
+            pool.say(worker, started)
+        pool.say(worker, RequestFinished(f"r-{number}", "stop", 0))
+
+    verdict = examiner.verdict(worker)
+
+    assert verdict.cause is Cause.TEMPLATE
+    assert verdict.requests == 12
 
 
 def test_findings_of_the_engine_check_exist() -> None:

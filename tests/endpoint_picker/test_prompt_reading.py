@@ -145,11 +145,11 @@ ITEM = {"input": [{"role": "user", "content": "x"}, {"type": "item_reference", "
         (
             "/v1/responses",
             {"model": "tiny", "input": "a text", "previous_response_id": "r"},
-            "unsupported_parameter",
+            "kept",
             True,
         ),
-        ("/v1/responses", {"model": "tiny", "input": "a text", "conversation": "c"}, "unsupported_parameter", True),
-        ("/v1/responses", {"model": "tiny", **ITEM}, "unsupported_parameter", True),
+        ("/v1/responses", {"model": "tiny", "input": "a text", "conversation": "c"}, "kept", True),
+        ("/v1/responses", {"model": "tiny", **ITEM}, "kept", True),
         ("/v1/responses", {"model": "tiny", "input": []}, "invalid_value", False),
     ],
 )

@@ -13,6 +13,7 @@ from poolgrid.forwarding.body_edit import (
     MAX_MEMBERS,
     MAX_SLOW_BYTES,
     edit,
+    edit_elements,
     elements,
     top_level,
 )
@@ -42,6 +43,23 @@ EDITS = [
 @pytest.mark.parametrize(("body", "edited"), EDITS)
 def test_a_set_field_changes_no_other_byte(body: bytes, edited: bytes) -> None:
     assert edit(body, {"cache_salt": b'"s"'}) == edited
+
+
+REMOVALS = [
+    pytest.param(b'{"a":1,"b":2,"c":3}', ["a"], b'{"b":2,"c":3}', id="first"),
+    pytest.param(b'{"a":1, "b":2, "c":3}', ["b"], b'{"a":1,  "c":3}', id="middle"),
+    pytest.param(b'{"a":1 , "b":2 , "c":3 }', ["c"], b'{"a":1 , "b":2 }', id="last"),
+    pytest.param(b'{"a":1,"b":2,"c":3}', ["b", "c"], b'{"a":1}', id="last-two"),
+    pytest.param(b'{ "a":1, "b":2 }', ["a", "b"], b"{  }", id="all"),
+    pytest.param(b'{"a":1,"b":2,"a":3}', ["a"], b'{"b":2}', id="repeated"),
+    pytest.param(b'{"a":1}', ["x"], b'{"a":1}', id="absent"),
+    pytest.param(b'{"a":1,"a":[1],"b":2}', ["a"], b'{"b":2}', id="repeated-at-once"),
+]
+
+
+@pytest.mark.parametrize(("body", "names", "edited"), REMOVALS)
+def test_a_removed_field_takes_one_comma_along(body: bytes, names: list[str], edited: bytes) -> None:
+    assert edit(body, removed=names) == edited
 
 
 NESTED = [
@@ -137,11 +155,13 @@ def test_members_are_where_their_values_are(body: bytes) -> None:
 @given(
     body=bodies(odd=True),
     changes=st.dictionaries(NAMES, values().map(str.encode), max_size=3),
+    removed=st.lists(NAMES, max_size=3),
 )
-def test_an_edit_equals_the_naive_one(body: bytes, changes: dict[str, bytes]) -> None:
-    naive = read(body) | {name: read(value) for name, value in changes.items()}
+def test_an_edit_equals_the_naive_one(body: bytes, changes: dict[str, bytes], removed: list[str]) -> None:
+    naive = {name: value for name, value in read(body).items() if name not in removed}
+    naive |= {name: read(value) for name, value in changes.items()}
 
-    assert read(edit(body, changes)) == naive
+    assert read(edit(body, changes, removed=removed)) == naive
 
 
 @given(body=bodies(odd=True), value=values().map(str.encode))
@@ -151,6 +171,7 @@ def test_an_inserted_member_leaves_the_clients_bytes(body: bytes, value: bytes) 
     inserted = b'"poolgrid\'s own":%b,"another":%b' % (value, value) + (b"," if top_level(body).values else b"")
 
     assert edited == body[:opening] + inserted + body[opening:]
+    assert edit(edited, removed=["poolgrid's own", "another"]) == body
 
 
 @given(body=bodies(), value=values().map(str.encode))
@@ -193,6 +214,8 @@ def test_the_elements_of_an_array_are_its_bytes(array: bytes) -> None:
 
     assert [read(element) for element in found] == read(array)
     assert all(element == element.strip() and element in array for element in found)
+    assert edit_elements(array, bytes) == array
+    assert read(edit_elements(array, lambda element: b"[" + element + b"]")) == [[value] for value in read(array)]
 
 
 @pytest.mark.parametrize("array", [b"[1,]", b"[1 2]", b"[NaN,1", b"[" * 200_000 + b"]" * 200_000])

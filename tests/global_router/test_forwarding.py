@@ -50,6 +50,7 @@ class FakeCarrier:
         return [pool for _, pool in self.sent]
 
     is_prefilled = False
+    prompt_tokens: int | None = None
 
     def can_be_split(self, kind: str) -> bool:
         raise AssertionError("pools split requests, and not the global router")

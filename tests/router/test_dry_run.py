@@ -84,7 +84,7 @@ def test_the_description_says_what_the_route_takes_and_how_parameters_are_refuse
         async with routed() as router:
             app = application(router.service)
             add_route_endpoint(app, router.service)
-            add_router_endpoints(app, router.service, SystemClock(), list)
+            add_router_endpoints(app, router.service, SystemClock(), list, list)
             async with in_process(app) as client:
                 return (await client.get("/openapi.json")).json(), await client.get("/v1/decisions?limit=abc")
 

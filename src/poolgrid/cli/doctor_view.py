@@ -9,9 +9,10 @@ from rich.text import Text
 
 from poolgrid.process.figures import percent
 from poolgrid.process.terminal_table import Heading, TerminalTable
-from poolgrid.wire.answers import VerdictRow
+from poolgrid.wire.answers import ModelFinding, VerdictRow
 
 RUNBOOK = "docs/runbooks/reuse-parted.md"
+MODELS_PAGE = "docs/doctor.md#models"
 
 
 def uncached_line(tokens: Mapping[str, int]) -> str:
@@ -21,8 +22,11 @@ def uncached_line(tokens: Mapping[str, int]) -> str:
     return f"computed prompt tokens: {total:,}" + (f" ({shares})" if shares else "")
 
 
-def view(rows: Sequence[VerdictRow], uncached_tokens: Mapping[str, int]) -> RenderableType:
-    """Return a table of all workers, then a paragraph for each fault: the evidence and what to change."""
+def view(
+    rows: Sequence[VerdictRow], uncached_tokens: Mapping[str, int], models: Sequence[ModelFinding] = ()
+) -> RenderableType:
+    """Return a table of all workers, then a paragraph for each fault and for each finding of a model: the evidence and
+    what to change."""
     headings = [Heading("worker", False), Heading("verdict", False), Heading("promised tok"), Heading("reported tok")]
     table = TerminalTable([*headings, Heading("requests")])
     for row in rows:
@@ -35,6 +39,11 @@ def view(rows: Sequence[VerdictRow], uncached_tokens: Mapping[str, int]) -> Rend
             parts.append(Text.assemble((f"\n{row.worker}: {row.cause}", "bold red"), f". {row.meaning.capitalize()}."))
             parts += [Text(f"  - {each}") for each in row.evidence]
             parts.append(Text(f"  To change: {row.fix}.\n  Runbook: {RUNBOOK}#{row.cause}"))
-    if not any(row.is_fault for row in rows):
+    for each in models:
+        style = "bold red" if each.is_fault else "bold"
+        parts.append(Text.assemble((f"\nmodel {each.model}: {each.cause}", style), f". {each.meaning.capitalize()}."))
+        parts += [Text(f"  - {line}") for line in each.evidence]
+        parts.append(Text(f"  To change: {each.fix}.\n  See: {MODELS_PAGE}"))
+    if not (any(row.is_fault for row in rows) or any(each.is_fault for each in models)):
         parts.append(Text("no fault found" if rows else "no worker to examine"))
     return Group(*parts)

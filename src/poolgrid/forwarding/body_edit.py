@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from typing import Final, NamedTuple
 
@@ -41,11 +41,14 @@ _value_end = json.JSONDecoder().raw_decode
 
 
 class BodyMember(NamedTuple):
-    """Where the value of an object's member lies."""
+    """Where a member of an object lies: its key, its value, and the comma behind it."""
 
     name: str
+    key_start: int
     value_start: int
     value_end: int
+    comma_end: int
+    """Behind the comma, or ``value_end`` of the last member."""
 
 
 class Fields:
@@ -125,8 +128,10 @@ def edit(
     body: bytes | Fields,
     values: Mapping[str, bytes] | None = None,
     nested: Mapping[str, Mapping[str, bytes]] | None = None,
+    removed: Collection[str] = (),
 ) -> bytes:
-    """Set top-level members to raw JSON, and members of top-level objects, in one copy of the body.
+    """Set top-level members to raw JSON, set members of top-level objects, and remove top-level members, in one copy of
+    the body. What is set is not removed.
 
     An object that is absent or null is made. A value of another kind stays as it is: the engine refuses it in its own
     words.
@@ -143,20 +148,14 @@ def edit(
             changes[outer] = edit(b"{}", inner)
         elif current.startswith(b"{"):
             changes[outer] = edit(current, inner)
+    gone = {name for name in removed if name in fields.values and name not in changes}
     added = [name for name in changes if name not in fields.values]
     text = b",".join(b"%b:%b" % (msgspec.json.encode(name), changes[name]) for name in added)
-    if text and fields.values:
+    if text and len(gone) < len(fields.values):
         text += b","
-    view, at = memoryview(body), fields.opening
-    pieces: list[bytes | memoryview] = [view[:at], text]
-    if len(added) < len(changes):
-        for member in fields.members:
-            if member.name in changes:
-                pieces += (view[at : member.value_start], changes[member.name])
-                at = member.value_end
-    elif not text:
-        return body
-    return b"".join((*pieces, view[at:]))
+    if not gone and len(added) == len(changes):
+        return b"".join((body[: fields.opening], text, memoryview(body)[fields.opening :])) if text else body
+    return b"".join(_pieces(fields, text, changes, gone))
 
 
 def elements(array: bytes, limit: int) -> list[bytes]:
@@ -165,25 +164,69 @@ def elements(array: bytes, limit: int) -> list[bytes]:
     Raises:
         ValueError: It is no JSON array, or is nested too deep.
     """
+    return [array[start:end] for start, end in _spans(array, limit)]
+
+
+def edit_elements(array: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    """Return the raw JSON array with each element changed, and the bytes between them as they are.
+
+    Raises:
+        ValueError: As ``elements``.
+    """
+    pieces: list[bytes | memoryview] = []
+    view, at = memoryview(array), 0
+    for start, end in _spans(array):
+        pieces += (view[at:start], change(array[start:end]))
+        at = end
+    return b"".join((*pieces, view[at:]))
+
+
+def _spans(array: bytes, limit: int | None = None) -> list[tuple[int, int]]:
+    """Where the elements of a raw JSON array lie, the first ``limit`` of them."""
+    lengths, text = None, ""
     try:
-        return [bytes(element) for element in _decode_array(array)[:limit]]
+        lengths = [len(bytes(element)) for element in _decode_array(array)[:limit]]
     except RecursionError:
         raise ValueError("the array is not JSON that can be read: it is nested too deep") from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         text = _python_text(array, "the array is not JSON")
     start = _SPACE.match(array, array.index(b"[") + 1).end()  # type: ignore[union-attr]  # it matches nothing too
-    found: list[bytes] = []
+    found: list[tuple[int, int]] = []
     if array.startswith(b"]", start):
         return found
     while True:
-        end = _end_by_python(text, start)
-        found.append(array[start:end])
+        end = _end_by_python(text, start) if lengths is None else start + lengths[len(found)]
+        found.append((start, end))
         after = _AFTER_ELEMENT.match(array, end)
         if after is None:
             raise ValueError(f"the array is not JSON: {_byte(array, end)}, allowed are ',' and ']'")
         if after[1] == b"]" or len(found) == limit:
             return found
         start = after.end()
+
+
+def _pieces(fields: Fields, text: bytes, changes: Mapping[str, bytes], gone: set[str]) -> list[bytes | memoryview]:
+    """The body with ``text`` behind its opening brace, changed values, and without what is gone.
+
+    A member that goes takes the comma behind it along, the last ones take the comma before them.
+    """
+    view, members = memoryview(fields.body), fields.members
+    kept = [index for index, member in enumerate(members) if member.name not in gone]
+    last = kept[-1] if kept else -1
+    pieces: list[bytes | memoryview] = [view[: fields.opening], text]
+    at = fields.opening
+    for member in members[: last + 1]:
+        if member.name in gone:
+            pieces.append(view[at : member.key_start])
+            at = member.comma_end
+        elif member.name in changes:
+            pieces += (view[at : member.value_start], changes[member.name])
+            at = member.value_end
+    if last < len(members) - 1:
+        pieces.append(view[at : members[last].value_end if kept else members[0].key_start])
+        at = members[-1].value_end
+    pieces.append(view[at:])
+    return pieces
 
 
 def _walk(body: bytes, opening: int, end_of_value: Callable[[str, int], int]) -> list[BodyMember]:
@@ -207,7 +250,8 @@ def _walk(body: bytes, opening: int, end_of_value: Callable[[str, int], int]) ->
         after = _AFTER_VALUE.match(body, end)
         if after is None:
             raise _OutOfStepError(end)
-        members.append(BodyMember(name, start, end))
+        comma_end = after.start(1) + 1 if after[1] != b"}" else end
+        members.append(BodyMember(name, at, start, end, comma_end))
         if after[1] == b"}":
             return members
         at = after.end()

@@ -1,14 +1,18 @@
-"""The chunk with usage that poolgrid asked a server for is taken out of a stream, and what answers count is noted.
+"""What poolgrid asked a server for itself is taken out of the answer again, and what answers count is noted.
 
 ``EventFilter`` takes the bytes of a ``text/event-stream`` as they come, split anywhere, and returns those for the
 client. An event that holds nothing to take out is passed byte for byte: comments, unknown fields, line ends.
-``read_answer`` notes the counts of a whole JSON answer.
+``read_answer`` notes the counts of a whole JSON answer, ``cut_answer`` takes token ids out of it as well.
 
 The common event of a token is looked at with a few searches for constant bytes and never parsed. Such a search finds
 keys only: within a JSON string a quote has a backslash before it.
 
 Figures of the forms, of vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM 1.4:
 
+- vLLM writes ``"token_ids":null`` where no ids were asked for, SGLang has no such member then.
+- vLLM sends chat events without a delta only where ids are asked for (half of a tool call, for example).
+- SGLang sends the ids of a chat's prompt in an event of their own behind the choices, or with other parts of its
+  ``sglext``.
 - vLLM writes its ``system_fingerprint`` into the chunk with usage where there is one, else into the last chunk of each
   choice. The event with a finish reason therefore waits for the one behind it, which vLLM writes at once.
 - ``"usage":null`` with each chunk is OpenAI's form of ``include_usage``. SGLang writes it unasked in most chunks,
@@ -22,17 +26,18 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
 from itertools import pairwise
 from typing import Annotated, Any, Final
 
 import msgspec
 
-from poolgrid.forwarding.body_edit import top_level
+from poolgrid.forwarding.body_edit import edit, edit_elements, top_level
 
-MAX_EVENT_BYTES: Final = 1 << 20
-"""Bytes of an event that is held until it is whole, and parsed at 50 ms a megabyte at worst. A longer event is passed
-as it comes, unparsed."""
+MAX_EVENT_BYTES: Final = 2 << 20
+"""Bytes of an event that is held until it is whole, and parsed at 50 ms a megabyte at worst. The largest that is to be
+changed is the one with the ids of a prompt: 256k ids of six digits and a comma. A longer event is passed as it comes,
+unparsed."""
 
 MAX_SLOW_BYTES: Final = 256 << 10
 """Bytes of an answer or an event that Python's parser reads, at 200 ms a megabyte at worst. Those with ``NaN`` and the
@@ -54,6 +59,15 @@ class ApiForm(StrEnum):
     RESPONSES = "responses"
 
 
+class TakenIds(Enum):
+    """The token ids that poolgrid asked for, and what is left in their place."""
+
+    NONE = "none were asked for, or the client did so too"
+    NULL = "null, as vLLM writes where no ids were asked for"
+    ABSENT = "no member, as SGLang's text completions have it where no ids were asked for"
+    EXTENSION = "those of the prompt in SGLang's extension of chat"
+
+
 @dataclass(slots=True)
 class AnswerNotes:
     """What an answer reports; ``None`` is unknown."""
@@ -63,6 +77,8 @@ class AnswerNotes:
     """All of them, cached ones too, in the Messages API as well."""
     cached_tokens: int | None = None
     completion_tokens: int | None = None
+    prompt_token_ids: bytes | None = None
+    """A JSON array, where ids were taken out."""
 
 
 class _Details(msgspec.Struct):
@@ -110,19 +126,31 @@ _DATA_LINE = re.compile(rb"(?:^|[\r\n])(data(?:: ?([^\r\n]*)|(?=[\r\n]|$)))")
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 _NEWLINE: Final = 10
-_FINISH, _USAGE = b'"finish_reason"', b'"usage"'
+_FINISH, _USAGE, _IDS = b'"finish_reason"', b'"usage"', b'token_ids"'
 _NULLS = (b":null", b": null")
+_CHOICE_WITH_IDS = re.compile(
+    rb'"finish_reason":(?:null|"[a-z_]*")'
+    rb'(?:,"(?:stop_reason|matched_stop)":(?:null|-?\d+|"[^"\\]*"))?'
+    rb'(?:,"prompt_token_ids":null)?'
+    rb'(,"token_ids":)(\[[\d,]*\])'
+)
+"""From the finish reason of a choice to its ids, as vLLM and SGLang write them."""
+_WITHOUT_DELTA = b'"delta":{},"logprobs":null,"finish_reason":null'
+_ID_MEMBERS = ("token_ids", "prompt_token_ids")
 
 
 class EventFilter:
     """One stream of events, from the server to the client."""
 
-    def __init__(self, form: ApiForm, takes_usage: bool = False) -> None:
+    def __init__(self, form: ApiForm, takes_usage: bool = False, ids: TakenIds = TakenIds.NONE) -> None:
         """``takes_usage`` takes the chunk with usage alone out, and puts the fingerprint in it back. Usage is not to be
         asked for where a client sets ``continuous_usage_stats``: its chunks would then have usage, or not, by the
-        server."""
+        server. ``ids`` are not to be asked for with ``echo``: vLLM then leaves the prompt out of its text."""
         self.notes = AnswerNotes()
         self._takes_usage = takes_usage
+        self._ids = ids
+        self._takes_ids = ids is TakenIds.NULL or ids is TakenIds.ABSENT
+        self._changes = takes_usage or ids is not TakenIds.NONE
         self._event: Callable[[bytes], bytes] = {
             ApiForm.CHAT: self._chat_event,
             ApiForm.MESSAGES: self._messages_event,
@@ -162,7 +190,7 @@ class EventFilter:
             passed = self._event(data)
         else:
             passed = b"".join(map(self._block, data[:-2].split(b"\n\n")))
-        return passed if self._takes_usage else data
+        return passed if self._changes else data
 
     def finish(self) -> bytes:
         """What is still held when the stream ends: an event whose blank line is missing."""
@@ -170,7 +198,7 @@ class EventFilter:
         self._held.clear()
         passed = self._event(rest) if rest else b""
         passed, self._waiting = passed + self._waiting, b""
-        return passed if self._takes_usage else b""
+        return passed if self._changes else b""
 
     def _feed_any(self, data: bytes) -> bytes:
         if not data:
@@ -256,6 +284,12 @@ class EventFilter:
                     self._fingerprint = bytes(answer.system_fingerprint) or None
                     return b""
                 is_last = self._takes_usage and any(choice.finish_reason for choice in answer.choices or ())
+        if self._takes_ids:
+            event = self._without_ids(event, finish)
+            if self._ids is TakenIds.NULL and event.find(_WITHOUT_DELTA) >= 0:
+                return b""
+        elif self._ids is TakenIds.EXTENSION and event.find(b'"sglext"') >= 0:
+            event = self._without_extension(event)
         if is_last and event.find(b'"system_fingerprint"') < 0:
             self._waiting = event
             return b""
@@ -275,6 +309,40 @@ class EventFilter:
         """Note an event that is no common one: a start, an end."""
         if (answer := _read(_data_of(event))) is not None:
             _note_event(self.notes, answer)
+
+    def _without_ids(self, event: bytes, finish: int) -> bytes:
+        found = _CHOICE_WITH_IDS.match(event, finish) if finish >= 0 else None
+        if found is not None and event.find(_IDS, 0, finish) < 0 and event.find(_IDS, found.end()) < 0:
+            if self._ids is TakenIds.NULL:
+                return b"%bnull%b" % (event[: found.start(2)], event[found.end(2) :])
+            return event[: found.start(1)] + event[found.end(2) :]
+        if event.find(_IDS) < 0:
+            return event
+        return _with_data(event, lambda data: _cut_ids(data, self._ids, self.notes))
+
+    def _without_extension(self, event: bytes) -> bytes:
+        is_empty = False
+
+        def cut(data: bytes) -> bytes:
+            nonlocal is_empty
+            kept = _cut_extension(data, self.notes)
+            fields = top_level(kept)
+            is_empty = "sglext" not in fields.values and fields.value("choices") == b"[]"
+            return kept
+
+        event = _with_data(event, cut)
+        return b"" if is_empty else event
+
+
+def cut_answer(body: bytes, ids: TakenIds) -> tuple[bytes, AnswerNotes]:
+    """Return a whole JSON answer for the client, and what it reports; ``body`` itself where nothing is taken out."""
+    notes = read_answer(body)
+    with suppress(ValueError):
+        if ids is TakenIds.EXTENSION:
+            body = _cut_extension(body, notes) if body.find(b'"sglext"') >= 0 else body
+        elif ids is not TakenIds.NONE and body.find(_IDS) >= 0:
+            body = _cut_ids(body, ids, notes)
+    return body, notes
 
 
 def read_answer(body: bytes) -> AnswerNotes:
@@ -344,6 +412,48 @@ def _note_usage(notes: AnswerNotes, raw: msgspec.Raw) -> None:
     completion = usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
     if completion is not None:
         notes.completion_tokens = completion
+
+
+def _cut_ids(data: bytes, left: TakenIds, notes: AnswerNotes) -> bytes:
+    """The answer or chunk without ids, at its top and in its choices.
+
+    Raises:
+        ValueError: It is no JSON.
+    """
+
+    def cut(part: bytes) -> bytes:
+        fields = top_level(part)
+        found = [name for name in _ID_MEMBERS if (fields.value(name) or b"").startswith(b"[")]
+        if "prompt_token_ids" in found:
+            notes.prompt_token_ids = notes.prompt_token_ids or fields.value("prompt_token_ids")
+        if left is TakenIds.NULL:
+            return edit(fields, dict.fromkeys(found, b"null"))
+        return edit(fields, removed=found)
+
+    fields = top_level(cut(data))
+    choices = fields.value("choices")
+    if choices is None or not choices.startswith(b"["):
+        return fields.body
+    return edit(
+        fields, {"choices": edit_elements(choices, lambda choice: cut(choice) if choice[:1] == b"{" else choice)}
+    )
+
+
+def _cut_extension(data: bytes, notes: AnswerNotes) -> bytes:
+    """The answer or chunk without the prompt's ids in ``sglext``, which goes where nothing else is in it.
+
+    Raises:
+        ValueError: It is no JSON.
+    """
+    fields = top_level(data)
+    extension = fields.value("sglext")
+    if extension is None or not extension.startswith(b"{"):
+        return data
+    inner = top_level(extension)
+    notes.prompt_token_ids = notes.prompt_token_ids or inner.value("input_ids")
+    if set(inner.values) <= {"input_ids"}:
+        return edit(fields, removed=("sglext",))
+    return edit(fields, {"sglext": edit(inner, removed=("input_ids",))})
 
 
 def _data_of(event: bytes) -> bytes:

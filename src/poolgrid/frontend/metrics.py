@@ -167,6 +167,14 @@ class FrontendMetrics:
             "poolgrid_frontend_tokenizations_pending",
             "Long prompts in tokenizer threads or waiting for one. At 256 the next one gets 429.",
         )
+        self.forwarded_prompts = counter(
+            "poolgrid_frontend_forwarded_prompts",
+            "Prompts that engine servers answered. `known_by`: `tokens`, or why their text was compared instead: "
+            "`template`, `tokenizer-missing`, `tokenizer-busy`, `unknown-part`, `media`, `kept-at-server`, `too-long` "
+            "or `other-api`. `ids`: `none`, `sent` along, `refused` and sent again as text; or, sent as text and "
+            "compared with those of the engine, `equal`, `different` or `unshown`.",
+            ["known_by", "ids"],
+        )
         self.disconnects = counter(
             "poolgrid_frontend_client_disconnects",
             "Clients that disconnected before their answer was complete. Often their timeout is shorter than "

@@ -21,6 +21,7 @@ from poolgrid.forwarding.hop import HOP, HOP_HEADER, Hop, hop_line, read_hop
 from poolgrid.forwarding.model_list import merge_model_lists
 from poolgrid.forwarding.multipart import boundary_of, model_of_query
 from poolgrid.forwarding.paths import RequestTarget, TargetAccess, read_target
+from poolgrid.forwarding.prompt_ids import IDS_MIN, may_carry
 from poolgrid.frontend.access.gate import (
     AccessGate,
     GateKeys,
@@ -50,12 +51,14 @@ from poolgrid.proxy.cors import RouterCors, cors_headers, unasked_page
 from poolgrid.proxy.exchange import CLIENT_LEFT, SILENCE_LOOKS, SILENCE_S, ForwardExchange, RoutingFields, target_of
 from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ForwardBackend, ServerPlace
-from poolgrid.proxy.prompt_reading import UNLIMITED, PromptReader, members_of
+from poolgrid.proxy.prompt_reading import MEDIA, UNLIMITED, PromptReader, members_of
+from poolgrid.proxy.prompt_record import PromptRecord
 from poolgrid.proxy.routing_hints import tell_hints
 from poolgrid.proxy.server_connection import AnswerFailed, HeaderList
 from poolgrid.proxy.server_state import ServerState, named_state
 from poolgrid.proxy.tunnel import TUNNELS_MAX, Tunnel
 from poolgrid.proxy.upload import Upload
+from poolgrid.wire.hashing import TOKEN_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +73,8 @@ ENDPOINTS: Final = {
 """Values of the ``endpoint`` label."""
 
 MODELS: Final = "/v1/models"
+
+IDS_BYTES_MIN: Final = IDS_MIN * TOKEN_BYTES
 
 OTHER_ENDPOINT: Final = "other"
 """Of all other paths: clients can name any number of them."""
@@ -86,6 +91,7 @@ class ForwardApplication:
         inner: ASGIApp,
         backend: ForwardBackend,
         reader: PromptReader,
+        prompts: PromptRecord,
         bodies: BodyReader,
         request_ids: RequestIds,
         metrics: FrontendMetrics,
@@ -107,6 +113,7 @@ class ForwardApplication:
         self.clock = clock
         self.isolates = settings.isolate_tenants
         self._reader = reader
+        self.prompts = prompts
         self._bodies = bodies
         self._body_bytes_max = settings.max_body_bytes
         self._make_server = make_server
@@ -222,6 +229,8 @@ class ForwardApplication:
         """Take note of a request that is over, and count what it has got."""
         self._open.discard(exchange)
         self._count(exchange)
+        if exchange.reading is not None and exchange.status < 400:
+            self.prompts.note(exchange.reading, exchange.prompt_tokens, exchange.ids)
         self._traffic.end(exchange)
         self.metrics.in_flight.labels(exchange.endpoint).value -= 1
         self.metrics.answered(exchange.endpoint, exchange.status, exchange.is_streamed)
@@ -348,10 +357,12 @@ class ForwardApplication:
         else:
             (request_id,) = self.request_ids.of_sequences(exchange.name, 1)
         reading = await self._reader.read(asked.target.path, body, request_id, values)
+        exchange.reading = reading
         request = reading.request
         if request is None:
             model = reading.model or self._any_model()
             request = InferenceRequest(request_id, model, b"", UNLIMITED, by_text=True)
+        exchange.has_one_prompt = not request.by_text and len(request.token_ids) == TOKEN_BYTES * reading.isl
         request.session = hint_of_members(values, exchange.header_values, reading.after_tool, reading.answer)
         tell_hints(request, values, exchange.header_values)
         salt = _text(values.get("cache_salt"))
@@ -373,19 +384,26 @@ class ForwardApplication:
 
     def changes(self, exchange: ForwardExchange, request: InferenceRequest, place: ServerPlace) -> Changes:
         """Return a request's body for a server, and what of its answer is not for the client."""
-        caller = exchange.caller
+        caller, path, values = exchange.caller, exchange.target.path, exchange.values
         if hop_of(exchange.scope) is not None:
             caller = None
             is_shared = True  # what makes the body the tenant's was done before
         else:
             is_shared = caller is None and not self.isolates
+        use = None
+        takes_ids = exchange.is_whole and not place.is_router and not exchange.refused_ids
+        if takes_ids and len(request.token_ids) >= IDS_BYTES_MIN and may_carry(path, values):
+            after_tool = exchange.reading is not None and exchange.reading.after_tool
+            use = self.prompts.use_of(request, place, path, frozenset(values), after_tool)
         return make_changes(
-            exchange.target.path,
+            path,
             place.kind,
             exchange.body,
-            exchange.values,
+            values,
             "" if is_shared else request.cache_salt,
             None if caller is None else caller.priority_max,
+            use,
+            request.token_ids,
         )
 
     def server(self, url: str) -> ForwardServer:
@@ -527,7 +545,6 @@ GUIDES: Final = (
     "guided_grammar",
     "text",
 )
-MEDIA: Final = (b'"image_url"', b'"input_image"', b'"video_url"', b'"audio_url"', b'"input_audio"', b'"image"')
 
 
 def features_of(values: Mapping[str, Raw], body: bytes) -> list[str]:

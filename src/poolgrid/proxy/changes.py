@@ -9,7 +9,10 @@ import msgspec
 from msgspec import Raw, Struct
 
 from poolgrid.forwarding.body_edit import edit
+from poolgrid.forwarding.event_filter import TakenIds
+from poolgrid.forwarding.prompt_ids import Sending, ids_json
 from poolgrid.frontend.errors import RequestError
+from poolgrid.proxy.prompt_record import IdUse
 
 COUNTS_ON_DEMAND: Final = frozenset(("/v1/chat/completions", "/v1/completions"))
 """Paths of APIs whose streams have counts only with ``stream_options.include_usage``."""
@@ -22,10 +25,13 @@ KNOWN_KINDS: Final = frozenset(("vllm", "sglang", "trtllm-serve", POOLGRID))
 
 
 class Changes(Struct, frozen=True):
-    """A request's body as the server gets it, and whether it asks for usage that is not for the client."""
+    """A request's body as the server gets it, and what it asks for that is not for the client."""
 
     body: bytes
     asks_usage: bool = False
+    asks_ids: TakenIds = TakenIds.NONE
+    use: IdUse | None = None
+    """What is done about the prompt's ids."""
 
 
 class _StreamOptions(Struct):
@@ -58,12 +64,20 @@ def _counts(values: Mapping[str, Raw]) -> bool | None:
 
 
 def make_changes(
-    path: str, kind: str, body: bytes, values: Mapping[str, Raw], salt: str = "", priority_max: int | None = None
+    path: str,
+    kind: str,
+    body: bytes,
+    values: Mapping[str, Raw],
+    salt: str = "",
+    priority_max: int | None = None,
+    use: IdUse | None = None,
+    token_ids: bytes = b"",
 ) -> Changes:
     """Return the changes to a request of ``POST path`` for a server of a kind.
 
     ``salt`` is the tenant's part of the caches, ``priority_max`` the highest priority that it may ask for; engines run
-    lower numbers first. Raises ``RequestError`` for a body that cannot be made the tenant's.
+    lower numbers first. ``use`` is what is done about the prompt's ``token_ids``. Raises ``RequestError`` for a body
+    that cannot be made the tenant's.
     """
     fields: dict[str, bytes] = {}
     nested: dict[str, dict[str, bytes]] = {}
@@ -75,12 +89,24 @@ def make_changes(
         fields["cache_salt"] = msgspec.json.encode(salt)
     if priority_max is not None and (priority := _number(values.get("priority"))) is not None:
         fields["priority"] = b"%d" % max(priority, -priority_max)
+    is_owed = bool(fields)
+    asks_ids = TakenIds.NONE
+    if use is not None:
+        form = use.form
+        if use.sending is Sending.CHECKED:
+            asks_ids = form.taken
+            if form.asked:
+                fields[form.asked] = b"true"
+        elif form.inner:
+            nested[form.member] = {form.inner: ids_json(token_ids)}
+        else:
+            fields[form.member] = ids_json(token_ids)
     if not fields and not nested:
-        return Changes(body)
+        return Changes(body, use=use)
     try:
-        return Changes(edit(body, fields, nested), asks_usage)
+        return Changes(edit(body, fields, nested), asks_usage, asks_ids, use)
     except ValueError as error:
-        if fields:
+        if is_owed:
             raise RequestError(400, "invalid_json", f"reading the request body: {error}") from None
         return Changes(body)
 

@@ -24,16 +24,18 @@ import asyncio
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Final, Protocol
 
 from msgspec import Raw, Struct
 from starlette.types import Receive, Scope, Send
 
 from poolgrid.forwarding.body_edit import top_level
-from poolgrid.forwarding.event_filter import AnswerNotes, ApiForm, EventFilter, read_answer
+from poolgrid.forwarding.event_filter import AnswerNotes, ApiForm, EventFilter, TakenIds, cut_answer, read_answer
 from poolgrid.forwarding.headers import request_headers, response_headers
 from poolgrid.forwarding.hop import HOP, OWN_HEADERS, WORKER_HEADER, Hop, hop_line
 from poolgrid.forwarding.paths import RequestTarget
+from poolgrid.forwarding.prompt_ids import Sending
 from poolgrid.forwarding.two_legs import (
     begins_together,
     can_be_split,
@@ -61,6 +63,8 @@ from poolgrid.proxy.chunks import chunk, payloads
 from poolgrid.proxy.collector import WholeAnswer, collect
 from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ForwardBackend, ServerPlace
+from poolgrid.proxy.prompt_reading import PromptReading
+from poolgrid.proxy.prompt_record import IdUse, PromptRecord
 from poolgrid.proxy.server_connection import NO_BODY, AnswerFailed, HeaderList, ServerConnection
 from poolgrid.proxy.server_state import ServerState
 from poolgrid.proxy.upload import Upload
@@ -103,6 +107,13 @@ tenths of a second, and one refused prompt does not show that the next has no ro
 BUSY_BODY_BYTES_MAX: Final = 64 * 1024
 """Longest answer that is kept while another server is asked; a longer one goes to the client at once."""
 
+REFUSAL_STATUSES: Final = frozenset((400, 413, 422))
+"""By which servers refuse what is in a body."""
+
+CUT_BYTES_MAX: Final = 8 << 20
+"""Longest answer that is held until the ids in it are taken out: those of a prompt of 256k tokens are 1.8 MB, and text
+completions repeat them for each choice. A longer one goes to the client as it is, ids included."""
+
 WHOLE_BYTES_MAX: Final = 1 << 20
 """Longest answer that is read for its counts once it has passed; longer ones are images, audio, embeddings."""
 
@@ -118,12 +129,21 @@ ERROR_EVENT_BYTES_MAX: Final = 256
 """Within these bytes of the first chunk."""
 
 
-class BusyAnswer:
-    """The answer of a busy server, kept until it is known whether another takes the request."""
+class Withheld(Enum):
+    """Why an answer that comes does not go to the client as it comes."""
 
-    __slots__ = ("body", "headers", "status")
+    BUSY = "its server is busy, and another may take the request"
+    REFUSED = "its server refuses the prompt's ids, and gets the request as text"
+    CUT = "ids are to be taken out of the whole of it"
 
-    def __init__(self, status: int, headers: HeaderList) -> None:
+
+class WithheldAnswer:
+    """An answer that is kept until it has come."""
+
+    __slots__ = ("body", "headers", "status", "why")
+
+    def __init__(self, why: Withheld, status: int, headers: HeaderList) -> None:
+        self.why = why
         self.status = status
         self.headers = headers
         self.body = bytearray()
@@ -158,6 +178,7 @@ class ExchangeOwner(Protocol):
     isolates: bool
     """Whether tenants have caches of their own."""
     state: ServerState
+    prompts: PromptRecord
 
     def begin(self, exchange: ForwardExchange) -> None:
         """Take note of a request that begins."""
@@ -238,9 +259,21 @@ class ForwardExchange:
     _prefilling: asyncio.Task[None] | None = None
     _continues_state = False
     """Whether one server has what it continues."""
-    _busy: BusyAnswer | None = None
-    _is_keeping_busy = False
-    """Whether the answer that comes is a busy one."""
+    _busy: WithheldAnswer | None = None
+    """The last answer of a busy server."""
+    _withheld: WithheldAnswer | None = None
+    """The answer that comes, while it is withheld."""
+    _use: IdUse | None = None
+    """What is done about the ids of its prompt."""
+    _asks_ids = TakenIds.NONE
+    refused_ids = 0
+    """Status with which a server refused them."""
+    ids = "none"
+    """What became of them, as the metric has it."""
+    reading: PromptReading | None = None
+    """What was read of its prompt."""
+    has_one_prompt = False
+    """Whether the tokens of all that it sends as prompt are known, and one prompt."""
     _answer_status = 0
     _answer_headers: Sequence[tuple[bytes, bytes]] = ()
     _is_raw = False
@@ -297,7 +330,7 @@ class ForwardExchange:
         self.values: Mapping[str, Raw] = {}
         """Its members, unread."""
         self._sent_for = "", b""
-        """For what kind of server, and with what parameters, ``_sent_body`` was made."""
+        """For what server, and with what parameters, ``_sent_body`` was made."""
         self._sent_body = b""
         self._task = asyncio.current_task()
         self._notes = AnswerNotes()
@@ -373,6 +406,11 @@ class ForwardExchange:
         return self._has_left
 
     # -- Carrier: what the router orders -------------------------------------------------------------------------------
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether one server gets all of the request."""
+        return self._stage is Stage.WHOLE
 
     def can_be_split(self, kind: str) -> bool:
         if self._continues_state or not can_be_split(self.target.path, kind, self.values):
@@ -455,6 +493,9 @@ class ForwardExchange:
         self._server = server = self._application.server(place.url)
         self._keys = server.keys
         self._pieces = []
+        self._reach(server)
+
+    def _reach(self, server: ForwardServer) -> None:
         # A kept connection may end without a word, and an upload cannot be sent again.
         connection = server.kept() if self.upload is None else None
         if connection is None:
@@ -478,7 +519,7 @@ class ForwardExchange:
     def _send_on(self, server: ForwardServer, connection: ServerConnection) -> None:
         place = self._place
         assert place is not None, "an attempt has a place"
-        if self._request is not None and self._sent_for != (place.kind, self._params):
+        if self._request is not None and self._sent_for != (place.url, self._params):
             self._change(self._request, place)
         self._connection = connection
         head, body, upload = self._head(server, place, self._sent_body), self._sent_body, self.upload
@@ -521,12 +562,15 @@ class ForwardExchange:
         self._wake()
 
     def _change(self, request: InferenceRequest, place: ServerPlace) -> None:
-        """Make the body for a kind of server, and what takes out of the answer again what it asks for."""
-        self._sent_for = place.kind, self._params
+        """Make the body for a server, and what takes out of the answer again what it asks for."""
+        self._sent_for = place.url, self._params
         changes = self._application.changes(self, request, place)
         self._sent_body = decode_body(changes.body, self._params)
+        self._asks_ids = changes.asks_ids
+        if not self.refused_ids:
+            self._use = changes.use
         if self.is_streamed and self._form is not None:
-            self._filter = EventFilter(self._form, changes.asks_usage)
+            self._filter = EventFilter(self._form, changes.asks_usage, changes.asks_ids)
             self._notes = self._filter.notes
 
     # -- a prompt that another server computes -------------------------------------------------------------------------
@@ -653,14 +697,24 @@ class ForwardExchange:
                 self._close_server()
                 self._attempt_failed(AnswerFailed(f"the router of pool {self._place.worker} answered {status}"))
                 return
-        if status in BUSY_STATUSES and self._request is not None and not self._has_output:
-            self._busy = BusyAnswer(status, headers)
-            self._is_keeping_busy = True
+        if not self._has_output and (why := self._withholds(status, headers)) is not None:
+            self._withheld = WithheldAnswer(why, status, headers)
             return
         if self._stage is Stage.DECODE and status >= 500:
             self._continuation_failed(f"answered {status}")
             return
         self._take_head(status, headers, is_chunked)
+
+    def _withholds(self, status: int, headers: HeaderList) -> Withheld | None:
+        if status in BUSY_STATUSES and self._request is not None:
+            return Withheld.BUSY
+        use = self._use
+        if use is None:
+            return None
+        if use.sending is Sending.IDS and status in REFUSAL_STATUSES and not self.refused_ids:
+            return Withheld.REFUSED
+        is_cut = self._asks_ids is not TakenIds.NONE and status == 200 and not is_event_stream(headers)
+        return Withheld.CUT if is_cut else None
 
     def _take_head(self, status: int, headers: HeaderList, is_chunked: bool) -> None:
         self._answer_status, self._answer_headers = status, headers
@@ -681,8 +735,8 @@ class ForwardExchange:
         self._attempt_failed(AnswerFailed(f"the server that was to continue a prompt {why}"))
 
     def on_chunks(self, data: bytes) -> None:
-        if self._is_keeping_busy:
-            self._keep_busy(payloads(data))
+        if self._withheld is not None:
+            self._withhold(self._withheld, payloads(data))
             return
         if not self._has_output and not self._begin_output(data):
             return
@@ -705,8 +759,8 @@ class ForwardExchange:
             self._wake()
 
     def on_data(self, data: bytes) -> None:
-        if self._is_keeping_busy:
-            self._keep_busy(data)
+        if self._withheld is not None:
+            self._withhold(self._withheld, data)
             return
         if not self._has_output and not self._begin_output(data):
             return
@@ -730,25 +784,15 @@ class ForwardExchange:
         self._connection = None
         if self.upload is not None:
             self.upload.stop()
-        if self._is_keeping_busy:
-            self._is_keeping_busy = False
-            busy = self._busy
-            assert busy is not None, "it is kept"
-            self.finish_reason = FinishReason.ERROR
-            reason = f"the server answered {busy.status}"
-            self._queued_s = asyncio.get_running_loop().time()  # unless another gets it at once
-            self._report(
-                TokenDelta(
-                    self._dispatch_id,
-                    0,
-                    b"",
-                    FinishReason.ERROR,
-                    error=reason,
-                    refusal=RefusalKind.BUSY,
-                    retry_after_ms=busy.retry_after_ms(),
-                )
-            )
+        withheld, self._withheld = self._withheld, None
+        if withheld is not None and withheld.why is Withheld.BUSY:
+            self._end_busy(withheld)
             return
+        if withheld is not None and withheld.why is Withheld.REFUSED:
+            self._send_as_text(withheld.status)
+            return
+        if withheld is not None:
+            self._pass_cut(withheld)
         if self._filter is not None:
             rest = self._filter.finish()
             if rest:
@@ -764,7 +808,10 @@ class ForwardExchange:
         if is_stale and server is not None:
             self._connecting = detached(self._connect(server), "another connection to an engine server")
             return
-        self._is_keeping_busy = False
+        withheld, self._withheld = self._withheld, None
+        if withheld is not None and withheld.why is Withheld.REFUSED:
+            self._send_as_text(withheld.status)
+            return
         if not self._answer_status:
             self._attempt_failed(error)
             return
@@ -773,15 +820,52 @@ class ForwardExchange:
         self._report_end(FinishReason.ERROR, str(error))
         self._wake()
 
-    def _keep_busy(self, data: bytes) -> None:
-        busy = self._busy
-        assert busy is not None, "it is kept"
-        busy.body += data
-        if len(busy.body) > BUSY_BODY_BYTES_MAX:
-            self._is_keeping_busy = False
-            self._take_head(busy.status, busy.headers, False)
-            self._answer_headers = [pair for pair in busy.headers if pair[0] != b"content-length"]
-            self.on_data(bytes(busy.body))
+    def _withhold(self, withheld: WithheldAnswer, data: bytes) -> None:
+        withheld.body += data
+        if len(withheld.body) <= (CUT_BYTES_MAX if withheld.why is Withheld.CUT else BUSY_BODY_BYTES_MAX):
+            return
+        self._withheld = None
+        if withheld.why is Withheld.REFUSED:
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                connection.abort()
+            self._send_as_text(withheld.status)
+            return
+        self._take_head(withheld.status, withheld.headers, False)
+        self._answer_headers = [pair for pair in withheld.headers if pair[0] != b"content-length"]
+        self.on_data(bytes(withheld.body))
+
+    def _end_busy(self, busy: WithheldAnswer) -> None:
+        self._busy = busy
+        self.finish_reason = FinishReason.ERROR
+        reason = f"the server answered {busy.status}"
+        self._report(
+            TokenDelta(
+                self._dispatch_id,
+                0,
+                b"",
+                FinishReason.ERROR,
+                error=reason,
+                refusal=RefusalKind.BUSY,
+                retry_after_ms=busy.retry_after_ms(),
+            )
+        )
+
+    def _send_as_text(self, status: int) -> None:
+        """Send the request once more to a server that refused its prompt's ids with ``status``, without them."""
+        self.refused_ids, self._sent_for = status, ("", b"")
+        if self._server is not None:
+            self._reach(self._server)
+
+    def _pass_cut(self, whole: WithheldAnswer) -> None:
+        """Take the ids out of a whole answer that has come, and let it pass."""
+        body, self._notes = cut_answer(bytes(whole.body), self._asks_ids)
+        length = b"%d" % len(body)
+        headers = [(name, length if name == b"content-length" else value) for name, value in whole.headers]
+        self._take_head(whole.status, headers, False)
+        self._whole = None
+        self._begin_output(body)
+        self._pieces.append(body)
 
     def _keep_whole(self, data: bytes) -> None:
         whole = self._whole
@@ -817,9 +901,27 @@ class ForwardExchange:
         self.cached_tokens = self._notes.cached_tokens
         if self._makes_state and self._notes.response_id is not None and self._place is not None:
             self._application.state.note(self._notes.response_id, self._place.url)
+        if self._use is not None and self._answer_status == 200:
+            self._learn(self._use)
         is_well = self._answer_status < 400
         self.finish_reason = FinishReason.STOP if is_well else FinishReason.ERROR
         self._report_end(self.finish_reason, "" if is_well else f"the server answered {self._answer_status}")
+
+    def _learn(self, use: IdUse) -> None:
+        """Take note of what the answer shows of the prompt's ids."""
+        request, place, stream, prompts = self._request, self._place, self._stream, self._application.prompts
+        assert request is not None, "it has a prompt"
+        if self.refused_ids:
+            if place is None or place.url != use.kind.url:
+                return  # the one that refused them has not answered the text
+            prompts.refused(use, request, self.refused_ids)
+            self.ids = "refused"
+        elif use.sending is Sending.CHECKED:
+            is_followed = stream is not None and place is not None and self._application.backend.follows(place.worker)
+            promised_tokens = stream.promised_tokens if stream and is_followed else 0
+            self.ids = prompts.answered(use, request, self._notes, promised_tokens)
+        else:
+            self.ids = "sent"
 
     def _report_end(self, reason: FinishReason | str, error: str) -> None:
         if self._is_settled or self._request is None:
@@ -1012,9 +1114,7 @@ class ForwardExchange:
         self._guard.abort()
 
     def _is_event_stream(self) -> bool:
-        """Return whether the answer is events that can be read: nothing is put into a compressed stream."""
-        fields = dict(self._answer_headers)
-        return fields.get(b"content-type", b"").startswith(EVENT_STREAM) and b"content-encoding" not in fields
+        return is_event_stream(self._answer_headers)
 
     async def _end_stream(self, error: RequestError) -> None:
         """Write an error as the last event of a stream, and end the connection without the message's end."""
@@ -1073,6 +1173,11 @@ class ForwardExchange:
         return TokenTotals(prompt_tokens, notes.cached_tokens or 0, notes.completion_tokens or 0)
 
     @property
+    def prompt_tokens(self) -> int | None:
+        """Return the length of the prompt as its server reported it, where it is that of the prompt known here."""
+        return self._notes.prompt_tokens if self.has_one_prompt else None
+
+    @property
     def notes(self) -> AnswerNotes:
         return self._notes
 
@@ -1116,6 +1221,12 @@ class ForwardExchange:
 def _named_worker(headers: Sequence[tuple[bytes, bytes]]) -> str:
     """Return who has answered, by the header lines of a pool's router; empty where that is the router itself."""
     return next((value for name, value in headers if name == WORKER_HEADER), b"").decode("latin-1")
+
+
+def is_event_stream(headers: Sequence[tuple[bytes, bytes]]) -> bool:
+    """Return whether an answer with these headers is a stream of events."""
+    fields = dict(headers)
+    return fields.get(b"content-type", b"").startswith(EVENT_STREAM) and b"content-encoding" not in fields
 
 
 def target_of(scope: Scope) -> bytes:

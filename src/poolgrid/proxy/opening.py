@@ -13,6 +13,7 @@ from poolgrid.proxy.application import ForwardApplication, MakeServer
 from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ForwardBackend
 from poolgrid.proxy.prompt_reading import PromptReader
+from poolgrid.proxy.prompt_record import PromptRecord
 
 
 def own_paths_of(app: Application) -> frozenset[str]:
@@ -27,6 +28,7 @@ def open_forwarding(
     backend: ForwardBackend,
     settings: FrontendSettings,
     clock: Clock,
+    prompts: PromptRecord,
     make_server: MakeServer | None = None,
 ) -> ForwardApplication:
     """Return the application that serves all requests: it forwards what is for engine servers, and gives ``app`` the
@@ -37,6 +39,7 @@ def open_forwarding(
         app,
         backend,
         reader,
+        prompts,
         state.bodies,
         state.request_ids,
         state.metrics,

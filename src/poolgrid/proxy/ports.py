@@ -48,6 +48,10 @@ class ForwardBackend(InferenceBackend, Protocol):
         """Return the URLs of all servers."""
         ...
 
+    def follows(self, worker: WorkerKey) -> bool:
+        """Return whether what is promised of a worker's cache comes from the events of its own engine."""
+        ...
+
     def on_carried(self, request_id: str, delta: TokenDelta) -> None:
         """Take what a carrier reports of a dispatch."""
         ...

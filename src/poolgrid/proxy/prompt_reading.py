@@ -89,6 +89,8 @@ class PromptReading(Struct, frozen=True):
     """Prompt tokens of all prompts together; an estimate where the tokens are not known."""
     why: str = ""
     """Why the tokens are not known; empty = they are."""
+    detail: str = ""
+    """What of the body that is about: a field, or the words of its template."""
     after_tool: bool = False
     """Whether the prompt ends in the results of tools."""
     answer: int = 0
@@ -109,6 +111,15 @@ CLOSING: Final = b' \t\r\n]}"'
 
 TEXT_BYTES_MAX: Final = 1 << 20
 """Bytes of a prompt's text that are compared: some 250,000 tokens."""
+
+MEDIA: Final = (b'"image_url"', b'"input_image"', b'"video_url"', b'"audio_url"', b'"input_audio"', b'"image"')
+"""Names in bodies with media."""
+
+CONTINUED: Final = frozenset(("previous_response_id", "conversation"))
+"""Members by which a request continues what its server keeps."""
+
+TOLD: Final = frozenset(("chat_template_error", "no_chat_template", "no_prompt_model"))
+"""Errors whose words are the model's own. Those of others may quote the client."""
 
 UNLIMITED: Final = Sampling(max_tokens=U32_MAX)
 """What a forwarded request asks for is its server's business."""
@@ -162,9 +173,9 @@ class PromptReader:
         model, lora_name = self._named(values)
         text = text_of(values)
         if not model or not text:
-            return PromptReading(model, None, why=reading.why)
+            return PromptReading(model, None, why=reading.why, detail=reading.detail)
         request = InferenceRequest(request_id, model, text, UNLIMITED, lora_name=lora_name, by_text=True)
-        return PromptReading(model, request, len(text) // TOKEN_BYTES, reading.why)
+        return PromptReading(model, request, len(text) // TOKEN_BYTES, reading.why, reading.detail)
 
     def served(self, name: str) -> tuple[str, str]:
         """Return the served model that clients call so, and the adapter if it is one; empty when there is none."""
@@ -202,9 +213,15 @@ class PromptReader:
                 request_id, job.served.name, prompts[0].token_ids, UNLIMITED, lora_name=job.lora_name, cache_salt=salt
             )
         except (RequestError, msgspec.MsgspecError, RecursionError) as error:
-            why = error.code if isinstance(error, RequestError) else "invalid_json"
             log.debug("the tokens of a body of %d bytes are not known: %s", len(body), error)
-            return PromptReading("", None, why=why)
+            if any(mark in body for mark in MEDIA):
+                return PromptReading("", None, why="media")
+            if not isinstance(error, RequestError):
+                return PromptReading("", None, why="invalid_json")
+            if error.param in CONTINUED:
+                return PromptReading("", None, why="kept")
+            detail = error.message if error.code in TOLD else error.param or ""
+            return PromptReading("", None, why=error.code, detail=detail)
         isl = sum(prompt.isl for prompt in prompts)
         return PromptReading(request.model, request, isl, after_tool=job.after_tool, answer=job.answer)
 

@@ -155,12 +155,26 @@ class VerdictRow(AnswerRow, frozen=True, kw_only=True):
     reported_tokens: int
 
 
+class ModelFinding(AnswerRow, frozen=True, kw_only=True):
+    """What a router found of one model whose requests it forwards."""
+
+    model: str
+    cause: str
+    is_fault: bool
+    meaning: str
+    evidence: list[str]
+    """What was seen, a sentence each."""
+    fix: str
+
+
 class DoctorAnswer(AnswerRow, frozen=True, kw_only=True):
     """Answer of a router's ``GET /v1/doctor``."""
 
     object: str = "list"
     data: list[VerdictRow]
     uncached_tokens: dict[str, int]
+    models: list[ModelFinding] = []
+    """Why prompts are placed by text, and why no token ids are sent to engines."""
 
 
 class DrainAnswer(AnswerRow, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from poolgrid.cli.doctor_view import view
 from poolgrid.cli.router_client import KEY_NOTE, api_key_headers, found_url, refusal
 from poolgrid.process.terminal_table import terminal
 from poolgrid.wire.addresses import without_credentials
-from poolgrid.wire.answers import DoctorAnswer, PoolList, VerdictRow
+from poolgrid.wire.answers import DoctorAnswer, ModelFinding, PoolList, VerdictRow
 
 TIMEOUT_S = 10.0
 """Longest wait for one answer; routers answer from memory."""
@@ -33,8 +33,8 @@ def show(answer: DoctorAnswer, as_json: bool) -> int:
     if as_json:
         print_json(answer.to_json())
     else:
-        terminal().print(view(answer.data, answer.uncached_tokens))
-    return int(any(row.is_fault for row in answer.data))
+        terminal().print(view(answer.data, answer.uncached_tokens, answer.models))
+    return int(any(row.is_fault for row in answer.data) or any(each.is_fault for each in answer.models))
 
 
 def ask(client: httpx.Client, url: str) -> DoctorAnswer | None:
@@ -51,6 +51,7 @@ def ask(client: httpx.Client, url: str) -> DoctorAnswer | None:
     if pools.status_code != 200:
         return None
     rows: list[VerdictRow] = []
+    models: list[ModelFinding] = []
     uncached: dict[str, int] = {}
     for pool in msgspec.json.decode(pools.content, type=PoolList).data:
         of_pool = client.get(f"{pool.url}{PATH}")
@@ -58,9 +59,10 @@ def ask(client: httpx.Client, url: str) -> DoctorAnswer | None:
             raise Unexamined(f"pool {pool.name}: {refusal(of_pool.status_code, of_pool.content)}")
         answer = msgspec.json.decode(of_pool.content, type=DoctorAnswer)
         rows += [msgspec.structs.replace(row, worker=f"{pool.name}/{row.worker}") for row in answer.data]
+        models += [msgspec.structs.replace(each, model=f"{pool.name}/{each.model}") for each in answer.models]
         for cause, tokens in answer.uncached_tokens.items():
             uncached[cause] = uncached.get(cause, 0) + tokens
-    return DoctorAnswer(data=rows, uncached_tokens=uncached)
+    return DoctorAnswer(data=rows, uncached_tokens=uncached, models=models)
 
 
 def examine_url(url: str, as_json: bool) -> int:
