@@ -15,6 +15,7 @@ export class Sheet {
     this.refresh = null;
     this.key = null;
     this.dialog.addEventListener("close", () => {
+      if (this.dialog.open) return; // the event comes later, and another sheet is open by now
       this.refresh = null;
       this.key = null;
       this.controller?.abort();
