@@ -10,13 +10,23 @@ from typing import Final
 
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.engine_times import card_prompt_ms
+from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.selector import PROMPT_STAGES
+from poolgrid.router.core.worker_groups import WorkerGroup
 from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.identifiers import WorkerKey
 
 BACKLOG_MS: Final = 500.0
 """Expected time until an engine begins with a further prompt, above which it is given none: a few full steps of most
 engines, so none stands still while a first token comes here and the next request there. Its length does not count: a
 long prompt would wait for ever where short ones come from other routers."""
+
+
+ENOUGH_TO_COMPUTE: Final = "its engine has enough to compute"
+"""Why a request does not go to a worker, or waits for it."""
+
+UNKNOWN_PACE: Final = 1.0
+"""Pace of all workers until a first token is observed; hardly ever after it."""
 
 
 def times_ms(decision: Decision, card: WorkerCard) -> tuple[float, float]:
@@ -34,7 +44,24 @@ def times_ms(decision: Decision, card: WorkerCard) -> tuple[float, float]:
 
 
 def waits_too_long(decision: Decision, card: WorkerCard) -> bool:
-    """Return whether a prompt has to wait at the router until its engine has computed others."""
-    if not decision.prefill_tokens or decision.request.stage not in PROMPT_STAGES:
+    """Return whether a prompt has to wait at the router until its engine has computed others.
+
+    While no first token has shown how fast workers are, an engine gets no more than it computes in one step.
+    """
+    before_tokens = decision.prefill_tokens
+    if not before_tokens or decision.request.stage not in PROMPT_STAGES:
         return False
+    forecast = decision.choice.forecast
+    if forecast is not None and forecast.pace == UNKNOWN_PACE:
+        return before_tokens + forecast.uncached_tokens > card.limits.max_num_tokens
     return times_ms(decision, card)[0] > BACKLOG_MS
+
+
+def with_enough(group: WorkerGroup, ledger: LoadLedger) -> dict[WorkerKey, str]:
+    """Return the workers of a group whose engines have enough to compute by their cards, with that as the reason."""
+    queued = ledger.prefill_tokens[group.slots].tolist()
+    return {
+        worker.key: ENOUGH_TO_COMPUTE
+        for worker, tokens in zip(group.members, queued, strict=True)
+        if tokens and card_prompt_ms(worker.card, tokens) > BACKLOG_MS
+    }

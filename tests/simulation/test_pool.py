@@ -110,7 +110,9 @@ def test_a_second_run_is_the_same(policy: str) -> None:
 
 def test_with_one_worker_every_policy_does_the_same(conversations: Workload) -> None:
     def one_worker(policy: str) -> RunResult:
-        nobody_waits = RouterFleet(hold_limit_ms=0.0, waits_for_engines=False)  # as with kv, which has a better order for those who come at once
+        nobody_waits = RouterFleet(
+            hold_limit_ms=0.0, waits_for_engines=False
+        )  # as with kv, which has a better order for those who come at once
         result = SimulatedPool(conversations, make_policy(policy), 1, limits(conversations), routers=nobody_waits).run()
         result.policy = ""
         result.overlap_found_tokens, result.predicted = 0, []  # only kv looks, and predicts
