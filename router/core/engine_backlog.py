@@ -25,9 +25,6 @@ long prompt would wait for ever where short ones come from other routers."""
 ENOUGH_TO_COMPUTE: Final = "its engine has enough to compute"
 """Why a request does not go to a worker, or waits for it."""
 
-UNKNOWN_PACE: Final = 1.0
-"""Pace of all workers until a first token is observed; hardly ever after it."""
-
 
 def times_ms(decision: Decision, card: WorkerCard) -> tuple[float, float]:
     """Return in how many milliseconds the chosen worker is expected to begin with a prompt, and to have computed it.
@@ -44,16 +41,9 @@ def times_ms(decision: Decision, card: WorkerCard) -> tuple[float, float]:
 
 
 def waits_too_long(decision: Decision, card: WorkerCard) -> bool:
-    """Return whether a prompt has to wait at the router until its engine has computed others.
-
-    While no first token has shown how fast workers are, an engine gets no more than it computes in one step.
-    """
-    before_tokens = decision.prefill_tokens
-    if not before_tokens or decision.request.stage not in PROMPT_STAGES:
+    """Return whether a prompt has to wait at the router until its engine has computed others."""
+    if not decision.prefill_tokens or decision.request.stage not in PROMPT_STAGES:
         return False
-    forecast = decision.choice.forecast
-    if forecast is not None and forecast.pace == UNKNOWN_PACE:
-        return before_tokens + forecast.uncached_tokens > card.limits.max_num_tokens
     return times_ms(decision, card)[0] > BACKLOG_MS
 
 
