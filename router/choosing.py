@@ -12,10 +12,12 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from poolgrid.inference import InferenceRequest
 from poolgrid.process.clock import Clock
 from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.engine_backlog import waits_too_long
+from poolgrid.router.core.engine_backlog import ENOUGH_TO_COMPUTE, waits_too_long, with_enough
 from poolgrid.router.core.inputs import TurnOffered, WorkerWanted
 from poolgrid.router.core.policy import RoutingRequest
 from poolgrid.router.core.router_state import RouterState
@@ -60,9 +62,6 @@ CROWDED: Final = "its sessions fill its cache"
 
 NO_ADAPTER: Final = "it does not serve the adapter"
 """Filter reason of a worker for requests with an adapter that others of its model serve."""
-
-ENOUGH_TO_COMPUTE: Final = "its engine has enough to compute"
-"""Why a request waits for a worker that it could go to."""
 
 NOT_THE_MAKER: Final = "its server did not make what the request continues"
 """Filter reason of a worker for requests that continue what one engine server keeps."""
@@ -156,6 +155,8 @@ class Chooser:
         found = self._state.select(wanted)
         if isinstance(found, Decision):
             if found.prefill_tokens and self._waits_for_engine(routed, found):
+                if self._selector.planner is None and (other := self._choose_other(wanted)) is not None:
+                    return Placement(other, leg if other.legs is None else spec_of(other.legs), now_ms)
                 none = NoWorker(request.model, {found.worker: ENOUGH_TO_COMPUTE}, frozenset((found.worker,)))
                 return PlacementFailure(none, busy=True, waits_for_engine=True)
             return Placement(found, leg if found.legs is None else spec_of(found.legs), now_ms)
@@ -187,6 +188,16 @@ class Chooser:
         lacks_role = request.task is None and bool(self._staff_of(request).missing)
         waits = machine.plan.dispatches > 0 or routed.queued is not None or lacks_role
         return PlacementFailure(found, busy=waits and found.reasons.keys() <= found.draining)
+
+    def _choose_other(self, wanted: WorkerWanted) -> Decision | None:
+        """Return another worker's choice, where a policy that does not reckon with queues chose one that has enough."""
+        request = wanted.request
+        group = self._selector.groups.of(request.model, wanted.roles)
+        enough = with_enough(group, self._projection.ledger)
+        if len(enough) >= len(group.workers):
+            return None
+        found = self._state.select(replace(wanted, unavailable={**wanted.unavailable, **enough}))
+        return found if isinstance(found, Decision) else None
 
     def _waits_for_engine(self, routed: LocalRequest, decision: Decision) -> bool:
         """Return whether a new request waits until the engine that was chosen has computed what it was given.

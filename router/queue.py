@@ -363,7 +363,8 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         failure = self._try(queued.item)
         if failure is None:
             return Tried.GONE
-        return Tried.BACKLOGGED if failure.waits_for_engine else Tried.BUSY
+        waits_for_one = failure.waits_for_engine and self._chooser.planner is not None
+        return Tried.BACKLOGGED if waits_for_one else Tried.BUSY
 
     def _place_planned(self, taken: Sequence[QueuedRequest[LocalRequest]]) -> bool:
         """Plan requests together, and place those that the plan selects; return whether there are any."""

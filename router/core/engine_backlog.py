@@ -10,13 +10,20 @@ from typing import Final
 
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.engine_times import card_prompt_ms
+from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.selector import PROMPT_STAGES
+from poolgrid.router.core.worker_groups import WorkerGroup
 from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.identifiers import WorkerKey
 
 BACKLOG_MS: Final = 500.0
 """Expected time until an engine begins with a further prompt, above which it is given none: a few full steps of most
 engines, so none stands still while a first token comes here and the next request there. Its length does not count: a
 long prompt would wait for ever where short ones come from other routers."""
+
+
+ENOUGH_TO_COMPUTE: Final = "its engine has enough to compute"
+"""Why a request does not go to a worker, or waits for it."""
 
 
 def times_ms(decision: Decision, card: WorkerCard) -> tuple[float, float]:
@@ -38,3 +45,13 @@ def waits_too_long(decision: Decision, card: WorkerCard) -> bool:
     if not decision.prefill_tokens or decision.request.stage not in PROMPT_STAGES:
         return False
     return times_ms(decision, card)[0] > BACKLOG_MS
+
+
+def with_enough(group: WorkerGroup, ledger: LoadLedger) -> dict[WorkerKey, str]:
+    """Return the workers of a group whose engines have enough to compute by their cards, with that as the reason."""
+    queued = ledger.prefill_tokens[group.slots].tolist()
+    return {
+        worker.key: ENOUGH_TO_COMPUTE
+        for worker, tokens in zip(group.members, queued, strict=True)
+        if tokens and card_prompt_ms(worker.card, tokens) > BACKLOG_MS
+    }

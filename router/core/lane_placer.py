@@ -41,9 +41,9 @@ class Tried(Enum):
     GONE = auto()
     """It is on a worker, or waits no longer."""
     BUSY = auto()
-    """Every worker that could serve it is busy."""
+    """Every worker that could serve it is busy, or its engine has enough to compute."""
     BACKLOGGED = auto()
-    """The engine where it would go has enough to compute."""
+    """The engine of the worker that is best for it has enough to compute; others may be free."""
 
 
 class LanePlacer(Generic[T]):

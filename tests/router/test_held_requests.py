@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from poolgrid.inference import InferenceRequest, Refused
+from poolgrid.router.core.engine_times import card_prompt_ms
 from poolgrid.router.core.policy import HELD_MAX
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.serving.token_delivery import TokenDelivery
@@ -22,6 +23,7 @@ from tests.router.test_service import Routed, card, routed
 A, B = WorkerKey(WorkerId("a")), WorkerKey(WorkerId("b"))
 AT_A, AT_B = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"
 LIMITS = WorkerLimits(1000, 1024, 100_000, 1_000_000)
+OF_2000_MS = card_prompt_ms(msgspec.structs.replace(card(AT_A), limits=LIMITS), 2000)
 LONG = InferenceRequest("long", "m", pack_tokens(range(6000)), Sampling(max_tokens=4))
 
 
@@ -129,10 +131,12 @@ async def test_housekeeping_looks_after_those_that_waited_too_long() -> None:
 async def test_nobody_is_refused_because_others_are_held() -> None:
     async with routed(make_policy("kv"), max_queue_requests=2) as router:
         join(router, A, AT_A)
-        tasks = await submit(router, *(named(f"r{number}", 6000 + number) for number in range(6)))
+        tasks = await submit(router, *(named(f"r{number}", 6000 + number) for number in range(5)))
 
         active, waiting = router.service.counts()
-        assert (active + waiting, waiting) == (6, 2)
+        assert (active, waiting) == (3, 2), "three of 200 ms each: the last begins within 500 ms"
+        with pytest.raises(Refused, match="waiting already: 2 requests"):
+            await (await submit(router, named("sixth", 6006)))[0]
         await end(*tasks)
 
     async with routed(make_policy("kv"), max_queue_prompt_tokens=10_000) as router:
@@ -142,15 +146,17 @@ async def test_nobody_is_refused_because_others_are_held() -> None:
         await end(*tasks)
 
 
-async def test_no_more_are_held_than_there_is_a_point_in() -> None:
+async def test_no_more_are_held_than_there_is_a_point_in_while_engines_have_room() -> None:
     async with routed(make_policy("kv")) as router:
         join(router, A, AT_A)
-        tasks = await submit(router, *(named(f"r{number}", 2000) for number in range(HELD_MAX + 50)))
+        tasks = await submit(router, *(named(f"r{number}", 2000) for number in range(HELD_MAX + 5)))
 
+        assert router.service.counts() == (5, HELD_MAX)
+        more = await submit(router, *(named(f"s{number}", 2000) for number in range(50)))
         active, waiting = router.service.counts()
-        assert active + waiting == HELD_MAX + 50
-        assert waiting <= HELD_MAX
-        await end(*tasks)
+        assert active * OF_2000_MS < 500 + 2 * OF_2000_MS
+        assert active + waiting == HELD_MAX + 55
+        await end(*tasks, *more)
 
 
 async def test_a_request_that_no_worker_can_serve_is_told_at_once() -> None:

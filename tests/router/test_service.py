@@ -502,7 +502,7 @@ async def test_a_request_whose_only_worker_is_lost_waits_for_its_next_life_also_
         router.feed.tell((OLD, WorkerLeft("lease expired")))
         service.queue.expire(service._clock.monotonic_ms() + RouterSettings().queue_timeout_ms + 1)
         [last] = await stream.next()
-        assert (last.error, last.no_worker) == ("model 'm' has no worker in reach: none came within 30000 ms", True)
+        assert (last.error, last.no_worker) == ("model 'm' has no worker in reach: none came within 60000 ms", True)
 
 
 @pytest.mark.parametrize("together_ms", [100.0, -1.0], ids=["quick", "a router that gets no CPU in between"])

@@ -110,7 +110,9 @@ def test_a_second_run_is_the_same(policy: str) -> None:
 
 def test_with_one_worker_every_policy_does_the_same(conversations: Workload) -> None:
     def one_worker(policy: str) -> RunResult:
-        nobody_waits = RouterFleet(hold_limit_ms=0.0)  # as with kv, which has a better order for those who come at once
+        nobody_waits = RouterFleet(
+            hold_limit_ms=0.0, waits_for_engines=False
+        )  # as with kv, which has a better order for those who come at once
         result = SimulatedPool(conversations, make_policy(policy), 1, limits(conversations), routers=nobody_waits).run()
         result.policy = ""
         result.overlap_found_tokens, result.predicted = 0, []  # only kv looks, and predicts
@@ -120,7 +122,11 @@ def test_with_one_worker_every_policy_does_the_same(conversations: Workload) -> 
 
 
 def test_round_robin_gives_every_worker_the_same_number_of_requests(conversations: Workload) -> None:
-    assert play(conversations, "round-robin", workers=4)[1].worker_requests == [75, 75, 75, 75]
+    nobody_waits = RouterFleet(waits_for_engines=False)  # each time that one has to wait the next worker has the turn
+    policy = make_policy("round-robin")
+    pool = SimulatedPool(conversations, policy, 4, limits(conversations), routers=nobody_waits)
+
+    assert pool.run().worker_requests == [75, 75, 75, 75]
 
 
 def test_a_lone_request_takes_what_the_timing_says() -> None:

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Final
 
+from msgspec.structs import replace
+
 from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.engine_backlog import waits_too_long
+from poolgrid.router.core.engine_backlog import waits_too_long, with_enough
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.lane_placer import LanePlacer, Tried
 from poolgrid.router.core.policy import HELD_MAX
@@ -64,7 +66,9 @@ class WaitingRequests:
             decision = self._choose(request, _NOTHING)
             planner = self._selector.planner
             waits = decision is None or (self._plans and planner is not None and planner.holds(decision))
-            if decision is not None and not waits and self._may_go(decision):
+            if decision is not None and not waits and not self._may_go(decision):
+                decision = self._choose_other(request)
+            if decision is not None and not waits:
                 self._send(request, decision, now_ms)
                 return
         while self._plans and len(self._queue) >= HELD_MAX:
@@ -109,6 +113,18 @@ class WaitingRequests:
             return None
         raise RuntimeError(f"simulating request {request.request_id}: {found}")
 
+    def _choose_other(self, request: SimulatedRequest) -> Decision | None:
+        """Return the choice of a policy that does not reckon with queues among workers that have not enough."""
+        selector = self._selector
+        if selector.planner is not None:
+            return None
+        group = selector.groups.of(LANE, ROLES)
+        enough = with_enough(group, selector.projection.ledger)
+        if len(enough) == len(group.workers):
+            return None
+        found = selector.select(replace(self._wanted(request, self._now_ms, _NOTHING), unavailable=enough))
+        return found if isinstance(found, Decision) else None
+
     def _may_go(self, decision: Decision) -> bool:
         """Return whether a request may go to the engine of a decision's worker now."""
         if not self._waits_for_engines:
@@ -121,7 +137,9 @@ class WaitingRequests:
         if decision is None:
             return Tried.BUSY
         if not self._may_go(decision):
-            return Tried.BACKLOGGED
+            decision = self._choose_other(queued.item)
+            if decision is None:
+                return Tried.BUSY if self._selector.planner is None else Tried.BACKLOGGED
         self._changes += 1
         self._queue.leave(queued, dispatched=True)
         self._send(queued.item, decision, self._now_ms)
