@@ -241,7 +241,7 @@ class EventFilter:
             or event.find(_FINISH, finish + 1) >= 0
         ):
             self._is_first = False
-            answer = _read(_data_of(event))
+            answer = _read(data_of(event))
             if answer is not None:
                 _note_chat(self.notes, answer)
                 if self._takes_usage and has_usage and answer.choices == []:
@@ -265,7 +265,7 @@ class EventFilter:
 
     def _note_rare(self, event: bytes) -> None:
         """Note an event that is no common one: a start, an end."""
-        if (answer := _read(_data_of(event))) is not None:
+        if (answer := _read(data_of(event))) is not None:
             _note_event(self.notes, answer)
 
 
@@ -338,7 +338,7 @@ def _note_usage(notes: AnswerNotes, raw: msgspec.Raw) -> None:
         notes.completion_tokens = completion
 
 
-def _data_of(event: bytes) -> bytes:
+def data_of(event: bytes) -> bytes:
     """The data of an event, its lines joined as clients join them."""
     return b"\n".join(found[2] or b"" for found in _DATA_LINE.finditer(event))
 
@@ -350,10 +350,10 @@ def _with_fingerprint(event: bytes, fingerprint: bytes) -> bytes:
         choices = next(member for member in top_level(data).members if member.name == "choices")
         return b'%b,"system_fingerprint":%b%b' % (data[: choices.value_end], fingerprint, data[choices.value_end :])
 
-    return event if fingerprint == b"null" else _with_data(event, put)
+    return event if fingerprint == b"null" else with_data(event, put)
 
 
-def _with_data(event: bytes, change: Callable[[bytes], bytes]) -> bytes:
+def with_data(event: bytes, change: Callable[[bytes], bytes]) -> bytes:
     """The event with its data changed; as it is where the data is no JSON.
 
     Other lines between those of the data come behind them.

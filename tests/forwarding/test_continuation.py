@@ -1,0 +1,463 @@
+"""A stream that another server continues is complete, and has each character once, wherever the first one broke off."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from poolgrid.forwarding.continuation import ContinuationError, ContinuedStream, is_repeatable
+from poolgrid.forwarding.event_filter import MAX_EVENT_BYTES, ApiForm
+
+DONE = b"data: [DONE]\n\n"
+
+Unit = tuple[str, str]
+"""A token: which field it is in, and its text."""
+
+
+def event(value: dict[str, Any], name: str = "") -> bytes:
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
+
+
+def merged(units: Sequence[Unit], sizes: Sequence[int]) -> list[list[Unit]]:
+    """Tokens as an engine puts them into events: so many of one field together."""
+    found: list[list[Unit]] = []
+    sizes = list(sizes) or [1]
+    for unit in units:
+        size = sizes[len(found) % len(sizes)]
+        if found and found[-1][-1][0] == unit[0] and len(found[-1]) < size:
+            found[-1].append(unit)
+        else:
+            found.append([unit])
+    return found
+
+
+def logprobs_of(units: Sequence[Unit], server: int) -> dict[str, Any]:
+    return {"content": [{"token": text, "logprob": -0.5 - server / 100, "top_logprobs": []} for _, text in units]}
+
+
+def chat(units: Sequence[Unit], sizes: Sequence[int], server: int) -> list[bytes]:
+    """The events of a chat, as a server writes them."""
+    head = {"id": f"chatcmpl-s{server}", "object": "chat.completion.chunk", "created": server, "model": "m"}
+
+    def chunk(delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
+        return event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish, **more}]})
+
+    events = [chunk({"role": "assistant", "content": ""})]
+    calls: list[str] = []
+    for group in merged(units, sizes):
+        field, text = group[0][0], "".join(text for _, text in group)
+        more = {"logprobs": logprobs_of(group, server), "token_ids": [ord(text[0]) for _, text in group]}
+        if not field.startswith("call"):
+            events.append(chunk({field: text}, **more))
+            continue
+        call: dict[str, Any] = {"index": int(field[4:]), "function": {"arguments": text}}
+        if field not in calls:
+            calls.append(field)
+            call |= {"id": f"call-s{server}-{field}", "type": "function"}
+            call["function"]["name"] = f"name{field}"
+        events.append(chunk({"tool_calls": [call]}, **more))
+    events.append(chunk({}, "stop"))
+    usage = {"prompt_tokens": 7, "completion_tokens": len(units), "total_tokens": 7 + len(units)}
+    return [*events, event({**head, "choices": [], "usage": usage}), DONE]
+
+
+def completion(units: Sequence[Unit], sizes: Sequence[int], server: int) -> list[bytes]:
+    head = {"id": f"cmpl-s{server}", "object": "text_completion", "created": server, "model": "m"}
+    events = []
+    for group in merged(units, sizes):
+        logprobs = {
+            "tokens": [text for _, text in group],
+            "token_logprobs": [-0.5 - server / 100] * len(group),
+            "top_logprobs": [{text: -0.5 - server / 100} for _, text in group],
+            "text_offset": [0] * len(group),
+        }
+        text = "".join(text for _, text in group)
+        events.append(event({**head, "choices": [{"index": 0, "text": text, "logprobs": logprobs}]}))
+    events.append(event({**head, "choices": [{"index": 0, "text": "", "finish_reason": "length"}]}))
+    return [*events, DONE]
+
+
+def messages(units: Sequence[Unit], sizes: Sequence[int], server: int) -> list[bytes]:
+    start = {"id": f"msg-s{server}", "role": "assistant", "content": [], "usage": {"input_tokens": 7}}
+    found: list[dict[str, Any]] = [{"type": "message_start", "message": start}]
+    index, last = -1, ""
+    kinds = {"content": ("text", "text_delta"), "reasoning": ("thinking", "thinking_delta")}
+    for group in merged(units, sizes):
+        field = group[0][0]
+        kind, delta = kinds.get(field, ("tool_use", "input_json_delta"))
+        name = {"tool_use": "partial_json"}.get(kind, kind)
+        if field != last:
+            if last:
+                if last == "reasoning":
+                    signature = {"type": "signature_delta", "signature": f"signed-s{server}"}
+                    found.append({"type": "content_block_delta", "index": index, "delta": signature})
+                found.append({"type": "content_block_stop", "index": index})
+            index, last = index + 1, field
+            block = {"type": kind} | ({"id": f"toolu-s{server}", "name": field} if kind == "tool_use" else {name: ""})
+            found.append({"type": "content_block_start", "index": index, "content_block": block})
+        text = "".join(text for _, text in group)
+        found.append({"type": "content_block_delta", "index": index, "delta": {"type": delta, name: text}})
+    if last:
+        found.append({"type": "content_block_stop", "index": index})
+    usage = {"output_tokens": len(units)}
+    found += [
+        {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": usage},
+        {"type": "message_stop"},
+    ]
+    return [event(each, each["type"]) for each in found]
+
+
+def responses(units: Sequence[Unit], sizes: Sequence[int], server: int) -> list[bytes]:
+    response = {"id": f"resp-s{server}", "created_at": server, "output": []}
+    found: list[dict[str, Any]] = [{"type": "response.created", "response": response}]
+    items: list[dict[str, Any]] = []
+    groups = merged(units, sizes)
+    for at, group in enumerate(groups):
+        field = group[0][0]
+        kind = {"content": "output_text", "reasoning": "reasoning_text"}.get(field, "function_call_arguments")
+        place = {"output_index": len(items) - 1, "content_index": 0, "item_id": ""}
+        if not at or groups[at - 1][0][0] != field:
+            item = {"type": kind, "id": f"item-s{server}-{len(items)}", "call_id": f"call-s{server}-{len(items)}"}
+            items.append(item | {"text": ""})
+            place["output_index"] += 1
+            found.append({"type": "response.output_item.added", "output_index": len(items) - 1, "item": item})
+        place["item_id"] = items[-1]["id"]
+        text = "".join(text for _, text in group)
+        items[-1]["text"] += text
+        found.append({"type": f"response.{kind}.delta", **place, "delta": text})
+        if at + 1 == len(groups) or groups[at + 1][0][0] != field:
+            done = {"type": f"response.{kind}.done", **place, "text": items[-1]["text"]}
+            found += [done, {"type": "response.output_item.done", **place, "item": items[-1]}]
+    found.append({"type": "response.completed", "response": {**response, "output": items}})
+    return [event({**each, "sequence_number": number}, each["type"]) for number, each in enumerate(found)]
+
+
+Writer = Callable[[Sequence[Unit], Sequence[int], int], list[bytes]]
+FORMS: dict[str, tuple[ApiForm, Writer]] = {
+    "chat": (ApiForm.CHAT, chat),
+    "completion": (ApiForm.CHAT, completion),
+    "messages": (ApiForm.MESSAGES, messages),
+    "responses": (ApiForm.RESPONSES, responses),
+}
+
+
+def values_of(stream: bytes) -> list[dict[str, Any]]:
+    """What a client parses."""
+    events = [each.partition(b"data: ")[2] for each in stream.split(b"\n\n")[:-1]]
+    return [json.loads(each) for each in events if each != b"[DONE]"]
+
+
+def folded(stream: bytes, form: ApiForm = ApiForm.CHAT) -> Any:
+    """A stream as clients put it together: texts joined, all else in its order."""
+    values = values_of(stream)
+    return folded_chunks(values, stream.count(DONE)) if form is ApiForm.CHAT else folded_events(values)
+
+
+def folded_chunks(chunks: list[dict[str, Any]], ends: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"ends": ends, "usage": [], "ids": set()}
+    for chunk in chunks:
+        found["ids"].add((chunk["id"], chunk["created"]))
+        found["usage"] += [chunk["usage"]] if "usage" in chunk else []
+        for choice in chunk["choices"]:
+            texts = {"text": choice.get("text", "")}
+            for name, value in choice.get("delta", {}).items():
+                if name != "tool_calls":
+                    texts[name] = value
+                    continue
+                for call in value:
+                    texts |= {f"call {call['index']} {each}": call.get(each, "") for each in ("id", "type")}
+                    texts |= {f"call {call['index']} {each}": text for each, text in call["function"].items()}
+            for name, text in texts.items():
+                found[name] = found.get(name, "") + text
+            found.setdefault("finish", []).extend(filter(None, [choice.get("finish_reason")]))
+            found.setdefault("token_ids", []).extend(choice.get("token_ids", []))
+            logprobs = choice.get("logprobs") or {}
+            found.setdefault("tokens", []).extend(logprobs.get("tokens", []))
+            found["tokens"] += [each["token"] for each in logprobs.get("content", [])]
+            counts = found.setdefault("logprobs", {"token_logprobs": 0, "top_logprobs": 0, "text_offset": 0})
+            for name in counts:
+                counts[name] += len(logprobs.get(name, []))
+    return found
+
+
+def folded_events(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for each in events:
+        each.pop("sequence_number", None)
+        last = found[-1] if found else {}
+        same = [last.get(name) for name in PLACE] == [each.get(name) for name in PLACE]
+        if same and isinstance(each.get("delta"), str):
+            last["delta"] += each["delta"]
+        elif same and isinstance(each.get("delta"), dict) and last["delta"]["type"] == each["delta"]["type"]:
+            name = next(name for name in each["delta"] if name != "type")
+            last["delta"][name] += each["delta"][name]
+        else:
+            found.append(each)
+    return found
+
+
+PLACE = ("type", "index", "output_index", "content_index")
+
+
+def continued(form: ApiForm, had: bytes, second: bytes, size: int = 0) -> bytes:
+    """The client's stream."""
+    stream = ContinuedStream(form, had)
+    if stream.is_whole:
+        return had
+    pieces = [second[at : at + size] for at in range(0, len(second), size)] if size else [second]
+    passed = b"".join(map(stream.feed, pieces))
+    stream.finish()
+    return had + passed
+
+
+def renamed(data: bytes) -> bytes:
+    """A stream under the ids of server 1."""
+    return re.sub(rb'(created(?:_at)?": ?)2', rb"\g<1>1", data.replace(b"-s2", b"-s1"))
+
+
+texts = st.text(st.sampled_from("ab é😀\"\\\n"), min_size=1, max_size=4)
+fields = st.sampled_from(["content", "content", "reasoning", "call0", "call1"])
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> list[Unit]:
+    """Tokens in some fields; a call is over when another field has begun."""
+    found: list[Unit] = []
+    for field in draw(st.lists(fields, max_size=4, unique=True)):
+        found += [(field, text) for text in draw(st.lists(texts, min_size=1, max_size=6))]
+    return found
+
+
+sizes = st.lists(st.integers(1, 4), min_size=1, max_size=3)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@given(units=answers(), first=sizes, second=sizes, cut=st.integers(0, 100), size=st.sampled_from([0, 0, 1, 7, 100]))
+def test_stream_cut_at_any_event_is_the_undisturbed_one(
+    name: str, units: list[Unit], first: list[int], second: list[int], cut: int, size: int
+) -> None:
+    form, write = FORMS[name]
+    events = write(units, first, 1)
+    had = b"".join(events[: cut % (len(events) + 1)])
+
+    got = continued(form, had, b"".join(write(units, second, 2)), size)
+
+    undisturbed = b"".join(events) if had else b"".join(write(units, second, 2))
+    assert folded(renamed(got), form) == folded(renamed(undisturbed), form)
+    if had and form is not ApiForm.MESSAGES:
+        assert {each["id"] for each in values_of(got) if "id" in each} <= {"chatcmpl-s1", "cmpl-s1"}
+    if had and form is ApiForm.RESPONSES:
+        assert {each["response"]["id"] for each in values_of(got) if "response" in each} == {"resp-s1"}
+        items = [each["item"] for each in values_of(got) if each["type"] == "response.output_item.added"]
+        last = values_of(got)[-1]["response"]
+        assert ([each["id"] for each in last["output"]], last["created_at"]) == ([each["id"] for each in items], 1)
+    if form is ApiForm.RESPONSES:
+        numbers = [each["sequence_number"] for each in values_of(got)]
+        assert numbers == list(range(len(numbers)))
+
+
+@pytest.mark.parametrize("name", FORMS)
+@given(units=answers(), cuts=st.lists(st.integers(0, 100), min_size=2, max_size=4), size=sizes)
+def test_stream_that_breaks_repeatedly_is_the_undisturbed_one(
+    name: str, units: list[Unit], cuts: list[int], size: list[int]
+) -> None:
+    form, write = FORMS[name]
+    undisturbed = write(units, [1], 1)
+    got = b"".join(undisturbed[: max(1, cuts[0] % len(undisturbed))])
+
+    for cut in cuts[1:]:
+        events = write(units, size, 2)
+        stream = ContinuedStream(form, got)
+        if not stream.is_whole:
+            got += stream.feed(b"".join(events[: cut % len(events)]))
+    got = continued(form, got, b"".join(write(units, size, 2)))
+
+    assert folded(renamed(got), form) == folded(b"".join(undisturbed), form)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@given(units=answers(), first=sizes, second=sizes, cut=st.integers(1, 100), at=st.integers(0, 100))
+def test_answer_that_differs_within_what_the_client_has_ends_the_stream(
+    name: str, units: list[Unit], first: list[int], second: list[int], cut: int, at: int
+) -> None:
+    form, write = FORMS[name]
+    events = write(units, first, 1)
+    had = b"".join(events[: cut % len(events)])
+    other = [*units]
+    if other:
+        at %= len(other)
+        other[at] = (other[at][0], "x" + other[at][1][1:])
+    stream = ContinuedStream(form, had)
+    got = b""
+    try:
+        got = stream.feed(b"".join(write(other, second, 2)))
+        stream.finish()
+    except ContinuationError:
+        return
+
+    # It differs only behind what the client has.
+    assert folded(renamed(had + got), form) == folded(renamed(b"".join(write(other, first, 2))), form)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("kept", [1, 3, 5])
+def test_answer_that_ends_before_what_the_client_has_ends_the_stream(name: str, kept: int) -> None:
+    form, write = FORMS[name]
+    units = [("content", each) for each in "abcdefgh"]
+    had = b"".join(write(units, [1], 1)[:-3])
+
+    for second in (write(units[:kept], [1], 2), write(units, [1], 2)[:kept]):
+        with pytest.raises(ContinuationError):
+            continued(form, had, b"".join(second))
+
+
+def test_new_text_before_the_rest_of_what_the_client_has_ends_the_stream() -> None:
+    had = b"".join(chat([("content", "ab")], [1], 1)[:2])
+
+    with pytest.raises(ContinuationError, match="differs"):
+        continued(ApiForm.CHAT, had, b"".join(chat([("reasoning", "r"), ("content", "ab")], [1], 2)))
+
+
+def test_choices_are_continued_each_by_itself() -> None:
+    def stream(order: str, server: int) -> list[bytes]:
+        head = {"id": f"cmpl-s{server}", "created": server}
+        return [
+            event({**head, "choices": [{"index": int(each), "text": "abcdef"[order[:at].count(each)]}]})
+            for at, each in enumerate(order)
+        ]
+
+    got = continued(ApiForm.CHAT, b"".join(stream("0010", 1)), b"".join(stream("110001110100", 2)))
+
+    for index in (0, 1):
+        chunks = [each["choices"][0] for each in values_of(got)]
+        assert "".join(each["text"] for each in chunks if each["index"] == index) == "abcdef"
+
+
+def test_event_that_has_nothing_of_the_clients_passes_byte_for_byte_but_for_the_ids() -> None:
+    had = event({"id": "a", "created": 1, "choices": [{"index": 0, "text": "x"}]})
+    odd = b': note\nid: 7\ndata: { "id" : "%b", "created":%d, "choices":[{"index":0,"text":"\\u00e9"}], "n": 1e0 }\n\n'
+
+    stream = ContinuedStream(ApiForm.CHAT, had)
+    stream.feed(event({"id": "b", "created": 2, "choices": [{"index": 0, "text": "x"}]}))
+
+    assert stream.feed(odd % (b"b", 2)) == odd % (b"a", 1)
+    assert stream.feed(b": busy\n\n") == b": busy\n\n"
+    assert stream.feed(DONE) == DONE
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+def test_any_line_end_of_the_second_stream_is_read(line_end: bytes, size: int) -> None:
+    units = [("content", each) for each in ("ab", "cd", "ef")]
+    events = chat(units, [1], 1)
+    second = b"".join(chat(units, [2], 2)).replace(b"\n", line_end)
+
+    got = continued(ApiForm.CHAT, b"".join(events[:3]), second, size)
+
+    plain = got.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    assert folded(plain) == folded(b"".join(events))
+
+
+def test_halves_of_surrogate_pairs_and_numbers_beyond_json_pass() -> None:
+    def stream(server: int) -> list[bytes]:
+        return [
+            b'data: {"id":"%d","choices":[{"index":0,"text":"%b","x":NaN}]}\n\n' % (server, text)
+            for text in (b"\\ud83d", b"a", b"\\ude00b", b"c")
+        ]
+
+    first, second = stream(1), stream(2)
+    joined = second[0] + second[1].replace(b'"a"', b'"a\\ude00bc"')
+
+    got = continued(ApiForm.CHAT, b"".join(first[:2]), joined)
+
+    assert "".join(each["choices"][0]["text"] for each in values_of(got)) == "\ud83da\ude00bc"
+
+
+UNFIT = {
+    "an error event": event({"error": {"message": "x"}}),
+    "an event that is no JSON": b"data: x\n\n",
+    "an unknown event": event({"some": "thing"}),
+    "a member that cannot be compared": event({"choices": [{"index": 0, "delta": {"audio": {"data": "a"}}}]}),
+    "a part of an event": b'data: {"choi',
+}
+
+
+@pytest.mark.parametrize("had", UNFIT.values(), ids=UNFIT.keys())
+def test_stream_whose_events_are_not_all_understood_is_not_continued(had: bytes) -> None:
+    with pytest.raises(ContinuationError):
+        ContinuedStream(ApiForm.CHAT, had)
+
+
+@pytest.mark.parametrize("second", list(UNFIT.values())[:4], ids=list(UNFIT)[:4])
+def test_event_that_is_not_understood_in_place_of_the_clients_ends_the_stream(second: bytes) -> None:
+    had = b"".join(chat([("content", "ab")], [1], 1)[:2])
+
+    with pytest.raises(ContinuationError):
+        ContinuedStream(ApiForm.CHAT, had).feed(second)
+
+
+def test_error_of_the_second_server_behind_what_the_client_has_passes() -> None:
+    events = chat([("content", "ab"), ("content", "cd")], [1], 1)
+    stream = ContinuedStream(ApiForm.CHAT, b"".join(events[:2]))
+    stream.feed(b"".join(events[:2]))
+
+    error = event({"error": {"message": "out of memory"}})
+    assert stream.feed(error) == error
+
+
+def test_endless_event_ends_the_stream() -> None:
+    stream = ContinuedStream(ApiForm.CHAT, chat([("content", "ab")], [1], 1)[0])
+
+    with pytest.raises(ContinuationError, match="bytes"):
+        stream.feed(b"data: " + b"x" * MAX_EVENT_BYTES)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_stream_whose_end_the_client_has_is_whole(name: str) -> None:
+    form, write = FORMS[name]
+    events = write([("content", "ab")], [1], 1)
+
+    assert ContinuedStream(form, b"".join(events)).is_whole
+    assert not ContinuedStream(form, b"".join(events[:-1])).is_whole
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_start_of_a_stream_has_no_output(name: str) -> None:
+    form, write = FORMS[name]
+    events = write([("content", "ab")], [1], 1)
+
+    assert not ContinuedStream(form, b"").has_output
+    assert not ContinuedStream(form, events[0]).has_output or name == "completion"
+    assert ContinuedStream(form, b"".join(events[:3])).has_output
+
+
+@pytest.mark.parametrize(
+    ("body", "is_alike"),
+    [
+        ({}, False),
+        ({"temperature": 0}, True),
+        ({"temperature": 0.0}, True),
+        ({"temperature": 1e-9}, True),
+        ({"temperature": 0.5}, False),
+        ({"temperature": None}, False),
+        ({"temperature": "0"}, False),
+        ({"temperature": -1}, False),
+        ({"seed": 7}, True),
+        ({"temperature": 1, "seed": 0}, True),
+        ({"seed": None}, False),
+        ({"top_k": 1}, True),
+        ({"top_k": 2}, False),
+    ],
+)
+def test_answer_without_sampling_or_with_a_seed_is_repeatable(body: dict[str, Any], is_alike: bool) -> None:
+    values = msgspec.json.decode(json.dumps(body), type=dict[str, msgspec.Raw])
+
+    assert is_repeatable(values) is is_alike
