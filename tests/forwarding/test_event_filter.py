@@ -237,12 +237,22 @@ def test_a_finish_reason_waits_for_one_event_only() -> None:
     assert unasked.feed(last) == last
 
 
-def test_nothing_is_held_where_nothing_was_asked_for() -> None:
-    events = EventFilter(ApiForm.CHAT)
+@pytest.mark.parametrize("takes_usage", [False, True])
+def test_no_part_of_an_event_passes_before_it_is_whole(takes_usage: bool) -> None:
+    events = EventFilter(ApiForm.CHAT, takes_usage)
 
-    for piece in (b"da", b"ta: x\n", b"\ndata: \xec", b"\x95"):
-        assert events.feed(piece) is piece
-    assert events.finish() == b""
+    assert [events.feed(piece) for piece in (b"da", b"ta: x\n", b"\ndata: \xec", b"\x95")] == [
+        *(b"", b"", b"data: x\n\n", b"")
+    ]
+    assert events.is_between_events
+    assert events.finish() == b"data: \xec\x95"
+
+
+def test_whole_events_pass_as_they_came() -> None:
+    events, two = EventFilter(ApiForm.CHAT), event(chunk([choice("a")])) * 2
+
+    assert events.feed(two[: len(two) // 2]) == two[: len(two) // 2]
+    assert events.feed(two) == two
 
 
 def test_a_whole_event_is_out_before_the_next_begins() -> None:
@@ -250,9 +260,7 @@ def test_a_whole_event_is_out_before_the_next_begins() -> None:
     first = event(chunk([choice("a")]))
 
     assert events.feed(first + b"data: {") == first
-    assert not events.is_between_events
     assert events.feed(b"}\n\n") == b"data: {}\n\n"
-    assert events.is_between_events
 
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
@@ -268,6 +276,7 @@ def test_an_event_beyond_the_bound_passes_unparsed_and_unheld(size: int, line_en
     passed = b""
     for at in range(0, len(data), size):
         passed += events.feed(data[at : at + size])
+        assert events.is_between_events is passed.endswith(line_end * 2) or not passed
         held = min(at + size, len(data)) - len(passed)
         assert held <= MAX_EVENT_BYTES + len(small)
     assert passed + events.finish() == large + wanted

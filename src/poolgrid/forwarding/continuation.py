@@ -58,6 +58,15 @@ def is_repeatable(values: Mapping[str, msgspec.Raw]) -> bool:
     return _number(values.get("seed")) is not None or _number(values.get("top_k")) == 1
 
 
+def has_end(form: ApiForm, data: bytes) -> bool:
+    """Return whether whole events have the end of an answer: nothing is left to continue."""
+    found = data_of(_EVENT_END.split(data.rstrip(b"\r\n"))[-1])
+    if found == DONE:
+        return True
+    value = None if form is ApiForm.CHAT else _parsed(found)
+    return value is not None and value.get("type") in LAST_EVENTS
+
+
 def _number(raw: msgspec.Raw | None) -> float | None:
     if raw is None:
         return None
@@ -163,7 +172,6 @@ class ContinuedStream:
         """
         self._had = _Had()
         self._held = b""
-        self._is_whole = False
         self._walk: Callable[[dict[str, Any]], bool] = {
             ApiForm.CHAT: self._walk_chunk,
             ApiForm.MESSAGES: self._walk_message_event,
@@ -182,11 +190,6 @@ class ContinuedStream:
         for event in _events(had):
             self._note(event)
         self._had.is_read = True
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the client has the end of the answer: nothing is left to continue."""
-        return self._is_whole
 
     @property
     def has_output(self) -> bool:
@@ -223,9 +226,6 @@ class ContinuedStream:
     def _note(self, event: bytes) -> None:
         """Take note of an event that the client has."""
         data = data_of(event)
-        if data == DONE:
-            self._is_whole = True
-            return
         if not data:
             return
         value = _parsed(data)
@@ -385,7 +385,6 @@ class ContinuedStream:
             had.fact((None, index, kind), (block.get("type"), block.get("name")))
         elif kind in ("message_start", "content_block_stop", "message_delta", "message_stop"):
             had.fact((None, index, kind))
-            self._is_whole = self._is_whole or (kind in LAST_EVENTS and not had.is_read)
         elif kind != "ping":
             return False
         had.check_order(None)
@@ -409,7 +408,6 @@ class ContinuedStream:
                     event[name] = had.piece((*key, name), event[name])
         else:
             had.fact(key)
-            self._is_whole = self._is_whole or (kind in LAST_EVENTS and not had.is_read)
         had.check_order(None)
         return True
 

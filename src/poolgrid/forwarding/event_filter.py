@@ -1,7 +1,8 @@
 """The chunk with usage that poolgrid asked a server for is taken out of a stream, and what answers count is noted.
 
 ``EventFilter`` takes the bytes of a ``text/event-stream`` as they come, split anywhere, and returns those for the
-client. An event that holds nothing to take out is passed byte for byte: comments, unknown fields, line ends.
+client. An event that holds nothing to take out is passed byte for byte: comments, unknown fields, line ends. No event
+is passed before it is whole, so a client never has a part of one when a server dies.
 ``read_answer`` notes the counts of a whole JSON answer.
 
 The common event of a token is looked at with a few searches for constant bytes and never parsed. Such a search finds
@@ -136,11 +137,12 @@ class EventFilter:
 
     @property
     def is_between_events(self) -> bool:
-        """Whether an event of another source can be put into the client's stream now."""
-        return not self._held and not self._is_passing
+        """Whether an event of another source can be put into the client's stream now: always, but within an event that
+        is longer than ``MAX_EVENT_BYTES``."""
+        return not self._is_passing
 
     def feed(self, data: bytes) -> bytes:
-        """The bytes for the client: ``data`` itself where nothing is taken out."""
+        """The bytes for the client, whole events: ``data`` itself where it is whole and nothing is taken out."""
         if (
             self._held
             or self._is_passing
@@ -154,7 +156,7 @@ class EventFilter:
             passed = self._event(data)
         else:
             passed = b"".join(map(self._block, data[:-2].split(b"\n\n")))
-        return passed if self._takes_usage else data
+        return passed
 
     def finish(self) -> bytes:
         """What is still held when the stream ends: an event whose blank line is missing."""
@@ -162,7 +164,7 @@ class EventFilter:
         self._held.clear()
         passed = self._event(rest) if rest else b""
         passed, self._waiting = passed + self._waiting, b""
-        return passed if self._takes_usage else b""
+        return passed
 
     def _feed_any(self, data: bytes) -> bytes:
         if not data:

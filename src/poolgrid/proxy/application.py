@@ -58,6 +58,10 @@ ENDPOINTS: Final = {
 
 MODELS: Final = "/v1/models"
 
+HAD_TOGETHER_BYTES_MAX: Final = 256 << 20
+"""Bytes that are kept of all streams together to continue them: 1,000 streams of 1,000 tokens. Beyond it the longest
+streams are forgotten, which are the most work to compute again."""
+
 OTHER_ENDPOINT: Final = "other"
 """Of all other paths: clients can name any number of them."""
 
@@ -343,9 +347,21 @@ class ForwardApplication:
         while True:
             await asyncio.sleep(SILENCE_S / SILENCE_LOOKS)
             self._close_left_servers()
+            self._forget_longest()
             now_s = loop.time()
             for exchange in list(self._open):
                 exchange.look_for_silence(now_s)
+
+    def _forget_longest(self) -> None:
+        """Keep what clients have of their streams within its bound."""
+        kept_bytes = sum(exchange.had_bytes for exchange in self._open)
+        if kept_bytes <= HAD_TOGETHER_BYTES_MAX:
+            return
+        for exchange in sorted(self._open, key=lambda each: each.had_bytes, reverse=True):
+            kept_bytes -= exchange.had_bytes
+            exchange.forget_had()
+            if kept_bytes <= HAD_TOGETHER_BYTES_MAX:
+                return
 
     def _close_left_servers(self) -> None:
         """Close kept connections to servers that have left the pool."""

@@ -5,14 +5,16 @@ Rules
        bytes go to the client as they are, but for what was asked for by us alone.
     2. The head of the answer waits for the server's head, so a refusal keeps its status, headers and body. Only a
        stream that waits in the router's queue gets its head after ``SILENCE_S``.
-    3. The router's request machine decides what follows a failure; the exchange reports what it saw. Before the first
-       byte of an answer another server gets the same bytes. On a connection that had been kept and ended without a byte
-       the same server gets them once more.
+    3. The router's request machine decides what follows a failure; the exchange reports what it saw. Another server
+       gets the same bytes: before the first byte of an answer, and within a stream that can be continued
+       (``poolgrid.forwarding.continuation``). On a connection that had been kept and ended without a byte the same
+       server gets them once more.
     4. A server that answers 429 or 503 is busy. When no other server takes the request, the client gets the last of
        these answers.
     5. A client that leaves closes the server's connection at once, in each of these stages. A client that does not read
        has the server's connection paused.
-    6. Nothing here runs per token but the calls of the two connections, and none of them makes a task.
+    6. Nothing here runs per token but the calls of the two connections, and none of them makes a task. What a stream's
+       client has is kept as it was written, and read only when its server dies.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Final, Protocol
 from msgspec import Raw, Struct
 from starlette.types import Receive, Scope, Send
 
+from poolgrid.forwarding.continuation import ContinuationError, ContinuedStream, has_end, is_repeatable
 from poolgrid.forwarding.event_filter import AnswerNotes, ApiForm, EventFilter, read_answer
 from poolgrid.forwarding.headers import blotted, blotted_part, request_headers, response_headers
 from poolgrid.forwarding.paths import STATEFUL_COLLECTIONS, RequestTarget
@@ -81,6 +84,13 @@ BUSY_BODY_BYTES_MAX: Final = 64 * 1024
 
 WHOLE_BYTES_MAX: Final = 1 << 20
 """Longest answer that is read for its counts once it has passed; longer ones are images, audio, embeddings."""
+
+HAD_BYTES_MAX: Final = 4 << 20
+"""Bytes of a stream that are kept to continue it: 16,000 tokens as vLLM writes them. Reading them takes 0.1 s, once its
+server has died. A longer stream is not continued."""
+
+START_BYTES_MAX: Final = 4096
+"""The same of a stream that is only continued while it has no text, such as a chunk with a role."""
 
 FIRST_OUTPUT: Final = b"\0\0\0\0"
 """Stands for the first token of an answer, which the router does not read."""
@@ -214,14 +224,27 @@ class ForwardExchange:
     _last: StreamDelta | None = None
     """How the router ended the request."""
     _has_output = False
+    """Whether a byte of the current dispatch's answer has come."""
+    _position = 0
+    """Tokens of the current dispatch that were reported: the first stands for all."""
     _has_left = False
+    _is_paused = False
+    """Whether the client takes nothing now."""
+    _had: list[bytes] | None = None
+    """What a stream's client has, while it can be continued."""
+    had_bytes = 0
+    _had_bytes_max = 0
+    _continues = False
+    """Whether the current dispatch continues a stream that broke off."""
+    _continued: ContinuedStream | None = None
+    """That stream, once the other server has begun to answer."""
     _filter: EventFilter | None = None
     _form: ApiForm | None = None
     """Of which API the answer is; ``None`` for one whose counts are not looked for."""
     _whole: bytearray | None = None
     """An answer that is no stream, as far as it is kept for its counts."""
     _last_piece = b""
-    """What of a stream was written last, while nothing filters it."""
+    """What of a stream was written last: events, or its bytes as they came while nothing filters it."""
 
     def __init__(
         self,
@@ -359,10 +382,12 @@ class ForwardExchange:
             self._task.cancel()  # it waits for the body, for its tokens, or for a place in the queue
 
     def pause(self) -> None:
+        self._is_paused = True
         if self._connection is not None:
             self._connection.pause()
 
     def resume(self) -> None:
+        self._is_paused = False
         if self._connection is not None:
             self._connection.resume()
 
@@ -389,7 +414,6 @@ class ForwardExchange:
         self._place = place
         self._server = server = self._application.server(place.url)
         self._keys = server.keys
-        self._pieces = []
         connection = server.kept()
         if connection is None:
             self._connecting = detached(self._connect(server), "connection to an engine server")
@@ -426,6 +450,8 @@ class ForwardExchange:
         head = server.head(method, target_of(scope), headers, len(self._sent_body) if has_length else None)
         self._connection = connection
         connection.send(self, (head, self._sent_body) if self._sent_body else (head,), method == b"HEAD")
+        if self._is_paused:
+            connection.pause()
 
     def _change(self, request: InferenceRequest, place: ServerPlace) -> None:
         """Make the body for a kind of server, and what takes out of the answer again what it asks for."""
@@ -465,6 +491,11 @@ class ForwardExchange:
             self._busy = BusyAnswer(status, headers)
             self._is_keeping_busy = True
             return
+        if self._continues:
+            if status != 200 or not is_event_stream(headers):
+                self._busy = BusyAnswer(status, headers)
+                self._is_keeping_busy = True
+            return
         self._take_head(status, headers, is_chunked)
 
     def _take_head(self, status: int, headers: HeaderList, is_chunked: bool) -> None:
@@ -474,6 +505,9 @@ class ForwardExchange:
         self._is_raw = is_raw and not (self._keys and status >= 400)
         if self._filter is not None and (status != 200 or not self._is_event_stream()):
             self._filter = None
+        if self._filter is not None:
+            self._had = []
+            self._had_bytes_max = HAD_BYTES_MAX if is_repeatable(self.values) else START_BYTES_MAX
         if self._filter is None and status == 200 and (self._request is not None or self._makes_state):
             self._whole = bytearray()
         self._wake()
@@ -484,18 +518,18 @@ class ForwardExchange:
             return
         if not self._has_output:
             self._begin_output()
-        self._quiet_looks = 0
-        found = self._filter
-        if found is not None:
+        if self._filter is not None:
             payload = payloads(data)
-            passed = found.feed(payload)
+            passed = self._pass_events(self._filter, payload)
+            if not passed:
+                return
             if passed is not payload:
-                if not passed:
-                    return
                 data = chunk(passed)
-        elif self._whole is not None:
-            self._keep_whole(payloads(data))
-        self._last_piece = data
+        else:
+            self._last_piece = data
+            if self._whole is not None:
+                self._keep_whole(payloads(data))
+        self._quiet_looks = 0
         if self._is_open:
             self._guard.write(data)
         else:
@@ -508,21 +542,36 @@ class ForwardExchange:
             return
         if not self._has_output:
             self._begin_output()
-        self._quiet_looks = 0
         if self._filter is not None:
-            data = self._filter.feed(data)
+            data = self._pass_events(self._filter, data)
             if not data:
                 return
-        elif self._whole is not None:
-            self._keep_whole(data)
+        else:
+            self._last_piece = data
+            if self._whole is not None:
+                self._keep_whole(data)
+        self._quiet_looks = 0
         if self._is_raw:
             data = chunk(data)
-        self._last_piece = data
         if self._is_open:
             self._guard.write(data)
         else:
             self._pieces.append(data)
             self._wake()
+
+    def _pass_events(self, found: EventFilter, data: bytes) -> bytes:
+        """Return what of a stream's next bytes is for the client."""
+        passed = found.feed(data)
+        if self._continues:
+            passed = self._rest_of(passed)
+        had = self._had
+        if had is not None:
+            had.append(passed)
+            self.had_bytes += len(passed)
+            if self.had_bytes > self._had_bytes_max:
+                self.forget_had()
+        self._last_piece = passed or self._last_piece
+        return passed
 
     def on_end(self) -> None:
         self._connection = None
@@ -532,6 +581,9 @@ class ForwardExchange:
             assert busy is not None, "it is kept"
             self.finish_reason = FinishReason.ERROR
             reason = f"the server answered {busy.status}"
+            if busy.status not in BUSY_STATUSES:
+                self._refused_to_continue(busy.status)
+                return
             self._report(
                 TokenDelta(
                     self._dispatch_id,
@@ -546,6 +598,10 @@ class ForwardExchange:
             return
         if self._filter is not None:
             rest = self._filter.finish()
+            if self._continues:
+                rest = self._rest_of(rest, is_end=True)
+                if self._failure is not None:
+                    return
             if rest:
                 self._write_rest(rest)
         self._is_over = True
@@ -561,9 +617,23 @@ class ForwardExchange:
         if not self._answer_status:
             self._attempt_failed(error)
             return
-        self._failure = error
+        if self._form is not None and self._filter is not None and has_end(self._form, self._last_piece):
+            self._is_over = True  # only the end of its framing is missing
+            self._end_well()
+            self._wake()
+            return
+        why = self._why_not_continued()
+        if why:
+            self._fail(AnswerFailed(f"{error}; {why}"))
+        else:
+            self._begin_continuation()
+            self._attempt_failed(error)
+
+    def _fail(self, failure: AnswerFailed) -> None:
+        """Have the answer end here, as one that is not whole."""
+        self._failure = failure
         self.finish_reason = FinishReason.ERROR
-        self._report_end(FinishReason.ERROR, str(error))
+        self._report_end(FinishReason.ERROR, str(failure))
         self._wake()
 
     def _keep_busy(self, data: bytes) -> None:
@@ -572,6 +642,10 @@ class ForwardExchange:
         busy.body += data
         if len(busy.body) > BUSY_BODY_BYTES_MAX:
             self._is_keeping_busy = False
+            if self._continues:
+                self._close_server()
+                self._refused_to_continue(busy.status)
+                return
             self._take_head(busy.status, busy.headers, False)
             self._answer_headers = [pair for pair in busy.headers if pair[0] != b"content-length"]
             self.on_data(bytes(busy.body))
@@ -595,7 +669,9 @@ class ForwardExchange:
         if self._answer_status != 200:
             return
         if self.is_streamed:
-            self.first_token_ms = self._application.clock.monotonic_ms()
+            if self.first_token_ms is None:
+                self.first_token_ms = self._application.clock.monotonic_ms()
+            self._position = 1
             self._report(TokenDelta(self._dispatch_id, 0, FIRST_OUTPUT))
 
     def _end_well(self) -> None:
@@ -612,15 +688,76 @@ class ForwardExchange:
     def _report_end(self, reason: FinishReason | str, error: str) -> None:
         if self._is_settled or self._request is None:
             return
-        position = 1 if self.first_token_ms is not None else 0
         self._report(
             TokenDelta(
                 self._dispatch_id,
-                position,
+                self._position,
                 b"",
                 FinishReason(reason),
                 self.cached_tokens,
                 error=error or None,
+            )
+        )
+
+    # -- a stream whose server died ------------------------------------------------------------------------------------
+
+    def forget_had(self) -> None:
+        """Keep nothing of the stream: it is not continued if its server dies."""
+        self._had = None
+        self.had_bytes = 0
+
+    def _why_not_continued(self) -> str:
+        """Return why the stream that broke off cannot be continued; empty where it can."""
+        had, form = self._had, self._form
+        if self._is_settled or form is None or self._filter is None:
+            return "only streams of generated text are continued"
+        is_alike = is_repeatable(self.values)
+        if had is None and is_alike:
+            return f"it is not continued, because more than {HAD_BYTES_MAX} bytes of it, or of all streams, were sent"
+        if not self._filter.is_between_events:
+            return "it is not continued, because the client has a part of an event"
+        if not is_alike:
+            try:
+                if had is None or ContinuedStream(form, b"".join(had)).has_output:
+                    return "it is not continued, because its text is sampled (a temperature above 0 without a seed)"
+            except ContinuationError as error:
+                return f"it is not continued: {error}"
+        return ""
+
+    def _begin_continuation(self) -> None:
+        """Have the next dispatch continue the stream."""
+        self._continues, self._continued = True, None
+        self._has_output, self._position = False, 0
+        self._kind = ""  # for a filter of its own
+
+    def _rest_of(self, data: bytes, is_end: bool = False) -> bytes:
+        """Return what of another server's events the client has not; nothing once they differ."""
+        if self._failure is not None:
+            return b""
+        try:
+            if self._continued is None:
+                assert self._form is not None, "a stream with a filter has a form"
+                # Here, not when the server dies: many streams of a server do so at once.
+                self._continued = ContinuedStream(self._form, b"".join(self._had or ()))
+            passed = self._continued.feed(data)
+            if is_end:
+                self._continued.finish()
+        except ContinuationError as error:
+            self._close_server()
+            self._fail(AnswerFailed(f"the server closed the connection within its answer; {error}"))
+            return b""
+        return passed
+
+    def _refused_to_continue(self, status: int) -> None:
+        """Report that a server does not take the request whose stream it was to continue."""
+        self._report(
+            TokenDelta(
+                self._dispatch_id,
+                0,
+                b"",
+                FinishReason.ERROR,
+                error=f"the server answered {status} where it was to continue a stream",
+                refusal=RefusalKind.CANNOT_DO,
             )
         )
 
@@ -647,6 +784,9 @@ class ForwardExchange:
             self._check()
             if self._failure is not None:
                 await self._cut(self._failure)
+                return
+            if self._is_settled and not self._is_over and self._last is not None:
+                await self._cut(AnswerFailed(self._last.error or "no server continues the answer"))
                 return
             pieces, self._pieces = self._pieces, []
             body = held + b"".join(pieces)
@@ -782,7 +922,7 @@ class ForwardExchange:
         self._guard.abort()
 
     def _is_event_stream(self) -> bool:
-        return any(name == b"content-type" and value.startswith(EVENT_STREAM) for name, value in self._answer_headers)
+        return is_event_stream(self._answer_headers)
 
     async def _end_stream(self, error: RequestError) -> None:
         """Write an error as the last event of a stream, and end the connection without the message's end."""
@@ -874,6 +1014,11 @@ class ForwardExchange:
             workers="" if self._place is None else str(self._place.worker),
             trace_id="" if self.trace is None else self.trace.trace_id,
         )
+
+
+def is_event_stream(headers: Sequence[tuple[bytes, bytes]]) -> bool:
+    """Return whether an answer's headers are those of a stream."""
+    return any(name == b"content-type" and value.startswith(EVENT_STREAM) for name, value in headers)
 
 
 def target_of(scope: Scope) -> bytes:
