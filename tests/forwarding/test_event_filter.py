@@ -248,6 +248,67 @@ def test_no_part_of_an_event_passes_before_it_is_whole(takes_usage: bool) -> Non
     assert events.finish() == b"data: \xec\x95"
 
 
+GIVEN_UP = [
+    pytest.param(ApiForm.CHAT, [event(chunk([choice("", "abort")])), DONE], "aborted", id="chat-abort"),
+    pytest.param(ApiForm.CHAT, [event(chunk([{"index": 0, "text": "b", "finish_reason": "abort"}])), DONE], "aborted"),
+    pytest.param(ApiForm.CHAT, [event({"error": {"message": "dead", "code": 500}}), DONE], "error", id="chat-error"),
+    pytest.param(
+        ApiForm.MESSAGES,
+        [event({"type": "message_delta", "delta": {"stop_reason": None}}, "message_delta"), event({}, "message_stop")],
+        "aborted",
+        id="messages-abort",
+    ),
+    pytest.param(
+        ApiForm.MESSAGES,
+        [event({"type": "error", "error": {"type": "internal_error", "message": "dead"}}, "error")],
+        "error",
+        id="messages-error",
+    ),
+]
+
+
+@pytest.mark.parametrize("takes_usage", [False, True])
+@pytest.mark.parametrize("size", [0, 7])
+@pytest.mark.parametrize(("form", "events", "why"), GIVEN_UP)
+def test_how_a_server_gives_up_is_withheld_until_the_end(
+    form: ApiForm, events: list[bytes], why: str, size: int, takes_usage: bool
+) -> None:
+    before = event(chunk([choice("a")])) if form is ApiForm.CHAT else event({"type": "message_start"}, "message_start")
+    data = before + b"".join(events)
+    stream = EventFilter(form, takes_usage)
+
+    pieces = [data[at : at + size] for at in range(0, len(data), size)] if size else [data]
+    assert b"".join(map(stream.feed, pieces)) == before
+    assert why in stream.given_up
+    assert stream.finish() == b"".join(events)
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        event(chunk([choice("", "stop")])),
+        event({"error": {"message": "too long", "code": 400}}),
+        event({"error": {"message": "odd", "code": "500"}}),
+        event({"error": None}),
+        event({"type": "error", "error": {"type": "invalid_request_error", "message": "no"}}, "error"),
+        event({"type": "message_delta", "delta": {"stop_reason": "end_turn"}}, "message_delta"),
+    ],
+)
+def test_ends_and_errors_of_a_request_are_not_withheld(last: bytes) -> None:
+    for form in (ApiForm.CHAT, ApiForm.MESSAGES):
+        stream = EventFilter(form)
+        assert (stream.feed(last), stream.given_up) == (last, "")
+
+
+def test_what_is_withheld_is_bounded() -> None:
+    stream = EventFilter(ApiForm.CHAT)
+    stream.feed(event({"error": {"code": 500}}))
+    for _ in range(5):
+        assert stream.feed(event({"x": "x" * (MAX_EVENT_BYTES // 2)})) == b""
+
+    assert len(stream.finish()) <= MAX_EVENT_BYTES
+
+
 def test_whole_events_pass_as_they_came() -> None:
     events, two = EventFilter(ApiForm.CHAT), event(chunk([choice("a")])) * 2
 

@@ -101,6 +101,53 @@ def test_stream_whose_server_dies_is_the_undisturbed_one(pool: ScriptedPool, nam
     assert len(pool.calls) == (1 if moment is dies_after else 2)
 
 
+ABORTS = {
+    "chat": [event({"id": "a", "created": 1, "choices": [{"index": 0, "delta": {}, "finish_reason": "abort"}]}), DONE],
+    "completion": [event({"id": "a", "choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}), DONE],
+    "messages": [
+        event({"type": "message_delta", "delta": {"stop_reason": None}}, "message_delta"),
+        event({"type": "message_stop"}, "message_stop"),
+    ],
+}
+ERRORS = {
+    "chat": [event({"error": {"message": "engine dead", "type": "InternalServerError", "code": 500}}), DONE],
+    "completion": [event({"error": {"message": "engine dead", "code": 500}}), DONE],
+    "messages": [event({"type": "error", "error": {"type": "internal_error", "message": "engine dead"}}, "error")],
+}
+
+
+@pytest.mark.parametrize("ways", [ABORTS, ERRORS], ids=["aborts", "reports an error"])
+@pytest.mark.parametrize("name", ABORTS)
+def test_stream_that_its_server_gives_up_in_order_is_the_undisturbed_one(
+    pool: ScriptedPool, name: str, ways: dict[str, list[bytes]]
+) -> None:
+    form, write = FORMS[name]
+    undisturbed = write(UNITS, [1], 1)
+    in_turn(pool, serves([*undisturbed[:4], *ways[name]]), serves(write(UNITS, [2, 3, 1], 2)))
+
+    answer = ask(pool, PATHS[name])
+
+    assert answer.is_whole
+    assert folded(renamed(answer.body), form) == folded(b"".join(undisturbed), form)
+    assert len(pool.calls) == 2
+
+
+def test_sampled_stream_that_its_server_gives_up_has_no_clean_end(pool: ScriptedPool) -> None:
+    had = chat(UNITS, [1], 1)[:4]
+    pool.on(serves([*had, *ABORTS["chat"]]))
+
+    answer = ask(pool, temperature=1)
+
+    assert "aborted" in error_of(answer)
+    assert b'"abort"' not in answer.body
+
+    pool.on(serves([*had, *ERRORS["chat"]]))
+
+    answer = ask(pool, temperature=1)
+
+    assert (answer.body, answer.is_whole) == (b"".join([*had, *ERRORS["chat"]]), True)
+
+
 def test_stream_keeps_its_ids_and_the_client_sees_no_usage_that_it_did_not_ask_for(pool: ScriptedPool) -> None:
     undisturbed = chat(UNITS, [1], 1)
     in_turn(pool, dies_after(undisturbed[:5]), serves(chat(UNITS, [2], 2)))

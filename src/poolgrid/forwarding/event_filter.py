@@ -31,6 +31,17 @@ import msgspec
 
 from poolgrid.forwarding.body_edit import MAX_SLOW_BYTES, top_level
 
+ABORTED: Final = "abort"
+"""Finish reason of a request that its server gives up. vLLM ends all of them so on SIGTERM; its Messages API has a
+``stop_reason`` of null then."""
+
+GAVE_UP_BY_ABORT: Final = "the server aborted the answer"
+
+SERVER_ERROR_STATUS_MIN: Final = 500
+
+SERVER_ERROR_TYPES: Final = frozenset(("internal_error", "api_error", "overloaded_error"))
+"""Of the Messages API; other types are the client's errors."""
+
 MAX_EVENT_BYTES: Final = 2 << 20
 """Bytes of an event that is held until it is whole. A longer event is passed as it comes, unparsed."""
 
@@ -77,6 +88,15 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
+class _Error(msgspec.Struct):
+    code: int | str | None = None
+    type: str | None = None
+
+
+class _Delta(msgspec.Struct):
+    stop_reason: str | None = None
+
+
 class _Part(msgspec.Struct):
     """The ``message`` or ``response`` of an event."""
 
@@ -93,9 +113,14 @@ class _Answer(msgspec.Struct):
     system_fingerprint: msgspec.Raw = _ABSENT
     message: _Part | None = None
     response: _Part | None = None
+    type: str | None = None
+    error: msgspec.Raw = _ABSENT
+    delta: msgspec.Raw = _ABSENT
 
 
 _decode_answer = msgspec.json.Decoder(_Answer).decode
+_decode_error = msgspec.json.Decoder(_Error | None).decode
+_decode_delta = msgspec.json.Decoder(_Delta).decode
 _decode_usage = msgspec.json.Decoder(_Usage).decode
 
 _EVENT_END = re.compile(rb"(?>\r\n|\n|\r){2}")
@@ -131,6 +156,9 @@ class EventFilter:
         self._newline: bytes | None = None
         """What a newline becomes that follows an event's last carriage return."""
         self._is_first = True
+        self.given_up = ""
+        """How the server gave the answer up, if it did. What it wrote of that is withheld until ``finish``."""
+        self._withheld = bytearray()
         self._waiting = b""
         """The event with a finish reason."""
         self._fingerprint: bytes | None = None
@@ -159,12 +187,23 @@ class EventFilter:
         return passed
 
     def finish(self) -> bytes:
-        """What is still held when the stream ends: an event whose blank line is missing."""
+        """What is still held when the stream ends: how its server gave up, an event whose blank line is missing."""
         rest = bytes(self._held)
         self._held.clear()
         passed = self._event(rest) if rest else b""
         passed, self._waiting = passed + self._waiting, b""
-        return passed
+        return passed + self._withheld if self._withheld else passed
+
+    def _give_up(self, event: bytes, why: str) -> bytes:
+        """Withhold an event and all that come."""
+        self.given_up = why
+        self._event = self._withhold
+        return self._withhold(event)
+
+    def _withhold(self, event: bytes) -> bytes:
+        if len(self._withheld) + len(event) <= MAX_EVENT_BYTES:
+            self._withheld += event
+        return b""
 
     def _feed_any(self, data: bytes) -> bytes:
         if not data:
@@ -231,8 +270,7 @@ class EventFilter:
 
     def _chat_chunk(self, event: bytes) -> bytes:
         if event.find(b'"choices"') < 0:
-            self._note_rare(event)
-            return event
+            return self._rare_event(event)
         finish, usage = event.find(_FINISH), event.find(_USAGE)
         is_last = False
         has_usage = usage >= 0 and not event.startswith(_NULLS, usage + len(_USAGE))
@@ -246,6 +284,8 @@ class EventFilter:
             answer = _read(data_of(event))
             if answer is not None:
                 _note_chat(self.notes, answer)
+                if any(choice.finish_reason == ABORTED for choice in answer.choices or ()):
+                    return self._give_up(event, GAVE_UP_BY_ABORT)
                 if self._takes_usage and has_usage and answer.choices == []:
                     self._fingerprint = bytes(answer.system_fingerprint) or None
                     return b""
@@ -256,19 +296,31 @@ class EventFilter:
         return event
 
     def _messages_event(self, event: bytes) -> bytes:
-        if not event.startswith(b"event: content_block_"):
-            self._note_rare(event)
-        return event
+        return event if event.startswith(b"event: content_block_") else self._rare_event(event)
 
     def _responses_event(self, event: bytes) -> bytes:
-        if event.find(b'"response"') >= 0:
-            self._note_rare(event)
-        return event
+        return event if event.find(b'"response"') < 0 else self._rare_event(event)
 
-    def _note_rare(self, event: bytes) -> None:
-        """Note an event that is no common one: a start, an end."""
+    def _rare_event(self, event: bytes) -> bytes:
+        """An event that is no common one: a start, an end, an error."""
         if (answer := _read(data_of(event))) is not None:
             _note_event(self.notes, answer)
+            why = _why_given_up(answer)
+            if why:
+                return self._give_up(event, why)
+        return event
+
+
+def _why_given_up(answer: _Answer) -> str:
+    with suppress(msgspec.MsgspecError):
+        if answer.type == "message_delta" and _decode_delta(answer.delta).stop_reason is None:
+            return GAVE_UP_BY_ABORT
+        error = _decode_error(answer.error) if answer.error else None
+        if error is not None and (
+            error.type in SERVER_ERROR_TYPES or (isinstance(error.code, int) and error.code >= SERVER_ERROR_STATUS_MIN)
+        ):
+            return "the server reported an error of its own"
+    return ""
 
 
 def read_answer(body: bytes) -> AnswerNotes:

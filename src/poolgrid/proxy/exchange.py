@@ -28,7 +28,7 @@ from msgspec import Raw, Struct
 from starlette.types import Receive, Scope, Send
 
 from poolgrid.forwarding.continuation import ContinuationError, ContinuedStream, has_end, is_repeatable
-from poolgrid.forwarding.event_filter import AnswerNotes, ApiForm, EventFilter, read_answer
+from poolgrid.forwarding.event_filter import GAVE_UP_BY_ABORT, AnswerNotes, ApiForm, EventFilter, read_answer
 from poolgrid.forwarding.headers import blotted, blotted_part, request_headers, response_headers
 from poolgrid.forwarding.paths import STATEFUL_COLLECTIONS, RequestTarget
 from poolgrid.frontend.access.gate import CALLER, key_of
@@ -598,6 +598,11 @@ class ForwardExchange:
             return
         if self._filter is not None:
             rest = self._filter.finish()
+            given_up = self._filter.given_up
+            # An error that the client can read is passed where the stream is not continued.
+            if given_up and (given_up == GAVE_UP_BY_ABORT or not self._why_not_continued()):
+                self._take_over(AnswerFailed(given_up))
+                return
             if self._continues:
                 rest = self._rest_of(rest, is_end=True)
                 if self._failure is not None:
@@ -622,6 +627,10 @@ class ForwardExchange:
             self._end_well()
             self._wake()
             return
+        self._take_over(error)
+
+    def _take_over(self, error: AnswerFailed) -> None:
+        """Have another server continue a stream whose server gave it up; end it where that cannot be exact."""
         why = self._why_not_continued()
         if why:
             self._fail(AnswerFailed(f"{error}; {why}"))
