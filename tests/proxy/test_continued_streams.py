@@ -8,7 +8,9 @@ from threading import Event
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
+from poolgrid.frontend.models import TINY_MODEL_PATH
 from tests.e2e.processes import becomes, metric
 from tests.forwarding.answer_streams import DONE, FORMS, Unit, chat, event, folded, renamed
 from tests.proxy.pool import ScriptedPool
@@ -26,8 +28,8 @@ UNITS: list[Unit] = [
 ALIKE: dict[str, Any] = {"stream": True, "temperature": 0, "stream_options": {"include_usage": True}}
 
 
-def in_turn(pool: ScriptedPool, *scripts: Script) -> None:
-    """Have calls answered by these scripts one after another, the last one for all further ones."""
+def in_turn(pool: ScriptedPool, *scripts: Script) -> list[Call]:
+    """Have calls answered by these scripts one after another, the last one for all further ones; return the calls."""
     calls: list[Call] = []
 
     def script(call: Call) -> None:
@@ -35,6 +37,7 @@ def in_turn(pool: ScriptedPool, *scripts: Script) -> None:
         scripts[min(len(calls), len(scripts)) - 1](call)
 
     pool.on(script)
+    return calls
 
 
 def serves(events: Sequence[bytes], tail: bytes = LAST_CHUNK) -> Script:
@@ -59,8 +62,15 @@ def dies_after(events: Sequence[bytes], tail: bytes = b"") -> Script:
     return script
 
 
+PROMPTS: dict[str, dict[str, Any]] = {"/v1/completions": {"prompt": "hi"}, "/v1/responses": {"input": "hi"}}
+
+
+def body_of(path: str, **more: Any) -> bytes:
+    return chat_body(**PROMPTS.get(path, {}), **{**ALIKE, **more})
+
+
 def ask(pool: ScriptedPool, path: str = CHAT, **more: Any) -> Answer:
-    return pool.post(path, chat_body(prompt="hi", input="hi", **{**ALIKE, **more}))
+    return pool.post(path, body_of(path, **more))
 
 
 def error_of(answer: Answer) -> str:
@@ -132,20 +142,13 @@ def test_stream_that_its_server_gives_up_in_order_is_the_undisturbed_one(
     assert len(pool.calls) == 2
 
 
-def test_sampled_stream_that_its_server_gives_up_has_no_clean_end(pool: ScriptedPool) -> None:
-    had = chat(UNITS, [1], 1)[:4]
-    pool.on(serves([*had, *ABORTS["chat"]]))
+def test_stream_that_each_server_aborts_has_no_clean_end(pool: ScriptedPool) -> None:
+    pool.on(serves([*chat(UNITS, [1], 1)[:4], *ABORTS["chat"]]))
 
-    answer = ask(pool, temperature=1)
+    answer = ask(pool)
 
     assert "aborted" in error_of(answer)
     assert b'"abort"' not in answer.body
-
-    pool.on(serves([*had, *ERRORS["chat"]]))
-
-    answer = ask(pool, temperature=1)
-
-    assert (answer.body, answer.is_whole) == (b"".join([*had, *ERRORS["chat"]]), True)
 
 
 def test_stream_keeps_its_ids_and_the_client_sees_no_usage_that_it_did_not_ask_for(pool: ScriptedPool) -> None:
@@ -201,38 +204,116 @@ def test_stream_of_a_client_of_http_1_0_is_continued(pool: ScriptedPool) -> None
         assert folded(renamed(client.rest())) == folded(b"".join(undisturbed))
 
 
-SAMPLED: dict[str, dict[str, Any]] = {
-    "no temperature": {"temperature": None},
-    "a temperature": {"temperature": 0.7},
+TOKENIZER = Tokenizer.from_file(str(TINY_MODEL_PATH / "tokenizer.json"))
+TEXT = [("content", each) for each in ("Hel", "lo", " wor", "ld")]
+"""What the first server samples."""
+OTHER_TEXT = [("content", each) for each in ("Hi", " there")]
+"""What another one does."""
+REST = [("content", each) for each in (" all", "\n", "of", " you")]
+
+
+def samples(call: Call) -> None:
+    """A server that continues a text where it is asked to, and else samples another."""
+    body = json.loads(call.body)
+    continues = body.get("continue_final_message") or str(body.get("prompt", "")).startswith("hiHel")
+    write = FORMS["chat" if call.target == CHAT else "completion"][1]
+    serves(write(REST if continues else OTHER_TEXT, [1], 2))(call)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}, {"temperature": 1, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("name", ["chat", "completion"])
+def test_sampled_text_is_continued_from_its_last_character(
+    pool: ScriptedPool, name: str, sampling: dict[str, Any]
+) -> None:
+    path, write = PATHS[name], FORMS[name][1]
+    had = write(TEXT, [1], 1)[: 3 if name == "chat" else 2]
+    calls = in_turn(pool, dies_after(had), samples)
+
+    asked = {"temperature": None, "max_tokens": 50, **sampling}
+    answer = ask(pool, path, **asked)
+
+    whole = write([*TEXT[:2], *REST], [1], 1)
+    assert answer.is_whole
+    assert folded_text(answer.body) == folded_text(b"".join(whole))
+    first, repeated, sent = (json.loads(call.body) for call in calls)
+    assert first == repeated
+    assert repeated == json.loads(body_of(path, **asked))
+    tokens = len(TOKENIZER.encode("Hello", add_special_tokens=False).ids)
+    assert sent["max_tokens"] == 50 - tokens
+    if name == "chat":
+        assert sent["messages"] == [*repeated["messages"], {"role": "assistant", "content": "Hello"}]
+        assert (sent["continue_final_message"], sent["add_generation_prompt"]) == (True, False)
+        (usage,) = folded(answer.body)["usage"]
+        counts = {"prompt_tokens": 7 - tokens, "completion_tokens": len(REST) + tokens, "total_tokens": 7 + len(REST)}
+        assert usage == counts
+    else:
+        assert sent["prompt"] == "hiHello"
+
+
+def folded_text(stream: bytes) -> dict[str, Any]:
+    """What a client puts together, without the counts."""
+    found = folded(renamed(stream))
+    return {name: found.get(name) for name in ("content", "text", "role", "finish", "ends", "ids")}
+
+
+SAMPLED = {"temperature": 1}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+NO_TEXT: dict[str, tuple[list[Unit], dict[str, Any], str]] = {
+    "tools": (TEXT, {"tools": TOOLS}, "tools"),
+    "a stop string": (TEXT, {"stop": ["x"]}, "stop"),
+    "log probabilities": (TEXT, {"logprobs": True}, "logprobs"),
+    "a penalty": (TEXT, {"frequency_penalty": 0.5}, "frequency_penalty"),
+    "a grammar": (TEXT, {"response_format": {"type": "json_object"}}, "response_format"),
+    "reasoning": ([("reasoning", "a"), ("reasoning", "b")], {}, "reasoning"),
+    "white space": ([("content", " "), ("content", "\n")], {}, "template"),
+    "a thought": ([("content", "<think>"), ("content", "a")], {}, "template"),
 }
 
 
-@pytest.mark.parametrize("sampling", SAMPLED.values(), ids=SAMPLED.keys())
-def test_sampled_text_ends_with_an_error(pool: ScriptedPool, sampling: dict[str, Any]) -> None:
-    undisturbed = chat(UNITS, [1], 1)
-    in_turn(pool, dies_after(undisturbed[:3]), serves(chat(UNITS, [1], 2)))
+@pytest.mark.parametrize("case", NO_TEXT.values(), ids=NO_TEXT.keys())
+def test_sampled_stream_that_is_more_than_text_ends_with_an_error(
+    pool: ScriptedPool, case: tuple[list[Unit], dict[str, Any], str]
+) -> None:
+    units, more, why = case
+    had = chat(units, [1], 1)[:3]
+    in_turn(pool, dies_after(had), samples)
 
-    answer = ask(pool, **sampling)
+    answer = ask(pool, **SAMPLED, **more)
 
-    assert "sampled" in error_of(answer)
-    assert answer.body.startswith(b"".join(undisturbed[:3]))
-    assert len(pool.calls) == 1
+    assert why in error_of(answer)
+    assert answer.body.startswith(b"".join(had))
+    assert len(pool.calls) == 2
 
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_sampled_stream_without_text_begins_on_another_server(pool: ScriptedPool, count: int) -> None:
-    in_turn(pool, dies_after(chat(UNITS, [1], 1)[:count]), serves(chat(UNITS, [1], 2)))
+    in_turn(pool, dies_after(chat(TEXT, [1], 1)[:count]), samples)
 
-    answer = ask(pool, temperature=1)
+    answer = ask(pool, **SAMPLED)
 
-    assert folded(renamed(answer.body)) == folded(b"".join(chat(UNITS, [1], 1)))
+    assert folded(renamed(answer.body)) == folded(b"".join(chat(OTHER_TEXT, [1], 1)))
     assert answer.is_whole
 
 
-def test_sampled_text_with_a_seed_is_continued(pool: ScriptedPool) -> None:
-    in_turn(pool, dies_after(chat(UNITS, [1], 1)[:4]), serves(chat(UNITS, [1], 2)))
+def test_sampled_stream_that_another_server_samples_alike_is_continued_by_it(pool: ScriptedPool) -> None:
+    in_turn(pool, dies_after(chat(UNITS, [1], 1)[:7]), serves(chat(UNITS, [1], 2)))
 
-    assert folded(renamed(ask(pool, temperature=1, seed=7).body)) == folded(b"".join(chat(UNITS, [1], 1)))
+    assert folded(renamed(ask(pool, **SAMPLED).body)) == folded(b"".join(chat(UNITS, [1], 1)))
+    assert len(pool.calls) == 2
+
+
+def test_sampled_text_outlives_the_death_of_the_server_that_continues_it(pool: ScriptedPool) -> None:
+    def dies_while_it_continues(call: Call) -> None:
+        is_text = b"continue_final_message" in call.body
+        dies_after(chat(REST, [1], 2)[:2])(call) if is_text else samples(call)
+
+    had = chat(TEXT, [1], 1)[:3]
+    in_turn(pool, dies_after(had), dies_while_it_continues, dies_while_it_continues, samples)
+
+    answer = ask(pool, **SAMPLED)
+
+    assert folded(renamed(answer.body))["content"] == "Hello all" + " all\nof you"
+    assert answer.is_whole
 
 
 UNFIT: dict[str, tuple[Script, str]] = {

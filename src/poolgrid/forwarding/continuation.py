@@ -6,7 +6,8 @@ answer: each character that it has was repeated by the server that continues, in
 the stream. Counts, finish reasons, stop strings, tools, guides and log probabilities need no correction: they are those
 of a whole answer.
 
-Only an answer that a server computes alike twice can be continued so (``is_repeatable``). What is compared is the text
+An answer that is sampled is seldom computed alike twice (``is_repeatable``); of text alone the rest can be sampled
+(``poolgrid.forwarding.text_continuation``). What is compared is the text
 of each field, not its cut into events: engines merge tokens by timing. Ids, times and values of log probabilities are
 not compared: they differ from server to server.
 """
@@ -15,13 +16,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Final
 
 import msgspec
 
 from poolgrid.forwarding.body_edit import edit, top_level
-from poolgrid.forwarding.event_filter import MAX_EVENT_BYTES, ApiForm, data_of, with_data
+from poolgrid.forwarding.event_filter import MAX_EVENT_BYTES, AnswerNotes, ApiForm, data_of, with_data
 
 GREEDY_TEMPERATURE_MAX: Final = 1e-6
 """Below it engines take the likeliest token: SGLang from here on, vLLM from 1e-5."""
@@ -63,7 +64,7 @@ def has_end(form: ApiForm, data: bytes) -> bool:
     found = data_of(_EVENT_END.split(data.rstrip(b"\r\n"))[-1])
     if found == DONE:
         return True
-    value = None if form is ApiForm.CHAT else _parsed(found)
+    value = None if form is ApiForm.CHAT else parsed_json(found)
     return value is not None and value.get("type") in LAST_EVENTS
 
 
@@ -187,7 +188,7 @@ class ContinuedStream:
         self._sequence = -1
         """Number of the last event that the client has."""
         self._created_at: Any = None
-        for event in _events(had):
+        for event in events_of(had):
             self._note(event)
         self._had.is_read = True
 
@@ -202,17 +203,8 @@ class ContinuedStream:
         Raises:
             ContinuationError: The answer differs from what the client has.
         """
-        data = self._held + data
-        found, at = [], 0
-        for end in _EVENT_END.finditer(data):
-            event = data[at : end.end()]
-            at = end.end()
-            if event.strip(b"\r\n"):
-                found.append(self._rest(event.lstrip(b"\r\n")))
-        self._held = data[at:]
-        if len(self._held) > MAX_EVENT_BYTES:
-            raise ContinuationError(f"an event of the other server has more than {MAX_EVENT_BYTES} bytes")
-        return b"".join(found)
+        events, self._held = split_events(self._held + data)
+        return b"".join(map(self._rest, events))
 
     def finish(self) -> None:
         """Take note that the second stream has ended.
@@ -223,17 +215,19 @@ class ContinuedStream:
         if self._had.missing:
             raise ContinuationError("the other server's answer ends before what the client has")
 
+    def correct(self, notes: AnswerNotes) -> None:
+        """Change nothing of what the second stream reports: it is of the whole answer."""
+
     def _note(self, event: bytes) -> None:
         """Take note of an event that the client has."""
         data = data_of(event)
         if not data:
             return
-        value = _parsed(data)
+        value = parsed_json(data)
         if value is None or value.get("error"):
             raise ContinuationError("the stream has an error, or an event that cannot be read")
         if self._form is ApiForm.CHAT and not self._ids:
-            fields = top_level(data).values
-            self._ids = {name: bytes(fields[name]) for name in STREAM_IDS if name in fields}
+            self._ids = stream_ids(data)
         if not self._walk(value):
             raise ContinuationError(f"the stream has an unknown event: {data[:60]!r}")
 
@@ -243,7 +237,7 @@ class ContinuedStream:
         if not data:
             return event  # a comment
         had, missing = self._had, self._had.missing
-        value = None if data == DONE else _parsed(data)
+        value = None if data == DONE else parsed_json(data)
         if missing:
             if data == DONE:
                 self.finish()
@@ -261,7 +255,7 @@ class ContinuedStream:
         if self._form is ApiForm.CHAT:
             return with_data(event, lambda raw: self._with_ids(raw, value if is_cut else {}))
         if self._form is ApiForm.MESSAGES:
-            return with_data(event, lambda _: _encoded(value)) if is_cut else event
+            return with_data(event, lambda _: encoded_json(value)) if is_cut else event
         if not missing:
             self._walk_names(value)
         return with_data(event, lambda _: self._renumbered(value))
@@ -272,7 +266,7 @@ class ContinuedStream:
         changes = {name: value for name, value in self._ids.items() if name in fields.values}
         for name in ("choices", *PROMPT_MEMBERS):
             if name in cut:
-                changes[name] = _encoded(cut[name])
+                changes[name] = encoded_json(cut[name])
         return edit(fields, changes)
 
     # -- chat and text completions -------------------------------------------------------------------------------------
@@ -434,7 +428,7 @@ class ContinuedStream:
         if "sequence_number" in event:
             self._sequence += 1
             event["sequence_number"] = self._sequence
-        return _encoded(_with_names(event, self._renamed) if self._renamed else event)
+        return encoded_json(_with_names(event, self._renamed) if self._renamed else event)
 
 
 def _with_names(value: Any, names: Mapping[str, str], key: str = "") -> Any:
@@ -445,19 +439,39 @@ def _with_names(value: Any, names: Mapping[str, str], key: str = "") -> Any:
     return names.get(value, value) if key in ITEM_IDS and isinstance(value, str) else value
 
 
-def _events(data: bytes) -> Iterator[bytes]:
-    at = 0
+def split_events(data: bytes) -> tuple[list[bytes], bytes]:
+    """Return the whole events, without blank lines before them, and what follows them.
+
+    Raises:
+        ContinuationError: An event is too long.
+    """
+    found, at = [], 0
     for end in _EVENT_END.finditer(data):
         event = data[at : end.end()].lstrip(b"\r\n")
         at = end.end()
         if event:
-            yield event
-    if data[at:].strip(b"\r\n"):
+            found.append(event)
+    if len(data) - at > MAX_EVENT_BYTES:
+        raise ContinuationError(f"an event has more than {MAX_EVENT_BYTES} bytes")
+    return found, data[at:]
+
+
+def events_of(data: bytes) -> list[bytes]:
+    """Return the events that a client has; raises ``ContinuationError`` if one is not whole."""
+    found, rest = split_events(data)
+    if rest.strip(b"\r\n"):
         raise ContinuationError("the client has a part of an event")
+    return found
 
 
-def _parsed(data: bytes) -> dict[str, Any] | None:
-    """The JSON object of an event; ``None`` for anything else."""
+def stream_ids(data: bytes) -> dict[str, bytes]:
+    """Return the members of a chunk that are its stream's, as raw JSON."""
+    fields = top_level(data).values
+    return {name: bytes(fields[name]) for name in STREAM_IDS if name in fields}
+
+
+def parsed_json(data: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of an event; ``None`` for anything else."""
     try:
         value = _decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -468,7 +482,8 @@ def _parsed(data: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _encoded(value: Any) -> bytes:
+def encoded_json(value: Any) -> bytes:
+    """Return a value as JSON, with as few escapes as it allows."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:  # half of a surrogate pair

@@ -323,6 +323,10 @@ class ForwardApplication:
             None if caller is None else caller.priority_max,
         )
 
+    def count_tokens(self, model: str, text: str) -> int | None:
+        """Return how many tokens a text has; ``None`` where the model's tokenizer is not known here."""
+        return self._reader.count_tokens(model, text)
+
     def server(self, url: str) -> ForwardServer:
         """Return the connections to a server."""
         known = self._servers.get(url)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final, Protocol
 
 from msgspec import Raw, Struct
@@ -31,6 +32,7 @@ from poolgrid.forwarding.continuation import ContinuationError, ContinuedStream,
 from poolgrid.forwarding.event_filter import GAVE_UP_BY_ABORT, AnswerNotes, ApiForm, EventFilter, read_answer
 from poolgrid.forwarding.headers import blotted, blotted_part, request_headers, response_headers
 from poolgrid.forwarding.paths import STATEFUL_COLLECTIONS, RequestTarget
+from poolgrid.forwarding.text_continuation import TextContinuation, continue_text
 from poolgrid.frontend.access.gate import CALLER, key_of
 from poolgrid.frontend.access.meter import limit_headers
 from poolgrid.frontend.access.tenants import Caller
@@ -88,9 +90,6 @@ WHOLE_BYTES_MAX: Final = 1 << 20
 HAD_BYTES_MAX: Final = 4 << 20
 """Bytes of a stream that are kept to continue it: 16,000 tokens as vLLM writes them. Reading them takes 0.1 s, once its
 server has died. A longer stream is not continued."""
-
-START_BYTES_MAX: Final = 4096
-"""The same of a stream that is only continued while it has no text, such as a chunk with a role."""
 
 FIRST_OUTPUT: Final = b"\0\0\0\0"
 """Stands for the first token of an answer, which the router does not read."""
@@ -173,6 +172,10 @@ class ExchangeOwner(Protocol):
         """Return a request's body for a server, and what of its answer is not for the client."""
         ...
 
+    def count_tokens(self, model: str, text: str) -> int | None:
+        """Return how many tokens a text has; ``None`` where the model's tokenizer is not known here."""
+        ...
+
     def server(self, url: str) -> ForwardServer:
         """Return the connections to a server."""
         ...
@@ -233,11 +236,14 @@ class ForwardExchange:
     _had: list[bytes] | None = None
     """What a stream's client has, while it can be continued."""
     had_bytes = 0
-    _had_bytes_max = 0
     _continues = False
     """Whether the current dispatch continues a stream that broke off."""
-    _continued: ContinuedStream | None = None
+    _continued: ContinuedStream | TextContinuation | None = None
     """That stream, once the other server has begun to answer."""
+    _lost = ""
+    """Why the stream broke off."""
+    _asks_usage = False
+    """Whether usage is asked for that is not for the client."""
     _filter: EventFilter | None = None
     _form: ApiForm | None = None
     """Of which API the answer is; ``None`` for one whose counts are not looked for."""
@@ -457,7 +463,7 @@ class ForwardExchange:
         """Make the body for a kind of server, and what takes out of the answer again what it asks for."""
         self._kind = place.kind
         changes = self._application.changes(self, request, place)
-        self._sent_body = changes.body
+        self._sent_body, self._asks_usage = changes.body, changes.asks_usage
         if self.is_streamed and self._form is not None:
             self._filter = EventFilter(self._form, changes.asks_usage)
             self._notes = self._filter.notes
@@ -507,7 +513,6 @@ class ForwardExchange:
             self._filter = None
         if self._filter is not None:
             self._had = []
-            self._had_bytes_max = HAD_BYTES_MAX if is_repeatable(self.values) else START_BYTES_MAX
         if self._filter is None and status == 200 and (self._request is not None or self._makes_state):
             self._whole = bytearray()
         self._wake()
@@ -563,12 +568,12 @@ class ForwardExchange:
         """Return what of a stream's next bytes is for the client."""
         passed = found.feed(data)
         if self._continues:
-            passed = self._rest_of(passed)
+            passed = self._rest_of(passed) or b""
         had = self._had
         if had is not None:
             had.append(passed)
             self.had_bytes += len(passed)
-            if self.had_bytes > self._had_bytes_max:
+            if self.had_bytes > HAD_BYTES_MAX:
                 self.forget_had()
         self._last_piece = passed or self._last_piece
         return passed
@@ -604,9 +609,10 @@ class ForwardExchange:
                 self._take_over(AnswerFailed(given_up))
                 return
             if self._continues:
-                rest = self._rest_of(rest, is_end=True)
-                if self._failure is not None:
+                found = self._rest_of(rest, is_end=True)
+                if found is None:
                     return
+                rest = found
             if rest:
                 self._write_rest(rest)
         self._is_over = True
@@ -635,6 +641,7 @@ class ForwardExchange:
         if why:
             self._fail(AnswerFailed(f"{error}; {why}"))
         else:
+            self._lost = str(error)
             self._begin_continuation()
             self._attempt_failed(error)
 
@@ -717,20 +724,12 @@ class ForwardExchange:
 
     def _why_not_continued(self) -> str:
         """Return why the stream that broke off cannot be continued; empty where it can."""
-        had, form = self._had, self._form
-        if self._is_settled or form is None or self._filter is None:
+        if self._filter is None:
             return "only streams of generated text are continued"
-        is_alike = is_repeatable(self.values)
-        if had is None and is_alike:
+        if self._had is None:
             return f"it is not continued, because more than {HAD_BYTES_MAX} bytes of it, or of all streams, were sent"
         if not self._filter.is_between_events:
             return "it is not continued, because the client has a part of an event"
-        if not is_alike:
-            try:
-                if had is None or ContinuedStream(form, b"".join(had)).has_output:
-                    return "it is not continued, because its text is sampled (a temperature above 0 without a seed)"
-            except ContinuationError as error:
-                return f"it is not continued: {error}"
         return ""
 
     def _begin_continuation(self) -> None:
@@ -739,10 +738,9 @@ class ForwardExchange:
         self._has_output, self._position = False, 0
         self._kind = ""  # for a filter of its own
 
-    def _rest_of(self, data: bytes, is_end: bool = False) -> bytes:
-        """Return what of another server's events the client has not; nothing once they differ."""
-        if self._failure is not None:
-            return b""
+    def _rest_of(self, data: bytes, is_end: bool = False) -> bytes | None:
+        """Return what of another server's events the client has not; ``None`` where they do not continue the stream,
+        for which another way has been begun by then, or which ends."""
         try:
             if self._continued is None:
                 assert self._form is not None, "a stream with a filter has a form"
@@ -751,11 +749,34 @@ class ForwardExchange:
             passed = self._continued.feed(data)
             if is_end:
                 self._continued.finish()
+                self._continued.correct(self._notes)
         except ContinuationError as error:
             self._close_server()
-            self._fail(AnswerFailed(f"the server closed the connection within its answer; {error}"))
-            return b""
+            self._continue_text(error)
+            return None
         return passed
+
+    def _continue_text(self, differs: ContinuationError) -> None:
+        """Have the server whose answer differs from what the client has continue its text, if it is sampled text."""
+        place, form, had = self._place, self._form, self._had
+        assert place is not None, "it answered"
+        assert form is not None, "a stream with a filter has a form"
+        lost = f"{self._lost}; {differs}"
+        if had is None or is_repeatable(self.values) or isinstance(self._continued, TextContinuation):
+            self._fail(AnswerFailed(lost))
+            return
+        count_tokens = partial(self._application.count_tokens, self.model)
+        try:
+            self._continued = found = continue_text(
+                self.target.path, place.kind, self._sent_body, self.values, b"".join(had), count_tokens
+            )
+        except ContinuationError as error:
+            self._fail(AnswerFailed(f"{lost}; its text is sampled, and cannot be continued: {error}"))
+            return
+        self._sent_body = found.body
+        self._filter = EventFilter(form, self._asks_usage)
+        self._notes = self._filter.notes
+        self._attempt(place)
 
     def _refused_to_continue(self, status: int) -> None:
         """Report that a server does not take the request whose stream it was to continue."""
