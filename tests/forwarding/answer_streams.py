@@ -48,7 +48,7 @@ def chat(units: Sequence[Unit], sizes: Sequence[int], server: int) -> list[bytes
     calls: list[str] = []
     for group in merged(units, sizes):
         field, text = group[0][0], "".join(text for _, text in group)
-        more = {"logprobs": logprobs_of(group, server), "token_ids": [ord(text[0]) for _, text in group]}
+        more: dict[str, Any] = {"logprobs": logprobs_of(group, server), "token_ids": [ord(text[0]) for _, text in group]}
         if not field.startswith("call"):
             events.append(chunk({field: text}, **more))
             continue
@@ -117,7 +117,7 @@ def responses(units: Sequence[Unit], sizes: Sequence[int], server: int) -> list[
     for at, group in enumerate(groups):
         field = group[0][0]
         kind = {"content": "output_text", "reasoning": "reasoning_text"}.get(field, "function_call_arguments")
-        place = {"output_index": len(items) - 1, "content_index": 0, "item_id": ""}
+        place: dict[str, Any] = {"output_index": len(items) - 1, "content_index": 0, "item_id": ""}
         if not at or groups[at - 1][0][0] != field:
             item = {"type": kind, "id": f"item-s{server}-{len(items)}", "call_id": f"call-s{server}-{len(items)}"}
             items.append(item | {"text": ""})

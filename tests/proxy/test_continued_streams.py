@@ -256,7 +256,7 @@ def folded_text(stream: bytes) -> dict[str, Any]:
     return {name: found.get(name) for name in ("content", "text", "role", "finish", "ends", "ids")}
 
 
-SAMPLED = {"temperature": 1}
+SAMPLED: dict[str, Any] = {"temperature": 1}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 NO_TEXT: dict[str, tuple[list[Unit], dict[str, Any], str]] = {
     "tools": (TEXT, {"tools": TOOLS}, "tools"),

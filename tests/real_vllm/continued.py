@@ -160,7 +160,8 @@ def continued(vllm: Path, model: Path, directory: Path, moments: dict[str, float
 
 def _both_ready(url: str) -> None:
     def is_ready() -> bool:
-        return sum(row["state"] == "ready" for row in httpx.get(f"{url}/v1/workers").json()["data"]) == 2
+        states = [row["state"] for row in httpx.get(f"{url}/v1/workers").json()["data"]]
+        return states == ["ready", "ready"]
 
     eventually("both servers take requests", is_ready, START_TIMEOUT_S)
 
