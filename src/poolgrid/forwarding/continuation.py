@@ -237,27 +237,36 @@ class ContinuedStream:
         if not data:
             return event  # a comment
         had, missing = self._had, self._had.missing
+        if not missing:
+            return self._renamed_event(event, data)
         value = None if data == DONE else parsed_json(data)
-        if missing:
-            if data == DONE:
-                self.finish()
-            if value is None or value.get("error"):
-                what = "its answer cannot be read" if value is None else "it reports an error"
-                raise ContinuationError(f"the other server does not repeat the answer: {what}")
-            had.is_new = False
-            if not self._walk(value):
-                raise ContinuationError(f"the other server's answer has an unknown event: {data[:60]!r}")
-            if not had.is_new:
-                return b""
-        elif value is None:
-            return event
+        if data == DONE:
+            self.finish()
+        if value is None or value.get("error"):
+            what = "its answer cannot be read" if value is None else "it reports an error"
+            raise ContinuationError(f"the other server does not repeat the answer: {what}")
+        had.is_new = False
+        if not self._walk(value):
+            raise ContinuationError(f"the other server's answer has an unknown event: {data[:60]!r}")
+        if not had.is_new:
+            return b""
         is_cut = missing != had.missing
         if self._form is ApiForm.CHAT:
             return with_data(event, lambda raw: self._with_ids(raw, value if is_cut else {}))
         if self._form is ApiForm.MESSAGES:
             return with_data(event, lambda _: encoded_json(value)) if is_cut else event
-        if not missing:
-            self._walk_names(value)
+        return with_data(event, lambda _: self._renumbered(value))
+
+    def _renamed_event(self, event: bytes, data: bytes) -> bytes:
+        """An event that comes behind all that the client has."""
+        if data == DONE or self._form is ApiForm.MESSAGES:
+            return event
+        if self._form is ApiForm.CHAT:
+            return with_data(event, lambda raw: self._with_ids(raw, {}))
+        value = parsed_json(data)
+        if value is None:
+            return event
+        self._walk_names(value)
         return with_data(event, lambda _: self._renumbered(value))
 
     def _with_ids(self, data: bytes, cut: dict[str, Any]) -> bytes:

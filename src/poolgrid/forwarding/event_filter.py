@@ -393,7 +393,9 @@ def _note_usage(notes: AnswerNotes, raw: msgspec.Raw) -> None:
 
 
 def data_of(event: bytes) -> bytes:
-    """The data of an event, its lines joined as clients join them."""
+    """Return the data of an event, its lines joined as clients join them."""
+    if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2 and b"\r" not in event:
+        return event[6:-2]
     return b"\n".join(found[2] or b"" for found in _DATA_LINE.finditer(event))
 
 
@@ -408,7 +410,7 @@ def _with_fingerprint(event: bytes, fingerprint: bytes) -> bytes:
 
 
 def with_data(event: bytes, change: Callable[[bytes], bytes]) -> bytes:
-    """The event with its data changed; as it is where the data is no JSON.
+    """Return the event with its data changed; as it is where the data is no JSON.
 
     Other lines between those of the data come behind them.
     """
