@@ -48,7 +48,10 @@ def chat(units: Sequence[Unit], sizes: Sequence[int], server: int) -> list[bytes
     calls: list[str] = []
     for group in merged(units, sizes):
         field, text = group[0][0], "".join(text for _, text in group)
-        more: dict[str, Any] = {"logprobs": logprobs_of(group, server), "token_ids": [ord(text[0]) for _, text in group]}
+        more: dict[str, Any] = {
+            "logprobs": logprobs_of(group, server),
+            "token_ids": [ord(text[0]) for _, text in group],
+        }
         if not field.startswith("call"):
             events.append(chunk({field: text}, **more))
             continue
