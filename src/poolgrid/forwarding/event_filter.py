@@ -140,6 +140,7 @@ class EventFilter:
         asked for where a client sets ``continuous_usage_stats``: its chunks would then have usage, or not, by the
         server."""
         self.notes = AnswerNotes()
+        self._form = form
         self._takes_usage = takes_usage
         self._event: Callable[[bytes], bytes] = {
             ApiForm.CHAT: self._chat_event,
@@ -168,6 +169,10 @@ class EventFilter:
         """Whether an event of another source can be put into the client's stream now: always, but within an event that
         is longer than ``MAX_EVENT_BYTES``."""
         return not self._is_passing
+
+    def again(self) -> EventFilter:
+        """A filter of the same kind, for another answer."""
+        return EventFilter(self._form, self._takes_usage)
 
     def feed(self, data: bytes) -> bytes:
         """The bytes for the client, whole events: ``data`` itself where it is whole and nothing is taken out."""

@@ -17,6 +17,7 @@ from msgspec import Raw
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from poolgrid.forwarding.headers import request_headers
+from poolgrid.forwarding.kept_stream import KEPT_TOGETHER_BYTES_MAX, forget_longest
 from poolgrid.forwarding.model_list import merge_model_lists
 from poolgrid.forwarding.multipart import FormFields, boundary_of, model_of_query
 from poolgrid.forwarding.paths import RequestTarget, TargetAccess, read_target
@@ -57,10 +58,6 @@ ENDPOINTS: Final = {
 """Values of the ``endpoint`` label."""
 
 MODELS: Final = "/v1/models"
-
-HAD_TOGETHER_BYTES_MAX: Final = 256 << 20
-"""Bytes that are kept of all streams together to continue them: 1,000 streams of 1,000 tokens. Beyond it the longest
-streams are forgotten, which are the most work to compute again."""
 
 OTHER_ENDPOINT: Final = "other"
 """Of all other paths: clients can name any number of them."""
@@ -351,21 +348,11 @@ class ForwardApplication:
         while True:
             await asyncio.sleep(SILENCE_S / SILENCE_LOOKS)
             self._close_left_servers()
-            self._forget_longest()
+            kept = [exchange.kept for exchange in self._open]
+            forget_longest([each for each in kept if each is not None], KEPT_TOGETHER_BYTES_MAX)
             now_s = loop.time()
             for exchange in list(self._open):
                 exchange.look_for_silence(now_s)
-
-    def _forget_longest(self) -> None:
-        """Keep what clients have of their streams within its bound."""
-        kept_bytes = sum(exchange.had_bytes for exchange in self._open)
-        if kept_bytes <= HAD_TOGETHER_BYTES_MAX:
-            return
-        for exchange in sorted(self._open, key=lambda each: each.had_bytes, reverse=True):
-            kept_bytes -= exchange.had_bytes
-            exchange.forget_had()
-            if kept_bytes <= HAD_TOGETHER_BYTES_MAX:
-                return
 
     def _close_left_servers(self) -> None:
         """Close kept connections to servers that have left the pool."""

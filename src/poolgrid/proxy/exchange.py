@@ -28,11 +28,11 @@ from typing import Final, Protocol
 from msgspec import Raw, Struct
 from starlette.types import Receive, Scope, Send
 
-from poolgrid.forwarding.continuation import ContinuationError, ContinuedStream, has_end, is_repeatable
+from poolgrid.forwarding.continuation import ContinuationError
 from poolgrid.forwarding.event_filter import GAVE_UP_BY_ABORT, AnswerNotes, ApiForm, EventFilter, read_answer
 from poolgrid.forwarding.headers import blotted, blotted_part, request_headers, response_headers
+from poolgrid.forwarding.kept_stream import KEPT_BYTES_MAX, KeptStream
 from poolgrid.forwarding.paths import STATEFUL_COLLECTIONS, RequestTarget
-from poolgrid.forwarding.text_continuation import TextContinuation, continue_text
 from poolgrid.frontend.access.gate import CALLER, key_of
 from poolgrid.frontend.access.meter import limit_headers
 from poolgrid.frontend.access.tenants import Caller
@@ -86,10 +86,6 @@ BUSY_BODY_BYTES_MAX: Final = 64 * 1024
 
 WHOLE_BYTES_MAX: Final = 1 << 20
 """Longest answer that is read for its counts once it has passed; longer ones are images, audio, embeddings."""
-
-HAD_BYTES_MAX: Final = 4 << 20
-"""Bytes of a stream that are kept to continue it: 16,000 tokens as vLLM writes them. Reading them takes 0.1 s, once its
-server has died. A longer stream is not continued."""
 
 FIRST_OUTPUT: Final = b"\0\0\0\0"
 """Stands for the first token of an answer, which the router does not read."""
@@ -233,13 +229,8 @@ class ForwardExchange:
     _has_left = False
     _is_paused = False
     """Whether the client takes nothing now."""
-    _had: list[bytes] | None = None
-    """What a stream's client has, while it can be continued."""
-    had_bytes = 0
-    _continues = False
-    """Whether the current dispatch continues a stream that broke off."""
-    _continued: ContinuedStream | TextContinuation | None = None
-    """That stream, once the other server has begun to answer."""
+    _kept: KeptStream | None = None
+    """A stream of generated text, which another server may continue."""
     _lost = ""
     """Why the stream broke off."""
     _asks_usage = False
@@ -250,7 +241,7 @@ class ForwardExchange:
     _whole: bytearray | None = None
     """An answer that is no stream, as far as it is kept for its counts."""
     _last_piece = b""
-    """What of a stream was written last: events, or its bytes as they came while nothing filters it."""
+    """What of a stream was written last, while nothing filters it."""
 
     def __init__(
         self,
@@ -463,7 +454,7 @@ class ForwardExchange:
         """Make the body for a kind of server, and what takes out of the answer again what it asks for."""
         self._kind = place.kind
         changes = self._application.changes(self, request, place)
-        self._sent_body, self._asks_usage = changes.body, changes.asks_usage
+        self._sent_body = changes.body
         if self.is_streamed and self._form is not None:
             self._filter = EventFilter(self._form, changes.asks_usage)
             self._notes = self._filter.notes
@@ -511,8 +502,9 @@ class ForwardExchange:
         self._is_raw = is_raw and not (self._keys and status >= 400)
         if self._filter is not None and (status != 200 or not self._is_event_stream()):
             self._filter = None
-        if self._filter is not None:
-            self._had = []
+        if self._filter is not None and self._form is not None:
+            count_tokens = partial(self._application.count_tokens, self.model)
+            self._kept = KeptStream(self._form, self.target.path, self.values, count_tokens)
         if self._filter is None and status == 200 and (self._request is not None or self._makes_state):
             self._whole = bytearray()
         self._wake()
@@ -566,16 +558,11 @@ class ForwardExchange:
 
     def _pass_events(self, found: EventFilter, data: bytes) -> bytes:
         """Return what of a stream's next bytes is for the client."""
-        passed = found.feed(data)
-        if self._continues:
-            passed = self._rest_of(passed) or b""
-        had = self._had
-        if had is not None:
-            had.append(passed)
-            self.had_bytes += len(passed)
-            if self.had_bytes > HAD_BYTES_MAX:
-                self.forget_had()
-        self._last_piece = passed or self._last_piece
+        passed, kept = found.feed(data), self._kept
+        if kept is not None:
+            if kept.is_continued:
+                passed = self._rest_of(kept, passed) or b""
+            kept.keep(passed)
         return passed
 
     def on_end(self) -> None:
@@ -608,11 +595,12 @@ class ForwardExchange:
             if given_up and (given_up == GAVE_UP_BY_ABORT or not self._why_not_continued()):
                 self._take_over(AnswerFailed(given_up))
                 return
-            if self._continues:
-                found = self._rest_of(rest, is_end=True)
+            if self._kept is not None and self._kept.is_continued:
+                found = self._rest_of(self._kept, rest, is_end=True)
                 if found is None:
                     return
                 rest = found
+                self._kept.correct(self._notes)
             if rest:
                 self._write_rest(rest)
         self._is_over = True
@@ -628,7 +616,7 @@ class ForwardExchange:
         if not self._answer_status:
             self._attempt_failed(error)
             return
-        if self._form is not None and self._filter is not None and has_end(self._form, self._last_piece):
+        if self._kept is not None and self._kept.has_end:
             self._is_over = True  # only the end of its framing is missing
             self._end_well()
             self._wake()
@@ -641,8 +629,11 @@ class ForwardExchange:
         if why:
             self._fail(AnswerFailed(f"{error}; {why}"))
         else:
+            assert self._kept is not None, "otherwise there is a reason"
             self._lost = str(error)
-            self._begin_continuation()
+            self._kept.begin()
+            self._has_output, self._position = False, 0
+            self._kind = ""  # for a filter of its own
             self._attempt_failed(error)
 
     def _fail(self, failure: AnswerFailed) -> None:
@@ -717,64 +708,46 @@ class ForwardExchange:
 
     # -- a stream whose server died ------------------------------------------------------------------------------------
 
-    def forget_had(self) -> None:
-        """Keep nothing of the stream: it is not continued if its server dies."""
-        self._had = None
-        self.had_bytes = 0
+    @property
+    def kept(self) -> KeptStream | None:
+        return self._kept
+
+    @property
+    def _continues(self) -> bool:
+        """Whether the current dispatch continues a stream that broke off."""
+        return self._kept is not None and self._kept.is_continued
 
     def _why_not_continued(self) -> str:
         """Return why the stream that broke off cannot be continued; empty where it can."""
-        if self._filter is None:
+        if self._kept is None or self._filter is None:
             return "only streams of generated text are continued"
-        if self._had is None:
-            return f"it is not continued, because more than {HAD_BYTES_MAX} bytes of it, or of all streams, were sent"
+        if self._kept.is_forgotten:
+            return f"it is not continued, because more than {KEPT_BYTES_MAX} bytes of it, or of all streams, were sent"
         if not self._filter.is_between_events:
             return "it is not continued, because the client has a part of an event"
         return ""
 
-    def _begin_continuation(self) -> None:
-        """Have the next dispatch continue the stream."""
-        self._continues, self._continued = True, None
-        self._has_output, self._position = False, 0
-        self._kind = ""  # for a filter of its own
-
-    def _rest_of(self, data: bytes, is_end: bool = False) -> bytes | None:
+    def _rest_of(self, kept: KeptStream, events: bytes, is_end: bool = False) -> bytes | None:
         """Return what of another server's events the client has not; ``None`` where they do not continue the stream,
         for which another way has been begun by then, or which ends."""
         try:
-            if self._continued is None:
-                assert self._form is not None, "a stream with a filter has a form"
-                # Here, not when the server dies: many streams of a server do so at once.
-                self._continued = ContinuedStream(self._form, b"".join(self._had or ()))
-            passed = self._continued.feed(data)
-            if is_end:
-                self._continued.finish()
-                self._continued.correct(self._notes)
+            return kept.rest(events, is_end)
         except ContinuationError as error:
             self._close_server()
-            self._continue_text(error)
+            self._continue_text(kept, error)
             return None
-        return passed
 
-    def _continue_text(self, differs: ContinuationError) -> None:
+    def _continue_text(self, kept: KeptStream, differs: ContinuationError) -> None:
         """Have the server whose answer differs from what the client has continue its text, if it is sampled text."""
-        place, form, had = self._place, self._form, self._had
+        place, found = self._place, self._filter
         assert place is not None, "it answered"
-        assert form is not None, "a stream with a filter has a form"
-        lost = f"{self._lost}; {differs}"
-        if had is None or is_repeatable(self.values) or isinstance(self._continued, TextContinuation):
-            self._fail(AnswerFailed(lost))
-            return
-        count_tokens = partial(self._application.count_tokens, self.model)
+        assert found is not None, "a stream that is kept has a filter"
         try:
-            self._continued = found = continue_text(
-                self.target.path, place.kind, self._sent_body, self.values, b"".join(had), count_tokens
-            )
+            self._sent_body = kept.continue_text(differs, place.kind, self._sent_body)
         except ContinuationError as error:
-            self._fail(AnswerFailed(f"{lost}; its text is sampled, and cannot be continued: {error}"))
+            self._fail(AnswerFailed(f"{self._lost}; {error}"))
             return
-        self._sent_body = found.body
-        self._filter = EventFilter(form, self._asks_usage)
+        self._filter = found.again()
         self._notes = self._filter.notes
         self._attempt(place)
 
