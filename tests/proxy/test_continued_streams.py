@@ -15,7 +15,17 @@ from tests.e2e.processes import becomes, metric
 from tests.forwarding.answer_streams import DONE, FORMS, Unit, chat, event, folded, renamed
 from tests.proxy.pool import ScriptedPool
 from tests.proxy.raw_client import CHAT, Answer, chat_body
-from tests.proxy.scripted_server import LAST_CHUNK, PATIENCE_S, Call, Script, chunk, stream_head, whole
+from tests.proxy.scripted_server import (
+    ANSWER,
+    LAST_CHUNK,
+    PATIENCE_S,
+    Call,
+    Script,
+    chunk,
+    serve_plainly,
+    stream_head,
+    whole,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -357,6 +367,34 @@ def test_stream_that_is_too_long_to_be_kept_ends_with_an_error(pool: ScriptedPoo
 
     assert "4194304 bytes" in error_of(ask(pool))
     assert len(pool.calls) == 1
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_request_at_a_server_that_has_left_and_is_silent_is_taken_over(pool: ScriptedPool, is_streamed: bool) -> None:
+    """So does vLLM on SIGTERM: it takes no connections, and keeps those of its requests open without a byte."""
+    undisturbed = chat(UNITS, [1], 1)
+    hung: list[Call] = []
+
+    def hangs(call: Call) -> None:
+        if is_streamed:
+            call.send(stream_head() + b"".join(map(chunk, undisturbed[:4])))
+        call.server.stop_listening(call)
+        hung.append(call)
+        call.wait_until_left()
+
+    second = serves(chat(UNITS, [2], 2)) if is_streamed else serve_plainly
+    in_turn(pool, hangs, second)
+    try:
+        answer = ask(pool, stream=is_streamed)
+    finally:
+        hung[0].server.listen_again()
+
+    assert answer.is_whole
+    if is_streamed:
+        assert folded(renamed(answer.body)) == folded(b"".join(undisturbed))
+    else:
+        assert answer.body == ANSWER
+    assert len(pool.calls) == 2
 
 
 def test_client_that_leaves_while_its_stream_is_continued_ends_it(pool: ScriptedPool) -> None:

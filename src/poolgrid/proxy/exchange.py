@@ -67,6 +67,10 @@ close what is silent for 30 to 60 s."""
 SILENCE_LOOKS: Final = 6
 """How often in that time streams are looked at: the last look is up to a sixth late."""
 
+LEFT_LOOKS: Final = 2
+"""How many of these looks an answer may be silent whose server has left the pool: 5 s, in which a server that drains
+sends tokens. vLLM keeps its connections open on SIGTERM, and sends nothing more."""
+
 SILENCE_COMMENT: Final = b": keep-alive\n\n"
 
 SILENCE_EVENTS: Final[Mapping[ApiForm | None, bytes]] = {
@@ -880,11 +884,29 @@ class ForwardExchange:
             if self.is_streamed and not self.has_head and now_s - self._queued_s >= SILENCE_S:
                 detached(self._begin_early(), "head of a stream that waits")
             return
+        if self._quiet_looks % LEFT_LOOKS == 0 and self._connection is not None and self._request is not None:
+            self._look_for_server(self._connection)
         if self._quiet_looks <= SILENCE_LOOKS or not self._is_open or self._is_over:
             return
         if self._is_event_stream() and self._is_between_events():
             self._quiet_looks = 0
             self._guard.write(chunk(self._silence_event()))
+
+    def _look_for_server(self, connection: ServerConnection) -> None:
+        place, server = self._place, self._server
+        if place is not None and server is not None and self._application.backend.place_of(place.worker) is None:
+            detached(self._try_left_server(server, connection), "connection to a server that has left")
+
+    async def _try_left_server(self, server: ForwardServer, connection: ServerConnection) -> None:
+        """Take a request from a server that has left the pool, is silent, and takes no connection any more."""
+        try:
+            found = await server.connect()
+        except (OSError, TimeoutError):
+            if self._connection is connection:
+                connection.abort()
+                self.on_failed(AnswerFailed("the server has left, and its answer is silent"), False)
+        else:
+            found.abort()
 
     def _silence_event(self) -> bytes:
         return SILENCE_EVENTS.get(self._form, SILENCE_COMMENT)
