@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hypothesis import strategies as st
+
 from poolgrid.forwarding.event_filter import ApiForm
 
 DONE = b"data: [DONE]\n\n"
@@ -207,3 +209,19 @@ PLACE = ("type", "index", "output_index", "content_index")
 def renamed(data: bytes) -> bytes:
     """A stream under the ids of server 1."""
     return re.sub(rb'(created(?:_at)?": ?)2', rb"\g<1>1", data.replace(b"-s2", b"-s1"))
+
+
+texts = st.text(st.sampled_from('ab é😀"\\\n'), min_size=1, max_size=4)
+fields = st.sampled_from(["content", "content", "reasoning", "call0", "call1"])
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> list[Unit]:
+    """Tokens in some fields; a call is over when another field has begun."""
+    found: list[Unit] = []
+    for field in draw(st.lists(fields, max_size=4, unique=True)):
+        found += [(field, text) for text in draw(st.lists(texts, min_size=1, max_size=6))]
+    return found
+
+
+sizes = st.lists(st.integers(1, 4), min_size=1, max_size=3)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from poolgrid.forwarding.continuation import ContinuationError, ContinuedStream, has_end, is_repeatable
 from poolgrid.forwarding.event_filter import MAX_EVENT_BYTES, ApiForm
-from tests.forwarding.answer_streams import DONE, FORMS, Unit, chat, event, folded, renamed, values_of
+from tests.forwarding.answer_streams import DONE, FORMS, Unit, answers, chat, event, folded, renamed, sizes, values_of
 
 
 def continued(form: ApiForm, had: bytes, second: bytes, size: int = 0) -> bytes:
@@ -24,22 +24,6 @@ def continued(form: ApiForm, had: bytes, second: bytes, size: int = 0) -> bytes:
     passed = b"".join(map(stream.feed, pieces))
     stream.finish()
     return had + passed
-
-
-texts = st.text(st.sampled_from('ab é😀"\\\n'), min_size=1, max_size=4)
-fields = st.sampled_from(["content", "content", "reasoning", "call0", "call1"])
-
-
-@st.composite
-def answers(draw: st.DrawFn) -> list[Unit]:
-    """Tokens in some fields; a call is over when another field has begun."""
-    found: list[Unit] = []
-    for field in draw(st.lists(fields, max_size=4, unique=True)):
-        found += [(field, text) for text in draw(st.lists(texts, min_size=1, max_size=6))]
-    return found
-
-
-sizes = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 
 
 @pytest.mark.parametrize("name", FORMS)

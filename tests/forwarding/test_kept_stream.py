@@ -7,12 +7,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from poolgrid.forwarding.continuation import ContinuationError
-from poolgrid.forwarding.event_filter import AnswerNotes, ApiForm
+from poolgrid.forwarding.event_filter import AnswerNotes, ApiForm, EventFilter
 from poolgrid.forwarding.kept_stream import KEPT_BYTES_MAX, KeptStream, forget_longest
 from poolgrid.forwarding.text_continuation import CHAT
-from tests.forwarding.answer_streams import chat, folded, renamed
+from tests.forwarding.answer_streams import FORMS, Unit, answers, chat, folded, renamed, sizes
 
 TEXT = [("content", each) for each in ("Hel", "lo", "!")]
 REST = [("content", each) for each in (" all", "!")]
@@ -39,6 +41,41 @@ def test_another_answer_continues_the_stream() -> None:
 
     assert stream.is_continued
     assert folded(renamed(b"".join(undisturbed[:3]) + rest)) == folded(b"".join(undisturbed))
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("takes_usage", [False, True])
+@given(
+    units=answers(),
+    first=sizes,
+    second=sizes,
+    cut=st.integers(0, 10_000),
+    sizes_read=st.sampled_from([1, 7, 100, 9999]),
+)
+def test_stream_cut_at_any_byte_is_the_undisturbed_one(
+    name: str, takes_usage: bool, units: list[Unit], first: list[int], second: list[int], cut: int, sizes_read: int
+) -> None:
+    """From the server's bytes to the client's, as the proxy passes them."""
+    form, write = FORMS[name]
+    data, again = b"".join(write(units, first, 1)), b"".join(write(units, second, 2))
+    cut %= len(data) + 1
+    plain, broken, other = (EventFilter(form, takes_usage) for _ in range(3))
+    undisturbed = plain.feed(data) + plain.finish()
+    stream = KeptStream(form, CHAT, {}, len)
+
+    got = b""
+    for at in range(0, cut, sizes_read):
+        passed = broken.feed(data[at : min(cut, at + sizes_read)])
+        stream.keep(passed)
+        got += passed
+    assert broken.is_between_events
+    if not stream.has_end:
+        stream.begin()
+        for at in range(0, len(again), sizes_read):
+            got += stream.rest(other.feed(again[at : at + sizes_read]))
+        got += stream.rest(other.finish(), is_end=True)
+
+    assert folded(renamed(got), form) == folded(renamed(undisturbed), form)
 
 
 def test_answer_that_differs_is_asked_to_continue_a_sampled_text() -> None:

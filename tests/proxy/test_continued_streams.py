@@ -152,6 +152,36 @@ def test_stream_that_its_server_gives_up_in_order_is_the_undisturbed_one(
     assert len(pool.calls) == 2
 
 
+WHOLE_ABORTS = {
+    CHAT: b'{"id":"a","choices":[{"index":0,"message":{"content":"Hel"},"finish_reason":"abort"}]}',
+    "/v1/completions": b'{"id":"a","choices":[{"index":0,"text":"Hel","finish_reason":"abort"}]}',
+    "/v1/messages": b'{"id":"a","type":"message","content":[{"type":"text","text":"Hel"}],"stop_reason":null}',
+}
+
+
+@pytest.mark.parametrize(("path", "body"), WHOLE_ABORTS.items())
+def test_whole_answer_that_its_server_aborts_is_another_servers_or_does_not_look_whole(
+    pool: ScriptedPool, path: str, body: bytes
+) -> None:
+    def aborts_in_parts(call: Call) -> None:
+        data = whole(body)
+        call.send(data[:-10])
+        assert came.wait(PATIENCE_S)
+        call.send(data[-10:])
+
+    in_turn(pool, lambda call: call.send(whole(body)), serve_plainly)
+    answer = ask(pool, path, stream=False)
+    assert (answer.body, answer.is_whole) == (ANSWER, True)
+
+    came = Event()
+    pool.on(aborts_in_parts)
+    with pool.client() as client:
+        client.ask("POST", path, body_of(path, stream=False))
+        answer = client.head()
+        came.set()
+        assert len(client.rest()) < len(body)
+
+
 def test_stream_that_each_server_aborts_has_no_clean_end(pool: ScriptedPool) -> None:
     pool.on(serves([*chat(UNITS, [1], 1)[:4], *ABORTS["chat"]]))
 

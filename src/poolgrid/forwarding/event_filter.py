@@ -67,6 +67,8 @@ class AnswerNotes:
     """All of them, cached ones too, in the Messages API as well."""
     cached_tokens: int | None = None
     completion_tokens: int | None = None
+    is_aborted: bool = False
+    """Whether its server gave it up (``ABORTED``); noted of whole answers."""
 
 
 class _Details(msgspec.Struct):
@@ -114,6 +116,7 @@ class _Answer(msgspec.Struct):
     message: _Part | None = None
     response: _Part | None = None
     type: str | None = None
+    stop_reason: str | None = None
     error: msgspec.Raw = _ABSENT
     delta: msgspec.Raw = _ABSENT
 
@@ -289,7 +292,7 @@ class EventFilter:
             answer = _read(data_of(event))
             if answer is not None:
                 _note_chat(self.notes, answer)
-                if any(choice.finish_reason == ABORTED for choice in answer.choices or ()):
+                if _has_aborted(answer):
                     return self._give_up(event, GAVE_UP_BY_ABORT)
                 if self._takes_usage and has_usage and answer.choices == []:
                     self._fingerprint = bytes(answer.system_fingerprint) or None
@@ -334,7 +337,13 @@ def read_answer(body: bytes) -> AnswerNotes:
     answer = _read(body)
     if answer is not None:
         _note_chat(notes, answer)
+        is_message = answer.type == "message" and answer.stop_reason is None
+        notes.is_aborted = is_message or _has_aborted(answer)
     return notes
+
+
+def _has_aborted(answer: _Answer) -> bool:
+    return any(choice.finish_reason == ABORTED for choice in answer.choices or ())
 
 
 def _read(data: bytes) -> _Answer | None:

@@ -607,9 +607,26 @@ class ForwardExchange:
                 self._kept.correct(self._notes)
             if rest:
                 self._write_rest(rest)
+        if self._whole is not None:
+            self._notes = read_answer(bytes(self._whole))
+            if self._notes.is_aborted and self._request is not None:
+                self._whole_aborted()
+                return
         self._is_over = True
         self._end_well()
         self._wake()
+
+    def _whole_aborted(self) -> None:
+        """Have another server answer in place of one that aborted its answer, which the client must not take for whole.
+
+        Its last bytes have come in this turn of the loop, so the client has not got them.
+        """
+        error = AnswerFailed(GAVE_UP_BY_ABORT)
+        if self.has_head:
+            self._fail(error)
+            return
+        self._answer_status, self._whole, self._pieces, self._has_output = 0, None, [], False
+        self._attempt_failed(error)
 
     def on_failed(self, error: AnswerFailed, is_stale: bool) -> None:
         server, self._connection = self._server, None
@@ -687,8 +704,6 @@ class ForwardExchange:
 
     def _end_well(self) -> None:
         """Report the end of an answer that is whole."""
-        if self._whole is not None:
-            self._notes = read_answer(bytes(self._whole))
         self.cached_tokens = self._notes.cached_tokens
         if self._makes_state and self._notes.response_id is not None and self._place is not None:
             self._application.state.note(self._notes.response_id, self._place.url)
