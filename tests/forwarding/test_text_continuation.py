@@ -127,6 +127,22 @@ def test_fields_with_their_common_values_are_no_hindrance() -> None:
     assert continued(had=started(CHAT, "Hello"), **plain).body
 
 
+@pytest.mark.parametrize(
+    ("kind", "ids"), [("vllm", {"kv_transfer_params": {"prompt_token_ids": [1, 2]}}), ("sglang", {"input_ids": [1, 2]})]
+)
+def test_token_ids_that_the_router_sent_with_the_prompt_are_not_those_of_its_continuation(
+    kind: str, ids: dict[str, Any]
+) -> None:
+    """A server with ids does not look at the messages, and would answer from the beginning."""
+    asked: dict[str, Any] = {"messages": MESSAGES}
+    values = msgspec.json.decode(json.dumps(asked), type=dict[str, msgspec.Raw])
+    sent = json.dumps({**ids, **asked}).encode()
+
+    found = continue_text(CHAT, kind, sent, values, started(CHAT, "Hello"), len)
+
+    assert [json.loads(found.body)[name] for name in ids] == [None]
+
+
 texts = st.text(st.sampled_from('ab é😀"\\\n'), min_size=1, max_size=4)
 
 

@@ -78,6 +78,9 @@ PLAIN_VALUES: Final[Mapping[str, tuple[bytes, ...]]] = {
 }
 """Fields that may have these values, or null."""
 
+PROMPT_IDS: Final = ("kv_transfer_params", "input_ids")
+"""Members with which the router may have sent a prompt's token ids, vLLM's and SGLang's: those of the prompt alone."""
+
 LIMITS: Final = ("max_tokens", "max_completion_tokens")
 
 TEMPLATE_MARKS: Final = ("<think", "</think", "<|")
@@ -249,7 +252,8 @@ def continue_text(
     tokens = count_tokens(so_far.text)
     if tokens is None:
         raise ContinuationError("the router has no tokenizer of its model")
-    changes: dict[str, bytes] = {}
+    fields = top_level(body)
+    changes = {name: b"null" for name in PROMPT_IDS if name in fields.values}
     for name in LIMITS:
         limit = _int(values.get(name))
         if limit is not None:
@@ -268,7 +272,7 @@ def continue_text(
             changes["add_generation_prompt"] = b"false"
     else:
         changes["prompt"] = encoded_json(_text(values.get("prompt")) + text)
-    return TextContinuation(so_far, edit(body, changes), so_far.text[len(text) :], tokens)
+    return TextContinuation(so_far, edit(fields, changes), so_far.text[len(text) :], tokens)
 
 
 def _int(raw: msgspec.Raw | None) -> int | None:
