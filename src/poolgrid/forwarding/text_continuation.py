@@ -253,7 +253,7 @@ def continue_text(
     if tokens is None:
         raise ContinuationError("the router has no tokenizer of its model")
     fields = top_level(body)
-    changes = {name: b"null" for name in PROMPT_IDS if name in fields.values}
+    changes: dict[str, bytes] = {name: b"null" for name in PROMPT_IDS if name in fields.values}
     for name in LIMITS:
         limit = _int(values.get(name))
         if limit is not None:

@@ -808,7 +808,9 @@ class ForwardExchange:
                 await self._cut(self._failure)
                 return
             if self._is_settled and not self._is_over and self._last is not None:
-                await self._cut(AnswerFailed(self._last.error or "no server continues the answer"))
+                # Where tenants are apart, none learns from the router's words where others run.
+                known = "" if self._application.isolates else self._last.error
+                await self._cut(AnswerFailed(f"{self._lost}; {known or 'no other server can continue it now'}"))
                 return
             pieces, self._pieces = self._pieces, []
             body = held + b"".join(pieces)
