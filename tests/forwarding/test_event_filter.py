@@ -264,6 +264,10 @@ GIVEN_UP = [
         "error",
         id="messages-error",
     ),
+    *(
+        pytest.param(form, [event({"error": {"message": "lost", "code": "server_lost"}}, "error")], "error")
+        for form in ApiForm
+    ),
 ]
 
 
@@ -273,7 +277,7 @@ GIVEN_UP = [
 def test_how_a_server_gives_up_is_withheld_until_the_end(
     form: ApiForm, events: list[bytes], why: str, size: int, takes_usage: bool
 ) -> None:
-    before = event(chunk([choice("a")])) if form is ApiForm.CHAT else event({"type": "message_start"}, "message_start")
+    before = event(chunk([choice("a")])) if form is ApiForm.CHAT else event({"type": "started"}, "started")
     data = before + b"".join(events)
     stream = EventFilter(form, takes_usage)
 

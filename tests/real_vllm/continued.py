@@ -55,6 +55,7 @@ def requests() -> list[tuple[str, dict[str, Any]]]:
             ("/v1/chat/completions", {**chat, "logprobs": True, "return_token_ids": True, "stop": ["qqq"]}),
             ("/v1/chat/completions", {**chat, "n": 2, "temperature": 1, "seed": number, "include_reasoning": True}),
             ("/v1/completions", {**base, "prompt": text, "stream_options": {"include_usage": True}}),
+            ("/v1/completions", {**base, "prompt": text, "temperature": 1, "stream_options": {"include_usage": True}}),
             ("/v1/messages", {**base, "messages": messages}),
             ("/v1/responses", {"input": text, "max_output_tokens": OUTPUT_TOKENS, **base}),
         ]
@@ -134,7 +135,7 @@ def _gather(value: Any, path: str, found: dict[str, Any]) -> None:
 
 
 def continued(vllm: Path, model: Path, directory: Path, moments: dict[str, float] | None = None) -> dict[str, Any]:
-    """streams whose server is killed are the undisturbed ones, or end with an error; none is wrong"""
+    """streams whose server is killed are the undisturbed ones, or end with an error; sampled text has its length"""
     servers = [VllmServer(number, vllm, model, directory, GENERATING) for number in (70, 71)]
     results: dict[str, Any] = {}
     try:
@@ -159,6 +160,14 @@ def continued(vllm: Path, model: Path, directory: Path, moments: dict[str, float
     wrong = {name: each["wrong"] for name, each in results.items() if each["wrong"]}
     assert not wrong, f"{wrong} of {results}"
     return results
+
+
+def _comparable(number: int, stream: Stream) -> dict[str, Any]:
+    """What must be equal of a stream: of a sampled text its counts and its end."""
+    content, body = stream.content(), requests()[number][1]
+    if body["temperature"] and "seed" not in body:
+        content.pop("/choices/0text")
+    return content
 
 
 def _both_ready(url: str) -> None:
@@ -203,7 +212,7 @@ def _killed(url: str, victim: VllmServer, undisturbed: list[Stream], at: int, in
     assert killed.is_set(), "the server was killed"
     found: dict[str, Any] = {"complete and equal": 0, "ended by the error": 0, "wrong": []}
     for number, (stream, whole) in enumerate(zip(streams, undisturbed, strict=True)):
-        if stream.is_whole and stream.content() == whole.content():
+        if stream.is_whole and _comparable(number, stream) == _comparable(number, whole):
             found["complete and equal"] += 1
         elif stream.error == "server_lost" and not stream.is_whole:
             found["ended by the error"] += 1

@@ -37,6 +37,9 @@ ABORTED: Final = "abort"
 
 GAVE_UP_BY_ABORT: Final = "the server aborted the answer"
 
+LOST_CODE: Final = "server_lost"
+"""Code of the error with which a router ends a stream that it cannot have continued. Another router before it may."""
+
 SERVER_ERROR_STATUS_MIN: Final = 500
 
 SERVER_ERROR_TYPES: Final = frozenset(("internal_error", "api_error", "overloaded_error"))
@@ -248,7 +251,8 @@ class EventFilter:
         del held[:at]
         if len(held) > MAX_EVENT_BYTES:
             self._is_passing, self._tail = True, bytes(held[-1:])
-        if self._is_passing or not held.strip(b"\r\n"):
+        # A long event that is held is not copied for each piece of it.
+        if self._is_passing or (held[:1] in (b"\r", b"\n") and not held.strip(b"\r\n")):
             pieces.append(bytes(held))
             held.clear()
         return b"".join(pieces)
@@ -307,7 +311,8 @@ class EventFilter:
         return event if event.startswith(b"event: content_block_") else self._rare_event(event)
 
     def _responses_event(self, event: bytes) -> bytes:
-        return event if event.find(b'"response"') < 0 else self._rare_event(event)
+        is_common = event.find(b'"response"') < 0 and not event.startswith(b"event: error")
+        return event if is_common else self._rare_event(event)
 
     def _rare_event(self, event: bytes) -> bytes:
         """An event that is no common one: a start, an end, an error."""
@@ -325,7 +330,9 @@ def _why_given_up(answer: _Answer) -> str:
             return GAVE_UP_BY_ABORT
         error = _decode_error(answer.error) if answer.error else None
         if error is not None and (
-            error.type in SERVER_ERROR_TYPES or (isinstance(error.code, int) and error.code >= SERVER_ERROR_STATUS_MIN)
+            error.type in SERVER_ERROR_TYPES
+            or error.code == LOST_CODE
+            or (isinstance(error.code, int) and error.code >= SERVER_ERROR_STATUS_MIN)
         ):
             return "the server reported an error of its own"
     return ""

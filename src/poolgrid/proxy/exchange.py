@@ -29,7 +29,7 @@ from msgspec import Raw, Struct
 from starlette.types import Receive, Scope, Send
 
 from poolgrid.forwarding.continuation import ContinuationError
-from poolgrid.forwarding.event_filter import GAVE_UP_BY_ABORT, AnswerNotes, ApiForm, EventFilter, read_answer
+from poolgrid.forwarding.event_filter import GAVE_UP_BY_ABORT, LOST_CODE, AnswerNotes, ApiForm, EventFilter, read_answer
 from poolgrid.forwarding.headers import blotted, blotted_part, request_headers, response_headers
 from poolgrid.forwarding.kept_stream import KEPT_BYTES_MAX, KeptStream
 from poolgrid.forwarding.paths import STATEFUL_COLLECTIONS, RequestTarget
@@ -409,7 +409,7 @@ class ForwardExchange:
                 self._check()
             if self._failure is None:
                 return
-        raise RequestError(502, "server_lost", f"forwarding the request: {self._failure}")
+        raise RequestError(502, LOST_CODE, f"forwarding the request: {self._failure}")
 
     def _attempt(self, place: ServerPlace) -> None:
         self._place = place
@@ -897,7 +897,7 @@ class ForwardExchange:
         """Write what this API's clients count as a sign of life between two events of a silent stream, and send the
         head of a stream that waits in the router's queue; called ``SILENCE_LOOKS`` times in ``SILENCE_S``."""
         self._quiet_looks += 1
-        if self._queued_s is not None:
+        if self._queued_s is not None and not self._is_open:
             if self.is_streamed and not self.has_head and now_s - self._queued_s >= SILENCE_S:
                 detached(self._begin_early(), "head of a stream that waits")
             return
@@ -955,10 +955,10 @@ class ForwardExchange:
 
     async def _cut(self, failure: AnswerFailed) -> None:
         """End an answer that cannot be completed, so that no client takes it for whole."""
-        self.error = "server_lost"
+        self.error = LOST_CODE
         log.warning("request %s: %s", self.name, failure, extra=about(request_id=str(self.name)))
         if self._is_event_stream() and not any(name == b"content-length" for name, _ in self._answer_headers):
-            await self._end_stream(RequestError(502, "server_lost", str(failure)))
+            await self._end_stream(RequestError(502, LOST_CODE, str(failure)))
             return
         self.status = 502
         self._guard.abort()
