@@ -252,7 +252,7 @@ class EventFilter:
         if len(held) > MAX_EVENT_BYTES:
             self._is_passing, self._tail = True, bytes(held[-1:])
         # A long event that is held is not copied for each piece of it.
-        if self._is_passing or (held[:1] in (b"\r", b"\n") and not held.strip(b"\r\n")):
+        if self._is_passing or (held.startswith((b"\r", b"\n")) and not held.strip(b"\r\n")):
             pieces.append(bytes(held))
             held.clear()
         return b"".join(pieces)
