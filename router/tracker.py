@@ -254,15 +254,21 @@ class RouterTracker(RequestTracker[LocalRequest]):
 
     def avoid(self, routed: LocalRequest, avoid: AvoidWorker) -> None:
         worker = avoid.dispatch.worker
-        # A client's own bytes are never sent twice to one server. Of two servers that share a request the other one
-        # may have been at fault.
+        # A client's own bytes are sent twice to one server only to continue a stream. Of two servers that share a
+        # request the other one may have been at fault.
         is_alone = avoid.dispatch.stage is Stage.WHOLE
-        for_good = avoid.for_good or (is_alone and routed.machine.request.carrier is not None)
+        for_good = avoid.for_good or (is_alone and self._is_unanswered(routed))
         (routed.unable if for_good else routed.tried)[worker] = avoid.why
         if avoid.for_good:
             # What one rank cannot do, no rank of that engine can.
             ranks = (key for key in self._state.projection.fleet.workers if key.worker_id == worker.worker_id)
             routed.unable.update(dict.fromkeys(ranks, avoid.why))
+
+    @staticmethod
+    def _is_unanswered(routed: LocalRequest) -> bool:
+        """Return whether a request is forwarded, and its client has nothing of an answer."""
+        machine = routed.machine
+        return machine.request.carrier is not None and not machine.delivery.output
 
     def failed(self, routed: LocalRequest, place: PlaceNext) -> None:
         """Note why a leg's worker did not serve it, for those that ask."""
@@ -283,8 +289,8 @@ class RouterTracker(RequestTracker[LocalRequest]):
             )
 
     def worker_full(self, routed: LocalRequest, full: WorkerFull) -> None:
-        if routed.machine.request.carrier is not None:
-            routed.unable[full.dispatch.worker] = FULL
+        if self._is_unanswered(routed):
+            routed.unable[full.dispatch.worker] = FULL  # the client gets the server's own refusal; it does not wait
         self._full.note(full.dispatch.worker, full.retry_after_ms)
 
     def overcommitted(self, routed: LocalRequest, effect: WorkerOvercommitted) -> None:

@@ -237,12 +237,87 @@ def test_a_finish_reason_waits_for_one_event_only() -> None:
     assert unasked.feed(last) == last
 
 
-def test_nothing_is_held_where_nothing_was_asked_for() -> None:
-    events = EventFilter(ApiForm.CHAT)
+@pytest.mark.parametrize("takes_usage", [False, True])
+def test_no_part_of_an_event_passes_before_it_is_whole(takes_usage: bool) -> None:
+    events = EventFilter(ApiForm.CHAT, takes_usage)
 
-    for piece in (b"da", b"ta: x\n", b"\ndata: \xec", b"\x95"):
-        assert events.feed(piece) is piece
-    assert events.finish() == b""
+    assert [events.feed(piece) for piece in (b"da", b"ta: x\n", b"\ndata: \xec", b"\x95")] == [
+        *(b"", b"", b"data: x\n\n", b"")
+    ]
+    assert events.is_between_events
+    assert events.finish() == b"data: \xec\x95"
+
+
+GIVEN_UP = [
+    pytest.param(ApiForm.CHAT, [event(chunk([choice("", "abort")])), DONE], "aborted", id="chat-abort"),
+    pytest.param(ApiForm.CHAT, [event(chunk([{"index": 0, "text": "b", "finish_reason": "abort"}])), DONE], "aborted"),
+    pytest.param(ApiForm.CHAT, [event({"error": {"message": "dead", "code": 500}}), DONE], "error", id="chat-error"),
+    pytest.param(
+        ApiForm.MESSAGES,
+        [event({"type": "message_delta", "delta": {"stop_reason": None}}, "message_delta"), event({}, "message_stop")],
+        "aborted",
+        id="messages-abort",
+    ),
+    pytest.param(
+        ApiForm.MESSAGES,
+        [event({"type": "error", "error": {"type": "internal_error", "message": "dead"}}, "error")],
+        "error",
+        id="messages-error",
+    ),
+    *(
+        pytest.param(form, [event({"error": {"message": "lost", "code": "server_lost"}}, "error")], "error")
+        for form in ApiForm
+    ),
+]
+
+
+@pytest.mark.parametrize("takes_usage", [False, True])
+@pytest.mark.parametrize("size", [0, 7])
+@pytest.mark.parametrize(("form", "events", "why"), GIVEN_UP)
+def test_how_a_server_gives_up_is_withheld_until_the_end(
+    form: ApiForm, events: list[bytes], why: str, size: int, takes_usage: bool
+) -> None:
+    before = event(chunk([choice("a")])) if form is ApiForm.CHAT else event({"type": "started"}, "started")
+    data = before + b"".join(events)
+    stream = EventFilter(form, takes_usage)
+
+    pieces = [data[at : at + size] for at in range(0, len(data), size)] if size else [data]
+    assert b"".join(map(stream.feed, pieces)) == before
+    assert why in stream.given_up
+    assert stream.finish() == b"".join(events)
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        event(chunk([choice("", "stop")])),
+        event({"error": {"message": "too long", "code": 400}}),
+        event({"error": {"message": "odd", "code": "500"}}),
+        event({"error": None}),
+        event({"type": "error", "error": {"type": "invalid_request_error", "message": "no"}}, "error"),
+        event({"type": "message_delta", "delta": {"stop_reason": "end_turn"}}, "message_delta"),
+    ],
+)
+def test_ends_and_errors_of_a_request_are_not_withheld(last: bytes) -> None:
+    for form in (ApiForm.CHAT, ApiForm.MESSAGES):
+        stream = EventFilter(form)
+        assert (stream.feed(last), stream.given_up) == (last, "")
+
+
+def test_what_is_withheld_is_bounded() -> None:
+    stream = EventFilter(ApiForm.CHAT)
+    stream.feed(event({"error": {"code": 500}}))
+    for _ in range(5):
+        assert stream.feed(event({"x": "x" * (MAX_EVENT_BYTES // 2)})) == b""
+
+    assert len(stream.finish()) <= MAX_EVENT_BYTES
+
+
+def test_whole_events_pass_as_they_came() -> None:
+    events, two = EventFilter(ApiForm.CHAT), event(chunk([choice("a")])) * 2
+
+    assert events.feed(two[: len(two) // 2]) == two[: len(two) // 2]
+    assert events.feed(two) == two
 
 
 def test_a_whole_event_is_out_before_the_next_begins() -> None:
@@ -250,9 +325,7 @@ def test_a_whole_event_is_out_before_the_next_begins() -> None:
     first = event(chunk([choice("a")]))
 
     assert events.feed(first + b"data: {") == first
-    assert not events.is_between_events
     assert events.feed(b"}\n\n") == b"data: {}\n\n"
-    assert events.is_between_events
 
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
@@ -268,6 +341,7 @@ def test_an_event_beyond_the_bound_passes_unparsed_and_unheld(size: int, line_en
     passed = b""
     for at in range(0, len(data), size):
         passed += events.feed(data[at : at + size])
+        assert events.is_between_events is passed.endswith(line_end * 2) or not passed
         held = min(at + size, len(data)) - len(passed)
         assert held <= MAX_EVENT_BYTES + len(small)
     assert passed + events.finish() == large + wanted

@@ -33,7 +33,7 @@ class Call:
 
     def __init__(self, server: ScriptedServer, connection: socket.socket, head: bytes, body: bytes) -> None:
         self.server = server
-        self._connection = connection
+        self.connection = connection
         self.head = head
         self.body = body
         line, *headers = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
@@ -48,17 +48,17 @@ class Call:
         return next((value for key, value in self.headers if key.lower() == name), None)
 
     def send(self, data: bytes) -> None:
-        self._connection.sendall(data)
+        self.connection.sendall(data)
 
     def fill(self, data: bytes, times: int) -> tuple[int, bool]:
         """Send data repeatedly; return how many bytes were taken, and whether the connection was held back."""
-        self._connection.settimeout(NO_PROGRESS_S)
+        self.connection.settimeout(NO_PROGRESS_S)
         taken = 0
         for _ in range(times):
             rest = memoryview(data)
             while rest:
                 try:
-                    sent = self._connection.send(rest)
+                    sent = self.connection.send(rest)
                 except TimeoutError:
                     self._unsent = bytes(rest)
                     return taken, True
@@ -67,7 +67,7 @@ class Call:
 
     def fill_on(self, data: bytes, times: int) -> None:
         """Send what ``fill`` could not, and more."""
-        self._connection.settimeout(PATIENCE_S)
+        self.connection.settimeout(PATIENCE_S)
         self.send(self._unsent)
         for _ in range(times):
             self.send(data)
@@ -75,7 +75,7 @@ class Call:
     def receive(self) -> bytes:
         """Return what comes next; nothing at the end."""
         try:
-            return self._connection.recv(65_536)
+            return self.connection.recv(65_536)
         except ConnectionError:
             return b""
 
@@ -89,12 +89,12 @@ class Call:
         """End the connection, after some last bytes."""
         with contextlib.suppress(OSError):
             self.send(last)
-            self._connection.shutdown(socket.SHUT_RDWR)
+            self.connection.shutdown(socket.SHUT_RDWR)
         self.is_left.set()
 
     def reset(self) -> None:
         """End the connection without order, as a process that is killed."""
-        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.is_left.set()
 
 
@@ -143,13 +143,27 @@ class ScriptedServer:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def close(self) -> None:
-        """End every connection and thread."""
+    def stop_listening(self, kept: Call | None = None) -> None:
+        """Take no new connections, and end those that are there but that of a call, as servers do on SIGTERM."""
+        self._port = self._listener.getsockname()[1]
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._accepting.join()
-        self.drop_idle()
+        for connection in list(self._connections):
+            if kept is None or connection is not kept.connection:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def listen_again(self) -> None:
+        """Take connections at the same port."""
+        self._listener = socket.create_server(("127.0.0.1", self._port))
+        self._accepting = threading.Thread(target=self._accept)
+        self._accepting.start()
+
+    def close(self) -> None:
+        """End every connection and thread."""
+        self.stop_listening()
         for thread in self._threads:
             thread.join()
 

@@ -38,6 +38,7 @@ from rich.console import Console
 from tests.real_vllm import checks
 from tests.real_vllm.apart import NoNixl, apart
 from tests.real_vllm.clients import clients
+from tests.real_vllm.continued import continued
 from tests.real_vllm.embeddings import embeddings
 from tests.real_vllm.exactness import exactness
 from tests.real_vllm.hybrid import hybrid
@@ -50,7 +51,18 @@ from tests.real_vllm.upstream import upstream
 IN_POOL = ("reuse", "index", "client", "load", "kill", "started")
 """Checks of one pool in front of the same two servers."""
 
-CHECKS = (*IN_POOL, "sessions", "apart", "hybrid", "embeddings", "exactness", "transparency", "clients", "upstream")
+CHECKS = (
+    *IN_POOL,
+    "sessions",
+    "apart",
+    "hybrid",
+    "embeddings",
+    "exactness",
+    "transparency",
+    "continued",
+    "clients",
+    "upstream",
+)
 TIMEOUT_S = 10_800
 """Half an hour on an idle machine, and as much for upstream's tests; starting vLLM takes five minutes on a busy one."""
 
@@ -134,6 +146,7 @@ def run(vllm: Path, names: Sequence[str], directory: Path, console: Console, giv
         "embeddings": partial(embeddings, vllm, model, directory),
         "exactness": partial(exactness, vllm, model, directory),
         "transparency": partial(transparency, vllm, model, directory, console, given.only),
+        "continued": partial(continued, vllm, model, directory),
         "clients": partial(clients, vllm, directory, console, given.only),
         "upstream": partial(upstream, vllm, model, directory, given.source, given.only, console),
     }

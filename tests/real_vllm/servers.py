@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -152,10 +153,17 @@ class VllmServer:
             assert time.monotonic() < until, f"vLLM does not answer after {START_TIMEOUT_S:.0f} s: see {self._log}"
             select.select([], [], [], 0.5)
 
+    def terminate(self) -> None:
+        """Have it end in order, as a rolling update does."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+            self._process.wait(START_TIMEOUT_S)
+
     def kill(self) -> None:
         """Kill -9, with everything that it started."""
         if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
 

@@ -158,8 +158,8 @@ def edit(
     return b"".join(_pieces(fields, text, changes, gone))
 
 
-def elements(array: bytes, limit: int) -> list[bytes]:
-    """Return the first elements of a raw JSON array, ``limit`` at most, each as its bytes.
+def elements(array: bytes, limit: int | None = None) -> list[bytes]:
+    """Return the elements of a raw JSON array, the first ``limit`` of them, each as its bytes.
 
     Raises:
         ValueError: It is no JSON array, or is nested too deep.

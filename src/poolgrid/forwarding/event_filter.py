@@ -1,7 +1,8 @@
 """What poolgrid asked a server for itself is taken out of the answer again, and what answers count is noted.
 
 ``EventFilter`` takes the bytes of a ``text/event-stream`` as they come, split anywhere, and returns those for the
-client. An event that holds nothing to take out is passed byte for byte: comments, unknown fields, line ends.
+client. An event that holds nothing to take out is passed byte for byte: comments, unknown fields, line ends. No event
+is passed before it is whole, so a client never has a part of one when a server dies.
 ``read_answer`` notes the counts of a whole JSON answer, ``cut_answer`` takes token ids out of it as well.
 
 The common event of a token is looked at with a few searches for constant bytes and never parsed. Such a search finds
@@ -33,6 +34,20 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from poolgrid.forwarding.body_edit import edit, edit_elements, top_level
+
+ABORTED: Final = "abort"
+"""Finish reason of a request that its server gives up. vLLM ends all of them so on SIGTERM; its Messages API has a
+``stop_reason`` of null then."""
+
+GAVE_UP_BY_ABORT: Final = "the server aborted the answer"
+
+LOST_CODE: Final = "server_lost"
+"""Code of the error with which a router ends a stream that it cannot have continued. Another router before it may."""
+
+SERVER_ERROR_STATUS_MIN: Final = 500
+
+SERVER_ERROR_TYPES: Final = frozenset(("internal_error", "api_error", "overloaded_error"))
+"""Of the Messages API; other types are the client's errors."""
 
 MAX_EVENT_BYTES: Final = 2 << 20
 """Bytes of an event that is held until it is whole, and parsed at 50 ms a megabyte at worst. The largest that is to be
@@ -79,6 +94,8 @@ class AnswerNotes:
     completion_tokens: int | None = None
     prompt_token_ids: bytes | None = None
     """A JSON array, where ids were taken out."""
+    is_aborted: bool = False
+    """Whether its server gave it up (``ABORTED``); noted of whole answers."""
 
 
 class _Details(msgspec.Struct):
@@ -100,6 +117,15 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
+class _Error(msgspec.Struct):
+    code: int | str | None = None
+    type: str | None = None
+
+
+class _Delta(msgspec.Struct):
+    stop_reason: str | None = None
+
+
 class _Part(msgspec.Struct):
     """The ``message`` or ``response`` of an event."""
 
@@ -116,9 +142,15 @@ class _Answer(msgspec.Struct):
     system_fingerprint: msgspec.Raw = _ABSENT
     message: _Part | None = None
     response: _Part | None = None
+    type: str | None = None
+    stop_reason: str | None = None
+    error: msgspec.Raw = _ABSENT
+    delta: msgspec.Raw = _ABSENT
 
 
 _decode_answer = msgspec.json.Decoder(_Answer).decode
+_decode_error = msgspec.json.Decoder(_Error | None).decode
+_decode_delta = msgspec.json.Decoder(_Delta).decode
 _decode_usage = msgspec.json.Decoder(_Usage).decode
 
 _EVENT_END = re.compile(rb"(?>\r\n|\n|\r){2}")
@@ -147,10 +179,10 @@ class EventFilter:
         asked for where a client sets ``continuous_usage_stats``: its chunks would then have usage, or not, by the
         server. ``ids`` are not to be asked for with ``echo``: vLLM then leaves the prompt out of its text."""
         self.notes = AnswerNotes()
+        self._form = form
         self._takes_usage = takes_usage
         self._ids = ids
         self._takes_ids = ids is TakenIds.NULL or ids is TakenIds.ABSENT
-        self._changes = takes_usage or ids is not TakenIds.NONE
         self._event: Callable[[bytes], bytes] = {
             ApiForm.CHAT: self._chat_event,
             ApiForm.MESSAGES: self._messages_event,
@@ -166,17 +198,25 @@ class EventFilter:
         self._newline: bytes | None = None
         """What a newline becomes that follows an event's last carriage return."""
         self._is_first = True
+        self.given_up = ""
+        """How the server gave the answer up, if it did. What it wrote of that is withheld until ``finish``."""
+        self._withheld = bytearray()
         self._waiting = b""
         """The event with a finish reason."""
         self._fingerprint: bytes | None = None
 
     @property
     def is_between_events(self) -> bool:
-        """Whether an event of another source can be put into the client's stream now."""
-        return not self._held and not self._is_passing
+        """Whether an event of another source can be put into the client's stream now: always, but within an event that
+        is longer than ``MAX_EVENT_BYTES``."""
+        return not self._is_passing
+
+    def again(self) -> EventFilter:
+        """A filter of the same kind, for another answer."""
+        return EventFilter(self._form, self._takes_usage, self._ids)
 
     def feed(self, data: bytes) -> bytes:
-        """The bytes for the client: ``data`` itself where nothing is taken out."""
+        """The bytes for the client, whole events: ``data`` itself where it is whole and nothing is taken out."""
         if (
             self._held
             or self._is_passing
@@ -190,15 +230,26 @@ class EventFilter:
             passed = self._event(data)
         else:
             passed = b"".join(map(self._block, data[:-2].split(b"\n\n")))
-        return passed if self._changes else data
+        return passed
 
     def finish(self) -> bytes:
-        """What is still held when the stream ends: an event whose blank line is missing."""
+        """What is still held when the stream ends: how its server gave up, an event whose blank line is missing."""
         rest = bytes(self._held)
         self._held.clear()
         passed = self._event(rest) if rest else b""
         passed, self._waiting = passed + self._waiting, b""
-        return passed if self._changes else b""
+        return passed + self._withheld if self._withheld else passed
+
+    def _give_up(self, event: bytes, why: str) -> bytes:
+        """Withhold an event and all that come."""
+        self.given_up = why
+        self._event = self._withhold
+        return self._withhold(event)
+
+    def _withhold(self, event: bytes) -> bytes:
+        if len(self._withheld) + len(event) <= MAX_EVENT_BYTES:
+            self._withheld += event
+        return b""
 
     def _feed_any(self, data: bytes) -> bytes:
         if not data:
@@ -235,7 +286,8 @@ class EventFilter:
         del held[:at]
         if len(held) > MAX_EVENT_BYTES:
             self._is_passing, self._tail = True, bytes(held[-1:])
-        if self._is_passing or not held.strip(b"\r\n"):
+        # A long event that is held is not copied for each piece of it.
+        if self._is_passing or (held.startswith((b"\r", b"\n")) and not held.strip(b"\r\n")):
             pieces.append(bytes(held))
             held.clear()
         return b"".join(pieces)
@@ -265,8 +317,7 @@ class EventFilter:
 
     def _chat_chunk(self, event: bytes) -> bytes:
         if event.find(b'"choices"') < 0:
-            self._note_rare(event)
-            return event
+            return self._rare_event(event)
         finish, usage = event.find(_FINISH), event.find(_USAGE)
         is_last = False
         has_usage = usage >= 0 and not event.startswith(_NULLS, usage + len(_USAGE))
@@ -277,9 +328,11 @@ class EventFilter:
             or event.find(_FINISH, finish + 1) >= 0
         ):
             self._is_first = False
-            answer = _read(_data_of(event))
+            answer = _read(data_of(event))
             if answer is not None:
                 _note_chat(self.notes, answer)
+                if _has_aborted(answer):
+                    return self._give_up(event, GAVE_UP_BY_ABORT)
                 if self._takes_usage and has_usage and answer.choices == []:
                     self._fingerprint = bytes(answer.system_fingerprint) or None
                     return b""
@@ -296,19 +349,20 @@ class EventFilter:
         return event
 
     def _messages_event(self, event: bytes) -> bytes:
-        if not event.startswith(b"event: content_block_"):
-            self._note_rare(event)
-        return event
+        return event if event.startswith(b"event: content_block_") else self._rare_event(event)
 
     def _responses_event(self, event: bytes) -> bytes:
-        if event.find(b'"response"') >= 0:
-            self._note_rare(event)
-        return event
+        is_common = event.find(b'"response"') < 0 and not event.startswith(b"event: error")
+        return event if is_common else self._rare_event(event)
 
-    def _note_rare(self, event: bytes) -> None:
-        """Note an event that is no common one: a start, an end."""
-        if (answer := _read(_data_of(event))) is not None:
+    def _rare_event(self, event: bytes) -> bytes:
+        """An event that is no common one: a start, an end, an error."""
+        if (answer := _read(data_of(event))) is not None:
             _note_event(self.notes, answer)
+            why = _why_given_up(answer)
+            if why:
+                return self._give_up(event, why)
+        return event
 
     def _without_ids(self, event: bytes, finish: int) -> bytes:
         found = _CHOICE_WITH_IDS.match(event, finish) if finish >= 0 else None
@@ -318,7 +372,7 @@ class EventFilter:
             return event[: found.start(1)] + event[found.end(2) :]
         if event.find(_IDS) < 0:
             return event
-        return _with_data(event, lambda data: _cut_ids(data, self._ids, self.notes))
+        return with_data(event, lambda data: _cut_ids(data, self._ids, self.notes))
 
     def _without_extension(self, event: bytes) -> bytes:
         is_empty = False
@@ -330,8 +384,22 @@ class EventFilter:
             is_empty = "sglext" not in fields.values and fields.value("choices") == b"[]"
             return kept
 
-        event = _with_data(event, cut)
+        event = with_data(event, cut)
         return b"" if is_empty else event
+
+
+def _why_given_up(answer: _Answer) -> str:
+    with suppress(msgspec.MsgspecError):
+        if answer.type == "message_delta" and _decode_delta(answer.delta).stop_reason is None:
+            return GAVE_UP_BY_ABORT
+        error = _decode_error(answer.error) if answer.error else None
+        if error is not None and (
+            error.type in SERVER_ERROR_TYPES
+            or error.code == LOST_CODE
+            or (isinstance(error.code, int) and error.code >= SERVER_ERROR_STATUS_MIN)
+        ):
+            return "the server reported an error of its own"
+    return ""
 
 
 def cut_answer(body: bytes, ids: TakenIds) -> tuple[bytes, AnswerNotes]:
@@ -351,7 +419,13 @@ def read_answer(body: bytes) -> AnswerNotes:
     answer = _read(body)
     if answer is not None:
         _note_chat(notes, answer)
+        is_message = answer.type == "message" and answer.stop_reason is None
+        notes.is_aborted = is_message or _has_aborted(answer)
     return notes
+
+
+def _has_aborted(answer: _Answer) -> bool:
+    return any(choice.finish_reason == ABORTED for choice in answer.choices or ())
 
 
 def _read(data: bytes) -> _Answer | None:
@@ -456,8 +530,10 @@ def _cut_extension(data: bytes, notes: AnswerNotes) -> bytes:
     return edit(fields, {"sglext": edit(inner, removed=("input_ids",))})
 
 
-def _data_of(event: bytes) -> bytes:
-    """The data of an event, its lines joined as clients join them."""
+def data_of(event: bytes) -> bytes:
+    """Return the data of an event, its lines joined as clients join them."""
+    if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2 and b"\r" not in event:
+        return event[6:-2]
     return b"\n".join(found[2] or b"" for found in _DATA_LINE.finditer(event))
 
 
@@ -468,11 +544,11 @@ def _with_fingerprint(event: bytes, fingerprint: bytes) -> bytes:
         choices = next(member for member in top_level(data).members if member.name == "choices")
         return b'%b,"system_fingerprint":%b%b' % (data[: choices.value_end], fingerprint, data[choices.value_end :])
 
-    return event if fingerprint == b"null" else _with_data(event, put)
+    return event if fingerprint == b"null" else with_data(event, put)
 
 
-def _with_data(event: bytes, change: Callable[[bytes], bytes]) -> bytes:
-    """The event with its data changed; as it is where the data is no JSON.
+def with_data(event: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    """Return the event with its data changed; as it is where the data is no JSON.
 
     Other lines between those of the data come behind them.
     """

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from poolgrid.forwarding.headers import request_headers
 from poolgrid.forwarding.hop import HOP, HOP_HEADER, Hop, hop_line, read_hop
+from poolgrid.forwarding.kept_stream import KEPT_TOGETHER_BYTES_MAX, forget_longest
 from poolgrid.forwarding.model_list import merge_model_lists
 from poolgrid.forwarding.multipart import boundary_of, model_of_query
 from poolgrid.forwarding.paths import RequestTarget, TargetAccess, read_target
@@ -406,6 +407,10 @@ class ForwardApplication:
             request.token_ids,
         )
 
+    def count_tokens(self, model: str, text: str) -> int | None:
+        """Return how many tokens a text has; ``None`` where the model's tokenizer is not known here."""
+        return self._reader.count_tokens(model, text)
+
     def server(self, url: str) -> ForwardServer:
         """Return the connections to a server."""
         known = self._servers.get(url)
@@ -430,6 +435,8 @@ class ForwardApplication:
         while True:
             await asyncio.sleep(SILENCE_S / SILENCE_LOOKS)
             self._close_left_servers()
+            kept = [exchange.kept for exchange in self._open]
+            forget_longest([each for each in kept if each is not None], KEPT_TOGETHER_BYTES_MAX)
             now_s = loop.time()
             for exchange in list(self._open):
                 exchange.look_for_silence(now_s)

@@ -5,9 +5,10 @@ Rules
        bytes go to the client as they are, but for what was asked for by us alone.
     2. The head of the answer waits for the server's head, so a refusal keeps its status, headers and body. Only a
        stream that waits in the router's queue gets its head after ``SILENCE_S``.
-    3. The router's request machine decides what follows a failure; the exchange reports what it saw. Before the first
-       byte of an answer another server gets the same bytes. On a connection that had been kept and ended without a byte
-       the same server gets them once more.
+    3. The router's request machine decides what follows a failure; the exchange reports what it saw. Another server
+       gets the same bytes: before the first byte of an answer, and within a stream that can be continued
+       (``poolgrid.forwarding.continuation``). On a connection that had been kept and ended without a byte the same
+       server gets them once more.
     4. A server that answers 429 or 503 is busy. When no other server takes the request, the client gets the last of
        these answers.
     5. Where two servers share a request, one computes the prompt and the other answers
@@ -15,7 +16,8 @@ Rules
        first byte begins both legs again.
     6. A client that leaves closes the server's connection at once, in each of these stages. A client that does not read
        has the server's connection paused.
-    7. Nothing here runs per token but the calls of the two connections, and none of them makes a task.
+    7. Nothing here runs per token but the calls of the two connections, and none of them makes a task. What a stream's
+       client has is kept as it was written, and read only when its server dies.
 """
 
 from __future__ import annotations
@@ -25,15 +27,27 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import Final, Protocol
 
 from msgspec import Raw, Struct
 from starlette.types import Receive, Scope, Send
 
 from poolgrid.forwarding.body_edit import top_level
-from poolgrid.forwarding.event_filter import AnswerNotes, ApiForm, EventFilter, TakenIds, cut_answer, read_answer
+from poolgrid.forwarding.continuation import ContinuationError
+from poolgrid.forwarding.event_filter import (
+    GAVE_UP_BY_ABORT,
+    LOST_CODE,
+    AnswerNotes,
+    ApiForm,
+    EventFilter,
+    TakenIds,
+    cut_answer,
+    read_answer,
+)
 from poolgrid.forwarding.headers import request_headers, response_headers
 from poolgrid.forwarding.hop import HOP, OWN_HEADERS, WORKER_HEADER, Hop, hop_line
+from poolgrid.forwarding.kept_stream import KEPT_BYTES_MAX, KeptStream
 from poolgrid.forwarding.paths import RequestTarget
 from poolgrid.forwarding.prompt_ids import Sending
 from poolgrid.forwarding.two_legs import (
@@ -83,6 +97,10 @@ close what is silent for 30 to 60 s."""
 
 SILENCE_LOOKS: Final = 6
 """How often in that time streams are looked at: the last look is up to a sixth late."""
+
+LEFT_LOOKS: Final = 2
+"""How many of these looks an answer may be silent whose server has left the pool: 5 s, in which a server that drains
+sends tokens. vLLM keeps its connections open on SIGTERM, and sends nothing more."""
 
 SILENCE_COMMENT: Final = b": keep-alive\n\n"
 
@@ -135,6 +153,7 @@ class Withheld(Enum):
     BUSY = "its server is busy, and another may take the request"
     REFUSED = "its server refuses the prompt's ids, and gets the request as text"
     CUT = "ids are to be taken out of the whole of it"
+    UNCONTINUED = "it is no stream that continues the one that its client has"
 
 
 class WithheldAnswer:
@@ -214,6 +233,10 @@ class ExchangeOwner(Protocol):
         """Return a request's body for a server, and what of its answer is not for the client."""
         ...
 
+    def count_tokens(self, model: str, text: str) -> int | None:
+        """Return how many tokens a text has; ``None`` where the model's tokenizer is not known here."""
+        ...
+
     def server(self, url: str) -> ForwardServer:
         """Return the connections to a server."""
         ...
@@ -288,10 +311,21 @@ class ForwardExchange:
     _last: StreamDelta | None = None
     """How the router ended the request."""
     _has_output = False
+    """Whether a byte of the current dispatch's answer has come."""
+    _position = 0
+    """Tokens of the current dispatch that were reported: the first stands for all."""
     _has_left = False
     upload: Upload | None = None
     """A form that is not held whole."""
     _upload_refusal: RequestError | Refused | None = None
+    _is_paused = False
+    """Whether the client takes nothing now."""
+    _kept: KeptStream | None = None
+    """A stream of generated text, which another server may continue."""
+    _lost = ""
+    """Why the stream broke off."""
+    _asks_usage = False
+    """Whether usage is asked for that is not for the client."""
     _filter: EventFilter | None = None
     _form: ApiForm | None = None
     """Of which API the answer is; ``None`` for one whose counts are not looked for."""
@@ -409,8 +443,8 @@ class ForwardExchange:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether one server gets all of the request."""
-        return self._stage is Stage.WHOLE
+        """Return whether one server gets all of the request, and answers it from the beginning."""
+        return self._stage is Stage.WHOLE and not self._continues
 
     def can_be_split(self, kind: str) -> bool:
         if self._continues_state or not can_be_split(self.target.path, kind, self.values):
@@ -459,10 +493,12 @@ class ForwardExchange:
             self._task.cancel()  # it waits for the body, for its tokens, or for a place in the queue
 
     def pause(self) -> None:
+        self._is_paused = True
         if self._connection is not None:
             self._connection.pause()
 
     def resume(self) -> None:
+        self._is_paused = False
         if self._connection is not None:
             self._connection.resume()
 
@@ -485,14 +521,13 @@ class ForwardExchange:
                 self._check()
             if self._failure is None:
                 return
-        raise RequestError(502, "server_lost", f"forwarding the request: {self._failure}")
+        raise RequestError(502, LOST_CODE, f"forwarding the request: {self._failure}")
 
     def _attempt(self, place: ServerPlace) -> None:
         self._place = place
         self._queued_s = None
         self._server = server = self._application.server(place.url)
         self._keys = server.keys
-        self._pieces = []
         self._reach(server)
 
     def _reach(self, server: ForwardServer) -> None:
@@ -528,6 +563,8 @@ class ForwardExchange:
             upload.start(connection, self._refuse_upload)
         else:
             connection.send(self, (head, body) if body else (head,), self.scope["method"] == "HEAD")
+        if self._is_paused:
+            connection.pause()
 
     def _head(self, server: ForwardServer, place: ServerPlace, body: bytes) -> bytes:
         """Return the head of the request as a server gets it."""
@@ -700,14 +737,17 @@ class ForwardExchange:
         if not self._has_output and (why := self._withholds(status, headers)) is not None:
             self._withheld = WithheldAnswer(why, status, headers)
             return
-        if self._stage is Stage.DECODE and status >= 500:
+        if self._stage is Stage.DECODE and status >= 500 and not self._continues:
             self._continuation_failed(f"answered {status}")
             return
-        self._take_head(status, headers, is_chunked)
+        if not self._continues:
+            self._take_head(status, headers, is_chunked)
 
     def _withholds(self, status: int, headers: HeaderList) -> Withheld | None:
         if status in BUSY_STATUSES and self._request is not None:
             return Withheld.BUSY
+        if self._continues:
+            return None if status == 200 and is_event_stream(headers) else Withheld.UNCONTINUED
         use = self._use
         if use is None:
             return None
@@ -723,6 +763,9 @@ class ForwardExchange:
         self._is_raw = is_raw and not (self._keys and status >= 400)
         if self._filter is not None and (status != 200 or not self._is_event_stream()):
             self._filter = None
+        if self._filter is not None and self._form is not None:
+            count_tokens = partial(self._application.count_tokens, self.model)
+            self._kept = KeptStream(self._form, self.target.path, self.values, count_tokens)
         if self._filter is None and status == 200 and (self._request is not None or self._makes_state):
             self._whole = bytearray()
         if self._stage is not Stage.DECODE or not self.is_streamed or status != 200:
@@ -740,18 +783,18 @@ class ForwardExchange:
             return
         if not self._has_output and not self._begin_output(data):
             return
-        self._quiet_looks = 0
-        found = self._filter
-        if found is not None:
+        if self._filter is not None:
             payload = payloads(data)
-            passed = found.feed(payload)
+            passed = self._pass_events(self._filter, payload)
+            if not passed:
+                return
             if passed is not payload:
-                if not passed:
-                    return
                 data = chunk(passed)
-        elif self._whole is not None:
-            self._keep_whole(payloads(data))
-        self._last_piece = data
+        else:
+            self._last_piece = data
+            if self._whole is not None:
+                self._keep_whole(payloads(data))
+        self._quiet_looks = 0
         if self._is_open:
             self._guard.write(data)
         else:
@@ -764,21 +807,31 @@ class ForwardExchange:
             return
         if not self._has_output and not self._begin_output(data):
             return
-        self._quiet_looks = 0
         if self._filter is not None:
-            data = self._filter.feed(data)
+            data = self._pass_events(self._filter, data)
             if not data:
                 return
-        elif self._whole is not None:
-            self._keep_whole(data)
+        else:
+            self._last_piece = data
+            if self._whole is not None:
+                self._keep_whole(data)
+        self._quiet_looks = 0
         if self._is_raw:
             data = chunk(data)
-        self._last_piece = data
         if self._is_open:
             self._guard.write(data)
         else:
             self._pieces.append(data)
             self._wake()
+
+    def _pass_events(self, found: EventFilter, data: bytes) -> bytes:
+        """Return what of a stream's next bytes is for the client."""
+        passed, kept = found.feed(data), self._kept
+        if kept is not None:
+            if kept.is_continued:
+                passed = self._rest_of(kept, passed) or b""
+            kept.keep(passed)
+        return passed
 
     def on_end(self) -> None:
         self._connection = None
@@ -791,15 +844,46 @@ class ForwardExchange:
         if withheld is not None and withheld.why is Withheld.REFUSED:
             self._send_as_text(withheld.status)
             return
+        if withheld is not None and withheld.why is Withheld.UNCONTINUED:
+            self._refused_to_continue(withheld.status)
+            return
         if withheld is not None:
             self._pass_cut(withheld)
         if self._filter is not None:
             rest = self._filter.finish()
+            given_up = self._filter.given_up
+            # An error that the client can read is passed where the stream is not continued.
+            if given_up and (given_up == GAVE_UP_BY_ABORT or not self._why_not_continued()):
+                self._take_over(AnswerFailed(given_up))
+                return
+            if self._kept is not None and self._kept.is_continued:
+                found = self._rest_of(self._kept, rest, is_end=True)
+                if found is None:
+                    return
+                rest = found
+                self._kept.correct(self._notes)
             if rest:
                 self._write_rest(rest)
+        if self._whole is not None:
+            self._notes = read_answer(bytes(self._whole))
+            if self._notes.is_aborted and self._request is not None:
+                self._whole_aborted()
+                return
         self._is_over = True
         self._end_well()
         self._wake()
+
+    def _whole_aborted(self) -> None:
+        """Have another server answer in place of one that aborted its answer, which the client must not take for whole.
+
+        Its last bytes have come in this turn of the loop, so the client has not got them.
+        """
+        error = AnswerFailed(GAVE_UP_BY_ABORT)
+        if self.has_head:
+            self._fail(error)
+            return
+        self._answer_status, self._whole, self._pieces, self._has_output = 0, None, [], False
+        self._attempt_failed(error)
 
     def on_failed(self, error: AnswerFailed, is_stale: bool) -> None:
         server, self._connection = self._server, None
@@ -815,9 +899,31 @@ class ForwardExchange:
         if not self._answer_status:
             self._attempt_failed(error)
             return
-        self._failure = error
+        if self._kept is not None and self._kept.has_end:
+            self._is_over = True  # only the end of its framing is missing
+            self._end_well()
+            self._wake()
+            return
+        self._take_over(error)
+
+    def _take_over(self, error: AnswerFailed) -> None:
+        """Have another server continue a stream whose server gave it up; end it where that cannot be exact."""
+        why = self._why_not_continued()
+        if why:
+            self._fail(AnswerFailed(f"{error}; {why}"))
+        else:
+            assert self._kept is not None, "otherwise there is a reason"
+            self._lost = str(error)
+            self._kept.begin()
+            self._has_output, self._position = False, 0
+            self._sent_for = "", b""  # for a filter of its own
+            self._attempt_failed(error)
+
+    def _fail(self, failure: AnswerFailed) -> None:
+        """Have the answer end here, as one that is not whole."""
+        self._failure = failure
         self.finish_reason = FinishReason.ERROR
-        self._report_end(FinishReason.ERROR, str(error))
+        self._report_end(FinishReason.ERROR, str(failure))
         self._wake()
 
     def _withhold(self, withheld: WithheldAnswer, data: bytes) -> None:
@@ -831,6 +937,10 @@ class ForwardExchange:
                 connection.abort()
             self._send_as_text(withheld.status)
             return
+        if self._continues:
+            self._close_server()
+            self._refused_to_continue(withheld.status)
+            return
         self._take_head(withheld.status, withheld.headers, False)
         self._answer_headers = [pair for pair in withheld.headers if pair[0] != b"content-length"]
         self.on_data(bytes(withheld.body))
@@ -839,6 +949,7 @@ class ForwardExchange:
         self._busy = busy
         self.finish_reason = FinishReason.ERROR
         reason = f"the server answered {busy.status}"
+        self._queued_s = asyncio.get_running_loop().time()  # unless another gets it at once
         self._report(
             TokenDelta(
                 self._dispatch_id,
@@ -883,21 +994,22 @@ class ForwardExchange:
 
     def _begin_output(self, data: bytes) -> bool:
         """Take note of the first bytes of an answer; return ``False`` where they are not for the client."""
-        if self._stage is Stage.DECODE and self.is_streamed and ERROR_EVENT.search(data, 0, ERROR_EVENT_BYTES_MAX):
+        is_second_leg = self._stage is Stage.DECODE and self.is_streamed and not self._continues
+        if is_second_leg and ERROR_EVENT.search(data, 0, ERROR_EVENT_BYTES_MAX):
             self._continuation_failed("ended its answer before the first token")
             return False
         self._has_output = True
         if self._answer_status != 200:
             return True
         if self.is_streamed:
-            self.first_token_ms = self._application.clock.monotonic_ms()
+            if self.first_token_ms is None:
+                self.first_token_ms = self._application.clock.monotonic_ms()
+            self._position = 1
             self._report(TokenDelta(self._dispatch_id, 0, FIRST_OUTPUT))
         return True
 
     def _end_well(self) -> None:
         """Report the end of an answer that is whole."""
-        if self._whole is not None:
-            self._notes = read_answer(bytes(self._whole))
         self.cached_tokens = self._notes.cached_tokens
         if self._makes_state and self._notes.response_id is not None and self._place is not None:
             self._application.state.note(self._notes.response_id, self._place.url)
@@ -926,15 +1038,72 @@ class ForwardExchange:
     def _report_end(self, reason: FinishReason | str, error: str) -> None:
         if self._is_settled or self._request is None:
             return
-        position = 1 if self.first_token_ms is not None else 0
         self._report(
             TokenDelta(
                 self._dispatch_id,
-                position,
+                self._position,
                 b"",
                 FinishReason(reason),
                 self.cached_tokens,
                 error=error or None,
+            )
+        )
+
+    # -- a stream whose server died ------------------------------------------------------------------------------------
+
+    @property
+    def kept(self) -> KeptStream | None:
+        return self._kept
+
+    @property
+    def _continues(self) -> bool:
+        """Whether the current dispatch continues a stream that broke off."""
+        return self._kept is not None and self._kept.is_continued
+
+    def _why_not_continued(self) -> str:
+        """Return why the stream that broke off cannot be continued; empty where it can."""
+        if self._kept is None or self._filter is None:
+            return "only streams of generated text are continued"
+        if self._kept.is_forgotten:
+            return f"it is not continued, because more than {KEPT_BYTES_MAX} bytes of it, or of all streams, were sent"
+        if not self._filter.is_between_events:
+            return "it is not continued, because the client has a part of an event"
+        return ""
+
+    def _rest_of(self, kept: KeptStream, events: bytes, is_end: bool = False) -> bytes | None:
+        """Return what of another server's events the client has not; ``None`` where they do not continue the stream,
+        for which another way has been begun by then, or which ends."""
+        try:
+            return kept.rest(events, is_end)
+        except ContinuationError as error:
+            self._close_server()
+            self._continue_text(kept, error)
+            return None
+
+    def _continue_text(self, kept: KeptStream, differs: ContinuationError) -> None:
+        """Have the server whose answer differs from what the client has continue its text, if it is sampled text."""
+        place, found = self._place, self._filter
+        assert place is not None, "it answered"
+        assert found is not None, "a stream that is kept has a filter"
+        try:
+            self._sent_body = kept.continue_text(differs, place.kind, self._sent_body)
+        except ContinuationError as error:
+            self._fail(AnswerFailed(f"{self._lost}; {error}"))
+            return
+        self._filter = found.again()
+        self._notes = self._filter.notes
+        self._attempt(place)
+
+    def _refused_to_continue(self, status: int) -> None:
+        """Report that a server does not take the request whose stream it was to continue."""
+        self._report(
+            TokenDelta(
+                self._dispatch_id,
+                0,
+                b"",
+                FinishReason.ERROR,
+                error=f"the server answered {status} where it was to continue a stream",
+                refusal=RefusalKind.CANNOT_DO,
             )
         )
 
@@ -961,6 +1130,11 @@ class ForwardExchange:
             self._check()
             if self._failure is not None:
                 await self._cut(self._failure)
+                return
+            if self._is_settled and not self._is_over and self._last is not None:
+                # Where tenants are apart, none learns from the router's words where others run.
+                known = "" if self._application.isolates else self._last.error
+                await self._cut(AnswerFailed(f"{self._lost}; {known or 'no other server can continue it now'}"))
                 return
             pieces, self._pieces = self._pieces, []
             body = held + b"".join(pieces)
@@ -1065,15 +1239,33 @@ class ForwardExchange:
         """Write what this API's clients count as a sign of life between two events of a silent stream, and send the
         head of a stream that waits in the router's queue; called ``SILENCE_LOOKS`` times in ``SILENCE_S``."""
         self._quiet_looks += 1
-        if self._queued_s is not None:
+        if self._queued_s is not None and not self._is_open:
             if self.is_streamed and not self.has_head and now_s - self._queued_s >= SILENCE_S:
                 detached(self._begin_early(), "head of a stream that waits")
             return
+        if self._quiet_looks % LEFT_LOOKS == 0 and self._connection is not None and self._request is not None:
+            self._look_for_server(self._connection)
         if self._quiet_looks <= SILENCE_LOOKS or not self._is_open or self._is_over:
             return
         if self._is_event_stream() and self._is_between_events():
             self._quiet_looks = 0
             self._guard.write(chunk(self._silence_event()))
+
+    def _look_for_server(self, connection: ServerConnection) -> None:
+        place, server = self._place, self._server
+        if place is not None and server is not None and self._application.backend.place_of(place.worker) is None:
+            detached(self._try_left_server(server, connection), "connection to a server that has left")
+
+    async def _try_left_server(self, server: ForwardServer, connection: ServerConnection) -> None:
+        """Take a request from a server that has left the pool, is silent, and takes no connection any more."""
+        try:
+            found = await server.connect()
+        except (OSError, TimeoutError):
+            if self._connection is connection:
+                connection.abort()
+                self.on_failed(AnswerFailed("the server has left, and its answer is silent"), False)
+        else:
+            found.abort()
 
     def _silence_event(self) -> bytes:
         return SILENCE_EVENTS.get(self._form, SILENCE_COMMENT)
@@ -1105,10 +1297,10 @@ class ForwardExchange:
 
     async def _cut(self, failure: AnswerFailed) -> None:
         """End an answer that cannot be completed, so that no client takes it for whole."""
-        self.error = "server_lost"
+        self.error = LOST_CODE
         log.warning("request %s: %s", self.name, failure, extra=about(request_id=str(self.name)))
         if self._is_event_stream() and not any(name == b"content-length" for name, _ in self._answer_headers):
-            await self._end_stream(RequestError(502, "server_lost", str(failure)))
+            await self._end_stream(RequestError(502, LOST_CODE, str(failure)))
             return
         self.status = 502
         self._guard.abort()

@@ -177,6 +177,14 @@ class PromptReader:
         request = InferenceRequest(request_id, model, text, UNLIMITED, lora_name=lora_name, by_text=True)
         return PromptReading(model, request, len(text) // TOKEN_BYTES, reading.why, reading.detail)
 
+    def count_tokens(self, model: str, text: str) -> int | None:
+        """Return how many tokens a text has; ``None`` where the tokenizer of the model that a client names is not
+        known."""
+        try:
+            return len(self._preparation.found(model)[1].encode(text)) // TOKEN_BYTES
+        except RequestError:
+            return None
+
     def served(self, name: str) -> tuple[str, str]:
         """Return the served model that clients call so, and the adapter if it is one; empty when there is none."""
         found = self._preparation.served(name)
