@@ -150,7 +150,7 @@ PART = Part(
         ),
         attack(
             "more than was asked for",
-            "Sends 1,000,000 tokens in one chunk, or events, half events and bytes without end.",
+            "Sends 1,000,000 tokens in one chunk, or events, half events and chunks of a byte without end.",
             (engine_server.together, *engine_server.STREAMS),
         ),
         attack("one big line", "Sends a line of 15 MB in pieces of 1,200 bytes.", (engine_server.big_line,), at_once=1),

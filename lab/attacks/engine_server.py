@@ -238,6 +238,9 @@ STREAMS = (
     ever(HEAD, chunk(EVENT * 50)),
     ever(OK + b"\r\n", b'{"a": '),
     ever(CHUNKED, b"1\r\nx\r\n"),
+    ever(HEAD, chunk(b"data: 1\n\n" * 100)),
+    ever(HEAD, chunk(b"\r" * 1000)),
+    ever(HEAD, chunk(b'data: {"choices": [' + b"{}," * 100_000 + b'{}], "usage": NaN}\n\n')),
 )
 """Answers without end, of each framing and with events, half events and none."""
 

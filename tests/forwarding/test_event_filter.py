@@ -12,7 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poolgrid.forwarding.event_filter import (
+    MAX_COUNT,
     MAX_EVENT_BYTES,
+    MAX_OBJECTS,
+    MAX_SLOW_BYTES,
     AnswerNotes,
     ApiForm,
     EventFilter,
@@ -589,3 +592,26 @@ def test_the_event_of_a_token_costs_microseconds() -> None:
         took.append(time.perf_counter() - began)
 
     assert min(took) < 0.02
+
+
+OBJECTS = b"{}," * (MAX_OBJECTS + 1)
+COSTLY = {
+    "choices": b'{"id":"a","choices":[%b{}],"usage":{"prompt_tokens":7}}' % OBJECTS,
+    "choices and NaN": b'{"id":"a","choices":[%b{}],"usage":NaN}' % OBJECTS,
+    "numbers that Python reads": b'{"id":"a","x":[%b1]}' % (b"NaN," * (MAX_SLOW_BYTES // 4)),
+}
+
+
+@pytest.mark.parametrize("data", COSTLY.values(), ids=COSTLY.keys())
+def test_what_costs_too_much_to_read_is_passed_and_not_noted(data: bytes) -> None:
+    event = b"data: " + data + b"\n\n"
+    stream = EventFilter(ApiForm.CHAT, takes_usage=True)
+
+    assert stream.feed(event) + stream.finish() == event
+    assert (stream.notes.response_id, stream.notes.prompt_tokens) == (None, None)
+    assert read_answer(data) == AnswerNotes()
+
+
+def test_count_beyond_32_bits_is_unknown() -> None:
+    for count, noted in ((MAX_COUNT, MAX_COUNT), (MAX_COUNT + 1, None)):
+        assert read_answer(b'{"usage":{"prompt_tokens":%d}}' % count).prompt_tokens == noted

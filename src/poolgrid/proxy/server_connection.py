@@ -34,7 +34,14 @@ INTERIM_ANSWERS_MAX: Final = 100
 """Answers 1xx before the one that counts: servers send one or two."""
 
 SLICE_BYTES: Final = 32 * 1024
-"""Most of an answer that is taken in one turn of the event loop: at worst 10 ms."""
+"""Most of an answer that is taken in one turn of the event loop."""
+
+SLICE_BREAKS: Final = 500
+"""Most carriage returns and line feeds in it, and so at most 125 chunks or 250 events: about a millisecond. A backlog
+of an engine's chunks has some 800 of them in 32 KiB."""
+
+SMALL_BYTES: Final = 4096
+"""A read that is taken as it is."""
 
 NO_BODY: Final = frozenset((204, 304))
 """Statuses of answers without a body."""
@@ -76,6 +83,13 @@ class _Mode(Enum):
     """The parser finds the end."""
     CLOSE = 3
     """The answer ends with the connection."""
+
+
+def _slice_of(data: bytes, at: int) -> int:
+    """Return how many bytes are taken in one turn."""
+    end = at + SLICE_BYTES
+    breaks = data.count(b"\n", at, end) + data.count(b"\r", at, end)
+    return SLICE_BYTES if breaks <= SLICE_BREAKS else SLICE_BYTES * SLICE_BREAKS // breaks
 
 
 class ServerConnection(asyncio.Protocol):
@@ -172,17 +186,19 @@ class ServerConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._rest:
             self._rest += data
-        elif len(data) <= SLICE_BYTES:
+        elif len(data) <= SMALL_BYTES or (size := _slice_of(data, 0)) >= len(data):
             self._take(data)
         else:
-            self._rest, self._rest_at = data, 0
+            self._rest, self._rest_at = data, size
             if self._transport is not None:
                 self._transport.pause_reading()
-            self._take_slice()
+            asyncio.get_running_loop().call_soon(self._take_next_slice)
+            self._take(data[:size])
 
     def _take_slice(self) -> None:
         """Take the next slice of a read, and the others later."""
-        begin, self._rest_at = self._rest_at, self._rest_at + SLICE_BYTES
+        begin = self._rest_at
+        self._rest_at += _slice_of(self._rest, begin)
         data = self._rest[begin : self._rest_at]
         if self._rest_at < len(self._rest):
             asyncio.get_running_loop().call_soon(self._take_next_slice)
