@@ -15,11 +15,15 @@ import textwrap
 from itertools import accumulate, pairwise
 from pathlib import Path
 
+import click
 import pytest
 import zmq
+from click.testing import CliRunner
 
-from poolgrid.cli.part import Part, PartFailed, part_environment, stop_parts
+from poolgrid.cli.options import arguments_of, with_settings
+from poolgrid.cli.part import Part, PartFailed, handed_on, part_environment, stop_parts
 from poolgrid.cli.service_process import start_status
+from poolgrid.process.nats_settings import EventPlaneSettings
 from poolgrid.process.restart_pace import DEATHS_LOUD, JITTER, PAUSE_MAX_S, PAUSE_MIN_S, STEADY_S, RestartPace
 from poolgrid.transport.bound_socket import ReservedPorts, bind
 
@@ -204,3 +208,19 @@ def test_a_wrong_configuration_ends_the_process_with_status_2_and_its_reason_las
     assert ended.returncode == 2
     assert line in ended.stderr.splitlines()[-1]
     assert "Traceback" not in ended.stderr
+
+
+def test_a_password_of_nats_is_handed_on_in_the_environment_and_all_else_as_an_argument() -> None:
+    settings = EventPlaneSettings(event_plane="nats", nats_url=("nats://u:hunter2@a:4222", "nats://b:4222"))
+    words, environment = handed_on(["worker", *arguments_of(settings), "--host", "::1"], {"A": "b"})
+
+    assert "hunter2" not in " ".join(words)
+    assert words == ["worker", "--nats-replicas=1", "--event-plane=nats", "--nats-pool=default", "--host", "::1"]
+    assert environment == {"A": "b", "POOLGRID_NATS_URL": "nats://u:hunter2@a:4222 nats://b:4222"}
+    found: list[EventPlaneSettings] = []
+    command = click.command()(with_settings(EventPlaneSettings)(found.append))
+    assert CliRunner().invoke(command, words[1:4], env=environment).exit_code == 0
+    assert found == [settings]
+
+    for plain in (["--nats-url", "nats://b:4222", "x"], ["--nats-url=nats://b:4222"], ["worker"]):
+        assert handed_on(plain, {}) == (plain, {})

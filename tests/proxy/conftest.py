@@ -42,6 +42,7 @@ def module_pool(
             assert status == 0, errors
             assert "this is a bug" not in errors
             assert "Traceback" not in errors
+            assert SERVER_KEY not in errors.replace("\\/", "/"), "a key is in the log"
     finally:
         for each in servers:
             each.close()

@@ -93,3 +93,18 @@ def test_answer_that_is_well_is_not_looked_through(pool: ScriptedPool) -> None:
     pool.says(stream_head() + chunk(f"data: {SERVER_KEY}\n\n".encode()) + LAST_CHUNK)
 
     assert SERVER_KEY.encode() in pool.post(CHAT, chat_body(stream=True)).body
+
+
+@pytest.mark.parametrize(
+    "before", [b"", b"HTTP/1.1 500 Said\r\n", b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"]
+)
+def test_key_of_the_server_is_in_no_answer_and_no_log_where_the_server_repeats_its_request(
+    pool: ScriptedPool, before: bytes
+) -> None:
+    """The log is looked at when the pool has ended (``conftest.py``)."""
+    pool.on(lambda call: call.cut(before + call.head + call.body))
+
+    answer = pool.post(CHAT, chat_body(), "x-padding: " + "x" * 300)
+
+    assert SERVER_KEY.encode() not in answer.body
+    assert SERVER_KEY not in str(answer.headers)

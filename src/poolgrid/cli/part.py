@@ -10,7 +10,9 @@ Rules
        started in its place needs them. A part and what it starts are a process group.
     4. A part that serves clients may get its listening socket from us: connections then wait while it is away, and only
        those that it had are lost with it.
-    5. A part with a log file writes all its output there. It is ready with the first line that reports it: an engine's
+    5. A password in an address of NATS reaches a part in its environment: every user of a machine sees the arguments of
+       all processes.
+    6. A part with a log file writes all its output there. It is ready with the first line that reports it: an engine's
        library prints what it likes before.
 """
 
@@ -23,10 +25,11 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from poolgrid.cli.options import environment_name
 from poolgrid.cli.service_process import PARENT_PIPE_VARIABLE
 from poolgrid.process.restart_pace import RestartPace
 from poolgrid.process.tasks import Restart, cancel_all, detached, owned, supervised
@@ -50,6 +53,25 @@ def part_environment(without: Collection[str] = ()) -> dict[str, str]:
     """Return the environment of parts: ours, ``without`` some, and the sign that standard input is a pipe from us."""
     ours = {name: value for name, value in os.environ.items() if name not in without}
     return {**ours, PARENT_PIPE_VARIABLE: "1", "PYTHONUNBUFFERED": "1"}
+
+
+def handed_on(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments and the environment of a part; addresses of NATS with a password are in the environment."""
+    kept: list[str] = []
+    urls: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        option, has_value, value = word.partition("=")
+        if option == NATS_URL:
+            urls.append(value if has_value else next(words, ""))
+        else:
+            kept.append(word)
+    if not any("@" in url for url in urls):
+        return list(arguments), dict(environment)
+    return kept, {**environment, environment_name("nats_url"): " ".join(urls)}
+
+
+NATS_URL = "--nats-url"
 
 
 class PartFailed(RuntimeError):
@@ -102,17 +124,18 @@ class Part:
         self._ready_s = None
         with ExitStack() as opened:
             log_file = None if self._log_file is None else opened.enter_context(self._log_file.open("ab"))
+            arguments, environment = handed_on(self.arguments, self._environment)
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 # Not from the current directory, which may hold something of the same name: from where it is installed.
                 "-P",
                 "-m",
                 "poolgrid",
-                *self.arguments,
+                *arguments,
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=log_file,
-                env=self._environment,
+                env=environment,
                 pass_fds=() if self._listener is None else (self._listener.fileno(),),
                 # Ctrl-C reaches this process only, which then ends its parts in order.
                 start_new_session=True,
