@@ -51,7 +51,7 @@ class Placed:
 
     dispatch_id: str
     worker: str
-    """Empty until the pool's router says which."""
+    """Empty until the head of the answer names it."""
     reason: str = ""
     """Of the pool's choice."""
     overlap_blocks: int = 0

@@ -455,7 +455,7 @@ async def _answer(scope: Scope, send: Send, error: RequestError) -> None:
 
 
 def _hop_of(scope: Scope) -> Hop | None:
-    """Return what a global router tells of a request; raises ``RequestError``."""
+    """Return the ``Hop`` that a request came with; raises ``RequestError``."""
     value = next((value for name, value in scope["headers"] if name == HOP_HEADER), None)
     if value is None:
         return None
@@ -470,7 +470,7 @@ def _hop_of(scope: Scope) -> Hop | None:
 
 
 def hop_of(scope: Scope) -> Hop | None:
-    """Return what a global router tells of a request; ``None`` for one of a client of this router."""
+    """Return the ``Hop`` of a request; ``None`` for one of a client of this router."""
     hop: Hop | None = scope.get(HOP)
     return hop
 
