@@ -17,6 +17,7 @@ from tests.e2e.processes import PATIENT, Process, becomes, metric, ready_workers
 from tests.proxy.pool import POOLS, SERVER_KEY, TWO_POOLS, ScriptedPool
 from tests.proxy.raw_client import CHAT, RawClient, chat_body
 from tests.proxy.scripted_server import ANSWER, PATIENCE_S, Call, chunk, serve_plainly, stream_head, whole
+from tests.transport.test_tls import Files
 
 pytestmark = [pytest.mark.e2e, pytest.mark.parametrize("module_pool", ["global router"], indirect=True)]
 
@@ -268,3 +269,31 @@ def test_a_pool_with_workers_of_its_own_answers_beside_one_of_servers(
                 status, errors = process.stop()
                 assert status == 0, errors
                 assert "this is a bug" not in errors
+
+
+def test_pools_are_reached_over_tls_by_the_authority_that_is_given(module_pool: ScriptedPool, tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    document = tmp_path / "tls.json"
+    stage = {**TWO_POOLS["aggregated"], "pools": [{"name": "far"}], "mapping": [[["far"], ["far"]], [["far"], ["far"]]]}
+    document.write_text(json.dumps({**TWO_POOLS, "aggregated": stage}))
+    module_pool.begin()
+    server = module_pool.servers[1]
+    pair = ("tls-certificate", files.certificate), ("tls-key", files.key)
+    tls = [word for name, path in pair for word in ("--part-option", f"router.{name}={path}")]
+    model = ("--model-path", str(TINY_MODEL_PATH))
+    environment = {"POOLGRID_ENGINE_API_KEY": SERVER_KEY}
+    with Process("up", "--engine-url", server.url, "--port", "0", *model, *tls, environment=environment) as up:
+        url = up.wait_ready().url
+        assert url.startswith("https://")
+        config = ("--config", str(document), "--port", "0", f"--pool-url=far={url}", "--pool-ca", str(files.ca))
+        with Process("global-router", *config, *model) as front:
+            front.wait_ready()
+            becomes(lambda: [row["state"] for row in pools(front.url).values()], ["available"])
+            with RawClient(front.url) as client:
+                for _ in range(3):
+                    client.ask("POST", CHAT, chat_body())
+                    assert client.answer().body == ANSWER
+            assert len(server.calls) == 3
+            for process in (front, up):
+                status, errors = process.stop()
+                assert status == 0, errors

@@ -1,4 +1,6 @@
-"""The ASGI application in front of the router's own: requests for engine servers are forwarded, all others passed on.
+"""The ASGI application in front of a router's own: requests for engine servers are forwarded, all others passed on.
+
+In front of a global router the servers are routers of pools, which forward in turn.
 
 It answers no request by itself but those that no server may get. What both sides have in common (keys, tenants, names
 of requests, metrics, the log line of a request) is the front end's.
@@ -186,7 +188,7 @@ class ForwardApplication:
 
     async def _models_of(self, place: ServerPlace) -> tuple[str, bytes | None]:
         try:
-            status, body = await collect(self.server(place.url), b"GET", b"/v1/models")
+            status, body = await collect(self.server(place.url), b"GET", b"/v1/models", place.is_router)
         except (AnswerFailed, OSError, TimeoutError) as error:
             log.warning("asking %s for its models: %s", place.url, str(error) or "no answer in time")
             return place.url, None

@@ -16,6 +16,9 @@ ANSWER_BYTES_MAX: Final = 1 << 20
 ANSWER_TIMEOUT_S: Final = 5.0
 """For the whole of it: servers answer such requests without their engine."""
 
+ROUTER_TIMEOUT_S: Final = 2 * ANSWER_TIMEOUT_S
+"""For that of a pool's router, which waits for its servers."""
+
 
 class Collector:
     """Implements ``poolgrid.proxy.server_connection.AnswerSink``."""
@@ -48,10 +51,11 @@ class Collector:
             self.over.set_exception(error)
 
 
-async def collect(server: ForwardServer, method: bytes, target: bytes) -> tuple[int, bytes]:
-    """Return status and body of a server's answer; raises ``AnswerFailed``, or ``OSError`` without a connection."""
+async def collect(server: ForwardServer, method: bytes, target: bytes, is_router: bool = False) -> tuple[int, bytes]:
+    """Return status and body of the answer of a server, or of a pool's router; raises ``AnswerFailed``, or ``OSError``
+    without a connection."""
     head = server.head(method, target, server.key_headers, None)
-    async with asyncio.timeout(ANSWER_TIMEOUT_S):
+    async with asyncio.timeout(ROUTER_TIMEOUT_S if is_router else ANSWER_TIMEOUT_S):
         connection = server.kept()
         while True:
             found = Collector()
