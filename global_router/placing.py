@@ -5,7 +5,8 @@ Rules
        request and stage. A pool that cannot be used is passed over, and the record has which and why.
     2. A pool is asked for a worker (``Select``), which reserves it; then the worker is reached and sent the request.
        A worker that is not reached, or not needed any more, is given back.
-    3. Between an answer and what is done with it nothing is awaited but the link; a request that ended meanwhile takes
+    3. A request with a carrier goes to the pool's router at once. A pool that failed it is not used for it again.
+    4. Between an answer and what is done with it nothing is awaited but the link; a request that ended meanwhile takes
        nothing.
 """
 
@@ -51,7 +52,7 @@ class Placed:
 
     dispatch_id: str
     worker: str
-    """Empty until the pool's router says which."""
+    """Empty until the head of the answer names it."""
     reason: str = ""
     """Of the pool's choice."""
     overlap_blocks: int = 0

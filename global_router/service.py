@@ -8,6 +8,8 @@ Rules
     3. A request that lost its worker moves to the same pool first, or with ``enable_priority_retry``, as long as the
        client has no token, to faster pools before it; then along the fallback order.
     4. A request is served under the revision of the document that was in force when it got its first worker.
+    5. In front of pools of engine servers a request has a carrier, which takes it to the router of the chosen pool as
+       its client wrote it. No worker is reserved; what the router answers decides what follows.
 """
 
 from __future__ import annotations

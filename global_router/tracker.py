@@ -2,7 +2,8 @@
 
 Rules
     1. Every reservation ends: by the worker's events, by ``Release``, or by its lease.
-    2. A pool's breaker gets the result of each ticket once: *succeeded* with a leg's first output, *failed* when the
+    2. A forwarded request has no reservation. Its end makes room at its pool.
+    3. A pool's breaker gets the result of each ticket once: *succeeded* with a leg's first output, *failed* when the
        pool or its worker failed, *abandoned* when nothing was learnt. That a worker is busy or drains is no failure.
 """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import psutil
 
 from tests.e2e.fleet import pools
@@ -18,7 +20,7 @@ GROWTH_BYTES_MAX = 48 << 20
 
 POOLS = ("near", "far")
 
-TWO_POOLS = {
+TWO_POOLS: dict[str, Any] = {
     "version": 1,
     "mode": "aggregated",
     "aggregated": {

@@ -11,11 +11,13 @@ import psutil
 import pytest
 
 from poolgrid.frontend.models import TINY_MODEL_PATH
+from tests.e2e.expectation import MODEL, expected_text
 from tests.e2e.fleet import pools
-from tests.e2e.processes import Process, becomes, metric
+from tests.e2e.processes import PATIENT, Process, becomes, metric, ready_workers
 from tests.proxy.pool import POOLS, SERVER_KEY, TWO_POOLS, ScriptedPool
 from tests.proxy.raw_client import CHAT, RawClient, chat_body
 from tests.proxy.scripted_server import ANSWER, PATIENCE_S, Call, chunk, serve_plainly, stream_head, whole
+from tests.transport.test_tls import Files
 
 pytestmark = [pytest.mark.e2e, pytest.mark.parametrize("module_pool", ["global router"], indirect=True)]
 
@@ -232,3 +234,66 @@ def test_requests_that_find_no_room_wait_at_the_global_router_and_not_at_a_pool(
 
 
 NARROW = ("worker.max-batch-size=1", "router.worker-queue-factor=1")
+
+
+def test_a_pool_with_workers_of_its_own_answers_beside_one_of_servers(
+    module_pool: ScriptedPool, tmp_path: Path
+) -> None:
+    """Its router's own API does; nothing but the paths of clients is open there."""
+    document = tmp_path / "mixed.json"
+    document.write_text(json.dumps(TWO_POOLS))
+    module_pool.begin()
+    servers_url = pools(module_pool.url)["far"]["url"]
+    with Process("up", "--port", "0", "--workers", "1", "--speedup", "50", *PATIENT) as own:
+        urls = [f"--pool-url=near={own.wait_ready().url}", f"--pool-url=far={servers_url}"]
+        with Process("global-router", "--config", str(document), "--port", "0", *urls) as front:
+            url = front.wait_ready().url
+            becomes(lambda: {row["state"] for row in pools(url).values()}, {"available"})
+            prompt = MODEL.encode("hello")
+            body = chat_body(prompt=list(memoryview(prompt).cast("I")), max_tokens=8)
+            for stream in (False, True):
+                answer = httpx.post(
+                    f"{url}/v1/completions",
+                    json={**json.loads(body), "messages": None, "stream": stream},
+                    headers={"x-ttft-target-ms": "100"},
+                )
+                assert (answer.status_code, answer.headers["x-poolgrid-pool"]) == (200, "near"), answer.text
+                assert answer.headers["x-poolgrid-worker"] == ready_workers(own.url)[0]
+                if not stream:
+                    assert answer.json()["choices"][0]["text"] == expected_text(prompt, 8)
+            assert httpx.post(f"{url}/v1/completions", content=chat_body(prompt="hi")).content == ANSWER
+            with RawClient(own.url) as client:
+                client.ask("GET", "/v1/workers", None, "x-poolgrid-hop: {}")
+                assert client.answer("GET").status == 503
+            for process in (front, own):
+                status, errors = process.stop()
+                assert status == 0, errors
+                assert "this is a bug" not in errors
+
+
+def test_pools_are_reached_over_tls_by_the_authority_that_is_given(module_pool: ScriptedPool, tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    document = tmp_path / "tls.json"
+    stage = {**TWO_POOLS["aggregated"], "pools": [{"name": "far"}], "mapping": [[["far"], ["far"]], [["far"], ["far"]]]}
+    document.write_text(json.dumps({**TWO_POOLS, "aggregated": stage}))
+    module_pool.begin()
+    server = module_pool.servers[1]
+    pair = ("tls-certificate", files.certificate), ("tls-key", files.key)
+    tls = [word for name, path in pair for word in ("--part-option", f"router.{name}={path}")]
+    model = ("--model-path", str(TINY_MODEL_PATH))
+    environment = {"POOLGRID_ENGINE_API_KEY": SERVER_KEY}
+    with Process("up", "--engine-url", server.url, "--port", "0", *model, *tls, environment=environment) as up:
+        url = up.wait_ready().url
+        assert url.startswith("https://")
+        config = ("--config", str(document), "--port", "0", f"--pool-url=far={url}", "--pool-ca", str(files.ca))
+        with Process("global-router", *config, *model) as front:
+            front.wait_ready()
+            becomes(lambda: [row["state"] for row in pools(front.url).values()], ["available"])
+            with RawClient(front.url) as client:
+                for _ in range(3):
+                    client.ask("POST", CHAT, chat_body())
+                    assert client.answer().body == ANSWER
+            assert len(server.calls) == 3
+            for process in (front, up):
+                status, errors = process.stop()
+                assert status == 0, errors

@@ -262,7 +262,7 @@ class FrontFleet:
         return greeting(what, url, settings.model_name, keyed, ": which pool, by which cell of the grid, which server")
 
     async def given_up(self) -> str:
-        """Wait for ever: each part is started again."""
+        """Wait without end: each part is started again."""
         return await first_given_up(())
 
     async def stop(self) -> None:

@@ -261,7 +261,7 @@ class UpSettings(EventPlaneSettings):
         max_length=SERVERS_MAX,
         description=(
             "Route to this engine server: http://gpu1:8000, prefill=URL, decode=URL, dns+http://NAME:PORT or "
-            "k8s+http://:PORT?selector=LABELS. Repeat for more. With --pools: POOL=URL."
+            "k8s+http://:PORT?selector=LABELS; with --pools POOL=URL. Repeat."
         ),
     )
     engine_urls_file: Path | None = Field(
@@ -282,8 +282,8 @@ class UpSettings(EventPlaneSettings):
     pools: InputFile | None = Field(
         None,
         description=(
-            "Run a whole fleet from this pool-grid document: a router per pool with workers, or in front of the "
-            "pool's --engine-url, and a global router. Its urls are ignored."
+            "Run a whole fleet from this pool-grid document: a global router, and per pool a router with workers "
+            "or the pool's engine_url. Its urls are ignored."
         ),
     )
     workers: int | None = Field(

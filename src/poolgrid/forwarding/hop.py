@@ -1,4 +1,4 @@
-"""What a global router tells the router of a pool about a request that it forwards: one header line.
+"""The header line of a request that a global router forwards to the router of a pool.
 
 It is for requests that the global router has let through already: it has checked the client's key, charged the tenant
 and chosen the pool. A pool's router takes the line from holders of an operator's key, or from all senders where it has
@@ -23,7 +23,7 @@ WORKER_HEADER: Final = b"x-poolgrid-worker"
 """Names who answered. Where it lacks, the router of a pool answers in its own words."""
 
 OWN_HEADERS: Final = b"x-poolgrid-"
-"""Begins the names of the lines with which a router says in an answer what it chose."""
+"""Begins the names of the lines of an answer that have a router's choice."""
 
 
 class Hop(Struct, frozen=True, omit_defaults=True):

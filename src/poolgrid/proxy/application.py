@@ -1,4 +1,6 @@
-"""The ASGI application in front of the router's own: requests for engine servers are forwarded, all others passed on.
+"""The ASGI application in front of a router's own: requests for engine servers are forwarded, all others passed on.
+
+In front of a global router the servers are routers of pools, which forward in turn.
 
 It answers no request by itself but those that no server may get. What both sides have in common (keys, tenants, names
 of requests, metrics, the log line of a request) is the front end's.
@@ -210,7 +212,7 @@ class ForwardApplication:
 
     async def _models_of(self, place: ServerPlace, origin: HeaderList) -> tuple[str, bytes | None, HeaderList]:
         try:
-            found = await look_up(self.server(place.url), b"/v1/models", origin)
+            found = await look_up(self.server(place.url), b"/v1/models", place.is_router, origin)
         except (AnswerFailed, OSError, TimeoutError) as error:
             log.warning("asking %s for its models: %s", place.url, str(error) or "no answer in time")
             return place.url, None, []
@@ -503,7 +505,7 @@ async def _answer(scope: Scope, send: Send, error: RequestError) -> None:
 
 
 def _hop_of(scope: Scope) -> Hop | None:
-    """Return what a global router tells of a request; raises ``RequestError``."""
+    """Return the ``Hop`` that a request came with; raises ``RequestError``."""
     value = next((value for name, value in scope["headers"] if name == HOP_HEADER), None)
     if value is None:
         return None
@@ -518,7 +520,7 @@ def _hop_of(scope: Scope) -> Hop | None:
 
 
 def hop_of(scope: Scope) -> Hop | None:
-    """Return what a global router tells of a request; ``None`` for one of a client of this router."""
+    """Return the ``Hop`` of a request; ``None`` for one of a client of this router."""
     hop: Hop | None = scope.get(HOP)
     return hop
 

@@ -16,6 +16,9 @@ ANSWER_BYTES_MAX: Final = 4 << 20
 ANSWER_TIMEOUT_S: Final = 5.0
 """For what servers answer without their engine."""
 
+ROUTER_TIMEOUT_S: Final = 2 * ANSWER_TIMEOUT_S
+"""For that of a pool's router, which waits for its servers."""
+
 
 class Collector:
     """Implements ``poolgrid.proxy.server_connection.AnswerSink``."""
@@ -81,6 +84,10 @@ async def collect(
             return WholeAnswer(found.status, found.headers, bytes(found.body))
 
 
-async def look_up(server: ForwardServer, target: bytes, headers: HeaderList | None = None) -> WholeAnswer:
-    """Return the answer to a ``GET`` with more headers; raises what ``collect`` does."""
-    return await collect(server, (server.head(b"GET", target, [*(headers or ()), *server.key_headers], None),))
+async def look_up(
+    server: ForwardServer, target: bytes, is_router: bool = False, headers: HeaderList | None = None
+) -> WholeAnswer:
+    """Return the answer of a server, or of a pool's router, to a ``GET`` with more headers; raises what ``collect``
+    does."""
+    head = server.head(b"GET", target, [*(headers or ()), *server.key_headers], None)
+    return await collect(server, (head,), ROUTER_TIMEOUT_S if is_router else ANSWER_TIMEOUT_S)

@@ -116,7 +116,7 @@ FREEING_TIMEOUT_S: Final = 30.0
 BUSY_STATUSES: Final = frozenset((429, 503))
 
 UNSERVED_STATUSES: Final = frozenset((429, 502, 503))
-"""With which the router of a pool says in its own words that no server of the pool has answered."""
+"""Of a pool's router, in its own words: no server of the pool has answered."""
 
 BUSY_PAUSE_MAX_MS: Final = 1000
 """Longest time that a busy server gets nothing while its own ``Retry-After`` lasts: a queue of an engine moves in

@@ -11,12 +11,12 @@ from poolgrid.wire.requests import TokenDelta
 
 
 class ServerPlace(NamedTuple):
-    """An engine server, as its worker's card describes it."""
+    """An engine server, as its worker's card describes it, or the router of a pool of them."""
 
     worker: WorkerKey
     url: str
     kind: str
-    """``vllm``, ``sglang``, ``trtllm-serve`` or ``openai``."""
+    """``vllm``, ``sglang``, ``trtllm-serve``, ``openai``, or ``poolgrid`` for the router of a pool of own workers."""
     version: str
     rank: int | None
     """The data-parallel rank that was chosen, as requests to the server name it; ``None`` = it has one."""

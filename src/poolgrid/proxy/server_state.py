@@ -63,7 +63,7 @@ class ServerState:
                 return place
         target = f"{collection}/{quote(state_id, safe='')}".encode()  # it may be any text of a client's body
         asked = places[:ASKED_MAX]
-        answers = await asyncio.gather(*(_has(server, target) for _, server in asked))
+        answers = await asyncio.gather(*(_has(server, target, place.is_router) for place, server in asked))
         for (place, _), has in zip(asked, answers, strict=True):
             if has:
                 self.note(state_id, place.url)
@@ -71,9 +71,9 @@ class ServerState:
         return None
 
 
-async def _has(server: ForwardServer, target: bytes) -> bool:
+async def _has(server: ForwardServer, target: bytes, is_router: bool) -> bool:
     try:
-        answer = await look_up(server, target)
+        answer = await look_up(server, target, is_router)
     except (AnswerFailed, OSError, TimeoutError):
         return False
     return answer.status == 200
