@@ -228,7 +228,8 @@ class IdProofs:
             "prompt-ids-differ",
             "the engine makes other token ids of a prompt than the router, so it gets prompts as text alone",
             why,
-            "give router and engine the same model files and chat template, then restart the router",
+            "give router and engine the same model files and chat template, and restart the router; "
+            "if they have the same, report the evidence",
         )
 
     def refused(self, kind: IdKind, status: int) -> None:
