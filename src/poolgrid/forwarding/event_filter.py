@@ -36,7 +36,7 @@ from poolgrid.forwarding.body_edit import MAX_SLOW_BYTES, edit, edit_elements, t
 
 MAX_EVENT_BYTES: Final = 2 << 20
 """Bytes of an event that is held until it is whole. The largest that is to be changed is the one with the ids of a
-prompt: 256k ids of six digits and a comma. A longer event is passed as it comes, unparsed."""
+prompt: 128k ids of six digits and a comma. A longer event is passed as it comes, unparsed."""
 
 _ABSENT: Final = msgspec.Raw()
 _COUNT = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
