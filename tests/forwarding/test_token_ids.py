@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poolgrid.forwarding.event_filter import MAX_EVENT_BYTES, AnswerNotes, ApiForm, EventFilter, TakenIds, cut_answer
+from poolgrid.forwarding.prompt_ids import IDS_MAX
 from tests.forwarding.test_event_filter import DONE, USAGE, choice, chunk, event, packed
 
 NULL, ABSENT, EXTENSION = TakenIds.NULL, TakenIds.ABSENT, TakenIds.EXTENSION
@@ -328,7 +329,7 @@ def test_a_whole_answer_is_cut_and_noted(ids: TakenIds, body: bytes, passed: byt
 
 @pytest.mark.parametrize("ids", TakenIds)
 def test_the_longest_list_of_ids_fits_into_an_event(ids: TakenIds) -> None:
-    listed = [234_567] * 262_144
+    listed = [234_567] * IDS_MAX
     shown = {"sglext": {"input_ids": listed}} if ids is EXTENSION else {"prompt_token_ids": listed}
     data = event(chunk([choice("a")], **shown))
 

@@ -51,7 +51,7 @@ SERVER_ERROR_TYPES: Final = frozenset(("internal_error", "api_error", "overloade
 
 MAX_EVENT_BYTES: Final = 2 << 20
 """Bytes of an event that is held until it is whole, and parsed at 50 ms a megabyte at worst. The largest that is to be
-changed is the one with the ids of a prompt: 256k ids of six digits and a comma. A longer event is passed as it comes,
+changed is the one with the ids of a prompt: 128k ids of six digits and a comma. A longer event is passed as it comes,
 unparsed."""
 
 MAX_OBJECTS: Final = 10_000

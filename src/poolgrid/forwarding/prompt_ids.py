@@ -35,7 +35,7 @@ IDS_MIN: Final = 1024
 length: 2.4 ms at 2,357 tokens, 3.4 ms at 3,381 (on a machine of two CPU cores, medians of 60 requests with one token of
 a cached prompt). What a shorter one gains is below the step of an engine, for which it waits anyway."""
 
-IDS_MAX: Final = 262_144
+IDS_MAX: Final = 131_072
 """Longest prompt in tokens: the event with its ids must stay below ``event_filter.MAX_EVENT_BYTES``."""
 
 PROOFS: Final = 4
@@ -228,7 +228,8 @@ class IdProofs:
             "prompt-ids-differ",
             "the engine makes other token ids of a prompt than the router, so it gets prompts as text alone",
             why,
-            "give router and engine the same model files and chat template, then restart the router",
+            "give router and engine the same model files and chat template, and restart the router; "
+            "if they have the same, report the evidence",
         )
 
     def refused(self, kind: IdKind, status: int) -> None:

@@ -129,7 +129,7 @@ REFUSAL_STATUSES: Final = frozenset((400, 413, 422))
 """By which servers refuse what is in a body."""
 
 CUT_BYTES_MAX: Final = 8 << 20
-"""Longest answer that is held until the ids in it are taken out: those of a prompt of 256k tokens are 1.8 MB, and text
+"""Longest answer that is held until the ids in it are taken out: those of a prompt of 128k tokens are 0.9 MB, and text
 completions repeat them for each choice. A longer one goes to the client as it is, ids included."""
 
 WHOLE_BYTES_MAX: Final = 1 << 20
