@@ -78,7 +78,7 @@ async def test_one_of_many_goes_for_each_prompt_that_is_computed_in_the_order_of
         tasks += await submit(router, request("low", 40, tenant="other", priority=-1), request("other", 40, tenant="o"))
         tasks += await submit(router, request("high", tenant="flood", priority=1))
         assert len(on_workers(router)) == GIVEN
-        went = []
+        went: list[str] = []
         for number in range(3):
             compute(router, f"flood-{number}")
             await settled()
