@@ -6,12 +6,14 @@ Rules
     2. *Resumed* requests (their clients are being served already) go before all others, and are refused by time only.
     3. The head of each lane is placed as soon as it can be; no other request of its lane overtakes it.
     4. Once the queue is closed no request is placed any more.
-    5. With a policy that plans, new requests are *deferred* until the worker that a plan gave them has no prompt to
-       compute, at most ``DEFER_MAX_MS``; rule 3 is not for them. Those whose turn it is, up to ``PLANNED_MAX``, are
-       planned together (``core.selector.Planner``): at the end of a turn of the event loop in which one came,
-       a worker has computed all its prompts, or has room again. A plan is forgotten at once. No request is refused
-       because others are deferred: where that takes the room, those whose turn it is go to workers.
-    6. Turns of sessions for which the pool's working set has no room wait in a lane of their own for each model, by
+    5. A request waits while the engine where it would go has enough to compute (``core.engine_backlog``). Which are
+       tried, and in which order, is in ``core.lane_placer``; with a policy that plans rule 3 is not for them.
+    6. With a policy that plans, new requests are *deferred* until the worker that a plan gave them has no prompt to
+       compute, at most ``HOLD_LIMIT_MS``. Those whose turn it is, up to ``PLANNED_MAX``, are planned together
+       (``core.selector.Planner``): at the end of a turn of the event loop in which one came, a worker has computed all
+       its prompts, or has room again. A plan is forgotten at once. No request is refused because others are deferred:
+       where that takes the room, those whose turn it is go to workers whose engines have not enough.
+    7. Turns of sessions for which the pool's working set has no room wait in a lane of their own for each model, by
        when their session first asked; a turn that has waited ``AGE_MS`` goes before other tenants. A client that was
        refused after ``queue_timeout_ms`` keeps that place for ``ASKED_KEPT_MS``. Turns of sessions that have a place
        pass them, and are charged to their tenants.

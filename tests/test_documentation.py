@@ -66,7 +66,7 @@ def test_what_pages_say_of_settings_is_what_the_settings_say(path: Path, text: s
 
 @needs_checkout
 def test_a_marked_table_that_is_out_of_date_is_written_anew() -> None:
-    assert "| `max_queue_requests` | `1024` |" in table(["ServingSettings"])
+    assert "| `max_queue_requests` | `4096` |" in table(["ServingSettings"])
     assert {path.name for path in pages()} >= {"configuration.md"}
     with pytest.raises(KeyError, match="NoSettings"):
         table(["NoSettings"])

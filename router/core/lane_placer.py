@@ -19,6 +19,7 @@ from enum import Enum, auto
 from math import inf
 from typing import Final, Generic, TypeVar
 
+from poolgrid.router.core.engine_backlog import BACKLOG_MS
 from poolgrid.router.core.policy import PLANNED_MAX
 from poolgrid.serving.fair_queue import FairQueue, QueuedRequest
 
@@ -29,7 +30,7 @@ millisecond."""
 BACKLOG_REQUESTS: Final = PLANNED_MAX // 2
 """A tenant with more requests would have most of a plan."""
 
-PASSED_MS: Final = 500.0
+PASSED_MS: Final = BACKLOG_MS
 """How long a request waits at most for a plan beside such a tenant: as long as prompts may wait in an engine."""
 
 T = TypeVar("T")

@@ -66,7 +66,7 @@ def test_every_decision_is_derived_again_with_crashes_expiries_and_a_sampling_po
 
 def test_a_workers_stream_that_became_suspect_is_replayed_with_the_predictions_in_its_place() -> None:
     # Most requests report nothing reused, so workers become suspect sooner or later.
-    router = recorded(steps=500, seed=5, honesty=0.1, churn=0.05)
+    router = recorded(steps=500, seed=5, honesty=0.1, churn=0.05, worker_queue_factor=2)
 
     outcome = router.replay()
 
