@@ -60,7 +60,6 @@ CHOSEN = (
     "pooling/scoring/test_bi_encoder_online.py",
     "pooling/token_embed/test_online.py",
     "scale_out/derender/test_derender.py",
-    "scale_out/derender/test_derender_parity.py",
     "scale_out/render/test_render.py",
     "scale_out/token_in_token_out/test_serving_tokens.py",
     "serve/instrumentator/test_orca_metrics.py",
