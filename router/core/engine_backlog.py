@@ -19,7 +19,7 @@ from poolgrid.wire.identifiers import WorkerKey
 BACKLOG_MS: Final = 300.0
 """Expected time until an engine begins with a further prompt, above which it is given none: a few full steps of most
 engines, so none stands still while a first token comes here and the next request there. Its length does not count: a
-long prompt would wait for ever where short ones come from other routers."""
+long prompt would wait without end where short ones come from other routers."""
 
 
 ENOUGH_TO_COMPUTE: Final = "its engine has enough to compute"

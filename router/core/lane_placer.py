@@ -6,8 +6,8 @@ Rules
     2. One whose engine has enough to compute waits for that engine. Those behind it may go to others. After
        ``MISSES_MAX`` such requests no other is tried.
     3. With a policy that plans, rule 1 is for requests that have waited for the limit, and those whose turn comes
-       before theirs. Where none of these can go, all are planned together. A plan knows no tenants: where one has more
-       than ``BACKLOG_REQUESTS`` beside others, the limit is ``PASSED_MS``.
+       before theirs. Where none of these can go, all are planned together. A plan knows no tenants: where one of
+       several has more than ``BACKLOG_REQUESTS``, the limit is ``PASSED_MS``.
 
 Nothing here reads a clock.
 """
@@ -31,7 +31,7 @@ BACKLOG_REQUESTS: Final = PLANNED_MAX // 2
 """A tenant with more requests would have most of a plan."""
 
 PASSED_MS: Final = BACKLOG_MS
-"""How long a request waits at most for a plan beside such a tenant: as long as prompts may wait in an engine."""
+"""How long a request waits at most for a plan together with such a tenant: as long as prompts may wait in an engine."""
 
 T = TypeVar("T")
 

@@ -185,8 +185,8 @@ async def test_a_prompt_whose_first_token_cannot_be_seen_counts_until_it_is_expe
         assert ledger.prefill_tokens[slot] == 8000 * given
 
         async with asyncio.timeout(60):
-            while not all(task.done() for task in tasks) or ledger.prefill_tokens[slot]:
-                await asyncio.sleep(0.01)  # noqa: ASYNC110 - whatever the timers bring
+            while not all(task.done() for task in tasks) or ledger.prefill_tokens[slot]:  # noqa: ASYNC110 - timers
+                await asyncio.sleep(0.01)
         assert len(on_workers(router)) == GIVEN + 3
         observer = router.service.tracker._state.selector.observer
         if observer is not None:

@@ -13,7 +13,7 @@ NETWORK_BYTES: Final = 8
 def client_address(scope: Mapping[str, Any]) -> str:
     """Return the address that a request came from, of IPv6 the network; empty where there is none.
 
-    Behind a gateway it is the gateway's: no header is believed, since a client can write it.
+    Behind a gateway it is the gateway's: headers do not count, since a client can write them.
     """
     client = scope.get("client")
     if client is None:

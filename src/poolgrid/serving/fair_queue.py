@@ -431,8 +431,8 @@ class FairQueue(Generic[T]):
         return oldest if oldest.entered_ms <= due_ms else head
 
     def has_backlog(self, lane: str, requests: int) -> bool:
-        """Return whether, at the highest priority of a lane, a tenant waits with more than so many requests beside
-        others."""
+        """Return whether several tenants wait, and one of them with more than
+        so many requests."""
         bands = self._lanes.get(lane)
         if not bands:
             return False
