@@ -32,7 +32,7 @@ def router_answer() -> dict[str, Any]:
     return RequestExplanation(request_id="r-[red]1", attempts=[decision.explanation()]).to_json()
 
 
-GLOBAL = {
+GLOBAL: dict[str, Any] = {
     "request_id": "r-[red]1", "model": "m", "isl": 160, "revision": 2, "outcome": "length", "output_tokens": 5,
     "ttft_ms": 12.5, "itl_ms": None, "time_ms": 1, "pools": ["cheap"], "workers": ["a"], "how": "fallback",
     "dispatches": 1, "queued_ms": 0.0, "notes": ["a note"],
