@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.policy import Candidates, Choice, RoutingRequest
-from poolgrid.tools.simulation.pool import SimulatedPool
+from poolgrid.tools.simulation.pool import RouterFleet, SimulatedPool
 from poolgrid.tools.simulation.workload import SimulatedRequest, WorkerSpeeds, Workload
 from poolgrid.wire.events import RequestStarted
 from poolgrid.workers.core.timing import TimingModel
@@ -55,7 +56,8 @@ class ClairvoyantPool(SimulatedPool):
         timing: TimingModel,
         speeds: WorkerSpeeds | None = None,
     ) -> None:
-        super().__init__(workload, policy, workers, limits, timing, speeds=speeds)
+        unbounded = RouterFleet(waits_for_engines=False)
+        super().__init__(workload, policy, workers, limits, timing, routers=unbounded, speeds=speeds)
         self._limits, self._timing, self._true = limits, timing, speeds or WorkerSpeeds()
         self._clairvoyant = policy
         self._step_ends = [0.0] * workers
@@ -87,7 +89,7 @@ class ClairvoyantPool(SimulatedPool):
                 break
         return outcome
 
-    def arrive(self, request: SimulatedRequest, now: float) -> int:
+    def arrive(self, request: SimulatedRequest, now: float) -> None:
         """Choose with all knowledge, and go on as any pool does."""
         policy = self._clairvoyant
         if not policy.together:
@@ -97,11 +99,12 @@ class ClairvoyantPool(SimulatedPool):
                 group = self._moments[now]
                 self._plan = {each.request_id: row for each, row in zip(group, self._divide(group, now), strict=True)}
             policy.row = self._plan[request.request_id]
-        uncached = self._uncached(request)[policy.row]
-        number = super().arrive(request, now)
-        assert number is not None, "this policy does not plan"
-        self._prompts[number][request.request_id] = [now, uncached]
-        return number
+        super().arrive(request, now)
+
+    def _send(self, router: int, request: SimulatedRequest, decision: Decision, now: float) -> None:
+        uncached = self._uncached(request)[self._clairvoyant.row]
+        super()._send(router, request, decision, now)
+        self._prompts[self._sent[-1]][request.request_id] = [now, uncached]
 
     def _uncached(self, request: SimulatedRequest) -> list[int]:
         """Return the tokens that each worker would have to compute, at least one."""

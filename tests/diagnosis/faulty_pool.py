@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import msgspec
 from poolgrid.diagnosis.rules import ReuseVerdict
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.examiner import Examiner
-from poolgrid.router.core.policy import RoutingRequest
+from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.serving.prompt_paths import ReuseSketch
@@ -32,7 +32,7 @@ from poolgrid.wire.events import (
     WorkerJoined,
 )
 from poolgrid.wire.hashing import pack_hashes, unpack_hashes
-from poolgrid.wire.identifiers import StreamState, Tier
+from poolgrid.wire.identifiers import StreamState, Tier, WorkerKey
 from poolgrid.wire.requests import Generate
 from poolgrid.workers.core.timing import PolynomialTiming
 from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine, SimulatedLimits
@@ -177,23 +177,30 @@ class FaultyPool(SimulatedPool):
         self._recorders[number].take()
         self.engines[number] = FaultyEngine(self, fits, self._recorders[number])
 
-    def arrive(self, request: SimulatedRequest, now: float) -> int | None:
+    def arrive(self, request: SimulatedRequest, now: float) -> None:
         self.sent += 1
         if self.sent % WATCHED_EVERY == 0:
             self._alarms |= {each.cause.value for each in self.examiner.verdicts() if each.cause.is_fault}
         if self.sent == self.fault.forget_at:
             for number in range(len(self.engines)):
                 self._renew(number)
-        return super().arrive(request, now)
+        super().arrive(request, now)
 
     def watched(self) -> set[str]:
         """Play it; return the faults that a verdict named at any time."""
         self.run()
         return self._alarms
 
-    def _routing(self, request: SimulatedRequest) -> RoutingRequest:
-        routing = super()._routing(request)
-        return msgspec.structs.replace(routing, domain=self._domains[request.request_id])
+    def _wanted(
+        self,
+        request: SimulatedRequest,
+        now: float,
+        behind: Mapping[WorkerKey, int] | None = None,
+        unavailable: Mapping[WorkerKey, str] | None = None,
+    ) -> WorkerWanted:
+        wanted = super()._wanted(request, now, behind or {}, unavailable or {})
+        domain = self._domains[request.request_id]
+        return msgspec.structs.replace(wanted, request=msgspec.structs.replace(wanted.request, domain=domain))
 
     def _tell(self, number: int, now: float, events: list[AnyEvent]) -> None:
         super()._tell(number, now, self.fault.edit(events, self.sent))

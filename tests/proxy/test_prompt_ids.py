@@ -233,6 +233,27 @@ def test_a_server_that_dies_after_its_refusal_says_nothing_of_ids(tmp_path: Path
         assert pool.findings() == []
 
 
+def test_a_compared_answer_that_its_server_aborts_is_no_answer(tmp_path: Path) -> None:
+    other = ScriptedServer(str(TINY_MODEL_PATH))
+    with pool_at(tmp_path, [other]) as pool:
+        aborting: list[ScriptedServer] = []
+        choice = {"index": 0, "message": {"role": "assistant", "content": "H"}, "finish_reason": "abort"}
+
+        def script(call: Call) -> None:
+            if not aborting:
+                aborting.append(call.server)
+                call.send(whole(packed({"id": "c", "choices": [choice], "prompt_token_ids": [1]})))
+            else:
+                pool.engine(call)
+
+        pool.server.script = other.script = script
+
+        answer = pool.post(CHAT, body_of(CHAT))
+
+        assert (answer.status, answer.json()["choices"][0]["message"]["content"]) == (200, "Hi")
+        assert pool.engine.kinds() == ["checked"]
+
+
 def test_an_answer_with_ids_that_breaks_off_is_no_answer(pool: IdPool) -> None:
     pool.server.script = lambda call: call.cut(whole(b'{"prompt_token_ids":[1],"choices":[]}')[:-5])
 

@@ -663,7 +663,7 @@ class ForwardExchange:
                 self._prefill_failed(dispatch_id, AnswerFailed(why))
                 return
             self._abort_connection()
-        self._place, self._server, self._keys, self._pieces = place, server, server.keys, []
+        self._place, self._server, self._keys = place, server, server.keys
         self.on_head(answer.status, answer.headers, False)
         if answer.body:
             self.on_data(answer.body)
@@ -847,8 +847,8 @@ class ForwardExchange:
         if withheld is not None and withheld.why is Withheld.UNCONTINUED:
             self._refused_to_continue(withheld.status)
             return
-        if withheld is not None:
-            self._pass_cut(withheld)
+        if withheld is not None and not self._pass_cut(withheld):
+            return
         if self._filter is not None:
             rest = self._filter.finish()
             given_up = self._filter.given_up
@@ -968,15 +968,20 @@ class ForwardExchange:
         if self._server is not None:
             self._reach(self._server)
 
-    def _pass_cut(self, whole: WithheldAnswer) -> None:
-        """Take the ids out of a whole answer that has come, and let it pass."""
+    def _pass_cut(self, whole: WithheldAnswer) -> bool:
+        """Take the ids out of a whole answer that has come, and let it pass; return ``False`` for one that its server
+        aborted, in place of which another answers."""
         body, self._notes = cut_answer(bytes(whole.body), self._asks_ids)
+        if self._notes.is_aborted:
+            self._attempt_failed(AnswerFailed(GAVE_UP_BY_ABORT))
+            return False
         length = b"%d" % len(body)
         headers = [(name, length if name == b"content-length" else value) for name, value in whole.headers]
         self._take_head(whole.status, headers, False)
         self._whole = None
         self._begin_output(body)
         self._pieces.append(body)
+        return True
 
     def _keep_whole(self, data: bytes) -> None:
         whole = self._whole
@@ -1086,6 +1091,8 @@ class ForwardExchange:
         assert place is not None, "it answered"
         assert found is not None, "a stream that is kept has a filter"
         try:
+            if self._params:
+                raise differs  # the KV that its server fetched is of the prompt alone
             self._sent_body = kept.continue_text(differs, place.kind, self._sent_body)
         except ContinuationError as error:
             self._fail(AnswerFailed(f"{self._lost}; {error}"))
