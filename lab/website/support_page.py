@@ -69,15 +69,16 @@ FEATURES: Sequence[tuple[str, str, str, str, str]] = (
     ("event replay after a loss", "real", "stand-in", "no", "stand-in: resync by the worker"),
     ("cached tokens reported", "real", "real", "stand-in", "stand-in"),
     ("migration of a running stream", "real", "stand-in", "stand-in", "stand-in"),
-    ("disaggregated prefill and decode", "real (NIXL: CPU, H200)", "real (NIXL: H200)", "stand-in", "stand-in"),
-    ("structured output", "real", "stand-in", "stand-in, no structural tags", "stand-in"),
-    ("log probabilities", "real", "real", "stand-in, in part", "stand-in"),
-    ("LoRA adapters", "stand-in", "refused with events", "refused", "stand-in"),
-    ("cache salt (tenants)", "real", "refused with events", "refused", "stand-in"),
-    ("images", "real (0.32)", "stand-in", "refused", "stand-in"),
-    ("priorities", "stand-in", "stand-in", "no", "releases after 1.2.1"),
+    ("disaggregated prefill and decode", "real (NIXL, CPU)", "stand-in", "stand-in", "stand-in"),
+    ("prompt ids with the text", "real", "stand-in", "no", "its only form"),
+    ("structured output, tools, reasoning", "its own: real", "its own", "its own", "stand-in"),
+    ("log probabilities", "its own: real", "its own", "its own", "stand-in"),
+    ("LoRA adapters", "its own, to a server that has it", "the same", "the same", "stand-in"),
+    ("cache salt (tenants)", "real", "from 0.5.23", "its own", "stand-in"),
+    ("images, audio", "its own", "its own", "its own", "stand-in"),
+    ("priorities", "its own", "its own", "its own", "releases after 1.2.1"),
     ("data-parallel ranks", "stand-in", "stand-in", "one rank", "stand-in"),
-    ("logits processors", "refused", "refused", "refused", "stand-in"),
+    ("logits processors", "its own", "its own", "its own", "stand-in"),
 )
 
 SINCE = (
@@ -86,7 +87,7 @@ SINCE = (
         "0.26",
         "start one worker per server with `--kv-events-endpoint`",
     ),
-    ("vLLM takes images next to token ids", "0.32 with `--enable-scale-out`", "text only"),
+    ("vLLM takes token ids of a prompt with its text", "0.27", "the server tokenizes it"),
     ("TensorRT-LLM names images in its events", "after 1.2", "routing compares the blocks before the first image"),
     ("TensorRT-LLM takes priorities", "after 1.2.1", "routers order the queue, engines do not"),
 )

@@ -1,9 +1,9 @@
-"""Token ids of a prompt that go to an engine server beside the text, so that it need not tokenize it again. Pure.
+"""Token ids of a prompt that go to an engine server with its text, so that it need not tokenize it again. Pure.
 
 A router that chooses by tokens has made the ids of a prompt. A server that takes them skips its own template and
 tokenizer, and does all else as before. That is right only while both make the same ids of a request. So a request of a
 new kind goes as text, and what the engine made of it is compared; ids are sent once enough requests of the kind were
-equal, and one in some hundreds is compared for ever. One difference ends it for the model.
+equal, and one in some hundreds is compared from then on. One difference ends it for the model.
 
 Two proofs are known:
 

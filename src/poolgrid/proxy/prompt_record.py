@@ -90,8 +90,8 @@ class PromptRecord:
     def refused(self, use: IdUse, request: InferenceRequest, status: int) -> None:
         """Take note that a server answered a prompt which it had refused with its ids."""
         log.warning(
-            "request %s: the engine at %s answered %d to the token ids of a prompt whose text it takes; it gets "
-            "prompts of model %s as text alone from now on",
+            "request %s: the engine at %s answered %d to a prompt's token ids and takes its text: prompts of model %s "
+            "go there as text from now on",
             request.request_id,
             use.kind.url,
             status,
