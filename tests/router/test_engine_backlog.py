@@ -20,7 +20,7 @@ from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.card import WorkerLimits
 from poolgrid.wire.events import PrefillCompleted, RequestStarted, WorkerJoined
 from poolgrid.wire.hashing import pack_tokens
-from poolgrid.wire.identifiers import WorkerId, WorkerKey
+from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 from poolgrid.wire.requests import Sampling
 from tests.frontend.inference_requests import like
 from tests.router.test_service import Routed, card, routed
@@ -165,7 +165,14 @@ class Whole:
     finish_reason = "stop"
     cached_tokens = None
 
-    def send(self, dispatch_id: str, worker: WorkerKey) -> None: ...
+    is_prefilled = False
+    output_tokens: int | None = None
+    prompt_tokens: int | None = None
+
+    def can_be_split(self, kind: str) -> bool:
+        return False
+
+    def send(self, dispatch_id: str, worker: WorkerKey, stage: Stage, params: bytes) -> None: ...
 
     def withdraw(self, dispatch_id: str) -> None: ...
 
