@@ -308,7 +308,6 @@ PLANTED: dict[str, Planted] = {
         ApproximateIndex,
         "restore_beliefs",
         _believe_nothing,
-        from_seed=1_096,
     ),
     "acknowledged-before-stored-in-a-stream": Planted(
         "batches are acknowledged before the stream has acknowledged them",
