@@ -1,4 +1,4 @@
-"""Streams through a router while one of its two vLLM servers is killed: each is the undisturbed one, or has failed."""
+"""Streams over one hop and two, one of two vLLM servers being killed: each is the undisturbed one, or has failed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from tests.e2e.fleet import pools
 from tests.e2e.processes import Process, eventually
 from tests.real_vllm.servers import MODEL, START_TIMEOUT_S, VllmServer
 from tests.real_vllm.transparency import GENERATING
@@ -22,6 +23,27 @@ MOMENTS: dict[str, float] = {"at once": 0.0, "early": 0.05, "a quarter": 0.25, "
 
 IN_ORDER = "half, by SIGTERM"
 ANSWER_TIMEOUT_S = 300
+
+POOL = "all"
+ONE_POOL: dict[str, Any] = {
+    "version": 1,
+    "mode": "aggregated",
+    "aggregated": {
+        "pools": [{"name": POOL, "priority": 0}],
+        "isl_min": 0,
+        "isl_max": 2000,
+        "isl_resolution": 1,
+        "ttft_min_ms": 0,
+        "ttft_max_ms": 4000,
+        "ttft_resolution": 1,
+        "itl_min_ms": 0,
+        "itl_max_ms": 100,
+        "itl_resolution": 1,
+        "mapping": [[[POOL]]],
+    },
+    "defaults": {"ttft_target_ms": 3000, "itl_target_ms": 50},
+}
+"""The pool-grid document of the global router: what it adds is a second hop."""
 
 TOOL = {
     "name": "look_up",
@@ -143,17 +165,28 @@ def continued(vllm: Path, model: Path, directory: Path, moments: dict[str, float
             each.start()
         for each in servers:
             each.wait()
-        fronts = [word for each in servers for word in ("--engine-url", each.url)]
-        with Process("up", *fronts, "--port", "0", "--log-level", "error") as pool:
-            url = pool.wait_ready(START_TIMEOUT_S).url
-            undisturbed = _streams(url, lambda _: None)
-            total = sum(each.data.count(b"\n\n") for each in undisturbed)
-            assert all(each.is_whole and not each.error for each in undisturbed), "undisturbed streams are whole"
-            for name, share in (moments or {**MOMENTS, IN_ORDER: 0.5}).items():
-                _both_ready(url)
-                results[name] = _killed(url, servers[0], undisturbed, max(1, int(share * total)), name == IN_ORDER)
-                servers[0].start()
-                servers[0].wait()
+        document = directory / "pools.json"
+        document.write_text(json.dumps(ONE_POOL))
+        fronts = {
+            "router": [word for each in servers for word in ("--engine-url", each.url)],
+            "global router": [
+                *("--pools", str(document)),
+                *(word for each in servers for word in ("--engine-url", f"{POOL}={each.url}")),
+            ],
+        }
+        for front, words in fronts.items():
+            with Process("up", *words, "--port", "0", "--log-level", "error") as pool:
+                url = pool.wait_ready(START_TIMEOUT_S).url
+                chooser = next(iter(pools(url).values()))["url"] if front == "global router" else url
+                undisturbed = _streams(url, lambda _: None)
+                total = sum(each.data.count(b"\n\n") for each in undisturbed)
+                assert all(each.is_whole and not each.error for each in undisturbed), "undisturbed streams are whole"
+                for name, share in (moments or {**MOMENTS, IN_ORDER: 0.5}).items():
+                    _both_ready(chooser)
+                    found = _killed(url, servers[0], undisturbed, max(1, int(share * total)), name == IN_ORDER)
+                    results[f"{front}: {name}"] = found
+                    servers[0].start()
+                    servers[0].wait()
     finally:
         for each in servers:
             each.kill()
