@@ -49,6 +49,12 @@ class PickerMetrics:
             "Reservations without an open gateway stream, a bug of the endpoint picker. Each was released and logged.",
             registry=registry,
         )
+        self.unlogged = Counter(
+            "poolgrid_router_gateway_bookings_unlogged_total",
+            "Reservations released without the request's entry in the gateway's access log: the log was away for 30 s, "
+            "no entry came in an hour, or 65,536 waited.",
+            registry=registry,
+        )
         self.streams = Gauge(
             "poolgrid_router_gateway_streams",
             "Open streams of gateways, one per request. Limit: 4,096.",

@@ -5,6 +5,8 @@ Rules
     2. A booking is an entry of the load ledger with a lease, renewed while the gateway's stream for the request lives.
        It ends with the answer, or with that stream. Once the answer has begun, its prompt is no work any more. A
        booking that no open stream holds is ended at the next renewal: that is a fault of ours, counted and logged.
+       Where the gateway sends its access log, a booking whose answer has begun outlives the stream: it ends with the
+       request's entry in the log, after ``KEPT_MAX_MS``, or when the gateway is gone.
     3. Nothing waits here: a request that finds every worker full is shed, and its client gets the time to come back.
     4. A worker whose own process cannot be reached, while its membership lasts, comes last: its engine may live.
     5. Fallbacks are what would be chosen if the endpoints before were away. They are not booked; the booking moves when
@@ -31,6 +33,7 @@ from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import ONE_LEG_ROLES, WHOLE_ROLES
 from poolgrid.router.core.stream_health import TOKENS_MIN
+from poolgrid.router.endpoint_picker.access_log import GatewayLogs
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.service import RouterService
 from poolgrid.wire.identifiers import Role, WorkerKey, dispatch_id
@@ -89,6 +92,12 @@ SERVED_BY_ANOTHER = "the gateway reports that another endpoint serves"
 PICKED_BEFORE = "it is among the endpoints before"
 NOT_READY_RETRY_S = 1.0
 
+KEPT_MAX_MS = 3_600_000.0
+"""How long a booking waits for its entry in the gateway's access log, which may lose entries; answers take less."""
+
+KEPT_MAX = 65_536
+"""Bookings that wait for an entry: sixteen for each stream that may be open. The oldest is ended for one more."""
+
 
 class Asked(msgspec.Struct, frozen=True):
     """A request that wants an endpoint."""
@@ -121,7 +130,15 @@ class Booking(msgspec.Struct, eq=False):
     worker: WorkerKey
     dispatch_id: str
     wanted: WorkerWanted | None
-    """What it was chosen for; ``None`` once it has moved."""
+    """What it was chosen for; ``None`` once it has moved, or is kept."""
+    name: str = ""
+    """What the gateway's log calls it: its first dispatch."""
+    gateway: str = ""
+    """The gateway whose log ends it; empty = its stream does."""
+    kept_ms: float = 0.0
+    """When its stream ended."""
+    is_logged: bool = False
+    """Whether the log has its end."""
 
 
 class Picked(msgspec.Struct, frozen=True):
@@ -150,6 +167,7 @@ class Picker:
         fallbacks: int,
         metrics: PickerMetrics,
         clock: Clock,
+        logs: GatewayLogs,
     ) -> None:
         """``path_of`` hashes a prompt, ``realised`` takes what a dispatch really reused; ``fallbacks`` are endpoints
         in addition to the first."""
@@ -163,7 +181,11 @@ class Picker:
         self._metrics = metrics
         self._clock = clock
         self._pods = Pods(state.projection.fleet)
-        self._bookings: set[Booking] = set()
+        self.logs = logs
+        self._bookings: dict[str, Booking] = {}
+        """By name."""
+        self._kept: dict[str, Booking] = {}
+        """Those that wait for their gateway's log, the oldest first."""
         metrics.in_flight.set_function(lambda: float(len(self._bookings)))
 
     # -- in --------------------------------------------------------------------------------------------------------
@@ -258,8 +280,7 @@ class Picker:
         name = dispatch_id(request_id, decision.attempt)
         self._state.book(Booked(decision, wanted.path, name, wanted.now_ms))
         self._router.reserved(decision, wanted.path)
-        booking = Booking(decision.worker, name, wanted)
-        self._bookings.add(booking)
+        booking = self._bookings[name] = Booking(decision.worker, name, wanted, name)
         return booking
 
     def _in_order(self, worker: WorkerKey, wanted: WorkerWanted) -> tuple[str, ...]:
@@ -313,11 +334,34 @@ class Picker:
 
     def ended(self, booking: Booking, cached_tokens: int | None, isl: int | None = None) -> None:
         """Take a request off the books, whatever ended it; ``cached_tokens`` and ``isl`` as the engine reported."""
-        self._bookings.discard(booking)
+        self._bookings.pop(booking.name, None)
+        self._kept.pop(booking.name, None)
         if cached_tokens is not None:
             path = () if booking.wanted is None else booking.wanted.path
             self._realised(booking.dispatch_id, path, cached_tokens, isl)
         self._release(booking)
+
+    def keep(self, booking: Booking, gateway: str) -> None:
+        """Have a request on the books until its gateway's log reports its end."""
+        if booking.is_logged:
+            self.ended(booking, None)
+            return
+        if len(self._kept) >= KEPT_MAX:
+            self._give_up_on(next(iter(self._kept.values())))
+        booking.gateway, booking.kept_ms, booking.wanted = gateway, self._clock.monotonic_ms(), None
+        self._kept[booking.name] = booking
+
+    def logged(self, name: str) -> None:
+        """Take note that a gateway's log has the end of a request; its stream may not have ended yet."""
+        booking = self._bookings.get(name)
+        if booking is not None:
+            booking.is_logged = True
+            if booking.gateway:
+                self.ended(booking, None)
+
+    def _give_up_on(self, booking: Booking) -> None:
+        self._metrics.unlogged.inc()
+        self.ended(booking, None)
 
     def _release(self, booking: Booking) -> None:
         self._state.release(Released(booking.worker, booking.dispatch_id))
@@ -326,11 +370,15 @@ class Picker:
     def renew(self, held: Iterable[Booking]) -> None:
         """Begin the leases of the bookings that open streams hold again, and end the others."""
         now_ms = self._clock.monotonic_ms()
-        lost = set(self._bookings)
-        for booking in held:
-            lost.discard(booking)
+        for booking in list(self._kept.values()):
+            if now_ms - booking.kept_ms >= KEPT_MAX_MS or self.logs.is_gone(booking.gateway, now_ms):
+                self._give_up_on(booking)
+        self.logs.forget(now_ms)
+        lost = dict(self._bookings)
+        for booking in (*held, *self._kept.values()):
+            lost.pop(booking.name, None)
             self._state.renew(Renewed(booking.worker, booking.dispatch_id, now_ms))
-        for booking in lost:
+        for booking in lost.values():
             self._metrics.bookings_lost.inc()
             log.error(
                 "booking %s on worker %s belongs to no open stream of a gateway: it is ended; this is a fault of the "

@@ -18,6 +18,7 @@ from poolgrid.proxy.prompt_reading import PromptReader, PromptReading
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.endpoint_picker import envoy_messages as envoy
+from poolgrid.router.endpoint_picker.access_log import GONE_MS, GatewayLogs, ended_bookings
 from poolgrid.router.endpoint_picker.exchange import TAIL_BYTES, AnswerReader, PickerExchange, ProtocolError
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.endpoint_picker.picker import Picker
@@ -84,6 +85,7 @@ class Gateway:
         self.clock = HandClock()
         self.registry = CollectorRegistry()
         self.metrics = PickerMetrics(self.registry)
+        self.logs = GatewayLogs()
         self.reused: dict[str, int] = {}
         self.table = StreamTable(
             HttpLimits(unfinished_bytes=2000, head_bytes=500), 1000, lambda: self.clock.monotonic_ms() / 1000
@@ -99,6 +101,7 @@ class Gateway:
             fallbacks,
             self.metrics,
             self.clock,
+            self.logs,
         )
 
     def joined(self, **cards: WorkerCard) -> None:
@@ -107,7 +110,7 @@ class Gateway:
                 self.pool.say(worker_key(name, rank), WorkerJoined(card))
 
     def exchange(self) -> PickerExchange:
-        exchange = PickerExchange(self.picker, self.table)
+        exchange = PickerExchange(self.picker, self.table, "envoy")
         assert self.table.enter(exchange)
         return exchange
 

@@ -29,8 +29,8 @@ PATIENCE_S = 60
 class Watched(PickerExchange):
     """Says when it is over."""
 
-    def __init__(self, gateway: Gateway, over: asyncio.Event) -> None:
-        super().__init__(gateway.picker, gateway.table)
+    def __init__(self, gateway: Gateway, over: asyncio.Event, of: str) -> None:
+        super().__init__(gateway.picker, gateway.table, of)
         self._over = over
 
     def close(self) -> None:
@@ -50,12 +50,21 @@ class Asking:
         self.over = asyncio.Event()
         """Set when a stream has ended."""
 
-    def exchange(self) -> PickerExchange:
-        return Watched(self.gateway, self.over)
+    def exchange(self, gateway: str) -> PickerExchange:
+        return Watched(self.gateway, self.over, gateway)
 
     def server(self) -> EndpointPickerServer:
         gateway = self.gateway
-        return EndpointPickerServer(gateway.table, self.exchange, self._renew, 0.001, gateway.metrics, gateway.clock)
+        return EndpointPickerServer(
+            gateway.table,
+            self.exchange,
+            self._renew,
+            0.001,
+            gateway.metrics,
+            gateway.clock,
+            gateway.logs,
+            gateway.picker.logged,
+        )
 
     def _renew(self, held: Iterable[Booking]) -> None:
         self.gateway.picker.renew(held)
