@@ -55,6 +55,11 @@ class PickerMetrics:
             "no entry came in an hour, or 65,536 waited.",
             registry=registry,
         )
+        self.logs = Gauge(
+            "poolgrid_router_gateway_access_logs",
+            "Open streams of gateways' access logs, one per thread of Envoy. Limit: 1,024.",
+            registry=registry,
+        )
         self.streams = Gauge(
             "poolgrid_router_gateway_streams",
             "Open streams of gateways, one per request. Limit: 4,096.",

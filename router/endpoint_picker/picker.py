@@ -8,8 +8,7 @@ Rules
        Where the gateway sends its access log, a booking whose answer has begun outlives the stream: it ends with the
        request's entry in the log, after ``KEPT_MAX_MS``, or when the gateway is gone.
     3. Nothing waits here: a request that finds every worker full is shed, and its client gets the time to come back.
-    4. A worker whose own process cannot be reached, while its membership lasts, comes last: its engine may live.
-    5. Fallbacks are what would be chosen if the endpoints before were away. They are not booked; the booking moves when
+    4. Fallbacks are what would be chosen if the endpoints before were away. They are not booked; the booking moves when
        the gateway reports that another endpoint served.
 """
 
@@ -25,6 +24,7 @@ from poolgrid.frontend.request_body import RequestIds
 from poolgrid.inference import InferenceRequest
 from poolgrid.process.clock import Clock
 from poolgrid.proxy.prompt_reading import PromptReader, PromptReading
+from poolgrid.router.choosing import domain_of
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import Fleet
 from poolgrid.router.core.inputs import Booked, PromptComputed, Released, Renewed, WorkerWanted
@@ -162,6 +162,7 @@ class Picker:
         state: RouterState,
         reader: PromptReader,
         path_of: Callable[[InferenceRequest], Sequence[int]],
+        without_adapter: Callable[[InferenceRequest], Mapping[WorkerKey, str]],
         realised: Callable[[str, Sequence[int], int, int | None], None],
         request_ids: RequestIds,
         fallbacks: int,
@@ -169,12 +170,13 @@ class Picker:
         clock: Clock,
         logs: GatewayLogs,
     ) -> None:
-        """``path_of`` hashes a prompt, ``realised`` takes what a dispatch really reused; ``fallbacks`` are endpoints
+        """``path_of`` hashes a prompt, ``without_adapter`` returns who lacks a request's adapter, ``realised`` takes what a dispatch really reused; ``fallbacks`` are endpoints
         in addition to the first."""
         self._router = router
         self._state = state
         self._reader = reader
         self._path_of = path_of
+        self._without_adapter = without_adapter
         self._realised = realised
         self._request_ids = request_ids
         self._fallbacks = fallbacks
@@ -217,6 +219,8 @@ class Picker:
     def _place(self, asked: Asked, reading: PromptReading, path: Sequence[int], request_id: str) -> Picked | Shed:
         model = reading.model or self._any_model()
         excluded = self._pods.excluded(asked.candidates)
+        if reading.request is not None and reading.request.lora_name:
+            excluded = {**self._without_adapter(reading.request), **excluded}
         wanted = self._wanted(request_id, model, reading, path, excluded)
         found = self._find(wanted, asked.books)
         if not isinstance(found, Decision):
@@ -230,13 +234,8 @@ class Picker:
         )
 
     def _find(self, wanted: WorkerWanted, books: bool) -> Found:
-        """Choose among the reachable, then among all; a choice that is not booked leaves no trace."""
-        choose = self._state.select if books else self._state.preview
-        reachable = msgspec.structs.replace(wanted, unavailable={**self._router.unreachable, **wanted.unavailable})
-        found: Found = choose(reachable)
-        if isinstance(found, NoWorker) and not found.busy and self._router.unreachable:
-            return choose(wanted)
-        return found
+        """Choose; a choice that is not booked leaves no trace."""
+        return self._state.select(wanted) if books else self._state.preview(wanted)
 
     def _wanted(
         self,
@@ -249,9 +248,16 @@ class Picker:
     ) -> WorkerWanted:
         workers = self._router.projection.fleet.models().get(model, ())
         size = max(1, workers[0].card.block_size) if workers else 1
-        by_text = reading.request is not None and reading.request.by_text
+        request = reading.request
         routing = RoutingRequest(
-            request_id, model, reading.isl, size, -(-reading.isl // size), is_forwarded=True, by_text=by_text
+            request_id,
+            model,
+            reading.isl,
+            size,
+            -(-reading.isl // size),
+            domain="" if request is None else domain_of(request),
+            is_forwarded=True,
+            by_text=request is not None and request.by_text,
         )
         return WorkerWanted(
             routing,

@@ -315,11 +315,13 @@ async def open_endpoint_picker(
         frontend.max_body_values,
     )
     logs = GatewayLogs()
+    metrics.logs.set_function(lambda: float(len(logs)))
     picker = Picker(
         service,
         state,
         reader,
         lambda request: service.chooser.path_now(request, service.chooser.block_size(request.model)),
+        service.chooser.without_adapter,
         service.tracker.gateway_realised,
         RequestIds(f"g{secrets.token_hex(6)}"),
         FALLBACKS,
