@@ -1,8 +1,9 @@
 """The messages of Envoy's external processing and of its access log, as far as an endpoint picker uses them.
 
 They are declared here by the names and numbers of their fields, facts of ``envoy/service/ext_proc/v3``,
-``envoy/service/accesslog/v3`` and of what these import; protobuf's own library makes classes of them. Fields that are left out are skipped by readers. The
-names of the messages do not travel, so they are ours, and no other package's declaration of the same stands in the way.
+``envoy/service/accesslog/v3`` and of what these import; protobuf's own library makes classes of them. Fields that are
+left out are skipped by readers. The names of the messages do not travel, so they are ours, and no other package's
+declaration of the same stands in the way.
 Nothing is generated, so any protobuf of the last years reads this.
 """
 

@@ -170,8 +170,8 @@ class Picker:
         clock: Clock,
         logs: GatewayLogs,
     ) -> None:
-        """``path_of`` hashes a prompt, ``without_adapter`` returns who lacks a request's adapter, ``realised`` takes what a dispatch really reused; ``fallbacks`` are endpoints
-        in addition to the first."""
+        """``path_of`` hashes a prompt, ``without_adapter`` returns who lacks a request's adapter, ``realised`` takes
+        what a dispatch really reused; ``fallbacks`` are endpoints in addition to the first."""
         self._router = router
         self._state = state
         self._reader = reader
@@ -366,7 +366,7 @@ class Picker:
                 self.ended(booking, None)
 
     def _give_up_on(self, booking: Booking) -> None:
-        self._metrics.unlogged.inc()
+        self._metrics.bookings_lost.labels("no_entry").inc()
         self.ended(booking, None)
 
     def _release(self, booking: Booking) -> None:
@@ -385,7 +385,7 @@ class Picker:
             lost.pop(booking.name, None)
             self._state.renew(Renewed(booking.worker, booking.dispatch_id, now_ms))
         for booking in lost.values():
-            self._metrics.bookings_lost.inc()
+            self._metrics.bookings_lost.labels("no_stream").inc()
             log.error(
                 "booking %s on worker %s belongs to no open stream of a gateway: it is ended; this is a fault of the "
                 "endpoint picker",

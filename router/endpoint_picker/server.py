@@ -306,7 +306,7 @@ async def open_endpoint_picker(
     )
     table = StreamTable(limits, frontend.max_body_bytes)
     metrics.body_bytes.set_function(lambda: float(table.used_bytes))
-    metrics.streams.set_function(lambda: float(len(table)))
+    metrics.streams.labels("request").set_function(lambda: float(len(table)))
     reader = PromptReader(
         app.state.preparation,
         app.state.tokenization,
@@ -315,7 +315,7 @@ async def open_endpoint_picker(
         frontend.max_body_values,
     )
     logs = GatewayLogs()
-    metrics.logs.set_function(lambda: float(len(logs)))
+    metrics.streams.labels("access_log").set_function(lambda: float(len(logs)))
     picker = Picker(
         service,
         state,

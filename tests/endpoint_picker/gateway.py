@@ -167,6 +167,10 @@ class Gateway:
                 return float(line.rpartition(" ")[2])
         return 0.0
 
+    def streams(self, kind: str) -> float:
+        """Return how many streams the picker has open: for requests, or for access logs."""
+        return self.metric(f'poolgrid_router_gateway_streams{{kind="{kind}"}}')
+
     def until(self, condition: Any, what: str) -> None:
         """Ask again until something holds, each time after the router has done something for it."""
         for _ in range(2000):
@@ -219,8 +223,11 @@ def running_gateway(directory: Path, logs: bool = True, **settings: Any) -> Iter
                         with_constants(
                             RouterSettings,
                             {
-                                "port": 0, "ext_proc_port": 0, "shutdown_timeout_ms": 100,
-                                "feed_endpoint": at_store.feed, "query_endpoint": at_store.query,
+                                "port": 0,
+                                "ext_proc_port": 0,
+                                "shutdown_timeout_ms": 100,
+                                "feed_endpoint": at_store.feed,
+                                "query_endpoint": at_store.query,
                                 **settings.pop("router", {}),
                             },
                         ),

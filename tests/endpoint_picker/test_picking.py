@@ -71,7 +71,9 @@ class OnePrompt:
     """Reads every body as the same prompt of three blocks, for an adapter where the path names one."""
 
     async def read(self, path: str, body: bytes, request_id: str) -> PromptReading:
-        request = InferenceRequest(request_id, "m", bytes(4 * 3 * BLOCK_SIZE), Sampling(max_tokens=1), lora_name=path.partition("?")[2])
+        request = InferenceRequest(
+            request_id, "m", bytes(4 * 3 * BLOCK_SIZE), Sampling(max_tokens=1), lora_name=path.partition("?")[2]
+        )
         return PromptReading("m", request, 3 * BLOCK_SIZE)
 
 
@@ -118,6 +120,9 @@ class Gateway:
     def booked(self) -> dict[str, str]:
         return {name.partition("~")[0]: str(worker) for worker, name in self.pool.projection.ledger.entries()}
 
+    def lost(self, reason: str) -> float | None:
+        return self.registry.get_sample_value("poolgrid_router_gateway_bookings_lost_total", {"reason": reason})
+
     @property
     def prefill_tokens(self) -> int:
         return int(self.pool.projection.ledger.prefill_tokens.sum())
@@ -142,7 +147,11 @@ def request_headers(
     message.protocol_config.request_body_mode = mode
     message.protocol_config.response_body_mode = mode if response_mode is None else response_mode
     message.request_headers.end_of_stream = ends
-    known = {":method": "POST", ":path": headers.pop("path", "/v1/completions"), **{k.replace("_", "-"): v for k, v in headers.items()}}
+    known = {
+        ":method": "POST",
+        ":path": headers.pop("path", "/v1/completions"),
+        **{k.replace("_", "-"): v for k, v in headers.items()},
+    }
     for name, value in known.items():
         message.request_headers.headers.headers.add(key=name, raw_value=value.encode())
     if subset is not None:
@@ -469,8 +478,8 @@ def test_a_booking_without_an_entry_ends_with_the_gateway_its_time_or_the_room(
         say(exchange, response_headers(kind=EVENTS))
         exchange.close()
     assert gateway.booked() == ({"s": "a"} if why == "many" else {})
-    assert gateway.registry.get_sample_value("poolgrid_router_gateway_bookings_unlogged_total") == 1
-    assert gateway.registry.get_sample_value("poolgrid_router_gateway_bookings_lost_total") == 0
+    assert gateway.lost("no_entry") == 1
+    assert gateway.lost("no_stream") == 0
 
 
 def test_a_log_that_comes_back_in_time_loses_nothing() -> None:
@@ -729,7 +738,7 @@ def test_a_booking_that_no_stream_holds_is_ended_counted_and_logged(caplog: pyte
     lost._picked = None  # what no code does
     gateway.picker.renew(gateway.table.bookings())
     assert gateway.booked() == {"held": "a"}
-    assert gateway.registry.get_sample_value("poolgrid_router_gateway_bookings_lost_total") == 1
+    assert gateway.lost("no_stream") == 1
     assert "belongs to no open stream of a gateway" in caplog.text
     held.close()
     assert gateway.booked() == {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,10 @@ BODY_MAX = 2**20
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    limits = {"router": {"ext_proc_body_bytes": BODY_MAX * 3 // 4}, "frontend": {"max_body_bytes": BODY_MAX}}
+    limits: dict[str, Any] = {
+        "router": {"ext_proc_body_bytes": BODY_MAX * 3 // 4},
+        "frontend": {"max_body_bytes": BODY_MAX},
+    }
     with running_gateway(tmp_path_factory.mktemp("gateway"), **limits) as running:
         yield running
 
@@ -92,7 +96,7 @@ def test_a_stream_passes_by_as_it_comes_and_leaves_nothing_on_the_books(gateway:
 def until_logged(gateway: Gateway) -> None:
     """Wait until the log of this gateway is open: Envoy opens it with the end of a request."""
     gateway.complete([7, 8, 9])
-    gateway.until(lambda: gateway.metric("poolgrid_router_gateway_access_logs") >= 1, "the log is open")
+    gateway.until(lambda: gateway.streams("access_log") >= 1, "the log is open")
     gateway.until_idle()
 
 
@@ -109,14 +113,31 @@ def test_a_stream_is_on_the_books_to_its_end_and_its_tokens_do_not_come_to_the_p
         lines = answer.iter_lines()
         next(lines)
         # The picker has closed its stream, or Envoy has, while the answer goes on.
-        gateway.until(lambda: gateway.metric("poolgrid_router_gateway_streams") == 0, "no stream is open")
+        gateway.until(lambda: gateway.streams("request") == 0, "no stream is open")
         assert gateway.metric("poolgrid_router_gateway_in_flight") == 1
         for server in gateway.servers:
             server.options.step_s = 0.0
         if not leaves:
             assert list(lines)[-2:] == ["data: [DONE]", ""]
     gateway.until_idle()
-    assert gateway.metric("poolgrid_router_gateway_bookings_unlogged_total") == 0
+    assert gateway.metric('poolgrid_router_gateway_bookings_lost_total{reason="no_entry"}') == 0
+
+
+def test_no_byte_is_lost_when_the_picker_leaves_a_stream_whose_pieces_come_fast(gateway: Gateway) -> None:
+    until_logged(gateway)
+    prompts = [[1000 + number, *range(480, 500)] for number in range(16)]
+
+    def answer(prompt: list[int]) -> list[int]:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 300, "stream": True}
+        raw = gateway.client.post(f"{gateway.url()}/v1/completions", json=body).text
+        lines = [line.removeprefix("data: ") for line in raw.splitlines() if line]
+        assert lines[-1] == "[DONE]"
+        return [token for line in lines[:-1] for choice in json.loads(line)["choices"] for token in choice["token_ids"]]
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert list(pool.map(answer, prompts)) == [answer_of(prompt, 300) for prompt in prompts]
+    gateway.until_idle()
+    assert gateway.metric('poolgrid_router_gateway_bookings_lost_total{reason="no_entry"}') == 0
 
 
 def test_without_an_access_log_the_picker_reads_a_stream_to_its_end(tmp_path: Path) -> None:
@@ -128,12 +149,12 @@ def test_without_an_access_log_the_picker_reads_a_stream_to_its_end(tmp_path: Pa
             with gateway.client.stream("POST", f"{gateway.url()}/v1/completions", json=body) as answer:
                 lines = answer.iter_lines()
                 next(lines)
-                open_streams = gateway.metric("poolgrid_router_gateway_streams")
+                open_streams = gateway.streams("request")
                 assert (open_streams, gateway.metric("poolgrid_router_gateway_in_flight")) == (1, 1)
                 if not leaves:
                     assert list(lines)[-2:] == ["data: [DONE]", ""]
             gateway.until_idle()
-        assert gateway.metric("poolgrid_router_gateway_access_logs") == 0
+        assert gateway.streams("access_log") == 0
 
 
 def test_a_client_that_leaves_takes_its_request_off_the_books(gateway: Gateway) -> None:
