@@ -47,7 +47,8 @@ class PickerMetrics:
         self.bookings_lost = Counter(
             "poolgrid_router_gateway_bookings_lost_total",
             "Reservations released without the end of their request, by reason: `no_entry` (none in the gateway's "
-            "access log: the log was away for 30 s, an hour passed, or 65,536 waited), `no_stream` (a bug, which is logged).",
+            "access log: the log was away for 30 s, an hour passed, or 65,536 waited), `no_stream` (a bug, which is "
+            "logged).",
             ["reason"],
             registry=registry,
         )
