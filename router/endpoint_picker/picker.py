@@ -8,7 +8,9 @@ Rules
        Where the gateway sends its access log, a booking whose answer has begun outlives the stream: it ends with the
        request's entry in the log, after ``KEPT_MAX_MS``, or when the gateway is gone.
     3. Nothing waits here: a request that finds every worker full is shed, and its client gets the time to come back.
-    4. Fallbacks are what would be chosen if the endpoints before were away. They are not booked; the booking moves when
+    4. The worker is told of what goes to its server, as the router tells it: other routers count it, and the worker
+       does not take it for the load of strangers.
+    5. Fallbacks are what would be chosen if the endpoints before were away. They are not booked; the booking moves when
        the gateway reports that another endpoint served.
 """
 
@@ -36,7 +38,9 @@ from poolgrid.router.core.stream_health import TOKENS_MIN
 from poolgrid.router.endpoint_picker.access_log import GatewayLogs
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.service import RouterService
+from poolgrid.serving.links import WorkerLink
 from poolgrid.wire.identifiers import Role, WorkerKey, dispatch_id
+from poolgrid.wire.requests import FinishReason, ForwardBegan, ForwardEnded
 
 NO_ENDPOINT = "its engine has no server that gateways reach (serving_endpoint)"
 NOT_A_CANDIDATE = "not among the endpoints that the gateway allows"
@@ -163,6 +167,7 @@ class Picker:
         reader: PromptReader,
         path_of: Callable[[InferenceRequest], Sequence[int]],
         without_adapter: Callable[[InferenceRequest], Mapping[WorkerKey, str]],
+        link_to: Callable[[WorkerKey], WorkerLink | None],
         realised: Callable[[str, Sequence[int], int, int | None], None],
         request_ids: RequestIds,
         fallbacks: int,
@@ -177,6 +182,7 @@ class Picker:
         self._reader = reader
         self._path_of = path_of
         self._without_adapter = without_adapter
+        self._link_to = link_to
         self._realised = realised
         self._request_ids = request_ids
         self._fallbacks = fallbacks
@@ -286,6 +292,7 @@ class Picker:
         name = dispatch_id(request_id, decision.attempt)
         self._state.book(Booked(decision, wanted.path, name, wanted.now_ms))
         self._router.reserved(decision, wanted.path)
+        self._report_began(decision, name)
         booking = self._bookings[name] = Booking(decision.worker, name, wanted, name)
         return booking
 
@@ -327,16 +334,19 @@ class Picker:
         again = msgspec.structs.replace(before, unavailable=others, attempt=before.attempt + 1, now_ms=now_ms)
         found = self._state.select(again)
         if isinstance(found, Decision):
-            self._release(booking)
+            self._release(booking, FinishReason.CANCELLED)
             booking.worker, booking.dispatch_id = found.worker, dispatch_id(found.request.request_id, found.attempt)
             self._state.book(Booked(found, again.path, booking.dispatch_id, again.now_ms))
             self._router.reserved(found, again.path)
+            self._report_began(found, booking.dispatch_id)
 
     def answer_began(self, booking: Booking) -> None:
         wanted = booking.wanted
         is_held = wanted is not None and not wanted.request.by_text and wanted.request.isl >= TOKENS_MIN
         if self._state.note_prompt(PromptComputed(booking.worker, booking.dispatch_id, is_held)):
             self._router.room_changed()
+        if (link := self._link_to(booking.worker)) is not None:
+            link.forward_computed(booking.dispatch_id)
 
     def ended(self, booking: Booking, cached_tokens: int | None, isl: int | None = None) -> None:
         """Take a request off the books, whatever ended it; ``cached_tokens`` and ``isl`` as the engine reported."""
@@ -345,7 +355,8 @@ class Picker:
         if cached_tokens is not None:
             path = () if booking.wanted is None else booking.wanted.path
             self._realised(booking.dispatch_id, path, cached_tokens, isl)
-        self._release(booking)
+        is_known = booking.wanted is not None and not booking.wanted.request.by_text
+        self._release(booking, FinishReason.STOP, cached_tokens if is_known else None)
 
     def keep(self, booking: Booking, gateway: str) -> None:
         """Have a request on the books until its gateway's log reports its end."""
@@ -369,8 +380,15 @@ class Picker:
         self._metrics.bookings_lost.labels("no_entry").inc()
         self.ended(booking, None)
 
-    def _release(self, booking: Booking) -> None:
+    def _report_began(self, decision: Decision, name: str) -> None:
+        if (link := self._link_to(decision.worker)) is not None:
+            isl, overlap = decision.request.isl, decision.overlap_tokens
+            link.forward_began(ForwardBegan(name, decision.worker.dp_rank, isl, overlap))
+
+    def _release(self, booking: Booking, reason: FinishReason, cached_tokens: int | None = None) -> None:
         self._state.release(Released(booking.worker, booking.dispatch_id))
+        if (link := self._link_to(booking.worker)) is not None:
+            link.forward_ended(ForwardEnded(booking.dispatch_id, booking.worker.dp_rank, reason, cached_tokens))
         self._router.room_changed()
 
     def renew(self, held: Iterable[Booking]) -> None:

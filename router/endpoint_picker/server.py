@@ -322,6 +322,7 @@ async def open_endpoint_picker(
         reader,
         lambda request: service.chooser.path_now(request, service.chooser.block_size(request.model)),
         service.chooser.without_adapter,
+        service.links.of,
         service.tracker.gateway_realised,
         RequestIds(f"g{secrets.token_hex(6)}"),
         FALLBACKS,

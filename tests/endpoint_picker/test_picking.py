@@ -25,10 +25,11 @@ from poolgrid.router.endpoint_picker.picker import KEPT_MAX_MS, Picker
 from poolgrid.router.endpoint_picker.stream_table import StreamTable
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.router.service import RouterService
+from poolgrid.serving.links import WorkerLink
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.events import WorkerDraining, WorkerJoined
 from poolgrid.wire.identifiers import Role, WorkerKey
-from poolgrid.wire.requests import Sampling
+from poolgrid.wire.requests import ForwardBegan, ForwardEnded, Sampling
 from tests.clock import HandClock
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, make_card, stored, worker_key
 
@@ -77,6 +78,22 @@ class OnePrompt:
         return PromptReading("m", request, 3 * BLOCK_SIZE)
 
 
+class Told:
+    """The link to a worker: what it was told of its server's requests."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
+
+    def forward_began(self, began: ForwardBegan) -> None:
+        self.told.append(("began", began.request_id.partition("~")[0]))
+
+    def forward_computed(self, request_id: str) -> None:
+        self.told.append(("computed", request_id.partition("~")[0]))
+
+    def forward_ended(self, ended: ForwardEnded) -> None:
+        self.told.append((ended.reason, ended.request_id.partition("~")[0]))
+
+
 class Gateway:
     """A fleet, its picker, and one that asks."""
 
@@ -87,6 +104,7 @@ class Gateway:
         self.registry = CollectorRegistry()
         self.metrics = PickerMetrics(self.registry)
         self.logs = GatewayLogs()
+        self.links: dict[str, Told] = {}
         self.lacking: Mapping[WorkerKey, str] = {}
         self.reused: dict[str, int] = {}
         self.table = StreamTable(
@@ -99,6 +117,7 @@ class Gateway:
             cast(PromptReader, OnePrompt()),
             lambda request: PATH,
             lambda request: self.lacking if request.lora_name else {},
+            lambda worker: cast(WorkerLink, self.links.setdefault(str(worker), Told())),
             lambda dispatch_id, path, cached_tokens, isl: self.reused.__setitem__(dispatch_id, cached_tokens),
             RequestIds("g"),
             fallbacks,
@@ -408,6 +427,19 @@ def test_of_a_stream_the_first_piece_ends_the_exchange_and_the_log_the_request()
     assert gateway.booked() == {}
     assert gateway.registry.get_sample_value("poolgrid_router_gateway_in_flight") == 0
     log_entries(gateway, log_of(name))
+
+
+def test_a_worker_is_told_of_what_goes_to_its_server_and_of_what_moves_away() -> None:
+    gateway = logging_gateway()
+    gateway.joined(b=card_at("10.0.0.2:80"))
+    gateway.pool.say(worker_key("a"), stored(PATH))
+    exchange, answers = asked(gateway, response_mode=envoy.STREAMED)
+    say(exchange, response_headers(kind=EVENTS, served="10.0.0.2:80"))
+    say(exchange, body(b"data: {}\n\n", ends=False, kind="response_body"))
+    exchange.close()
+    log_entries(gateway, log_of(str(answers[0].dynamic_metadata["envoy.lb"]["x-poolgrid-booking"])))
+    assert gateway.links["a"].told == [("began", "r"), ("cancelled", "r")]
+    assert gateway.links["b"].told == [("began", "r"), ("computed", "r"), ("stop", "r")]
 
 
 def test_without_response_bodies_the_log_ends_the_request_and_its_prompt() -> None:

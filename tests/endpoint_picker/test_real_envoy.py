@@ -7,11 +7,13 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import httpx
 import pytest
 
+from poolgrid.workers.engines.server import engine
 from tests.endpoint_picker.gateway import MODES, SHIPPED, Gateway, envoy_binary, running_gateway
 from tests.fakes.engine_server.vllm import answer_of
 from tests.killed_tests import assert_it_ends_with_tests_that_are_killed
@@ -121,6 +123,26 @@ def test_a_stream_is_on_the_books_to_its_end_and_its_tokens_do_not_come_to_the_p
             assert list(lines)[-2:] == ["data: [DONE]", ""]
     gateway.until_idle()
     assert gateway.metric('poolgrid_router_gateway_bookings_lost_total{reason="no_entry"}') == 0
+
+
+def test_a_request_counts_once_though_its_server_reports_it_too(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The follower compares what the server has with what it was told of: the rest is the load of others."""
+    monkeypatch.setattr(engine, "FIGURES_INTERVAL_S", 0.02)
+    until_logged(gateway)
+    for server in gateway.servers:
+        server.options.step_s = 0.1
+    body = {"model": "tiny", "prompt": list(range(470, 480)), "max_tokens": 40, "stream": True}
+    with gateway.client.stream("POST", f"{gateway.url()}/v1/completions", json=body) as answer:
+        next(answer.iter_lines())
+        end_s = monotonic() + 2.5  # the look before was made for the next second
+        while monotonic() < end_s:
+            rows = gateway.client.get(f"{gateway.router_url}/v1/workers").json()["data"]
+            assert sum(row["active_requests"] for row in rows) == 1
+    for server in gateway.servers:
+        server.options.step_s = 0.0
+    gateway.until_idle()
 
 
 def test_no_byte_is_lost_when_the_picker_leaves_a_stream_whose_pieces_come_fast(gateway: Gateway) -> None:
