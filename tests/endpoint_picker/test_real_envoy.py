@@ -135,7 +135,8 @@ def test_a_request_counts_once_though_its_server_reports_it_too(
         server.options.step_s = 0.1
     body = {"model": "tiny", "prompt": list(range(470, 480)), "max_tokens": 40, "stream": True}
     with gateway.client.stream("POST", f"{gateway.url()}/v1/completions", json=body) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()
+        next(lines)
         end_s = monotonic() + 2.5  # the look before was made for the next second
         while monotonic() < end_s:
             rows = gateway.client.get(f"{gateway.router_url}/v1/workers").json()["data"]
