@@ -75,6 +75,11 @@ STRETCHES_PER_TURN: Final = 8
 """Stretches of a long prompt that are hashed before others have their turn: about 0.15 ms."""
 
 
+def domain_of(request: InferenceRequest) -> str:
+    """Return what a prompt's blocks are hashed with besides its tokens (``RoutingRequest.domain``)."""
+    return "adapter" if request.lora_name else "salt" if request.cache_salt else ""
+
+
 class Chooser:
     """Chooses workers for the requests of one router."""
 
@@ -372,7 +377,7 @@ class Chooser:
             ttft_target_ms(request.hints) if request.hints else 0.0,
             "" if turn is None else turn.session,
             0 if turn is None else turn.tenant,
-            "adapter" if request.lora_name else "salt" if request.cache_salt else "",
+            domain_of(request),
             "" if turn is None else turn.parent,
             self.naming.is_later(turn),
             request.carrier is not None,
@@ -390,7 +395,7 @@ class Chooser:
             others = (key for key in self._projection.fleet.workers if key.worker_id != request.only_worker)
             found = {**found, **dict.fromkeys(others, NOT_THE_MAKER)}
         if request.lora_name:
-            found = {**found, **self._without_adapter(request)}
+            found = {**found, **self.without_adapter(request)}
         if routed is not None and (routed.tried or routed.unable or routed.crowded):
             found = {**found, **routed.tried, **routed.unable, **routed.crowded}
         return found
@@ -407,7 +412,7 @@ class Chooser:
             self._without_server = {key: NO_SERVER for key, worker in workers if not worker.card.server_url}
         return self._without_server
 
-    def _without_adapter(self, request: InferenceRequest) -> dict[WorkerKey, str]:
+    def without_adapter(self, request: InferenceRequest) -> dict[WorkerKey, str]:
         """Return the workers that do not list a request's adapter, unless none does: then each says so itself."""
         workers = self._projection.fleet.models().get(request.model, ())
         name = request.lora_name

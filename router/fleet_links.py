@@ -167,6 +167,10 @@ class FleetLinks(LinkTable):
     def to_worker(self, key: WorkerKey) -> WorkerLink:
         return self._links[self._endpoint_of[key]]
 
+    def of(self, key: WorkerKey) -> WorkerLink | None:
+        """Return the link to a worker; ``None`` for one that has left, or gets none."""
+        return self._links.get(self._endpoint_of.get(key, ""))
+
     def drain(self, worker_id: WorkerId, timeout_ms: int | None) -> bool:
         """Tell a worker, with all its ranks, to drain; return False when it cannot be reached now."""
         endpoints = (endpoint for key, endpoint in self._endpoint_of.items() if key.worker_id == worker_id)

@@ -1,8 +1,9 @@
-"""The messages of Envoy's external processing, as far as an endpoint picker uses them.
+"""The messages of Envoy's external processing and of its access log, as far as an endpoint picker uses them.
 
-They are declared here by the names and numbers of their fields, facts of ``envoy/service/ext_proc/v3`` and of what it
-imports; protobuf's own library makes classes of them. Fields that are left out are skipped by readers. The
-names of the messages do not travel, so they are ours, and no other package's declaration of the same stands in the way.
+They are declared here by the names and numbers of their fields, facts of ``envoy/service/ext_proc/v3``,
+``envoy/service/accesslog/v3`` and of what these import; protobuf's own library makes classes of them. Fields that are
+left out are skipped by readers. The names of the messages do not travel, so they are ours, and no other package's
+declaration of the same stands in the way.
 Nothing is generated, so any protobuf of the last years reads this.
 """
 
@@ -18,8 +19,14 @@ PACKAGE = "poolgrid.ext_proc"
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 METHOD = "Process"
 
+LOG_SERVICE = "envoy.service.accesslog.v3.AccessLogService"
+LOG_METHOD = "StreamAccessLogs"
+
 # What ``processing_mode.proto`` calls the ways in which a body is sent.
 NONE, STREAMED, BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX_STREAMED, GRPC = range(6)
+
+LOG_NOT_SET, LOG_DOWNSTREAM_END = 0, 6
+"""Of ``AccessLogType``: an entry for the end of a request; older Envoys do not name it."""
 
 OVERWRITE_IF_EXISTS_OR_ADD = 2
 """Of ``HeaderAppendAction``: the header has this value and no other."""
@@ -83,6 +90,11 @@ _MESSAGES: dict[str, dict[str, _Field]] = {
         "immediate_response": (7, ".ImmediateResponse"),
         "dynamic_metadata": (8, "struct"),
     },
+    # envoy/data/accesslog/v3/accesslog.proto, envoy/service/accesslog/v3/als.proto: from Envoy
+    "AccessLogCommon": {"metadata": (17, ".Metadata"), "access_log_type": (33, "int32")},
+    "HTTPAccessLogEntry": {"common_properties": (1, ".AccessLogCommon")},
+    "HTTPAccessLogEntries": {"log_entry": (1, ".HTTPAccessLogEntry[]")},
+    "StreamAccessLogsMessage": {"http_logs": (2, ".HTTPAccessLogEntries")},
 }
 
 _CHOICES = {
@@ -147,3 +159,4 @@ Default().AddSerializedFile(_declare().SerializeToString())
 
 ProcessingRequest = _class("ProcessingRequest")
 ProcessingResponse = _class("ProcessingResponse")
+StreamAccessLogsMessage = _class("StreamAccessLogsMessage")

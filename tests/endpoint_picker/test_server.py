@@ -20,7 +20,16 @@ from poolgrid.router.endpoint_picker.exchange import PickerExchange
 from poolgrid.router.endpoint_picker.picker import Booking
 from poolgrid.router.endpoint_picker.server import EndpointPickerServer
 from poolgrid.router.endpoint_picker.stream_table import StreamTable
-from tests.endpoint_picker.test_picking import Gateway, body, card_at, endpoints, request_headers
+from tests.endpoint_picker.test_picking import (
+    EVENTS,
+    Gateway,
+    body,
+    card_at,
+    endpoints,
+    log_of,
+    request_headers,
+    response_headers,
+)
 
 BODY_MAX = 6 * 2**20
 PATIENCE_S = 60
@@ -29,8 +38,8 @@ PATIENCE_S = 60
 class Watched(PickerExchange):
     """Says when it is over."""
 
-    def __init__(self, gateway: Gateway, over: asyncio.Event) -> None:
-        super().__init__(gateway.picker, gateway.table)
+    def __init__(self, gateway: Gateway, over: asyncio.Event, of: str) -> None:
+        super().__init__(gateway.picker, gateway.table, of)
         self._over = over
 
     def close(self) -> None:
@@ -50,12 +59,21 @@ class Asking:
         self.over = asyncio.Event()
         """Set when a stream has ended."""
 
-    def exchange(self) -> PickerExchange:
-        return Watched(self.gateway, self.over)
+    def exchange(self, gateway: str) -> PickerExchange:
+        return Watched(self.gateway, self.over, gateway)
 
     def server(self) -> EndpointPickerServer:
         gateway = self.gateway
-        return EndpointPickerServer(gateway.table, self.exchange, self._renew, 0.001, gateway.metrics, gateway.clock)
+        return EndpointPickerServer(
+            gateway.table,
+            self.exchange,
+            self._renew,
+            0.001,
+            gateway.metrics,
+            gateway.clock,
+            gateway.logs,
+            gateway.picker.logged,
+        )
 
     def _renew(self, held: Iterable[Booking]) -> None:
         self.gateway.picker.renew(held)
@@ -124,6 +142,56 @@ async def test_a_stream_that_is_reset_takes_its_request_off_the_books() -> None:
         call.cancel()
         await asking.over.wait()
         assert asking.gateway.booked() == {}
+
+
+async def test_a_gateway_that_logs_is_let_go_with_the_first_piece_of_a_stream() -> None:
+    async with serving() as asking, grpc.aio.insecure_channel(asking.at) as channel:
+        log = channel.stream_unary(
+            f"/{envoy.LOG_SERVICE}/{envoy.LOG_METHOD}",
+            request_serializer=envoy.StreamAccessLogsMessage.SerializeToString,
+        )()
+        await log.write(log_of())
+        call = stream(channel)
+        await call.write(request_headers(response_mode=envoy.STREAMED))
+        await call.write(body(b"{}"))
+        name = (await call.read()).dynamic_metadata["envoy.lb"]["x-poolgrid-booking"]
+        assert (await call.read()).WhichOneof(envoy.SAID) == "request_body"
+        while not len(asking.gateway.logs):  # noqa: ASYNC110 - the server has read it some time
+            await asyncio.sleep(0.01)
+        for message in (response_headers(kind=EVENTS), body(b"data: {}\n\n", ends=False, kind="response_body")):
+            await call.write(message)
+            assert (await call.read()).WhichOneof(envoy.SAID) == message.WhichOneof(envoy.SAID)
+        assert await call.read() is grpc.aio.EOF
+        assert await call.code() is grpc.StatusCode.OK
+        await asking.over.wait()
+        asking.renewed.clear()
+        await asking.renewed.wait()
+        assert len(asking.gateway.booked()) == 1
+
+        await log.write(log_of(name))
+        await log.done_writing()
+        await log
+        assert asking.gateway.booked() == {}
+        assert len(asking.gateway.logs) == 0
+
+
+async def test_an_access_log_that_cannot_be_read_ends_with_the_reason() -> None:
+    async with serving() as asking, grpc.aio.insecure_channel(asking.at) as channel:
+        log = channel.stream_unary(f"/{envoy.LOG_SERVICE}/{envoy.LOG_METHOD}")()
+        await log.write(b"\xff")
+        with pytest.raises(grpc.aio.AioRpcError, match="an access log that cannot be read"):
+            await log
+        assert asking.ended("protocol") == 1
+        assert len(asking.gateway.logs) == 0
+
+
+async def test_one_access_log_more_than_there_may_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poolgrid.router.endpoint_picker.server.LOG_STREAMS_MAX", 0)
+    async with serving() as asking, grpc.aio.insecure_channel(asking.at) as channel:
+        log = channel.stream_unary(f"/{envoy.LOG_SERVICE}/{envoy.LOG_METHOD}")()
+        with pytest.raises(grpc.aio.AioRpcError, match="0 access logs are open, the limit"):
+            await log
+        assert asking.ended("refused") == 1
 
 
 async def test_one_stream_more_than_there_may_be_is_refused_at_once() -> None:

@@ -286,7 +286,7 @@ def behind_gateway(gateway: Gateway, only: str) -> Iterator[Named]:
         gateway.until_idle()
         for server in gateway.servers:
             server.counted = lambda tokens: tokens
-        told = [Doctor(gateway.router_url).verdict(f"engine-{number}") for number in range(2)]
+        told = [Doctor(gateway.router_url).verdict(gateway.name_of(number)) for number in range(2)]
         right = next((each for each in told if each != (wanted.value, wanted.value)), told[0])
         yield Named(wanted, what, *right, 3 * REQUESTS)
 
