@@ -50,15 +50,7 @@ from poolgrid.forwarding.hop import HOP, OWN_HEADERS, WORKER_HEADER, Hop, hop_li
 from poolgrid.forwarding.kept_stream import KEPT_BYTES_MAX, KeptStream
 from poolgrid.forwarding.paths import RequestTarget
 from poolgrid.forwarding.prompt_ids import Sending
-from poolgrid.forwarding.two_legs import (
-    begins_together,
-    can_be_split,
-    decode_body,
-    freeing_body,
-    params_of,
-    prefill_body,
-    transfer_of,
-)
+from poolgrid.forwarding.two_legs import can_be_split, decode_body
 from poolgrid.frontend.access.gate import CALLER, key_of
 from poolgrid.frontend.access.meter import limit_headers
 from poolgrid.frontend.access.tenants import Caller
@@ -74,9 +66,10 @@ from poolgrid.process.tasks import detached
 from poolgrid.process.tracing.record import TraceRecord
 from poolgrid.proxy.changes import Changes
 from poolgrid.proxy.chunks import chunk, payloads
-from poolgrid.proxy.collector import WholeAnswer, collect
+from poolgrid.proxy.collector import WholeAnswer
 from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ForwardBackend, ServerPlace
+from poolgrid.proxy.prefill_leg import PrefillLeg
 from poolgrid.proxy.prompt_reading import PromptReading
 from poolgrid.proxy.prompt_record import IdUse, PromptRecord
 from poolgrid.proxy.server_connection import NO_BODY, AnswerFailed, HeaderList, ServerConnection
@@ -109,9 +102,6 @@ SILENCE_EVENTS: Final[Mapping[ApiForm | None, bytes]] = {
     ApiForm.RESPONSES: b'event: keepalive\ndata: {"type": "keepalive"}\n\n',
 }
 """By API: Anthropic's clients and Codex count events, not comments."""
-
-FREEING_TIMEOUT_S: Final = 30.0
-"""For one token on a decode server; longer, and the prefill server's own time-out frees the KV."""
 
 BUSY_STATUSES: Final = frozenset((429, 503))
 
@@ -243,7 +233,8 @@ class ExchangeOwner(Protocol):
 
 
 class ForwardExchange:
-    """Implements ``AnswerSink`` for its server, ``AnswerSource`` for its client and ``Carrier`` for its router."""
+    """Implements ``AnswerSink`` for its server, ``AnswerSource`` for its client, ``Carrier`` for its router and
+    ``SplitRequest`` for its prefill leg."""
 
     # Most of it stays as it is here for most requests.
     status = CLIENT_LEFT
@@ -275,11 +266,7 @@ class ForwardExchange:
     _stage = Stage.WHOLE
     _params = b""
     """What the prefill leg has left for this decode leg."""
-    _prefill_id = ""
-    """Dispatch of the prefill leg."""
-    _kept_params = b""
-    """What a server of vLLM has left whose KV no other server was asked for, or none that lives."""
-    _prefilling: asyncio.Task[None] | None = None
+    _prefill: PrefillLeg | None = None
     _continues_state = False
     """Whether one server has what it continues."""
     _busy: WithheldAnswer | None = None
@@ -324,8 +311,6 @@ class ForwardExchange:
     """A stream of generated text, which another server may continue."""
     _lost = ""
     """Why the stream broke off."""
-    _asks_usage = False
-    """Whether usage is asked for that is not for the client."""
     _filter: EventFilter | None = None
     _form: ApiForm | None = None
     """Of which API the answer is; ``None`` for one whose counts are not looked for."""
@@ -461,16 +446,19 @@ class ForwardExchange:
             # It left between the choice and this call, which are one turn of the loop: only a faulty policy does that.
             asyncio.get_running_loop().call_soon(self._attempt_failed, AnswerFailed(f"worker {worker} has no server"))
         elif stage is Stage.PREFILL:
-            self._begin_prefill(place)
+            if self._prefill is None:
+                self._prefill = PrefillLeg(self, self.target.path, self.values)
+            self.is_prefilled = False
+            self._prefill.begin(dispatch_id, place)
         else:
             self._attempt(place)
 
     def withdraw(self, dispatch_id: str) -> None:
-        if dispatch_id == self._prefill_id:
+        prefill = self._prefill
+        if prefill is not None and dispatch_id == prefill.dispatch_id:
             # Once the decode server has its KV, the prefill server has all but ended its own answer.
             if not self._has_output:
-                self._end_prefill()
-                self._free_kv()
+                prefill.withdraw()
         elif dispatch_id == self._dispatch_id:
             self._close_server()
 
@@ -557,7 +545,7 @@ class ForwardExchange:
         if self._request is not None and self._sent_for != (place.url, self._params):
             self._change(self._request, place)
         self._connection = connection
-        head, body, upload = self._head(server, place, self._sent_body), self._sent_body, self.upload
+        head, body, upload = self.head_for(server, place, self._sent_body), self._sent_body, self.upload
         if upload is not None:
             connection.send(self, (head, upload.first()), is_whole=False)
             upload.start(connection, self._refuse_upload)
@@ -566,7 +554,7 @@ class ForwardExchange:
         if self._is_paused:
             connection.pause()
 
-    def _head(self, server: ForwardServer, place: ServerPlace, body: bytes) -> bytes:
+    def head_for(self, server: ForwardServer, place: ServerPlace, body: bytes) -> bytes:
         """Return the head of the request as a server gets it."""
         scope = self.scope
         added = [(b"x-request-id", str(self.name).encode()), *server.key_headers]
@@ -610,57 +598,41 @@ class ForwardExchange:
             self._filter = EventFilter(self._form, changes.asks_usage, changes.asks_ids)
             self._notes = self._filter.notes
 
-    # -- a prompt that another server computes -------------------------------------------------------------------------
+    # -- SplitRequest: a prompt that another server computes -----------------------------------------------------------
 
-    def _begin_prefill(self, place: ServerPlace) -> None:
-        self._prefill_id = self._dispatch_id
-        self.is_prefilled = False
-        server = self._application.server(place.url)
-        transfer = transfer_of(place.kind, self._prefill_id, server.target.host, place.kv_bootstrap_port)
-        self._prefilling = detached(self._prefill(place, server, transfer), "prompt on an engine server")
-        if begins_together(place.kind):
-            asyncio.get_running_loop().call_soon(self._report_prefilled, self._prefill_id, transfer)
+    def server_of(self, place: ServerPlace) -> ForwardServer:
+        return self._application.server(place.url)
 
-    async def _prefill(self, place: ServerPlace, server: ForwardServer, transfer: bytes) -> None:
-        dispatch_id, path, request = self._prefill_id, self.target.path, self._request
-        assert request is not None, "it has a prompt"
-        changed = self._application.changes(self, request, place).body
-        body = prefill_body(path, place.kind, changed, self.values, dispatch_id, transfer)
-        try:
-            answer = await collect(server, (self._head(server, place, body), body), None)
-            params = params_of(path, place.kind, answer.body) if answer.status == 200 else b""
-        except (AnswerFailed, OSError, TimeoutError, ValueError) as error:
-            why = f"computing the prompt on {server.url}: {str(error) or 'no answer in time'}"
-            self._prefill_failed(dispatch_id, AnswerFailed(why))
-            return
-        if answer.status != 200:
-            self._prefill_refused(dispatch_id, place, server, answer)
-            return
-        self.is_prefilled = True
-        self._kept_params = params if place.kind == "vllm" else b""
-        self.cached_tokens = read_answer(answer.body).cached_tokens
-        if not begins_together(place.kind):
-            self._report_prefilled(dispatch_id, params)
+    def body_for(self, place: ServerPlace) -> bytes:
+        assert self._request is not None, "it has a prompt"
+        return self._application.changes(self, self._request, place).body
 
-    def _report_prefilled(self, dispatch_id: str, params: bytes) -> None:
+    def decode_place(self) -> ServerPlace | None:
+        if self._request is None:
+            return None
+        places = self._application.backend.places(self._request.model)
+        return next((each for each in places if each.role is Role.DECODE), None)
+
+    def take_transfer(self, dispatch_id: str, params: bytes) -> None:
         cached = self.cached_tokens if self.is_prefilled else None
         self._report(TokenDelta(dispatch_id, 0, b"", FinishReason.PREFILLED, cached, disaggregated_params=params))
 
-    def _prefill_failed(self, dispatch_id: str, error: AnswerFailed) -> None:
+    def take_prompt(self, cached_tokens: int | None) -> None:
+        self.is_prefilled, self.cached_tokens = True, cached_tokens
+
+    def prefill_failed(self, dispatch_id: str, error: AnswerFailed) -> None:
         if dispatch_id == self._dispatch_id:
             self._attempt_failed(error)
         elif self._request is not None and not self._has_output:
             log.warning("request %s: %s", self.name, error, extra=about(request_id=str(self.name)))
             self._application.backend.on_carried_broken(self._request.request_id, dispatch_id, str(error))
 
-    def _prefill_refused(
-        self, dispatch_id: str, place: ServerPlace, server: ForwardServer, answer: WholeAnswer
-    ) -> None:
+    def prefill_refused(self, dispatch_id: str, place: ServerPlace, server: ForwardServer, answer: WholeAnswer) -> None:
         """Give the client the refusal of the prefill server as that of its request."""
         if dispatch_id != self._dispatch_id:
             if answer.status in BUSY_STATUSES or self._has_output:
                 why = f"computing the prompt on {server.url}: the server answered {answer.status}"
-                self._prefill_failed(dispatch_id, AnswerFailed(why))
+                self.prefill_failed(dispatch_id, AnswerFailed(why))
                 return
             self._abort_connection()
         self._place, self._server, self._keys = place, server, server.keys
@@ -669,30 +641,7 @@ class ForwardExchange:
             self.on_data(answer.body)
         self.on_end()
 
-    def _free_kv(self) -> None:
-        """Have the prefill server free KV that no decode server will fetch."""
-        params, self._kept_params = self._kept_params, b""
-        if not params or self._request is None:
-            return
-        places = self._application.backend.places(self._request.model)
-        place = next((each for each in places if each.role is Role.DECODE), None)
-        if place is not None:
-            detached(self._free_on(place, params), "freeing KV of a prefill server")
-
-    async def _free_on(self, place: ServerPlace, params: bytes) -> None:
-        assert self._request is not None, "it has a prompt"
-        server = self._application.server(place.url)
-        changed = self._application.changes(self, self._request, place).body
-        body = freeing_body(self.target.path, changed, self.values, params)
-        try:
-            await collect(server, (self._head(server, place, body), body), FREEING_TIMEOUT_S)
-        except (AnswerFailed, OSError) as error:
-            log.warning("request %s: the KV of its prompt stays until its server frees it: %s", self.name, error)
-
-    def _end_prefill(self) -> None:
-        task, self._prefilling = self._prefilling, None
-        if task is not None:
-            task.cancel()
+    # -- reports to the router -----------------------------------------------------------------------------------------
 
     def _attempt_failed(self, error: AnswerFailed) -> None:
         """Take note that a server did not answer; the router decides what follows."""
@@ -712,8 +661,8 @@ class ForwardExchange:
             self._application.backend.on_carried(self._request.request_id, delta)
 
     def _close_server(self) -> None:
-        if self._prefilling is not None:
-            self._end_prefill()
+        if self._prefill is not None:
+            self._prefill.stop()
         self._abort_connection()
 
     def _abort_connection(self) -> None:
@@ -721,7 +670,8 @@ class ForwardExchange:
         if self.upload is not None:
             self.upload.stop()
         if connection is not None:
-            self._kept_params = b""  # a server that has them, and whose client leaves, has the KV freed
+            if self._prefill is not None:
+                self._prefill.kv_is_asked_for()
             connection.abort()
 
     # -- AnswerSink: what the server sends -----------------------------------------------------------------------------
