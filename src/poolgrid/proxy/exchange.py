@@ -26,7 +26,6 @@ import asyncio
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from functools import partial
 from typing import Final, Protocol
 
@@ -41,15 +40,12 @@ from poolgrid.forwarding.event_filter import (
     AnswerNotes,
     ApiForm,
     EventFilter,
-    TakenIds,
-    cut_answer,
     read_answer,
 )
-from poolgrid.forwarding.headers import request_headers, response_headers
+from poolgrid.forwarding.headers import is_event_stream, request_headers, response_headers
 from poolgrid.forwarding.hop import HOP, OWN_HEADERS, WORKER_HEADER, Hop, hop_line
 from poolgrid.forwarding.kept_stream import KEPT_BYTES_MAX, KeptStream
 from poolgrid.forwarding.paths import RequestTarget
-from poolgrid.forwarding.prompt_ids import Sending
 from poolgrid.forwarding.two_legs import can_be_split, decode_body
 from poolgrid.frontend.access.gate import CALLER, key_of
 from poolgrid.frontend.access.meter import limit_headers
@@ -71,10 +67,12 @@ from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ForwardBackend, ServerPlace
 from poolgrid.proxy.prefill_leg import PrefillLeg
 from poolgrid.proxy.prompt_reading import PromptReading
-from poolgrid.proxy.prompt_record import IdUse, PromptRecord
+from poolgrid.proxy.prompt_record import PromptRecord
+from poolgrid.proxy.sent_ids import SentIds
 from poolgrid.proxy.server_connection import NO_BODY, AnswerFailed, HeaderList, ServerConnection
 from poolgrid.proxy.server_state import ServerState
 from poolgrid.proxy.upload import Upload
+from poolgrid.proxy.withheld_answer import BUSY_STATUSES, Withheld, WithheldAnswer
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
 from poolgrid.wire.secret_texts import blotted, blotted_part
@@ -103,24 +101,8 @@ SILENCE_EVENTS: Final[Mapping[ApiForm | None, bytes]] = {
 }
 """By API: Anthropic's clients and Codex count events, not comments."""
 
-BUSY_STATUSES: Final = frozenset((429, 503))
-
 UNSERVED_STATUSES: Final = frozenset((429, 502, 503))
 """Of a pool's router, in its own words: no server of the pool has answered."""
-
-BUSY_PAUSE_MAX_MS: Final = 1000
-"""Longest time that a busy server gets nothing while its own ``Retry-After`` lasts: a queue of an engine moves in
-tenths of a second, and one refused prompt does not show that the next has no room."""
-
-BUSY_BODY_BYTES_MAX: Final = 64 * 1024
-"""Longest answer that is kept while another server is asked; a longer one goes to the client at once."""
-
-REFUSAL_STATUSES: Final = frozenset((400, 413, 422))
-"""By which servers refuse what is in a body."""
-
-CUT_BYTES_MAX: Final = 8 << 20
-"""Longest answer that is held until the ids in it are taken out: those of a prompt of 128k tokens are 0.9 MB, and text
-completions repeat them for each choice. A longer one goes to the client as it is, ids included."""
 
 WHOLE_BYTES_MAX: Final = 1 << 20
 """Longest answer that is read for its counts once it has passed; longer ones are images, audio, embeddings."""
@@ -128,40 +110,11 @@ WHOLE_BYTES_MAX: Final = 1 << 20
 FIRST_OUTPUT: Final = b"\0\0\0\0"
 """Stands for the first token of an answer, which the router does not read."""
 
-EVENT_STREAM: Final = b"text/event-stream"
-
 ERROR_EVENT: Final = re.compile(rb'(?:^|\n)(?:event: *error\r?\n|data: *\{ *"error")')
 """First event of a stream whose server did not get the KV: vLLM's and SGLang's."""
 
 ERROR_EVENT_BYTES_MAX: Final = 256
 """Within these bytes of the first chunk."""
-
-
-class Withheld(Enum):
-    """Why an answer that comes does not go to the client as it comes."""
-
-    BUSY = "its server is busy, and another may take the request"
-    REFUSED = "its server refuses the prompt's ids, and gets the request as text"
-    CUT = "ids are to be taken out of the whole of it"
-    UNCONTINUED = "it is no stream that continues the one that its client has"
-
-
-class WithheldAnswer:
-    """An answer that is kept until it has come."""
-
-    __slots__ = ("body", "headers", "status", "why")
-
-    def __init__(self, why: Withheld, status: int, headers: HeaderList) -> None:
-        self.why = why
-        self.status = status
-        self.headers = headers
-        self.body = bytearray()
-
-    def retry_after_ms(self) -> int | None:
-        for name, value in self.headers:
-            if name == b"retry-after" and value.strip().isdigit() and len(value) < 8:
-                return min(BUSY_PAUSE_MAX_MS, int(value) * 1000)
-        return None
 
 
 class RoutingFields(Struct, frozen=True):
@@ -273,13 +226,7 @@ class ForwardExchange:
     """The last answer of a busy server."""
     _withheld: WithheldAnswer | None = None
     """The answer that comes, while it is withheld."""
-    _use: IdUse | None = None
-    """What is done about the ids of its prompt."""
-    _asks_ids = TakenIds.NONE
-    refused_ids = 0
-    """Status with which a server refused them."""
-    ids = "none"
-    """What became of them, as the metric has it."""
+    _sent_ids: SentIds | None = None
     reading: PromptReading | None = None
     """What was read of its prompt."""
     has_one_prompt = False
@@ -591,9 +538,8 @@ class ForwardExchange:
         self._sent_for = place.url, self._params
         changes = self._application.changes(self, request, place)
         self._sent_body = decode_body(changes.body, self._params)
-        self._asks_ids = changes.asks_ids
-        if not self.refused_ids:
-            self._use = changes.use
+        if not self.has_refused_ids:
+            self._sent_ids = None if changes.use is None else SentIds(changes.use, changes.asks_ids)
         if self.is_streamed and self._form is not None:
             self._filter = EventFilter(self._form, changes.asks_usage, changes.asks_ids)
             self._notes = self._filter.notes
@@ -698,13 +644,7 @@ class ForwardExchange:
             return Withheld.BUSY
         if self._continues:
             return None if status == 200 and is_event_stream(headers) else Withheld.UNCONTINUED
-        use = self._use
-        if use is None:
-            return None
-        if use.sending is Sending.IDS and status in REFUSAL_STATUSES and not self.refused_ids:
-            return Withheld.REFUSED
-        is_cut = self._asks_ids is not TakenIds.NONE and status == 200 and not is_event_stream(headers)
-        return Withheld.CUT if is_cut else None
+        return None if self._sent_ids is None else self._sent_ids.withholds(status, headers)
 
     def _take_head(self, status: int, headers: HeaderList, is_chunked: bool) -> None:
         self._answer_status, self._answer_headers = status, headers
@@ -877,8 +817,7 @@ class ForwardExchange:
         self._wake()
 
     def _withhold(self, withheld: WithheldAnswer, data: bytes) -> None:
-        withheld.body += data
-        if len(withheld.body) <= (CUT_BYTES_MAX if withheld.why is Withheld.CUT else BUSY_BODY_BYTES_MAX):
+        if withheld.take(data):
             return
         self._withheld = None
         if withheld.why is Withheld.REFUSED:
@@ -892,7 +831,7 @@ class ForwardExchange:
             self._refused_to_continue(withheld.status)
             return
         self._take_head(withheld.status, withheld.headers, False)
-        self._answer_headers = [pair for pair in withheld.headers if pair[0] != b"content-length"]
+        self._answer_headers = withheld.headers_without_length()
         self.on_data(bytes(withheld.body))
 
     def _end_busy(self, busy: WithheldAnswer) -> None:
@@ -914,19 +853,20 @@ class ForwardExchange:
 
     def _send_as_text(self, status: int) -> None:
         """Send the request once more to a server that refused its prompt's ids with ``status``, without them."""
-        self.refused_ids, self._sent_for = status, ("", b"")
+        assert self._sent_ids is not None, "they were refused"
+        self._sent_ids.refuse(status)
+        self._sent_for = "", b""
         if self._server is not None:
             self._reach(self._server)
 
     def _pass_cut(self, whole: WithheldAnswer) -> bool:
         """Take the ids out of a whole answer that has come, and let it pass; return ``False`` for one that its server
         aborted, in place of which another answers."""
-        body, self._notes = cut_answer(bytes(whole.body), self._asks_ids)
+        assert self._sent_ids is not None, "they are cut"
+        headers, body, self._notes = whole.cut(self._sent_ids.asked)
         if self._notes.is_aborted:
             self._attempt_failed(AnswerFailed(GAVE_UP_BY_ABORT))
             return False
-        length = b"%d" % len(body)
-        headers = [(name, length if name == b"content-length" else value) for name, value in whole.headers]
         self._take_head(whole.status, headers, False)
         self._whole = None
         self._begin_output(body)
@@ -968,27 +908,19 @@ class ForwardExchange:
         self.cached_tokens = self._notes.cached_tokens
         if self._makes_state and self._notes.response_id is not None and self._place is not None:
             self._application.state.note(self._notes.response_id, self._place.url)
-        if self._use is not None and self._answer_status == 200:
-            self._learn(self._use)
+        if self._sent_ids is not None and self._answer_status == 200:
+            self._learn(self._sent_ids)
         is_well = self._answer_status < 400
         self.finish_reason = FinishReason.STOP if is_well else FinishReason.ERROR
         self._report_end(self.finish_reason, "" if is_well else f"the server answered {self._answer_status}")
 
-    def _learn(self, use: IdUse) -> None:
+    def _learn(self, sent: SentIds) -> None:
         """Take note of what the answer shows of the prompt's ids."""
-        request, place, stream, prompts = self._request, self._place, self._stream, self._application.prompts
+        request, place, stream, application = self._request, self._place, self._stream, self._application
         assert request is not None, "it has a prompt"
-        if self.refused_ids:
-            if place is None or place.url != use.kind.url:
-                return  # the one that refused them has not answered the text
-            prompts.refused(use, request, self.refused_ids)
-            self.ids = "refused"
-        elif use.sending is Sending.CHECKED:
-            is_followed = stream is not None and place is not None and self._application.backend.follows(place.worker)
-            promised_tokens = stream.promised_tokens if stream and is_followed else 0
-            self.ids = prompts.answered(use, request, self._notes, promised_tokens)
-        else:
-            self.ids = "sent"
+        assert place is not None, "it answered"
+        promised_tokens = 0 if stream is None else stream.promised_tokens
+        sent.learn(application.prompts, application.backend, request, place, self._notes, promised_tokens)
 
     def _report_end(self, reason: FinishReason | str, error: str) -> None:
         if self._is_settled or self._request is None:
@@ -1240,9 +1172,7 @@ class ForwardExchange:
             if self.has_head:
                 await self._end_stream(RequestError(busy.status, "busy", "every server is busy"))
                 return
-            headers = [pair for pair in busy.headers if pair[0] not in (b"content-length", b"transfer-encoding")]
-            headers.append((b"content-length", b"%d" % len(busy.body)))
-            await self._send_head(busy.status, headers)
+            await self._send_head(busy.status, busy.whole_headers())
             await self._send({"type": "http.response.body", "body": blotted(bytes(busy.body), self._keys)})
             return
         message = f"forwarding the request: {last.error or 'no server took it'}"
@@ -1327,6 +1257,16 @@ class ForwardExchange:
         return self._notes.prompt_tokens if self.has_one_prompt else None
 
     @property
+    def has_refused_ids(self) -> bool:
+        """Whether its server refused the prompt's ids."""
+        return self._sent_ids is not None and self._sent_ids.refused_status != 0
+
+    @property
+    def became_of_ids(self) -> str:
+        """What became of the prompt's ids, as the metric has it."""
+        return "none" if self._sent_ids is None else self._sent_ids.outcome
+
+    @property
     def notes(self) -> AnswerNotes:
         return self._notes
 
@@ -1370,12 +1310,6 @@ class ForwardExchange:
 def _named_worker(headers: Sequence[tuple[bytes, bytes]]) -> str:
     """Return who has answered, by the header lines of a pool's router; empty where that is the router itself."""
     return next((value for name, value in headers if name == WORKER_HEADER), b"").decode("latin-1")
-
-
-def is_event_stream(headers: Sequence[tuple[bytes, bytes]]) -> bool:
-    """Return whether an answer with these headers is a stream of events."""
-    fields = dict(headers)
-    return fields.get(b"content-type", b"").startswith(EVENT_STREAM) and b"content-encoding" not in fields
 
 
 def target_of(scope: Scope) -> bytes:
