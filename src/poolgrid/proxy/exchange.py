@@ -63,6 +63,7 @@ from poolgrid.process.tracing.record import TraceRecord
 from poolgrid.proxy.changes import Changes
 from poolgrid.proxy.chunks import chunk, payloads
 from poolgrid.proxy.collector import WholeAnswer
+from poolgrid.proxy.dispatch_reports import DispatchReports
 from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ForwardBackend, ServerPlace
 from poolgrid.proxy.prefill_leg import PrefillLeg
@@ -74,7 +75,7 @@ from poolgrid.proxy.server_state import ServerState
 from poolgrid.proxy.upload import Upload
 from poolgrid.proxy.withheld_answer import BUSY_STATUSES, Withheld, WithheldAnswer
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
-from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
+from poolgrid.wire.requests import FinishReason, RefusalKind
 from poolgrid.wire.secret_texts import blotted, blotted_part
 
 log = logging.getLogger(__name__)
@@ -106,9 +107,6 @@ UNSERVED_STATUSES: Final = frozenset((429, 502, 503))
 
 WHOLE_BYTES_MAX: Final = 1 << 20
 """Longest answer that is read for its counts once it has passed; longer ones are images, audio, embeddings."""
-
-FIRST_OUTPUT: Final = b"\0\0\0\0"
-"""Stands for the first token of an answer, which the router does not read."""
 
 ERROR_EVENT: Final = re.compile(rb'(?:^|\n)(?:event: *error\r?\n|data: *\{ *"error")')
 """First event of a stream whose server did not get the KV: vLLM's and SGLang's."""
@@ -215,7 +213,8 @@ class ForwardExchange:
     _waiter: asyncio.Future[None] | None = None
     _keys: tuple[bytes, ...] = ()
     """Keys of its server, which no client may see."""
-    _dispatch_id = ""
+    _reports: DispatchReports | None = None
+    """To the router, of a request that it has booked."""
     _stage = Stage.WHOLE
     _params = b""
     """What the prefill leg has left for this decode leg."""
@@ -246,8 +245,6 @@ class ForwardExchange:
     """How the router ended the request."""
     _has_output = False
     """Whether a byte of the current dispatch's answer has come."""
-    _position = 0
-    """Tokens of the current dispatch that were reported: the first stands for all."""
     _has_left = False
     upload: Upload | None = None
     """A form that is not held whole."""
@@ -354,6 +351,7 @@ class ForwardExchange:
         if asked.has_prompt:
             self._form = self.target.route.answer if self.target.route is not None else None
             self._request = request = await application.prepare(self, asked, body)
+            self._reports = DispatchReports(application.backend, request.request_id)
             request.carrier = self
             request.trace = self.trace
             if place is not None:
@@ -388,7 +386,9 @@ class ForwardExchange:
 
     def send(self, dispatch_id: str, worker: WorkerKey, stage: Stage, params: bytes) -> None:
         place = self._application.backend.place_of(worker)
-        self._dispatch_id, self._stage, self._params = dispatch_id, stage, params
+        assert self._reports is not None, "it is booked"
+        self._reports.begin(dispatch_id)
+        self._stage, self._params = stage, params
         if place is None:
             # It left between the choice and this call, which are one turn of the loop: only a faulty policy does that.
             asyncio.get_running_loop().call_soon(self._attempt_failed, AnswerFailed(f"worker {worker} has no server"))
@@ -406,8 +406,11 @@ class ForwardExchange:
             # Once the decode server has its KV, the prefill server has all but ended its own answer.
             if not self._has_output:
                 prefill.withdraw()
-        elif dispatch_id == self._dispatch_id:
+        elif self._is_current(dispatch_id):
             self._close_server()
+
+    def _is_current(self, dispatch_id: str) -> bool:
+        return self._reports is not None and self._reports.dispatch_id == dispatch_id
 
     def ended(self, last: StreamDelta) -> None:
         self._last = last
@@ -524,10 +527,10 @@ class ForwardExchange:
 
     def _hop(self) -> Hop:
         """Return what a pool's router is to know of the request."""
-        request = self._request
-        if request is None:
+        request, reports = self._request, self._reports
+        if request is None or reports is None:
             return Hop()
-        return Hop(request.tenant, request.tenant_weight, request.priority, self._dispatch_id)
+        return Hop(request.tenant, request.tenant_weight, request.priority, reports.dispatch_id)
 
     def _refuse_upload(self, refusal: RequestError | Refused) -> None:
         self._upload_refusal = refusal
@@ -560,22 +563,22 @@ class ForwardExchange:
         return next((each for each in places if each.role is Role.DECODE), None)
 
     def take_transfer(self, dispatch_id: str, params: bytes) -> None:
-        cached = self.cached_tokens if self.is_prefilled else None
-        self._report(TokenDelta(dispatch_id, 0, b"", FinishReason.PREFILLED, cached, disaggregated_params=params))
+        if self._reports is not None:
+            self._reports.prefilled(dispatch_id, params, self.cached_tokens if self.is_prefilled else None)
 
     def take_prompt(self, cached_tokens: int | None) -> None:
         self.is_prefilled, self.cached_tokens = True, cached_tokens
 
     def prefill_failed(self, dispatch_id: str, error: AnswerFailed) -> None:
-        if dispatch_id == self._dispatch_id:
+        if self._is_current(dispatch_id):
             self._attempt_failed(error)
-        elif self._request is not None and not self._has_output:
+        elif self._reports is not None and not self._has_output:
             log.warning("request %s: %s", self.name, error, extra=about(request_id=str(self.name)))
-            self._application.backend.on_carried_broken(self._request.request_id, dispatch_id, str(error))
+            self._reports.prefill_broken(dispatch_id, str(error))
 
     def prefill_refused(self, dispatch_id: str, place: ServerPlace, server: ForwardServer, answer: WholeAnswer) -> None:
         """Give the client the refusal of the prefill server as that of its request."""
-        if dispatch_id != self._dispatch_id:
+        if not self._is_current(dispatch_id):
             if answer.status in BUSY_STATUSES or self._has_output:
                 why = f"computing the prompt on {server.url}: the server answered {answer.status}"
                 self.prefill_failed(dispatch_id, AnswerFailed(why))
@@ -587,24 +590,18 @@ class ForwardExchange:
             self.on_data(answer.body)
         self.on_end()
 
-    # -- reports to the router -----------------------------------------------------------------------------------------
+    # -- the server ----------------------------------------------------------------------------------------------------
 
     def _attempt_failed(self, error: AnswerFailed) -> None:
         """Take note that a server did not answer; the router decides what follows."""
         self._connection = None
-        if self._request is None:
+        if self._reports is None:
             self._failure = error
             self._wake()
             return
         log.warning("request %s: %s", self.name, error, extra=about(request_id=str(self.name)))
         self.finish_reason = FinishReason.ERROR
-        self._report(
-            TokenDelta(self._dispatch_id, 0, b"", FinishReason.ERROR, error=str(error), refusal=RefusalKind.BROKEN)
-        )
-
-    def _report(self, delta: TokenDelta) -> None:
-        if self._request is not None:
-            self._application.backend.on_carried(self._request.request_id, delta)
+        self._reports.refused(RefusalKind.BROKEN, str(error))
 
     def _close_server(self) -> None:
         if self._prefill is not None:
@@ -624,8 +621,8 @@ class ForwardExchange:
 
     def on_head(self, status: int, headers: HeaderList, is_chunked: bool) -> None:
         if self._place is not None and self._place.is_router:
-            if self._request is not None:
-                self._application.backend.on_answered(self._request.request_id, status, headers)
+            if self._reports is not None:
+                self._reports.answered(status, headers)
             elif status in UNSERVED_STATUSES and not _named_worker(headers):
                 self._close_server()
                 self._attempt_failed(AnswerFailed(f"the router of pool {self._place.worker} answered {status}"))
@@ -805,7 +802,7 @@ class ForwardExchange:
             assert self._kept is not None, "otherwise there is a reason"
             self._lost = str(error)
             self._kept.begin()
-            self._has_output, self._position = False, 0
+            self._has_output = False
             self._sent_for = "", b""  # for a filter of its own
             self._attempt_failed(error)
 
@@ -837,19 +834,9 @@ class ForwardExchange:
     def _end_busy(self, busy: WithheldAnswer) -> None:
         self._busy = busy
         self.finish_reason = FinishReason.ERROR
-        reason = f"the server answered {busy.status}"
         self._queued_s = asyncio.get_running_loop().time()  # unless another gets it at once
-        self._report(
-            TokenDelta(
-                self._dispatch_id,
-                0,
-                b"",
-                FinishReason.ERROR,
-                error=reason,
-                refusal=RefusalKind.BUSY,
-                retry_after_ms=busy.retry_after_ms(),
-            )
-        )
+        assert self._reports is not None, "no other request is withheld from a busy server"
+        self._reports.refused(RefusalKind.BUSY, f"the server answered {busy.status}", busy.retry_after_ms())
 
     def _send_as_text(self, status: int) -> None:
         """Send the request once more to a server that refused its prompt's ids with ``status``, without them."""
@@ -899,8 +886,8 @@ class ForwardExchange:
         if self.is_streamed:
             if self.first_token_ms is None:
                 self.first_token_ms = self._application.clock.monotonic_ms()
-            self._position = 1
-            self._report(TokenDelta(self._dispatch_id, 0, FIRST_OUTPUT))
+            if self._reports is not None:
+                self._reports.first_output()
         return True
 
     def _end_well(self) -> None:
@@ -911,8 +898,8 @@ class ForwardExchange:
         if self._sent_ids is not None and self._answer_status == 200:
             self._learn(self._sent_ids)
         is_well = self._answer_status < 400
-        self.finish_reason = FinishReason.STOP if is_well else FinishReason.ERROR
-        self._report_end(self.finish_reason, "" if is_well else f"the server answered {self._answer_status}")
+        self.finish_reason = reason = FinishReason.STOP if is_well else FinishReason.ERROR
+        self._report_end(reason, "" if is_well else f"the server answered {self._answer_status}")
 
     def _learn(self, sent: SentIds) -> None:
         """Take note of what the answer shows of the prompt's ids."""
@@ -922,19 +909,9 @@ class ForwardExchange:
         promised_tokens = 0 if stream is None else stream.promised_tokens
         sent.learn(application.prompts, application.backend, request, place, self._notes, promised_tokens)
 
-    def _report_end(self, reason: FinishReason | str, error: str) -> None:
-        if self._is_settled or self._request is None:
-            return
-        self._report(
-            TokenDelta(
-                self._dispatch_id,
-                self._position,
-                b"",
-                FinishReason(reason),
-                self.cached_tokens,
-                error=error or None,
-            )
-        )
+    def _report_end(self, reason: FinishReason, error: str) -> None:
+        if self._reports is not None and not self._is_settled:
+            self._reports.ended(reason, self.cached_tokens, error)
 
     # -- a stream whose server died ------------------------------------------------------------------------------------
 
@@ -985,16 +962,8 @@ class ForwardExchange:
 
     def _refused_to_continue(self, status: int) -> None:
         """Report that a server does not take the request whose stream it was to continue."""
-        self._report(
-            TokenDelta(
-                self._dispatch_id,
-                0,
-                b"",
-                FinishReason.ERROR,
-                error=f"the server answered {status} where it was to continue a stream",
-                refusal=RefusalKind.CANNOT_DO,
-            )
-        )
+        assert self._reports is not None, "its stream was that of a booked request"
+        self._reports.refused(RefusalKind.CANNOT_DO, f"the server answered {status} where it was to continue a stream")
 
     # -- the answer ----------------------------------------------------------------------------------------------------
 
