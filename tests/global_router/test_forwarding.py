@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from poolgrid.inference import OUTPUT_LIMIT, InferenceRequest, Refused, StreamDelta
-from poolgrid.proxy.exchange import FIRST_OUTPUT
+from poolgrid.proxy.dispatch_reports import FIRST_OUTPUT
 from poolgrid.proxy.prompt_reading import UNLIMITED
 from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.identifiers import Role, Stage, WorkerId, WorkerKey

@@ -49,6 +49,8 @@ it."""
 DIGESTS: Final = frozenset({b"content-length", b"content-md5", b"digest", b"content-digest", b"repr-digest", b"etag"})
 """Of the bytes of a body: untrue when something was taken out of it."""
 
+EVENT_STREAM: Final = b"text/event-stream"
+
 _OF_THE_SENDER: Final = HOP_BY_HOP | SET_BY_SENDER | KEYS | {HOP_HEADER}
 _NO_FURTHER_NAMES: Final = HOP_BY_HOP | {b"close"}
 _LINE_BREAK = re.compile(rb"[\r\n\x00]")
@@ -95,6 +97,12 @@ def response_headers(
     received = _without_line_breaks(received)
     left_out = HOP_BY_HOP | _named_in_connection(received) | (DIGESTS if is_body_changed else frozenset())
     return [(name, blotted(value, server_keys)) for name, value in received if name.lower() not in left_out]
+
+
+def is_event_stream(headers: Iterable[Header]) -> bool:
+    """Return whether an answer with these lines is a stream of events that can be read."""
+    fields = dict(headers)
+    return fields.get(b"content-type", b"").startswith(EVENT_STREAM) and b"content-encoding" not in fields
 
 
 def _named_in_connection(received: list[Header]) -> frozenset[bytes]:

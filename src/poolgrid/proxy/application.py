@@ -233,7 +233,7 @@ class ForwardApplication:
         self._open.discard(exchange)
         self._count(exchange)
         if exchange.reading is not None and exchange.status < 400:
-            self.prompts.note(exchange.reading, exchange.prompt_tokens, exchange.ids)
+            self.prompts.note(exchange.reading, exchange.prompt_tokens, exchange.became_of_ids)
         self._traffic.end(exchange)
         self.metrics.in_flight.labels(exchange.endpoint).value -= 1
         self.metrics.answered(exchange.endpoint, exchange.status, exchange.is_streamed)
@@ -394,7 +394,7 @@ class ForwardApplication:
         else:
             is_shared = caller is None and not self.isolates
         use = None
-        takes_ids = exchange.is_whole and not place.is_router and not exchange.refused_ids
+        takes_ids = exchange.is_whole and not place.is_router and not exchange.has_refused_ids
         if takes_ids and len(request.token_ids) >= IDS_BYTES_MIN and may_carry(path, values):
             after_tool = exchange.reading is not None and exchange.reading.after_tool
             use = self.prompts.use_of(request, place, path, frozenset(values), after_tool)

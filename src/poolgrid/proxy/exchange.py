@@ -26,7 +26,6 @@ import asyncio
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from functools import partial
 from typing import Final, Protocol
 
@@ -41,24 +40,13 @@ from poolgrid.forwarding.event_filter import (
     AnswerNotes,
     ApiForm,
     EventFilter,
-    TakenIds,
-    cut_answer,
     read_answer,
 )
-from poolgrid.forwarding.headers import request_headers, response_headers
+from poolgrid.forwarding.headers import is_event_stream, request_headers, response_headers
 from poolgrid.forwarding.hop import HOP, OWN_HEADERS, WORKER_HEADER, Hop, hop_line
 from poolgrid.forwarding.kept_stream import KEPT_BYTES_MAX, KeptStream
 from poolgrid.forwarding.paths import RequestTarget
-from poolgrid.forwarding.prompt_ids import Sending
-from poolgrid.forwarding.two_legs import (
-    begins_together,
-    can_be_split,
-    decode_body,
-    freeing_body,
-    params_of,
-    prefill_body,
-    transfer_of,
-)
+from poolgrid.forwarding.two_legs import can_be_split, decode_body
 from poolgrid.frontend.access.gate import CALLER, key_of
 from poolgrid.frontend.access.meter import limit_headers
 from poolgrid.frontend.access.tenants import Caller
@@ -74,16 +62,20 @@ from poolgrid.process.tasks import detached
 from poolgrid.process.tracing.record import TraceRecord
 from poolgrid.proxy.changes import Changes
 from poolgrid.proxy.chunks import chunk, payloads
-from poolgrid.proxy.collector import WholeAnswer, collect
+from poolgrid.proxy.collector import WholeAnswer
+from poolgrid.proxy.dispatch_reports import DispatchReports
 from poolgrid.proxy.forward_server import ForwardServer
 from poolgrid.proxy.ports import ForwardBackend, ServerPlace
+from poolgrid.proxy.prefill_leg import PrefillLeg
 from poolgrid.proxy.prompt_reading import PromptReading
-from poolgrid.proxy.prompt_record import IdUse, PromptRecord
+from poolgrid.proxy.prompt_record import PromptRecord
+from poolgrid.proxy.sent_ids import SentIds
 from poolgrid.proxy.server_connection import NO_BODY, AnswerFailed, HeaderList, ServerConnection
 from poolgrid.proxy.server_state import ServerState
 from poolgrid.proxy.upload import Upload
+from poolgrid.proxy.withheld_answer import BUSY_STATUSES, Withheld, WithheldAnswer
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
-from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
+from poolgrid.wire.requests import FinishReason, RefusalKind
 from poolgrid.wire.secret_texts import blotted, blotted_part
 
 log = logging.getLogger(__name__)
@@ -110,68 +102,17 @@ SILENCE_EVENTS: Final[Mapping[ApiForm | None, bytes]] = {
 }
 """By API: Anthropic's clients and Codex count events, not comments."""
 
-FREEING_TIMEOUT_S: Final = 30.0
-"""For one token on a decode server; longer, and the prefill server's own time-out frees the KV."""
-
-BUSY_STATUSES: Final = frozenset((429, 503))
-
 UNSERVED_STATUSES: Final = frozenset((429, 502, 503))
 """Of a pool's router, in its own words: no server of the pool has answered."""
 
-BUSY_PAUSE_MAX_MS: Final = 1000
-"""Longest time that a busy server gets nothing while its own ``Retry-After`` lasts: a queue of an engine moves in
-tenths of a second, and one refused prompt does not show that the next has no room."""
-
-BUSY_BODY_BYTES_MAX: Final = 64 * 1024
-"""Longest answer that is kept while another server is asked; a longer one goes to the client at once."""
-
-REFUSAL_STATUSES: Final = frozenset((400, 413, 422))
-"""By which servers refuse what is in a body."""
-
-CUT_BYTES_MAX: Final = 8 << 20
-"""Longest answer that is held until the ids in it are taken out: those of a prompt of 128k tokens are 0.9 MB, and text
-completions repeat them for each choice. A longer one goes to the client as it is, ids included."""
-
 WHOLE_BYTES_MAX: Final = 1 << 20
 """Longest answer that is read for its counts once it has passed; longer ones are images, audio, embeddings."""
-
-FIRST_OUTPUT: Final = b"\0\0\0\0"
-"""Stands for the first token of an answer, which the router does not read."""
-
-EVENT_STREAM: Final = b"text/event-stream"
 
 ERROR_EVENT: Final = re.compile(rb'(?:^|\n)(?:event: *error\r?\n|data: *\{ *"error")')
 """First event of a stream whose server did not get the KV: vLLM's and SGLang's."""
 
 ERROR_EVENT_BYTES_MAX: Final = 256
 """Within these bytes of the first chunk."""
-
-
-class Withheld(Enum):
-    """Why an answer that comes does not go to the client as it comes."""
-
-    BUSY = "its server is busy, and another may take the request"
-    REFUSED = "its server refuses the prompt's ids, and gets the request as text"
-    CUT = "ids are to be taken out of the whole of it"
-    UNCONTINUED = "it is no stream that continues the one that its client has"
-
-
-class WithheldAnswer:
-    """An answer that is kept until it has come."""
-
-    __slots__ = ("body", "headers", "status", "why")
-
-    def __init__(self, why: Withheld, status: int, headers: HeaderList) -> None:
-        self.why = why
-        self.status = status
-        self.headers = headers
-        self.body = bytearray()
-
-    def retry_after_ms(self) -> int | None:
-        for name, value in self.headers:
-            if name == b"retry-after" and value.strip().isdigit() and len(value) < 8:
-                return min(BUSY_PAUSE_MAX_MS, int(value) * 1000)
-        return None
 
 
 class RoutingFields(Struct, frozen=True):
@@ -243,7 +184,8 @@ class ExchangeOwner(Protocol):
 
 
 class ForwardExchange:
-    """Implements ``AnswerSink`` for its server, ``AnswerSource`` for its client and ``Carrier`` for its router."""
+    """Implements ``AnswerSink`` for its server, ``AnswerSource`` for its client, ``Carrier`` for its router and
+    ``SplitRequest`` for its prefill leg."""
 
     # Most of it stays as it is here for most requests.
     status = CLIENT_LEFT
@@ -271,28 +213,19 @@ class ForwardExchange:
     _waiter: asyncio.Future[None] | None = None
     _keys: tuple[bytes, ...] = ()
     """Keys of its server, which no client may see."""
-    _dispatch_id = ""
+    _reports: DispatchReports | None = None
+    """To the router, of a request that it has booked."""
     _stage = Stage.WHOLE
     _params = b""
     """What the prefill leg has left for this decode leg."""
-    _prefill_id = ""
-    """Dispatch of the prefill leg."""
-    _kept_params = b""
-    """What a server of vLLM has left whose KV no other server was asked for, or none that lives."""
-    _prefilling: asyncio.Task[None] | None = None
+    _prefill: PrefillLeg | None = None
     _continues_state = False
     """Whether one server has what it continues."""
     _busy: WithheldAnswer | None = None
     """The last answer of a busy server."""
     _withheld: WithheldAnswer | None = None
     """The answer that comes, while it is withheld."""
-    _use: IdUse | None = None
-    """What is done about the ids of its prompt."""
-    _asks_ids = TakenIds.NONE
-    refused_ids = 0
-    """Status with which a server refused them."""
-    ids = "none"
-    """What became of them, as the metric has it."""
+    _sent_ids: SentIds | None = None
     reading: PromptReading | None = None
     """What was read of its prompt."""
     has_one_prompt = False
@@ -312,8 +245,6 @@ class ForwardExchange:
     """How the router ended the request."""
     _has_output = False
     """Whether a byte of the current dispatch's answer has come."""
-    _position = 0
-    """Tokens of the current dispatch that were reported: the first stands for all."""
     _has_left = False
     upload: Upload | None = None
     """A form that is not held whole."""
@@ -324,8 +255,6 @@ class ForwardExchange:
     """A stream of generated text, which another server may continue."""
     _lost = ""
     """Why the stream broke off."""
-    _asks_usage = False
-    """Whether usage is asked for that is not for the client."""
     _filter: EventFilter | None = None
     _form: ApiForm | None = None
     """Of which API the answer is; ``None`` for one whose counts are not looked for."""
@@ -422,6 +351,7 @@ class ForwardExchange:
         if asked.has_prompt:
             self._form = self.target.route.answer if self.target.route is not None else None
             self._request = request = await application.prepare(self, asked, body)
+            self._reports = DispatchReports(application.backend, request.request_id)
             request.carrier = self
             request.trace = self.trace
             if place is not None:
@@ -456,23 +386,31 @@ class ForwardExchange:
 
     def send(self, dispatch_id: str, worker: WorkerKey, stage: Stage, params: bytes) -> None:
         place = self._application.backend.place_of(worker)
-        self._dispatch_id, self._stage, self._params = dispatch_id, stage, params
+        assert self._reports is not None, "it is booked"
+        self._reports.begin(dispatch_id)
+        self._stage, self._params = stage, params
         if place is None:
             # It left between the choice and this call, which are one turn of the loop: only a faulty policy does that.
             asyncio.get_running_loop().call_soon(self._attempt_failed, AnswerFailed(f"worker {worker} has no server"))
         elif stage is Stage.PREFILL:
-            self._begin_prefill(place)
+            if self._prefill is None:
+                self._prefill = PrefillLeg(self, self.target.path, self.values)
+            self.is_prefilled = False
+            self._prefill.begin(dispatch_id, place)
         else:
             self._attempt(place)
 
     def withdraw(self, dispatch_id: str) -> None:
-        if dispatch_id == self._prefill_id:
+        prefill = self._prefill
+        if prefill is not None and dispatch_id == prefill.dispatch_id:
             # Once the decode server has its KV, the prefill server has all but ended its own answer.
             if not self._has_output:
-                self._end_prefill()
-                self._free_kv()
-        elif dispatch_id == self._dispatch_id:
+                prefill.withdraw()
+        elif self._is_current(dispatch_id):
             self._close_server()
+
+    def _is_current(self, dispatch_id: str) -> bool:
+        return self._reports is not None and self._reports.dispatch_id == dispatch_id
 
     def ended(self, last: StreamDelta) -> None:
         self._last = last
@@ -557,7 +495,7 @@ class ForwardExchange:
         if self._request is not None and self._sent_for != (place.url, self._params):
             self._change(self._request, place)
         self._connection = connection
-        head, body, upload = self._head(server, place, self._sent_body), self._sent_body, self.upload
+        head, body, upload = self.head_for(server, place, self._sent_body), self._sent_body, self.upload
         if upload is not None:
             connection.send(self, (head, upload.first()), is_whole=False)
             upload.start(connection, self._refuse_upload)
@@ -566,7 +504,7 @@ class ForwardExchange:
         if self._is_paused:
             connection.pause()
 
-    def _head(self, server: ForwardServer, place: ServerPlace, body: bytes) -> bytes:
+    def head_for(self, server: ForwardServer, place: ServerPlace, body: bytes) -> bytes:
         """Return the head of the request as a server gets it."""
         scope = self.scope
         added = [(b"x-request-id", str(self.name).encode()), *server.key_headers]
@@ -589,10 +527,10 @@ class ForwardExchange:
 
     def _hop(self) -> Hop:
         """Return what a pool's router is to know of the request."""
-        request = self._request
-        if request is None:
+        request, reports = self._request, self._reports
+        if request is None or reports is None:
             return Hop()
-        return Hop(request.tenant, request.tenant_weight, request.priority, self._dispatch_id)
+        return Hop(request.tenant, request.tenant_weight, request.priority, reports.dispatch_id)
 
     def _refuse_upload(self, refusal: RequestError | Refused) -> None:
         self._upload_refusal = refusal
@@ -603,64 +541,47 @@ class ForwardExchange:
         self._sent_for = place.url, self._params
         changes = self._application.changes(self, request, place)
         self._sent_body = decode_body(changes.body, self._params)
-        self._asks_ids = changes.asks_ids
-        if not self.refused_ids:
-            self._use = changes.use
+        if not self.has_refused_ids:
+            self._sent_ids = None if changes.use is None else SentIds(changes.use, changes.asks_ids)
         if self.is_streamed and self._form is not None:
             self._filter = EventFilter(self._form, changes.asks_usage, changes.asks_ids)
             self._notes = self._filter.notes
 
-    # -- a prompt that another server computes -------------------------------------------------------------------------
+    # -- SplitRequest: a prompt that another server computes -----------------------------------------------------------
 
-    def _begin_prefill(self, place: ServerPlace) -> None:
-        self._prefill_id = self._dispatch_id
-        self.is_prefilled = False
-        server = self._application.server(place.url)
-        transfer = transfer_of(place.kind, self._prefill_id, server.target.host, place.kv_bootstrap_port)
-        self._prefilling = detached(self._prefill(place, server, transfer), "prompt on an engine server")
-        if begins_together(place.kind):
-            asyncio.get_running_loop().call_soon(self._report_prefilled, self._prefill_id, transfer)
+    def server_of(self, place: ServerPlace) -> ForwardServer:
+        return self._application.server(place.url)
 
-    async def _prefill(self, place: ServerPlace, server: ForwardServer, transfer: bytes) -> None:
-        dispatch_id, path, request = self._prefill_id, self.target.path, self._request
-        assert request is not None, "it has a prompt"
-        changed = self._application.changes(self, request, place).body
-        body = prefill_body(path, place.kind, changed, self.values, dispatch_id, transfer)
-        try:
-            answer = await collect(server, (self._head(server, place, body), body), None)
-            params = params_of(path, place.kind, answer.body) if answer.status == 200 else b""
-        except (AnswerFailed, OSError, TimeoutError, ValueError) as error:
-            why = f"computing the prompt on {server.url}: {str(error) or 'no answer in time'}"
-            self._prefill_failed(dispatch_id, AnswerFailed(why))
-            return
-        if answer.status != 200:
-            self._prefill_refused(dispatch_id, place, server, answer)
-            return
-        self.is_prefilled = True
-        self._kept_params = params if place.kind == "vllm" else b""
-        self.cached_tokens = read_answer(answer.body).cached_tokens
-        if not begins_together(place.kind):
-            self._report_prefilled(dispatch_id, params)
+    def body_for(self, place: ServerPlace) -> bytes:
+        assert self._request is not None, "it has a prompt"
+        return self._application.changes(self, self._request, place).body
 
-    def _report_prefilled(self, dispatch_id: str, params: bytes) -> None:
-        cached = self.cached_tokens if self.is_prefilled else None
-        self._report(TokenDelta(dispatch_id, 0, b"", FinishReason.PREFILLED, cached, disaggregated_params=params))
+    def decode_place(self) -> ServerPlace | None:
+        if self._request is None:
+            return None
+        places = self._application.backend.places(self._request.model)
+        return next((each for each in places if each.role is Role.DECODE), None)
 
-    def _prefill_failed(self, dispatch_id: str, error: AnswerFailed) -> None:
-        if dispatch_id == self._dispatch_id:
+    def take_transfer(self, dispatch_id: str, params: bytes) -> None:
+        if self._reports is not None:
+            self._reports.prefilled(dispatch_id, params, self.cached_tokens if self.is_prefilled else None)
+
+    def take_prompt(self, cached_tokens: int | None) -> None:
+        self.is_prefilled, self.cached_tokens = True, cached_tokens
+
+    def prefill_failed(self, dispatch_id: str, error: AnswerFailed) -> None:
+        if self._is_current(dispatch_id):
             self._attempt_failed(error)
-        elif self._request is not None and not self._has_output:
+        elif self._reports is not None and not self._has_output:
             log.warning("request %s: %s", self.name, error, extra=about(request_id=str(self.name)))
-            self._application.backend.on_carried_broken(self._request.request_id, dispatch_id, str(error))
+            self._reports.prefill_broken(dispatch_id, str(error))
 
-    def _prefill_refused(
-        self, dispatch_id: str, place: ServerPlace, server: ForwardServer, answer: WholeAnswer
-    ) -> None:
+    def prefill_refused(self, dispatch_id: str, place: ServerPlace, server: ForwardServer, answer: WholeAnswer) -> None:
         """Give the client the refusal of the prefill server as that of its request."""
-        if dispatch_id != self._dispatch_id:
+        if not self._is_current(dispatch_id):
             if answer.status in BUSY_STATUSES or self._has_output:
                 why = f"computing the prompt on {server.url}: the server answered {answer.status}"
-                self._prefill_failed(dispatch_id, AnswerFailed(why))
+                self.prefill_failed(dispatch_id, AnswerFailed(why))
                 return
             self._abort_connection()
         self._place, self._server, self._keys = place, server, server.keys
@@ -669,51 +590,22 @@ class ForwardExchange:
             self.on_data(answer.body)
         self.on_end()
 
-    def _free_kv(self) -> None:
-        """Have the prefill server free KV that no decode server will fetch."""
-        params, self._kept_params = self._kept_params, b""
-        if not params or self._request is None:
-            return
-        places = self._application.backend.places(self._request.model)
-        place = next((each for each in places if each.role is Role.DECODE), None)
-        if place is not None:
-            detached(self._free_on(place, params), "freeing KV of a prefill server")
-
-    async def _free_on(self, place: ServerPlace, params: bytes) -> None:
-        assert self._request is not None, "it has a prompt"
-        server = self._application.server(place.url)
-        changed = self._application.changes(self, self._request, place).body
-        body = freeing_body(self.target.path, changed, self.values, params)
-        try:
-            await collect(server, (self._head(server, place, body), body), FREEING_TIMEOUT_S)
-        except (AnswerFailed, OSError) as error:
-            log.warning("request %s: the KV of its prompt stays until its server frees it: %s", self.name, error)
-
-    def _end_prefill(self) -> None:
-        task, self._prefilling = self._prefilling, None
-        if task is not None:
-            task.cancel()
+    # -- the server ----------------------------------------------------------------------------------------------------
 
     def _attempt_failed(self, error: AnswerFailed) -> None:
         """Take note that a server did not answer; the router decides what follows."""
         self._connection = None
-        if self._request is None:
+        if self._reports is None:
             self._failure = error
             self._wake()
             return
         log.warning("request %s: %s", self.name, error, extra=about(request_id=str(self.name)))
         self.finish_reason = FinishReason.ERROR
-        self._report(
-            TokenDelta(self._dispatch_id, 0, b"", FinishReason.ERROR, error=str(error), refusal=RefusalKind.BROKEN)
-        )
-
-    def _report(self, delta: TokenDelta) -> None:
-        if self._request is not None:
-            self._application.backend.on_carried(self._request.request_id, delta)
+        self._reports.refused(RefusalKind.BROKEN, str(error))
 
     def _close_server(self) -> None:
-        if self._prefilling is not None:
-            self._end_prefill()
+        if self._prefill is not None:
+            self._prefill.stop()
         self._abort_connection()
 
     def _abort_connection(self) -> None:
@@ -721,15 +613,16 @@ class ForwardExchange:
         if self.upload is not None:
             self.upload.stop()
         if connection is not None:
-            self._kept_params = b""  # a server that has them, and whose client leaves, has the KV freed
+            if self._prefill is not None:
+                self._prefill.kv_is_asked_for()
             connection.abort()
 
     # -- AnswerSink: what the server sends -----------------------------------------------------------------------------
 
     def on_head(self, status: int, headers: HeaderList, is_chunked: bool) -> None:
         if self._place is not None and self._place.is_router:
-            if self._request is not None:
-                self._application.backend.on_answered(self._request.request_id, status, headers)
+            if self._reports is not None:
+                self._reports.answered(status, headers)
             elif status in UNSERVED_STATUSES and not _named_worker(headers):
                 self._close_server()
                 self._attempt_failed(AnswerFailed(f"the router of pool {self._place.worker} answered {status}"))
@@ -748,13 +641,7 @@ class ForwardExchange:
             return Withheld.BUSY
         if self._continues:
             return None if status == 200 and is_event_stream(headers) else Withheld.UNCONTINUED
-        use = self._use
-        if use is None:
-            return None
-        if use.sending is Sending.IDS and status in REFUSAL_STATUSES and not self.refused_ids:
-            return Withheld.REFUSED
-        is_cut = self._asks_ids is not TakenIds.NONE and status == 200 and not is_event_stream(headers)
-        return Withheld.CUT if is_cut else None
+        return None if self._sent_ids is None else self._sent_ids.withholds(status, headers)
 
     def _take_head(self, status: int, headers: HeaderList, is_chunked: bool) -> None:
         self._answer_status, self._answer_headers = status, headers
@@ -915,7 +802,7 @@ class ForwardExchange:
             assert self._kept is not None, "otherwise there is a reason"
             self._lost = str(error)
             self._kept.begin()
-            self._has_output, self._position = False, 0
+            self._has_output = False
             self._sent_for = "", b""  # for a filter of its own
             self._attempt_failed(error)
 
@@ -927,8 +814,7 @@ class ForwardExchange:
         self._wake()
 
     def _withhold(self, withheld: WithheldAnswer, data: bytes) -> None:
-        withheld.body += data
-        if len(withheld.body) <= (CUT_BYTES_MAX if withheld.why is Withheld.CUT else BUSY_BODY_BYTES_MAX):
+        if withheld.take(data):
             return
         self._withheld = None
         if withheld.why is Withheld.REFUSED:
@@ -942,41 +828,32 @@ class ForwardExchange:
             self._refused_to_continue(withheld.status)
             return
         self._take_head(withheld.status, withheld.headers, False)
-        self._answer_headers = [pair for pair in withheld.headers if pair[0] != b"content-length"]
+        self._answer_headers = withheld.headers_without_length()
         self.on_data(bytes(withheld.body))
 
     def _end_busy(self, busy: WithheldAnswer) -> None:
         self._busy = busy
         self.finish_reason = FinishReason.ERROR
-        reason = f"the server answered {busy.status}"
         self._queued_s = asyncio.get_running_loop().time()  # unless another gets it at once
-        self._report(
-            TokenDelta(
-                self._dispatch_id,
-                0,
-                b"",
-                FinishReason.ERROR,
-                error=reason,
-                refusal=RefusalKind.BUSY,
-                retry_after_ms=busy.retry_after_ms(),
-            )
-        )
+        assert self._reports is not None, "no other request is withheld from a busy server"
+        self._reports.refused(RefusalKind.BUSY, f"the server answered {busy.status}", busy.retry_after_ms())
 
     def _send_as_text(self, status: int) -> None:
         """Send the request once more to a server that refused its prompt's ids with ``status``, without them."""
-        self.refused_ids, self._sent_for = status, ("", b"")
+        assert self._sent_ids is not None, "they were refused"
+        self._sent_ids.refuse(status)
+        self._sent_for = "", b""
         if self._server is not None:
             self._reach(self._server)
 
     def _pass_cut(self, whole: WithheldAnswer) -> bool:
         """Take the ids out of a whole answer that has come, and let it pass; return ``False`` for one that its server
         aborted, in place of which another answers."""
-        body, self._notes = cut_answer(bytes(whole.body), self._asks_ids)
+        assert self._sent_ids is not None, "they are cut"
+        headers, body, self._notes = whole.cut(self._sent_ids.asked)
         if self._notes.is_aborted:
             self._attempt_failed(AnswerFailed(GAVE_UP_BY_ABORT))
             return False
-        length = b"%d" % len(body)
-        headers = [(name, length if name == b"content-length" else value) for name, value in whole.headers]
         self._take_head(whole.status, headers, False)
         self._whole = None
         self._begin_output(body)
@@ -1009,8 +886,8 @@ class ForwardExchange:
         if self.is_streamed:
             if self.first_token_ms is None:
                 self.first_token_ms = self._application.clock.monotonic_ms()
-            self._position = 1
-            self._report(TokenDelta(self._dispatch_id, 0, FIRST_OUTPUT))
+            if self._reports is not None:
+                self._reports.first_output()
         return True
 
     def _end_well(self) -> None:
@@ -1018,41 +895,23 @@ class ForwardExchange:
         self.cached_tokens = self._notes.cached_tokens
         if self._makes_state and self._notes.response_id is not None and self._place is not None:
             self._application.state.note(self._notes.response_id, self._place.url)
-        if self._use is not None and self._answer_status == 200:
-            self._learn(self._use)
+        if self._sent_ids is not None and self._answer_status == 200:
+            self._learn(self._sent_ids)
         is_well = self._answer_status < 400
-        self.finish_reason = FinishReason.STOP if is_well else FinishReason.ERROR
-        self._report_end(self.finish_reason, "" if is_well else f"the server answered {self._answer_status}")
+        self.finish_reason = reason = FinishReason.STOP if is_well else FinishReason.ERROR
+        self._report_end(reason, "" if is_well else f"the server answered {self._answer_status}")
 
-    def _learn(self, use: IdUse) -> None:
+    def _learn(self, sent: SentIds) -> None:
         """Take note of what the answer shows of the prompt's ids."""
-        request, place, stream, prompts = self._request, self._place, self._stream, self._application.prompts
+        request, place, stream, application = self._request, self._place, self._stream, self._application
         assert request is not None, "it has a prompt"
-        if self.refused_ids:
-            if place is None or place.url != use.kind.url:
-                return  # the one that refused them has not answered the text
-            prompts.refused(use, request, self.refused_ids)
-            self.ids = "refused"
-        elif use.sending is Sending.CHECKED:
-            is_followed = stream is not None and place is not None and self._application.backend.follows(place.worker)
-            promised_tokens = stream.promised_tokens if stream and is_followed else 0
-            self.ids = prompts.answered(use, request, self._notes, promised_tokens)
-        else:
-            self.ids = "sent"
+        assert place is not None, "it answered"
+        promised_tokens = 0 if stream is None else stream.promised_tokens
+        sent.learn(application.prompts, application.backend, request, place, self._notes, promised_tokens)
 
-    def _report_end(self, reason: FinishReason | str, error: str) -> None:
-        if self._is_settled or self._request is None:
-            return
-        self._report(
-            TokenDelta(
-                self._dispatch_id,
-                self._position,
-                b"",
-                FinishReason(reason),
-                self.cached_tokens,
-                error=error or None,
-            )
-        )
+    def _report_end(self, reason: FinishReason, error: str) -> None:
+        if self._reports is not None and not self._is_settled:
+            self._reports.ended(reason, self.cached_tokens, error)
 
     # -- a stream whose server died ------------------------------------------------------------------------------------
 
@@ -1103,16 +962,8 @@ class ForwardExchange:
 
     def _refused_to_continue(self, status: int) -> None:
         """Report that a server does not take the request whose stream it was to continue."""
-        self._report(
-            TokenDelta(
-                self._dispatch_id,
-                0,
-                b"",
-                FinishReason.ERROR,
-                error=f"the server answered {status} where it was to continue a stream",
-                refusal=RefusalKind.CANNOT_DO,
-            )
-        )
+        assert self._reports is not None, "its stream was that of a booked request"
+        self._reports.refused(RefusalKind.CANNOT_DO, f"the server answered {status} where it was to continue a stream")
 
     # -- the answer ----------------------------------------------------------------------------------------------------
 
@@ -1290,9 +1141,7 @@ class ForwardExchange:
             if self.has_head:
                 await self._end_stream(RequestError(busy.status, "busy", "every server is busy"))
                 return
-            headers = [pair for pair in busy.headers if pair[0] not in (b"content-length", b"transfer-encoding")]
-            headers.append((b"content-length", b"%d" % len(busy.body)))
-            await self._send_head(busy.status, headers)
+            await self._send_head(busy.status, busy.whole_headers())
             await self._send({"type": "http.response.body", "body": blotted(bytes(busy.body), self._keys)})
             return
         message = f"forwarding the request: {last.error or 'no server took it'}"
@@ -1377,6 +1226,16 @@ class ForwardExchange:
         return self._notes.prompt_tokens if self.has_one_prompt else None
 
     @property
+    def has_refused_ids(self) -> bool:
+        """Whether its server refused the prompt's ids."""
+        return self._sent_ids is not None and self._sent_ids.refused_status != 0
+
+    @property
+    def became_of_ids(self) -> str:
+        """What became of the prompt's ids, as the metric has it."""
+        return "none" if self._sent_ids is None else self._sent_ids.outcome
+
+    @property
     def notes(self) -> AnswerNotes:
         return self._notes
 
@@ -1420,12 +1279,6 @@ class ForwardExchange:
 def _named_worker(headers: Sequence[tuple[bytes, bytes]]) -> str:
     """Return who has answered, by the header lines of a pool's router; empty where that is the router itself."""
     return next((value for name, value in headers if name == WORKER_HEADER), b"").decode("latin-1")
-
-
-def is_event_stream(headers: Sequence[tuple[bytes, bytes]]) -> bool:
-    """Return whether an answer with these headers is a stream of events."""
-    fields = dict(headers)
-    return fields.get(b"content-type", b"").startswith(EVENT_STREAM) and b"content-encoding" not in fields
 
 
 def target_of(scope: Scope) -> bytes:
