@@ -294,6 +294,7 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         asked = self._asked_ms
         session = (turn.tenant, turn.session)
         queued.lane += SESSIONS
+        queued.waits_for_place = True
         queued.entered_ms = asked.setdefault(session, now_ms)
         if now_ms - queued.entered_ms > self._timeout_ms + ASKED_KEPT_MS:
             queued.entered_ms = asked[session] = now_ms

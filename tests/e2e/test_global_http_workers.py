@@ -67,7 +67,7 @@ def group(tmp_path: Path) -> Iterator[Process]:
     limits = ("--api-keys", str(keys(tmp_path / "keys.json")), "--max-queue-requests", str(QUEUE_LIMIT))
     # All at once: each waits for whom it needs.
     with (
-        Process("router", "--port", str(port), "--ingest-port", str(ingest)) as pool,
+        Process("router", "--port", str(port), "--ingest-port", str(ingest), "--worker-queue-factor", "2") as pool,
         Process(*worker, *small) as running,
         Process("global-router", *options, *limits) as router,
     ):

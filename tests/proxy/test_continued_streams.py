@@ -187,7 +187,8 @@ def test_stream_that_each_server_aborts_has_no_clean_end(pool: ScriptedPool) -> 
 
     answer = ask(pool)
 
-    assert "aborted" in error_of(answer)
+    # A pool's router ends its own answer, which is what a global router says of it.
+    assert ("closed the connection within its answer" if pool.is_global else "aborted") in error_of(answer)
     assert b'"abort"' not in answer.body
 
 
@@ -210,8 +211,9 @@ def test_stream_outlives_the_deaths_of_as_many_servers_as_a_request_may_move(poo
 
     answer = ask(pool)
 
-    assert len(pool.calls) == min(4, deaths + 1)
-    if deaths < 4:
+    moves_max = 4 + pool.is_global  # the last server of a pool's router ends the answer of one of its moves
+    assert len(pool.calls) == min(moves_max, deaths + 1)
+    if deaths < moves_max:
         assert answer.is_whole
         assert folded(answer.body) == folded(b"".join(undisturbed))
     else:
@@ -322,7 +324,7 @@ def test_sampled_stream_that_is_more_than_text_ends_with_an_error(
 
     assert why in error_of(answer)
     assert answer.body.startswith(b"".join(had))
-    assert len(pool.calls) == 2
+    assert len(pool.calls) == 2 + pool.is_global  # the router of the pool asks once more, and so does the global one
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -480,11 +482,11 @@ def test_client_that_does_not_read_holds_the_server_that_continues_back(pool: Sc
 
 def test_continuation_counts_as_a_move_and_its_stream_as_answered(pool: ScriptedPool) -> None:
     moves = "poolgrid_router_migrations_total"
-    before = metric(pool.url, moves)
+    before = sum(metric(url, moves) for url in pool.routers)
     in_turn(pool, dies_after(chat(UNITS, [1], 1)[:4]), serves(chat(UNITS, [1], 2)))
 
     assert ask(pool).is_whole
-    assert metric(pool.url, moves) == before + 1
+    assert sum(metric(url, moves) for url in pool.routers) == before + 1
 
 
 def test_only_generated_text_is_continued(pool: ScriptedPool) -> None:

@@ -151,7 +151,9 @@ def test_stream_that_breaks_off_at_each_server_ends_with_an_error_in_the_form_of
     assert events[0] == EVENT.removesuffix(b"\n\n")
     assert last.startswith(b"event: error\ndata: ")
     assert code_of(last) == "server_lost"
-    assert len(pool.calls) == CALLS_OF.get(path, 2)
+    calls = CALLS_OF.get(path, 2)
+    # Behind a global router each of its moves is to a router that moves the request too.
+    assert calls <= len(pool.calls) <= calls * (2 if pool.is_global else 1)
 
 
 @pytest.mark.parametrize("framing", ["transfer-encoding: chunked", "connection: close"])

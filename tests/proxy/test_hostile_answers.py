@@ -164,7 +164,8 @@ def test_id_of_any_length_is_passed_and_only_a_short_one_is_remembered(pool: Scr
     pool.post("/v1/responses", b'{"model":"tiny","input":"hi","previous_response_id":"%b"}' % (b"i" * length))
 
     asked = [each for server in pool.servers for each in server.targets if each.startswith("GET /v1/responses/")]
-    assert bool(asked) == (length > 256)
+    # To a pool's router, a target of this length is too long to be asked for.
+    assert bool(asked) == (length > 256 and not (pool.is_global and length > 65_536))
 
 
 @pytest.mark.parametrize("count", ["-1", "4294967296", "1" + "0" * 400, "1.5", '"7"', "NaN", "null", "[]"])

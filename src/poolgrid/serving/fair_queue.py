@@ -5,7 +5,8 @@ Rules
     2. In a lane a higher priority goes first, always. Within a priority it is the turn of the tenant that was served
        the fewest tokens (divided by its weight). Within a tenant, prompts of up to ``SHORT_PROMPT_TOKENS`` and longer
        ones have turns in the same way, each in order of arrival: a short one does not wait behind a backlog of long
-       ones, also where nothing distinguishes clients. Or the order is that of least uncached work.
+       ones, also where nothing distinguishes clients. Those that wait for a place have no such turns. Or the order is
+       that of least uncached work.
     3. A tenant is charged a request's prompt tokens when it leaves the queue for a worker, and its output tokens when
        they are known. A tenant that begins to wait takes over at least the count of the least served one that waits:
        a tenant cannot save up turns by being idle. This is the virtual token counter of Sheng et al., "Fairness in
@@ -71,6 +72,8 @@ class QueuedRequest(Generic[T]):
     resumed: bool = False
     arrival: int = -1
     """Number in the order of arrival, given by the queue."""
+    waits_for_place: bool = False
+    """Whether it waits for a place of its session in caches, which a short prompt takes no sooner than a long one."""
     is_short: bool = False
     """Whether it has its turns among the short prompts of its tenant; kept by the queue."""
     waits: bool = False
@@ -309,7 +312,11 @@ class FairQueue(Generic[T]):
         It is the request itself, alone and unqueued, when there is no room for it.
         """
         request.arrival = self._arrivals
-        request.is_short = self._order is QueueOrder.ARRIVAL and request.prompt_tokens <= SHORT_PROMPT_TOKENS
+        request.is_short = (
+            self._order is QueueOrder.ARRIVAL
+            and not request.waits_for_place
+            and request.prompt_tokens <= SHORT_PROMPT_TOKENS
+        )
         self._arrivals += 1
         if request.resumed:
             request.waits = True

@@ -50,7 +50,13 @@ class SessionLine:
         assert request.session is not None, "it has a turn"
         tokens = turn.blocks * self._block_size
         queued = QueuedRequest(
-            request, LANE, request.session.tenant, prompt_tokens=tokens, uncached_tokens=tokens, entered_ms=now
+            request,
+            LANE,
+            request.session.tenant,
+            prompt_tokens=tokens,
+            uncached_tokens=tokens,
+            entered_ms=now,
+            waits_for_place=True,
         )
         self._queue.enter(queued)
         self._tried = (-1, 0.0)  # it may be its turn
