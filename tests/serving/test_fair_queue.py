@@ -73,6 +73,16 @@ def test_a_short_prompt_of_a_tenant_does_not_wait_behind_its_long_ones_nor_they_
     assert [order.index(f"long-{number}") for number in range(3)] == [1, 227, 453]
 
 
+def test_turns_that_wait_for_a_place_go_in_the_order_of_arrival_whatever_their_length() -> None:
+    queue: FairQueue[str] = FairQueue(1000, NO_BOUND)
+    for number in range(20):
+        each = request(str(number), tokens=9000 if number % 2 else 40)
+        each.waits_for_place = True
+        queue.enter(each)
+
+    assert drained(queue) == [str(number) for number in range(20)]
+
+
 def test_kinds_of_prompts_save_no_turns_while_none_of_them_waits() -> None:
     queue: FairQueue[str] = FairQueue(1000, NO_BOUND)
     for number in range(20):
