@@ -146,12 +146,6 @@ ROWS: dict[str, Check] = {
     ),
     "run_engines.sh: one role alone": command("up --prefill 4", "prefill workers need a decode worker", 2),
     # hub names: tests/cli/test_hub_names.py and tests/workers/test_model_hub.py fetch from a hub of their own
-    "MODEL_PATH of a hub that is not reached": command(
-        f"{UP} --model-path Qwen/Qwen3-0.6B",
-        "--model-path Qwen/Qwen3-0.6B: looking for Qwen/Qwen3-0.6B at http://127.0.0.1:9: ",
-        2,
-        HF_ENDPOINT="http://127.0.0.1:9",
-    ),
     # options of workers and routers
     "--dyn-reasoning-parser gpt_oss": worker("--dyn-reasoning-parser gpt_oss", "trust_remote_code: false"),
     "--dyn-tool-call-parser harmony": worker("--dyn-tool-call-parser harmony", "trust_remote_code: false"),

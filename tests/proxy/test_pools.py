@@ -19,7 +19,9 @@ from tests.proxy.raw_client import CHAT, RawClient, chat_body
 from tests.proxy.scripted_server import ANSWER, PATIENCE_S, Call, chunk, serve_plainly, stream_head, whole
 from tests.transport.test_tls import Files
 
-pytestmark = [pytest.mark.e2e, pytest.mark.parametrize("module_pool", ["global router"], indirect=True)]
+pytestmark = pytest.mark.e2e
+
+FRONTS = ("global router",)
 
 EVENT = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\n'
 LONG = " ".join(str(number) for number in range(2000))
