@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "diagnosis": (),
     "kv_events": ("wire",),
     "kv_events.publisher_sockets": ("wire", "kv_events", "process", "transport"),
-    "forwarding": ("wire",),
+    "forwarding": ("wire", "diagnosis"),
     "structured_output": ("wire",),
     "process": ("wire",),
     "transport": ("wire", "process"),

@@ -32,6 +32,14 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=IDENTIFIER_BYTE
 
 Modality = Literal["text", "multimodal", "embedding", "image_diffusion", "video_diffusion"]
 
+MODEL_PATH_HELP = (
+    "Use this model: a directory, or a hub name where the engine loads weights. Arguments after -- go to a server "
+    "that is started with it."
+)
+ROLE_HELP = (
+    "Choose the role: whole requests and any leg, prefill only, decode and whole requests, or encode images "
+    "(some engines)."
+)
 MODALITY_HELP = "Serve text, text with images (multimodal), or tasks: embedding, image_diffusion, video_diffusion."
 
 

@@ -153,7 +153,7 @@ class PickerExchange:
     """The phases of one request. Implements ``poolgrid.router.endpoint_picker.stream_table.Held``."""
 
     def __init__(self, picks: Picker, table: StreamTable, gateway: str = "") -> None:
-        """``gateway`` is the address of who asks."""
+        """``gateway`` is the address from which it comes."""
         self._picks = picks
         self._gateway = gateway
         self._table = table

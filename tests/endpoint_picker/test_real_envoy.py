@@ -114,7 +114,7 @@ def test_a_stream_is_on_the_books_to_its_end_and_its_tokens_do_not_come_to_the_p
     with gateway.client.stream("POST", f"{gateway.url(mode)}/v1/completions", json=body) as answer:
         lines = answer.iter_lines()
         next(lines)
-        # The picker has closed its stream, or Envoy has, while the answer goes on.
+        # The picker has closed its stream, or Envoy has, before the answer has ended.
         gateway.until(lambda: gateway.streams("request") == 0, "no stream is open")
         assert gateway.metric("poolgrid_router_gateway_in_flight") == 1
         for server in gateway.servers:

@@ -1,4 +1,4 @@
-"""What a global router tells a pool's router passes one hop, and nothing else is taken for it."""
+"""The header from a global router to a pool's router passes one hop, and nothing else is taken for it."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def test_stream_that_each_server_aborts_has_no_clean_end(pool: ScriptedPool) -> 
 
     answer = ask(pool)
 
-    # A pool's router ends its own answer, which is what a global router says of it.
+    # A pool's router ends its own answer, which is the reason in the error of a global router.
     assert ("closed the connection within its answer" if pool.is_global else "aborted") in error_of(answer)
     assert b'"abort"' not in answer.body
 

@@ -16,13 +16,13 @@ from poolgrid.router.core.engine_times import card_prompt_ms
 from poolgrid.router.core.lane_placer import MISSES_MAX, LanePlacer, Tried
 from poolgrid.router.policy_loading import make_policy
 from poolgrid.serving.fair_queue import FairQueue, QueuedRequest
-from poolgrid.serving.token_delivery import TokenDelivery
 from poolgrid.wire.card import WorkerLimits
 from poolgrid.wire.events import PrefillCompleted, RequestStarted, WorkerJoined
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 from poolgrid.wire.requests import Sampling
 from tests.frontend.inference_requests import like
+from tests.router.test_held_requests import end, settled, submit
 from tests.router.test_service import Routed, card, routed
 
 A, B = WorkerKey(WorkerId("a")), WorkerKey(WorkerId("b"))
@@ -41,23 +41,6 @@ def join(router: Routed, worker: WorkerKey, endpoint: str, **more: Any) -> None:
 
 def request(name: str, tokens: int = 8000, **more: Any) -> InferenceRequest:
     return like(LONG, request_id=name, token_ids=pack_tokens(range(tokens)), **more)
-
-
-async def submit(router: Routed, *requests: InferenceRequest) -> list[asyncio.Task[TokenDelivery]]:
-    tasks = [asyncio.ensure_future(router.service.submit(each)) for each in requests]
-    await settled()
-    return tasks
-
-
-async def settled() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
-
-
-async def end(tasks: list[asyncio.Task[TokenDelivery]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def on_workers(router: Routed) -> list[str]:
@@ -86,7 +69,7 @@ async def test_one_of_many_goes_for_each_prompt_that_is_computed_in_the_order_of
 
         assert went[:3] == ["high", f"flood-{GIVEN}", "other"], "which began to wait with the count of the other tenant"
         assert "low" not in went
-        await end(tasks)
+        await end(*tasks)
         assert router.service.counts()[1] == 0
 
 
@@ -102,7 +85,7 @@ async def test_where_other_routers_send_too_the_bound_holds_for_the_sum() -> Non
             router.feed.tell((A, PrefillCompleted(f"other-{number}")))
         await settled()
         assert on_workers(router) == ["short", "long"]
-        await end(tasks)
+        await end(*tasks)
 
 
 async def test_a_prompt_of_any_length_goes_to_an_engine_without_prompts() -> None:
@@ -124,7 +107,7 @@ async def test_a_policy_that_knows_no_queues_uses_the_other_worker_while_one_has
         assert router.sent == [AT_A] * GIVEN + [AT_B] * GIVEN
         tasks += await submit(router, request("third"))
         assert not tasks[-1].done()
-        await end(tasks)
+        await end(*tasks)
 
 
 async def test_without_a_queue_none_waits_for_an_engine() -> None:
@@ -144,7 +127,7 @@ async def test_what_waits_is_recorded_by_what_comes_of_it_alone() -> None:
 
         assert noted.count("Booked") == GIVEN
         assert set(noted) == {"WorkerWanted", "Booked"}
-        await end(tasks)
+        await end(*tasks)
 
 
 class Log:
@@ -206,7 +189,7 @@ async def test_a_prompt_whose_first_token_cannot_be_seen_counts_until_it_is_expe
 def placer(
     found: Callable[[str], Tried], planned: list[list[str]], count: int = 40
 ) -> tuple[FairQueue[str], LanePlacer[str], list[str]]:
-    """Return a queue of ``count`` requests of one tenant, its placer, and the list of who was tried."""
+    """Return a queue of ``count`` requests of one tenant, its placer, and the list of those that were tried."""
     queue: FairQueue[str] = FairQueue(1000, 10**9)
     tried: list[str] = []
 
@@ -302,4 +285,4 @@ async def test_without_keys_a_client_does_not_wait_behind_the_backlog_of_another
         await settled()
 
         assert "other" in on_workers(router)
-        await end(tasks)
+        await end(*tasks)

@@ -97,7 +97,7 @@ def test_short_prompts_of_others_pass_a_backlog_of_long_ones(policy: str, keys: 
 
     assert (len(found[BYSTANDER]), len(found[FLOOD])) == (60, 150)
     assert max(found[BYSTANDER]) < BOUND_MS
-    # Nobody else's work is put off for it: the last long prompt is computed when two workers can have done that.
+    # No other work is put off for it: the last long prompt is computed when two workers can have done that.
     assert max(found[FLOOD]) < 1.15 * 150 * LONG_MS / 2
 
 

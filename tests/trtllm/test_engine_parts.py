@@ -19,7 +19,7 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import LoadReported
 from poolgrid.wire.hashing import BASE_SEED, hash_seed, pack_tokens, unpack_tokens
 from poolgrid.wire.requests import FinishReason, RefusalKind
-from poolgrid.workers.core.refusal import UNLIKELY
+from poolgrid.workers.core.engine_numbers import UNLIKELY
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError, ProgressMonitor
 from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
 from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts, adapter_number, adapters, model_facts

@@ -22,7 +22,8 @@ from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
 from poolgrid.wire.requests import RefusalKind, Routing
 from poolgrid.wire.sessions import SessionTurn
-from poolgrid.workers.core.refusal import UNLIKELY, RefusedError
+from poolgrid.workers.core.engine_numbers import UNLIKELY
+from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.engines.trtllm import library
 from poolgrid.workers.engines.trtllm.core.sampling import sampler_default
 from tests.fakes import tensorrt_llm_of

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 from math import gcd
 from typing import Final
 
 import msgspec
+
+from poolgrid.diagnosis.diagnosis import Diagnosis
 
 WINDOW: Final = 100
 """Requests of one worker that count: a fault must be named within so many."""
@@ -97,20 +98,8 @@ def split_uncached(isl: int, seen: int, best: int, promised: int, reported: int)
     return UncachedSplit(isl - seen, best - promised, seen - best, promised - reported)
 
 
-class Cause(Enum):
-    """A cause: its name, whether it raises an alert, what it means and what to change."""
-
-    def __new__(cls, name: str, is_fault: bool, meaning: str, fix: str) -> Cause:
-        cause = object.__new__(cls)
-        cause._value_ = name
-        cause.is_fault = is_fault
-        cause.meaning = meaning
-        cause.fix = fix
-        return cause
-
-    is_fault: bool
-    meaning: str
-    fix: str
+class Cause(Diagnosis):
+    """Why reuse is what it is; a fault raises an alert."""
 
     AGREES = ("agrees", False, "the worker reuses what the router promises", "")
     COLD = ("cold-workload", False, "prompts share too little for reuse: a low hit rate is no fault", "")

@@ -7,9 +7,9 @@ tokens of it than the engine looks for the wrong blocks. Both cost reuse, never 
 from __future__ import annotations
 
 from collections import Counter, deque
-from enum import Enum
 from typing import Final
 
+from poolgrid.diagnosis.diagnosis import Diagnosis
 from poolgrid.wire.answers import ModelFinding
 
 WINDOW: Final = 100
@@ -31,20 +31,8 @@ lengths are exact."""
 EVIDENCE_CHARS_MAX: Final = 200
 
 
-class TextCause(Enum):
-    """Why the tokens of a prompt are not known: its name, whether it is a fault, what it means and what to change."""
-
-    def __new__(cls, name: str, is_fault: bool, meaning: str, fix: str) -> TextCause:
-        cause = object.__new__(cls)
-        cause._value_ = name
-        cause.is_fault = is_fault
-        cause.meaning = meaning
-        cause.fix = fix
-        return cause
-
-    is_fault: bool
-    meaning: str
-    fix: str
+class TextCause(Diagnosis):
+    """Why the tokens of a prompt are not known."""
 
     TEMPLATE = (
         "template",

@@ -163,7 +163,8 @@ class ForwardApplication:
             return
         if hop is not None:
             scope[HOP] = hop
-        page = unasked_page(scope, self._page_origins)
+        # Its global router has looked, and has taken the client's key out, which shows that a browser asked first.
+        page = unasked_page(scope, self._page_origins) if hop is None else ""
         if page:
             what = f"{scope['method']} {scope['path']}: a web page of {page} sent it as a form can be sent"
             allowed = "allowed are pages of this server and of the origins in --cors-allow-origins"

@@ -84,8 +84,8 @@ class PrefillLeg:
 
     async def _compute(self, dispatch_id: str, place: ServerPlace, server: ForwardServer, transfer: bytes) -> None:
         request, path = self._request, self._path
-        body = prefill_body(path, place.kind, request.body_for(place), self._values, dispatch_id, transfer)
         try:
+            body = prefill_body(path, place.kind, request.body_for(place), self._values, dispatch_id, transfer)
             answer = await collect(server, (request.head_for(server, place, body), body), None)
             params = params_of(path, place.kind, answer.body) if answer.status == 200 else b""
         except (AnswerFailed, OSError, TimeoutError, ValueError) as error:

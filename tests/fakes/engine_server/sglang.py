@@ -174,11 +174,7 @@ class SglangServer(VllmServer):
 
     async def _serve(self, body: dict[str, Any], reply: Reply) -> None:
         self.bodies.append(body)
-        if self.faults.statuses:
-            await reply.whole(*self.faults.statuses.popleft())
-            return
-        if self.faults.scripts:
-            await self.faults.scripts.popleft()(reply)
+        if await self.faults.answer(reply):
             return
         room = body.get("bootstrap_room")
         if self.role and room is None:

@@ -68,11 +68,7 @@ class TrtllmServe(VllmServer):
     async def _complete(self, request: Request, reply: Reply) -> None:
         body = request.json()
         self.bodies.append(body)
-        if self.faults.statuses:
-            await reply.whole(*self.faults.statuses.popleft())
-            return
-        if self.faults.scripts:
-            await self.faults.scripts.popleft()(reply)
+        if await self.faults.answer(reply):
             return
         params = body.get("disaggregated_params") or {}
         sequence, cached = self.caches[0].begin(body["prompt"], "", "")

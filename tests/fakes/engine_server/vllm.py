@@ -130,6 +130,18 @@ class Faults:
     holds: deque[asyncio.Event] = field(default_factory=deque)
     """Nothing is computed before it is set."""
 
+    async def answer(self, reply: Reply) -> bool:
+        """Answer a completion if something is to go wrong with it; return whether it was."""
+        if self.every is not None:
+            await self.every(reply)
+        elif self.scripts:
+            await self.scripts.popleft()(reply)
+        elif self.statuses:
+            await reply.whole(*self.statuses.popleft())
+        else:
+            return False
+        return True
+
 
 @dataclass
 class Options:
@@ -435,14 +447,7 @@ class VllmServer:
     ) -> None:
         self.bodies.append(body)
         self.headers.append(request.headers)
-        if self.faults.every is not None:
-            await self.faults.every(reply)
-            return
-        if self.faults.scripts:
-            await self.faults.scripts.popleft()(reply)
-            return
-        if self.faults.statuses:
-            await reply.whole(*self.faults.statuses.popleft())
+        if await self.faults.answer(reply):
             return
         options = self.options
         prompt = body["prompt"]

@@ -39,7 +39,7 @@ def said(value: Any) -> bytes:
 
 @asynccontextmanager
 async def scripted(answers: Mapping[str, bytes], endless: bool = False) -> AsyncIterator[ServerClient]:
-    """Serve exact bytes by path, after which the connection ends or goes on without end."""
+    """Serve exact bytes by path, after which the connection ends or sends without end."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -120,7 +120,7 @@ def judged(facts: Any) -> None:
 
 
 @pytest.mark.parametrize("listed", MODELS_OF.values(), ids=MODELS_OF.keys())
-@pytest.mark.parametrize("owner", ["vllm", "sglang", "tensorrt_llm", "somebody"])
+@pytest.mark.parametrize("owner", ["vllm", "sglang", "tensorrt_llm", "another"])
 async def test_odd_models_are_refused_or_fit_a_card(listed: list[dict[str, Any]], owner: str) -> None:
     models = [{**each, "owned_by": owner} for each in listed]
     info = {"page_size": 16, "version": "0.5.23", "kv_events": {"dp_size": 2**40, "endpoint_port_base": 65_535}}

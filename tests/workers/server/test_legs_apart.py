@@ -191,7 +191,7 @@ async def stream_of(pool: Pool, number: int) -> list[int]:
     events = [each.removeprefix("data: ") for each in answer.text.split("\n\n") if each]
     assert events[-1] == "[DONE]", events
     chunks = [json.loads(each) for each in events[:-1]]
-    assert all(each["choices"] for each in chunks), "nobody asked for the chunk with usage"
+    assert all(each["choices"] for each in chunks), "the client did not ask for the chunk with usage"
     return [token for each in chunks for token in each["choices"][0]["token_ids"]]
 
 
@@ -226,7 +226,7 @@ async def test_a_decode_server_of_vllm_that_fails_before_its_first_token_costs_n
         else:
             assert await pool.ask(0) == LEGS * 2
         if fault == "cut":
-            # Nobody else would free the KV of the first prompt.
+            # No other request would free the KV of the first prompt.
             freeing = [body for body in pool.decode.bodies if body["max_tokens"] == 1]
             assert [each["kv_transfer_params"]["do_remote_prefill"] for each in freeing] == [True]
 

@@ -92,11 +92,6 @@ class ServerHealth:
         """Ask the server at once: something that it should have done has failed."""
         self._doubted.set()
 
-    def doubt_facts(self) -> None:
-        """Ask the server at once what it is: something contradicts what is known."""
-        self._models_due_ms = self._facts_due_ms = 0.0
-        self._doubted.set()
-
     async def run(self) -> None:
         """Look after the server until cancelled; raises ``EngineBrokenError`` when it came back as another."""
         while True:

@@ -17,9 +17,6 @@ FACTS_BYTES_MAX = 1024 * 1024
 """Largest answer in JSON that is asked for again and again, parsed on the event loop of all engines' follower in 40 ms:
 ``/v1/models`` with 1,700 adapters."""
 
-SCHEMA_BYTES_MAX = 8 * 1024 * 1024
-"""Largest description of a server's API, which is asked for once, at its start: it has every field of every request."""
-
 EVENTS_BYTES_MAX = 32 * 1024 * 1024
 """Largest answer of cache events: 100,000 of them, which is what waits for the follower at most."""
 

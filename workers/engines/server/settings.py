@@ -14,7 +14,7 @@ from poolgrid.wire.addresses import ip_endpoint_problem
 from poolgrid.wire.limits import SERVING_ENDPOINTS_MAX
 from poolgrid.workers.engines.server.core.launching import check_arguments
 from poolgrid.workers.engines.server.core.server_list import SERVERS_MAX, ServerEntry, read_entry, role_and_url
-from poolgrid.workers.settings import StepTimesSettings, WorkerProcessSettings
+from poolgrid.workers.settings import MODEL_PATH_HELP, ROLE_HELP, StepTimesSettings, WorkerProcessSettings
 
 PORTS = 65_536
 
@@ -234,10 +234,7 @@ class EngineServerSettings(EngineServersSettings, StepTimesSettings, WorkerProce
     model_path: str = Field(
         "",
         max_length=4096,
-        description=(
-            "Use this model: a directory, or a hub name where the engine loads weights. Arguments after -- go "
-            "to a server that is started with it."
-        ),
+        description=MODEL_PATH_HELP,
     )
     engine_command: str = Field(
         "",
@@ -270,10 +267,7 @@ class EngineServerSettings(EngineServersSettings, StepTimesSettings, WorkerProce
     """Deaths of its own server in a row after which the worker ends; each start loads the model."""
     role: Literal["aggregated", "prefill", "decode"] = Field(
         "aggregated",
-        description=(
-            "Choose the role: whole requests and any leg, prefill only, decode and whole requests, or encode "
-            "images (some engines)."
-        ),
+        description=ROLE_HELP,
     )
     max_num_tokens: ClassVar[int] = 8192
     """Tokens in one engine step of a rank, where the server does not say."""

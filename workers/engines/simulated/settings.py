@@ -30,7 +30,7 @@ from poolgrid.workers.engines.simulated.core.next_token import (
     AnswerLengths,
     Vocabulary,
 )
-from poolgrid.workers.settings import MODALITY_HELP, Modality, Name, check_task_role
+from poolgrid.workers.settings import MODALITY_HELP, MODEL_PATH_HELP, ROLE_HELP, Modality, Name, check_task_role
 from poolgrid.workers.tensor_transfer.settings import TensorSettings
 
 VOCABULARY_SIZE_DEFAULT = 32_000
@@ -52,10 +52,7 @@ class SimulatedWorkerSettings(TensorSettings):
     )
     role: Literal["aggregated", "prefill", "decode", "encode"] = Field(
         "aggregated",
-        description=(
-            "Choose the role: whole requests and any leg, prefill only, decode and whole requests, or encode "
-            "images (some engines)."
-        ),
+        description=ROLE_HELP,
     )
     kv_block_size: int = Field(
         32,
@@ -116,10 +113,7 @@ class SimulatedWorkerSettings(TensorSettings):
     model_path: str = Field(
         "",
         max_length=4096,
-        description=(
-            "Use this model: a directory, or a hub name where the engine loads weights. Arguments after -- go "
-            "to a server that is started with it."
-        ),
+        description=MODEL_PATH_HELP,
     )
     speedup: float = Field(
         1.0, gt=0.0, le=SPEEDUP_MAX, description="Run the engine this many times faster than its step times."

@@ -32,7 +32,8 @@ from poolgrid.wire.errors import WireError
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, TokenLogprobs
-from poolgrid.workers.core.refusal import RefusedError, UnableError, count_of
+from poolgrid.workers.core.engine_numbers import count_of
+from poolgrid.workers.core.refusal import RefusedError, UnableError
 from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
 from poolgrid.workers.engines.trtllm.calls import RequestPlan, TrtllmCalls
 from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec

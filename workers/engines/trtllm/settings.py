@@ -14,7 +14,7 @@ from poolgrid.process.settings import InputFile, Settings
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 from poolgrid.wire.tasks import MODALITIES, TASK_ROLES
-from poolgrid.workers.settings import MODALITY_HELP, StepTimesSettings, check_task_role
+from poolgrid.workers.settings import MODALITY_HELP, MODEL_PATH_HELP, StepTimesSettings, check_task_role
 from poolgrid.workers.tensor_transfer.settings import TensorSettings
 
 DisaggregationMode = Literal["prefill_and_decode", "prefill", "decode", "encode"]
@@ -75,10 +75,7 @@ class TrtllmSettings(Settings):
     model_path: str = Field(
         "",
         max_length=4096,
-        description=(
-            "Use this model: a directory, or a hub name where the engine loads weights. Arguments after -- go "
-            "to a server that is started with it."
-        ),
+        description=MODEL_PATH_HELP,
     )
     served_model_name: Name = Field(
         "",

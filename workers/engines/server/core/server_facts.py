@@ -15,7 +15,7 @@ import msgspec
 
 from poolgrid.wire.addresses import bracketed
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX, LORAS_PER_WORKER_MAX
-from poolgrid.workers.core.refusal import count_of
+from poolgrid.workers.core.engine_numbers import count_of
 
 VERSION_CHARS_MAX = 64
 """Of a version that are kept: a card has room for 256 bytes with the engine's name."""

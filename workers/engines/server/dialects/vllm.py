@@ -18,10 +18,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from poolgrid.wire.errors import DecodeError
-from poolgrid.workers.core.refusal import (
-    count_of,
-    digits_of,
-)
+from poolgrid.workers.core.engine_numbers import count_of, digits_of
 from poolgrid.workers.engines.server.core.engine_figures import EngineFigures, lines_of
 from poolgrid.workers.engines.server.core.launching import Launch, ServerCommand, WantedServer
 from poolgrid.workers.engines.server.core.server_facts import (

@@ -12,7 +12,7 @@ from typing import Any
 
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import FinishReason, TokenLogprobs
-from poolgrid.workers.core.refusal import UNLIKELY, logprob_of, token_of
+from poolgrid.workers.core.engine_numbers import UNLIKELY, logprob_of, token_of
 
 FINISH_REASONS = {
     "stop": FinishReason.STOP,

@@ -31,7 +31,6 @@ class Examination:
 
     findings: list[Finding]
     block_size: int | None
-    block_size_is_told: bool
     messages: int
     forms: str
     """How batches and events are written; empty = nothing arrived."""
@@ -85,7 +84,6 @@ def examine(evidence: Evidence) -> Examination:
     return Examination(
         findings,
         size,
-        evidence.told.block_size is not None,
         len(evidence.heard),
         _forms(streams),
         blocks,
