@@ -46,7 +46,7 @@ def _wake_up_once(server: Any) -> None:
 
 asyncio.Server._wakeup = _wake_up_once  # type: ignore[attr-defined]
 
-TEST_TIMEOUT_S = 600
+TEST_TIMEOUT_S = 270
 """After so long a test that is a coroutine has failed: one that waits for ever is named, and holds up nobody."""
 
 ANSWER_TIMEOUT_S = 120.0

@@ -14,9 +14,10 @@ from poolgrid.frontend.models import TINY_MODEL_PATH
 from tests.e2e.expectation import MODEL, expected_text
 from tests.e2e.fleet import pools
 from tests.e2e.processes import PATIENT, Process, becomes, metric, ready_workers
+from tests.forwarding.answer_streams import chat, folded, renamed
 from tests.proxy.pool import POOLS, SERVER_KEY, TWO_POOLS, ScriptedPool
 from tests.proxy.raw_client import CHAT, RawClient, chat_body
-from tests.proxy.scripted_server import ANSWER, PATIENCE_S, Call, chunk, serve_plainly, stream_head, whole
+from tests.proxy.scripted_server import ANSWER, LAST_CHUNK, PATIENCE_S, Call, chunk, serve_plainly, stream_head, whole
 from tests.transport.test_tls import Files
 
 pytestmark = pytest.mark.e2e
@@ -166,10 +167,39 @@ def test_a_pools_router_that_dies_costs_its_waiting_requests_nothing(pool: Scrip
     is_back(pool)
 
 
-def test_a_stream_whose_pools_router_dies_ends_with_an_error(pool: ScriptedPool) -> None:
+def test_a_stream_whose_pools_router_dies_is_continued(pool: ScriptedPool) -> None:
+    units = [("content", each) for each in ("a", " b", " c")]
+    events = chat(units, [1], 1)
+
     def script(call: Call) -> None:
-        call.send(stream_head() + chunk(EVENT))
-        call.wait_until_left()
+        if len(pool.calls) == 1:
+            call.send(stream_head() + b"".join(map(chunk, events[:2])))
+            call.wait_until_left()
+        else:
+            call.send(stream_head() + b"".join(map(chunk, chat(units, [1], 2))) + LAST_CHUNK)
+
+    pool.on(script)
+    with pool.client() as client:
+        client.ask("POST", CHAT, chat_body(stream=True, temperature=0, stream_options={"include_usage": True}))
+        answer = client.head()
+        while answer.body != b"".join(events[:2]):
+            assert client.next_chunk(answer)
+        router_of(pool, "far").kill()
+        while client.next_chunk(answer):
+            pass
+
+    assert folded(renamed(answer.body)) == folded(b"".join(events))
+    assert [len(each.calls) for each in pool.servers] == [1, 1]
+    is_back(pool)
+
+
+def test_a_stream_that_no_pool_continues_ends_with_an_error_when_its_pools_router_dies(pool: ScriptedPool) -> None:
+    def script(call: Call) -> None:
+        if len(pool.calls) == 1:
+            call.send(stream_head() + chunk(EVENT))
+            call.wait_until_left()
+        else:
+            call.send(whole(b'{"error":"no"}', 400))
 
     pool.on(script)
     with pool.client() as client:
@@ -181,8 +211,9 @@ def test_a_stream_whose_pools_router_dies_ends_with_an_error(pool: ScriptedPool)
 
     last = answer.body.removeprefix(EVENT)
     assert last.startswith(b"event: error\ndata: ")
-    assert json.loads(last.partition(b"data: ")[2])["error"]["code"] == "server_lost"
-    assert pool.servers[0].calls == []
+    error = json.loads(last.partition(b"data: ")[2])["error"]
+    assert error["code"] == "server_lost"
+    assert "answered 400" in error["message"]
     is_back(pool)
 
 
