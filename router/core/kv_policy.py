@@ -374,7 +374,7 @@ def _next_of_few(request: RoutingRequest, candidates: Candidates, engines: FewEn
 
 
 class TermsOfFew(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """The terms of a choice, worked out again when they are asked for, which is rarely."""
+    """The terms of a choice, worked out again when they are asked for: once where decisions are recorded."""
 
     request: RoutingRequest
     candidates: Candidates

@@ -38,7 +38,7 @@ from poolgrid.router.core.inputs import (
     TurnOffered,
     WorkerWanted,
 )
-from poolgrid.router.core.policy import EXPECTED_MS, OWN_MS, PACE, Candidates, Choice, Forecast, RoutingRequest
+from poolgrid.router.core.policy import EXPECTED_MS, OWN_MS, PACE, Candidates, Choice, Column, Forecast, RoutingRequest
 from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, Projection
 from poolgrid.router.core.stage_plan import LegChoice
 from poolgrid.router.core.working_set import Admission
@@ -55,6 +55,9 @@ DECISIONS = SegmentKind(
 
 COMPRESSION_LEVEL = 1
 """zlib's quickest: columns are mostly small integers as floats, which it shrinks to a fifth."""
+
+WINDOW_BITS, MEMORY_LEVEL = 12, 5
+"""Most columns have some hundreds of bytes: the tables of zlib's usual window take twice their time to prepare."""
 
 INPUTS_VERSION = 11
 """Which inputs a router's state is made of, and what they mean: higher than what a reader knows, it cannot replay.
@@ -377,15 +380,18 @@ def stream_check(check: int, record: JournalRecord) -> int:
     return check
 
 
-def pack_columns(numbers: Sequence[int], choice: Choice, candidates: Candidates) -> bytes:
+def pack_columns(
+    numbers: Sequence[int], costs: Column | None, terms: Mapping[str, Column], candidates: Candidates
+) -> bytes:
     """Return the candidates and every number about them, compressed."""
     columns = [getattr(candidates, name) for name in _FEATURE_COLUMNS]
-    if choice.costs is not None:
-        columns.append(choice.costs)
-    columns.extend(choice.terms.values())
+    if costs is not None:
+        columns.append(costs)
+    columns.extend(terms.values())
     parts = [np.asarray(numbers, "<u4").tobytes()]
-    parts += [np.ascontiguousarray(column, "<f8").tobytes() for column in columns]
-    return zlib.compress(b"".join(parts), COMPRESSION_LEVEL)
+    parts += [np.asarray(column, "<f8").tobytes() for column in columns]
+    compressor = zlib.compressobj(COMPRESSION_LEVEL, zlib.DEFLATED, WINDOW_BITS, MEMORY_LEVEL)
+    return compressor.compress(b"".join(parts)) + compressor.flush()
 
 
 def decision_of(made: DecisionMade, workers: Sequence[WorkerKey]) -> Decision:
@@ -429,6 +435,7 @@ def path_of(made: DecisionMade) -> tuple[int, ...]:
 def made_of(wanted: WorkerWanted, decision: Decision, number_of: Mapping[WorkerKey, int]) -> DecisionMade:
     """Return the entry of a decision and of what led to it; ``number_of`` knows every worker in them."""
     choice, candidates = decision.choice, decision.candidates
+    terms = choice.terms  # which are worked out each time that they are asked for
     return DecisionMade(
         decision.request,
         pack_hashes(wanted.path),
@@ -442,9 +449,9 @@ def made_of(wanted: WorkerWanted, decision: Decision, number_of: Mapping[WorkerK
         choice.row,
         choice.reason,
         len(candidates),
-        pack_columns([number_of[worker] for worker in candidates.workers], choice, candidates),
+        pack_columns([number_of[worker] for worker in candidates.workers], choice.costs, terms, candidates),
         choice.costs is not None,
-        tuple(choice.terms),
+        tuple(terms),
         [(number_of[worker], why) for worker, why in decision.filtered.items()],
         [(number_of[worker], why) for worker, why in decision.untrusted.items()],
         decision.behind_records,

@@ -90,6 +90,8 @@ class Guard(asyncio.Protocol):
     """Clients before HTTP/1.1 do not; the end of the connection is the end of their answer."""
     _unchunks = False
     """uvicorn writes chunks, for a client that does not know them."""
+    _head = b""
+    """Of an answer: held until the end of this turn of the loop, so that what follows it is the same system call."""
     _allowed_host: bytes | None = None
     """That of the request before: clients of one connection name one."""
     _tunnel: tuple[Callable[[bytes], None], Callable[[], None]] | None = None
@@ -216,9 +218,17 @@ class Guard(asyncio.Protocol):
             return
         if not self.is_answering:
             data = self._begun(data)
+            if self.is_answering:
+                self._head = data
+                self._loop.call_soon(self._write_head)
+                return
         elif self._unchunks:
             data = unchunked(data)
-        self.transport.write(data)
+        if self._head:
+            head, self._head = self._head, b""
+            self.transport.writelines((head, data))
+        else:
+            self.transport.write(data)
 
     def close(self) -> None:
         """Close the connection when the client has what was written."""
@@ -229,6 +239,7 @@ class Guard(asyncio.Protocol):
         """Cut the connection within an answer."""
         if not self.is_lost:
             self._detach()  # uvicorn would log that the application did not complete its answer
+            self._write_head()
             self.transport.abort()
 
     def break_off(self) -> None:
@@ -435,6 +446,12 @@ class Guard(asyncio.Protocol):
             return data.replace(CHUNKED_LINE, b"", 1)
         return data
 
+    def _write_head(self) -> None:
+        """Write the head that is held, if nothing has followed it."""
+        head, self._head = self._head, b""
+        if head and not self.is_lost:
+            self.transport.write(head)
+
     def refuse_invalid(self) -> None:
         """Refuse what is not HTTP."""
         self._is_invalid = False
@@ -468,6 +485,7 @@ class Guard(asyncio.Protocol):
         """Close the connection when the client has what was written."""
         self.is_discarding = True
         self._reader.drop()
+        self._write_head()
         self.transport.close()
         self.wait_in(self.table.closing)
 

@@ -124,6 +124,7 @@ class ForwardApplication:
         self._domains = domains
         self._tracing = tracing
         self._own_paths = own_paths
+        self._own_folders = tuple(f"{each}/" for each in own_paths)
         self._servers: dict[str, ForwardServer] = {}
         self.state = ServerState()
         self._open: set[ForwardExchange] = set()
@@ -151,7 +152,7 @@ class ForwardApplication:
             await self._inner(scope, receive, send)
 
     def _is_own(self, path: str) -> bool:
-        return path in self._own_paths or any(path.startswith(each + "/") for each in self._own_paths)
+        return path in self._own_paths or path.startswith(self._own_folders)
 
     async def _forwarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward one request, whose caller may ask for its path where there are keys."""
