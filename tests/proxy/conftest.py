@@ -16,14 +16,14 @@ from tests.proxy.scripted_server import ScriptedServer
 
 @pytest.fixture(scope="module")
 def pool_options() -> tuple[str, ...]:
-    """Further options of the pool of a module, which may have its own."""
+    """Settings of the routers of a module, as ``name=value``; a module may have its own."""
     return ()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a module with what its ``FRONTS`` names: two hops add minutes where servers die."""
+    """Run a module behind a router and behind a global router, or only behind what its ``FRONTS`` names."""
     if "module_pool" in metafunc.fixturenames:
-        fronts = getattr(metafunc.module, "FRONTS", ("router",))
+        fronts = getattr(metafunc.module, "FRONTS", ("router", "global router"))
         metafunc.parametrize("module_pool", fronts, indirect=True, scope="module")
 
 
@@ -40,7 +40,9 @@ def module_pool(
         document.write_text(json.dumps(TWO_POOLS))
         fronts = [f"--engine-url={name}={each.url}" for name, each in zip(POOLS, servers, strict=True)]
         fronts += ["--pools", str(document)]
-    options = ("--port", "0", "--model-path", str(TINY_MODEL_PATH), *PATIENT, *pool_options)
+    parts = ("router", "global-router") if request.param == "global router" else ("router",)
+    settings = [word for part in parts for each in pool_options for word in ("--part-option", f"{part}.{each}")]
+    options = ("--port", "0", "--model-path", str(TINY_MODEL_PATH), *PATIENT, *settings)
     environment = {"POOLGRID_ENGINE_API_KEY": SERVER_KEY}
     try:
         with Process("up", *fronts, *options, log=log, environment=environment) as up:

@@ -27,8 +27,6 @@ from tests.proxy.scripted_server import (
     whole,
 )
 
-FRONTS = ("router", "global router")
-
 pytestmark = pytest.mark.e2e
 
 PATHS = {"chat": CHAT, "completion": "/v1/completions", "messages": "/v1/messages", "responses": "/v1/responses"}

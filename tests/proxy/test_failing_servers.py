@@ -13,8 +13,6 @@ from tests.proxy.pool import ScriptedPool
 from tests.proxy.raw_client import CHAT, chat_body
 from tests.proxy.scripted_server import ANSWER, LAST_CHUNK, PATIENCE_S, Call, chunk, serve_plainly, stream_head, whole
 
-FRONTS = ("router", "global router")
-
 pytestmark = pytest.mark.e2e
 
 EVENT = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\n'

@@ -7,8 +7,6 @@ import pytest
 from tests.forwarding.engine_routes import OPERATORS
 from tests.proxy.pool import ScriptedPool
 
-FRONTS = ("router", "global router")
-
 pytestmark = pytest.mark.e2e
 
 SPELLINGS = [

@@ -13,8 +13,6 @@ from tests.proxy.pool import ScriptedPool
 from tests.proxy.raw_client import CHAT, chat_body
 from tests.proxy.scripted_server import ANSWER, LAST_CHUNK, Call, chunk, stream_head, whole
 
-FRONTS = ("router", "global router")
-
 pytestmark = pytest.mark.e2e
 
 BODIES = {

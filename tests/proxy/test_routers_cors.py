@@ -16,6 +16,9 @@ from tests.proxy.scripted_server import Call, chunk, serve_plainly, stream_head,
 
 pytestmark = pytest.mark.e2e
 
+FRONTS = ("router",)
+"""Clients' keys are not those of pools: ``test_pools_with_keys.py``."""
+
 PAGE = "https://page.example"
 OTHER = "https://other.example"
 ASKS = ("access-control-request-method: POST", "access-control-request-headers: authorization, content-type")
@@ -35,8 +38,7 @@ def pool_options(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     keys: Path = tmp_path_factory.mktemp("keys") / "keys.json"
     tenant = key_file.Tenant(keys=(key_file.Key(key_file.hash_key(KEY)),), operator=True)
     key_file.write(keys, msgspec.structs.replace(key_file.new_document(), tenants={"page": tenant}))
-    parts = (f"router.api-keys={keys}", f"router.cors-allow-origins={PAGE}")
-    return tuple(word for each in parts for word in ("--part-option", each))
+    return f"api-keys={keys}", f"cors-allow-origins={PAGE}"
 
 
 @pytest.fixture

@@ -13,8 +13,6 @@ from tests.proxy.pool import SERVER_KEY, ScriptedPool
 from tests.proxy.raw_client import chat_body
 from tests.proxy.scripted_server import Call, ScriptedServer, whole
 
-FRONTS = ("router", "global router")
-
 pytestmark = pytest.mark.e2e
 
 

@@ -27,7 +27,7 @@ UNFINISHED = "poolgrid_http_unfinished_bytes"
 
 @pytest.fixture(scope="module")
 def pool_options() -> tuple[str, ...]:
-    return ("--part-option", f"router.max-body-bytes={LIMIT_BYTES}")
+    return (f"max-body-bytes={LIMIT_BYTES}",)
 
 
 def field(name: str, value: str) -> bytes:
