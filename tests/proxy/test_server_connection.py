@@ -118,7 +118,7 @@ async def taken(data: bytes, size: int, method: bytes = b"GET") -> tuple[Taken, 
     for at in range(0, len(data), size):
         if not transport.is_closing():
             connection.data_received(data[at : at + size])
-        for _ in range(len(data) // 400 + 2):
+        for _ in range(min(size, len(data)) // 400 + 2):
             await asyncio.sleep(0)
     return sink, released, connection
 

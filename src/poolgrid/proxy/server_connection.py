@@ -23,6 +23,8 @@ import httptools
 
 from poolgrid.proxy.chunks import ChunkError, ChunkReader, are_whole
 
+HEAD_END: Final = b"\r\n\r\n"
+
 HEAD_BYTES_MAX: Final = 64 * 1024
 """Longest head of an answer; servers in use stay below 16 KiB."""
 
@@ -122,7 +124,7 @@ class ServerConnection(asyncio.Protocol):
     def _begin(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
         self._mode = _Mode.HEAD
-        self._head = b""
+        self._head = bytearray()
         self._headers: HeaderList = []
         self._chunks = ChunkReader()
         self._in_head = True
@@ -268,15 +270,22 @@ class ServerConnection(asyncio.Protocol):
     # -- an answer -----------------------------------------------------------------------------------------------------
 
     def _take_head(self, sink: AnswerSink, data: bytes) -> None:
-        data = self._head + data if self._head else data
+        searched = 0
+        if self._head:
+            # It may come byte by byte: what was searched is not searched again, nor copied.
+            searched = max(0, len(self._head) - len(HEAD_END) + 1)
+            self._head += data
+            if self._head.find(HEAD_END, searched) < 0 and len(self._head) <= HEAD_BYTES_MAX:
+                return
+            data, self._head = bytes(self._head), bytearray()
         while True:
-            cut = data.find(b"\r\n\r\n", 0, HEAD_BYTES_MAX + 4)
+            cut = data.find(HEAD_END, searched, HEAD_BYTES_MAX + len(HEAD_END))
+            searched = 0
             if cut < 0:
                 if len(data) > HEAD_BYTES_MAX:
                     raise ChunkError(f"its head has more than {HEAD_BYTES_MAX} bytes")
-                self._head = data
+                self._head = bytearray(data)
                 return
-            self._head = b""
             self._in_head = True
             self._parser.feed_data(data[: cut + 4])
             data = data[cut + 4 :]
