@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from lab.website import support_page
+from lab.website import figures, support_page
 from lab.website.build import llms_text, openapi_page
 from lab.website.navigation import BELOW, HOME, NAVIGATION
 from lab.website.plots import DATE, DOCS, PAGE, PLOTS, PLOTTED, first_number, ratio_range, table_rows
 from poolgrid.workers.engines.registry import engines
 
 ROOT = Path(__file__).parents[1]
-PLACES = (".", "docs", "docs/decisions", "pool_configs", "engine_configs", "launch", "tests/data")
+PLACES = (".", "docs", "docs/internals", "docs/decisions", "pool_configs", "engine_configs", "launch", "tests/data")
 PAGES = [path for place in PLACES for path in sorted((ROOT / place).glob("*.md"))]
 DIAGRAMS = ("flowchart", "sequenceDiagram")
 
@@ -94,6 +94,14 @@ def test_the_plot_of_event_planes_shows_the_numbers_of_its_table() -> None:
     assert len(rows) == 2
     for row in rows:
         assert f">{first_number(row[6]):,.0f}<" in drawn, f"run: make plots ({row})"
+
+
+def test_figures_on_several_pages_are_those_of_their_table() -> None:
+    pages = figures.pages()
+
+    assert {path.name for path in pages} >= {"README.md", "CHANGELOG.md", "benchmarks.md", "comparison.md"}
+    for path, text in pages.items():
+        assert path.read_text(encoding="utf-8") == text, "run: make docs"
 
 
 def test_a_table_that_is_gone_is_named() -> None:

@@ -2,8 +2,9 @@
 
 ``python -m lab.website.metrics_tables`` writes them (``make docs``); a test fails while a page differs. A table stands
 between ``<!-- metrics: poolgrid_worker_ -->`` and ``<!-- /metrics -->``. It holds the metrics whose names begin with
-one of the words of its mark. The text of a row is the metric's own help; ``FURTHER`` adds links to where more is said.
-Rows keep their order: a new metric goes below those that begin like it, and a row leaves with its metric.
+one of the words of its mark. A row has the labels of its metric in braces, and the metric's own help; ``FURTHER`` adds
+links to where more is said. Rows keep their order: a new metric goes below those that begin like it, and a row leaves
+with its metric.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ EVERY_METRIC = "metrics.md"
 PAGES = (EVERY_METRIC,)
 
 FURTHER = {
-    "poolgrid_consolidator_source_state": "[States](consolidator.md#stream-states).",
+    "poolgrid_consolidator_source_state": "[States](internals/consolidator.md#stream-states).",
     "poolgrid_frontend_media_refused_total": "[Codes](multimodal.md).",
     "poolgrid_frontend_refusals_total": "[Codes](http_api.md#refusals).",
     "poolgrid_http_certificate_stale": "[TLS](security.md#tls).",
     "poolgrid_http_refused_total": "[Reasons](security.md#http-connection-limits).",
     "poolgrid_plane_refused_peers_total": "[CURVE](security.md#curve).",
-    "poolgrid_router_further_sources": "[Further sources](consolidator.md#further-sources-of-a-worker).",
-    "poolgrid_router_recorded_decisions_total": "[Decision journal](replay.md).",
+    "poolgrid_router_further_sources": "[Further sources](internals/consolidator.md#further-sources-of-a-worker).",
+    "poolgrid_router_recorded_decisions_total": "[Decision journal](measuring.md#replay).",
 }
 """Where more is said of a metric: a help is plain text, which has no links."""
 
-HEAD = "| metric | type | labels | description |\n|---|---|---|---|\n"
+HEAD = "| metric | description |\n|---|---|\n"
 
 _TABLE = re.compile(r"(<!-- metrics: ([a-z_ ]+) -->\n)(.*?)(<!-- /metrics -->)", re.DOTALL)
-_NAME = re.compile(r"^\| `(poolgrid_\w+)` \|", re.MULTILINE)
+_NAME = re.compile(r"^\| `(poolgrid_\w+)(?:\{[a-z_,]+\})?` \|", re.MULTILINE)
 
 
 def with_tables(page: str, metrics: Sequence[Exported]) -> str:
@@ -74,9 +75,10 @@ def _place_of(name: str, names: Sequence[str]) -> int:
 
 
 def _row(metric: Exported) -> str:
-    labels = ", ".join(f"`{label}`" for label in metric.labels)
-    words = " ".join(filter(None, (metric.family.documentation, FURTHER.get(metric.name))))
-    return f"| `{metric.name}` | {metric.family.type} | {labels}{' ' if labels else ''}| {words} |\n"
+    labels = f"{{{','.join(metric.labels)}}}" if metric.labels else ""
+    kind = "Histogram." if metric.family.type == "histogram" else ""
+    words = " ".join(filter(None, (kind, metric.family.documentation, FURTHER.get(metric.name))))
+    return f"| `{metric.name}{labels}` | {words} |\n"
 
 
 if __name__ == "__main__":

