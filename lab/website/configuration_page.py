@@ -37,6 +37,12 @@ from poolgrid.workers.settings import WorkerProcessSettings
 SOURCE_ROOT = Path(__file__).resolve().parents[2]
 DOCS = SOURCE_ROOT / "docs"
 
+WORDS_MAX = 12
+"""Longest list of allowed words: the formats of models have a page."""
+
+UNSET = ("none", "empty", "off")
+"""Defaults that the page leaves out."""
+
 BOUNDS = ("ge", "gt", "le", "lt")
 """Rules of a field that the page writes."""
 
@@ -163,8 +169,8 @@ HEAD = """\
 
 <!-- Generated: python -m lab.website.configuration_page -->
 
-The options of every command, generated from the code. `poolgrid COMMAND --help` lists the basic ones, `--help PANEL`
-one group, `--help-all` every option.
+The options of every command, generated from the code, each with its default; an option without one is unset or off.
+`poolgrid COMMAND --help` lists the basic ones, `--help PANEL` one group, `--help-all` every option.
 
 **Environment variables.** Every option has one: `--max-queue-requests` is `POOLGRID_MAX_QUEUE_REQUESTS`, the same for
 every command. Set `POOLGRID_HOST` and similar variables per process, not per machine.
@@ -234,9 +240,10 @@ def _section(section: Section, above: dict[str, str], texts: set[tuple[str, str]
     rows, same = [], []
     for name, field in fields.items():
         option = f"`{options[name]}`"
-        allowed = shown_range(field)
         text = description_cell(field.description)
-        row = f"| {option} | {shown_default(field)} | {text}{f' ({allowed})' if allowed else ''} |"
+        allowed = shown_range(field, text)
+        named = " ".join([option, *([] if (default := shown_default(field)) in UNSET else [default])])
+        row = f"| {named} | {text}{f' ({allowed})' if allowed else ''} |"
         if above.get(option) == row:
             same.append(option)
         else:
@@ -245,7 +252,7 @@ def _section(section: Section, above: dict[str, str], texts: set[tuple[str, str]
         texts.add((option, text))
     lines = [f"## {section.title}: `poolgrid {section.command}`", "", section.text, ""]
     if rows:
-        lines += ["| option | default | description (allowed) |", "|---|---|---|", *rows, ""]
+        lines += ["| option, default | description (allowed) |", "|---|---|", *rows, ""]
     if same:
         lines += [f"As in a table above: {', '.join(same)}.", ""]
     return "\n".join(lines)
@@ -267,15 +274,15 @@ def _top() -> str:
     lines = [
         "## Live view: `poolgrid top`",
         "",
-        "| option | default | description |",
-        "|---|---|---|",
+        "| option, default | description |",
+        "|---|---|",
     ]
     for parameter in _parameters("top"):
         if parameter.name == "help":
             continue
-        default = f"`{parameter.default}`" if parameter.to_info_dict()["default"] else "off"
+        default = f" `{parameter.default}`" if parameter.to_info_dict()["default"] else ""
         text = parameter.help.partition(" [default:")[0]
-        lines.append(f"| `{parameter.opts[0]}` | {default} | {text} |")
+        lines.append(f"| `{parameter.opts[0]}`{default} | {text} |")
     return "\n".join([*lines, ""])
 
 
@@ -311,9 +318,13 @@ def shown_default(field: FieldInfo) -> str:
     return f"`{_number(value)}`"
 
 
-def shown_range(field: FieldInfo) -> str:
-    """Return the allowed values of a field: words, or a range of numbers."""
+def shown_range(field: FieldInfo, said: str = "") -> str:
+    """Return the allowed values of a field, words or a range of numbers, that its description does not have."""
     words = _literal(field.annotation)
+    if len(words) > WORDS_MAX:
+        return f"[{len(words)} names](internals/parsers.md#selection)"
+    if all(re.search(rf"\b{re.escape(word)}\b", said) for word in words) and words:
+        return ""
     if words:
         return ", ".join(f"`{word}`" for word in words)
     bounds: dict[str, Any] = {}
@@ -326,7 +337,7 @@ def shown_range(field: FieldInfo) -> str:
         low = _number(bounds["ge"], grouped=True)
     high = next((_number(bounds[name], grouped=True) for name in ("le", "lt") if name in bounds), "")
     if low and high:
-        return f"{low} to {high}" if "gt" in bounds else f"{low}–{high}"
+        return f">{low.removeprefix('above ')}–{high}" if "gt" in bounds else f"{low}–{high}"
     return f"from {low}" if low and "ge" in bounds else low or f"to {high}"
 
 

@@ -42,7 +42,10 @@ _NAME = re.compile(r"^\| `(poolgrid_\w+)(?:\{[a-z_,]+\})?` \|", re.MULTILINE)
 
 def with_tables(page: str, metrics: Sequence[Exported]) -> str:
     """Return the page with its tables as the metrics are."""
-    return _TABLE.sub(lambda table: f"{table[1]}{_table(table[3], _belonging(table[2], metrics))}{table[4]}", page)
+    shown: dict[str, str] = {}
+    return _TABLE.sub(
+        lambda table: f"{table[1]}{_table(table[3], _belonging(table[2], metrics), shown)}{table[4]}", page
+    )
 
 
 def without_table(page: str, metrics: Sequence[Exported]) -> list[str]:
@@ -55,12 +58,12 @@ def _belonging(beginnings: str, metrics: Sequence[Exported]) -> dict[str, Export
     return {each.name: each for each in metrics if each.name.startswith(tuple(beginnings.split()))}
 
 
-def _table(written: str, metrics: dict[str, Exported]) -> str:
+def _table(written: str, metrics: dict[str, Exported], shown: dict[str, str]) -> str:
     names = [name for name in dict.fromkeys(_NAME.findall(written)) if name in metrics]
     for name in metrics:
         if name not in names:
             names.insert(_place_of(name, names), name)
-    return HEAD + "".join(_row(metrics[name]) for name in names)
+    return HEAD + "".join(_row(metrics[name], shown) for name in names)
 
 
 def _place_of(name: str, names: Sequence[str]) -> int:
@@ -74,10 +77,13 @@ def _place_of(name: str, names: Sequence[str]) -> int:
     return len(names)
 
 
-def _row(metric: Exported) -> str:
+def _row(metric: Exported, shown: dict[str, str]) -> str:
+    """Return a row; a help that ``shown`` has of a metric above is named by that metric."""
     labels = f"{{{','.join(metric.labels)}}}" if metric.labels else ""
     kind = "Histogram." if metric.family.type == "histogram" else ""
-    words = " ".join(filter(None, (kind, metric.family.documentation, FURTHER.get(metric.name))))
+    first = shown.setdefault(metric.family.documentation, metric.name)
+    text = metric.family.documentation if first == metric.name else f"As `{first}`."
+    words = " ".join(filter(None, (kind, text, FURTHER.get(metric.name))))
     return f"| `{metric.name}{labels}` | {words} |\n"
 
 
