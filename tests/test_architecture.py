@@ -441,11 +441,11 @@ def test_every_package_has_a_rule() -> None:
 
 
 def test_the_page_has_a_row_for_every_package() -> None:
-    printed = {name.replace("/", ".") for name in re.findall(r"^\| `([\w/]+)/` \|", PAGE.read_text(), re.MULTILINE)}
+    printed = set(re.findall(r"^\| `(\w+)/` \|", PAGE.read_text(), re.MULTILINE))
 
-    for package in MAY_IMPORT:
-        if (PACKAGE / package.replace(".", "/")).is_dir():
-            assert package in printed, f"docs/architecture.md has no row for `{package.replace('.', '/')}/`"
+    for package in {each.partition(".")[0] for each in MAY_IMPORT}:
+        if (PACKAGE / package).is_dir():
+            assert package in printed, f"docs/architecture.md has no row for `{package}/`"
 
 
 @pytest.mark.parametrize(
