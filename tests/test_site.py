@@ -29,6 +29,10 @@ def test_every_page_has_one_place_on_the_site() -> None:
     assert set(listed) == found, "say in lab/website/navigation.py where a page is"
 
 
+def test_a_user_chooses_among_at_most_thirty_pages() -> None:
+    assert len(list(DOCS.glob("*.md"))) <= 30, "merge it into a page of its subject, or put it into docs/internals"
+
+
 def test_the_index_has_every_page_under_its_group() -> None:
     index = (DOCS / "README.md").read_text(encoding="utf-8")
     groups = dict(re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", index, re.MULTILINE | re.DOTALL))
