@@ -1,7 +1,7 @@
 """Figures that several pages name, computed from the one table that has them: ``python -m lab.website.figures``.
 
-A figure stands between ``<!-- figure: NAME -->`` and ``<!-- /figure -->``. All come from the table of the page of
-benchmarks that compares poolgrid with its peers on one machine; a test fails while a page differs.
+A figure stands between ``<!-- figure: NAME -->`` and ``<!-- /figure -->``. All come from tables of the page of
+benchmarks, a comparison from rows of one table; a test fails while a page differs.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ def figures() -> Mapping[str, str]:
     over = [cpu[each, "poolgrid"] / cpu[each, "smg"] for each in loads]
     cores = [cpu[each, "poolgrid"] for each in loads]
     lowest, highest = (how(below[each] for each in LARGE_CACHES) for how in (min, max))
+    aggregated, by_time = table_rows(PAGE, "setup")[:2]
+    met = {row[0]: row[1] for row in table_rows(PAGE, "strategy")}
+    single = max((share for name, share in met.items() if name.startswith("one pool")), key=first_number)
     late = [rows["evict", router][2].replace("*", "").rpartition(" / ")[2] for router in ("poolgrid", "smg")]
     return {
         "ttft-below-smg": f"{lowest:.0f} to {highest:.0f} %",
@@ -39,6 +42,8 @@ def figures() -> Mapping[str, str]:
         "p99-evict": f"{late[0]} against {late[1]} ms",
         "cpu-over-smg": f"{min(over):.1f} to {max(over):.1f}",
         "cores": f"{min(cores):.2f} to {max(cores):.2f}",
+        "gap-disaggregated": f"{by_time[3]} against {aggregated[3]} ms",
+        "targets-by-grid": f"{met['four pools, grid']} against {single}",
     }
 
 
