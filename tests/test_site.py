@@ -11,7 +11,7 @@ from lab.website import figures, support_page
 from lab.website.build import llms_text, openapi_page
 from lab.website.navigation import BELOW, HOME, NAVIGATION
 from lab.website.plots import DATE, DOCS, PAGE, PLOTS, PLOTTED, first_number, ratio_range, table_rows
-from poolgrid.workers.engines.registry import engines
+from poolgrid.workers.engines.registry import engines, server_kinds
 
 ROOT = Path(__file__).parents[1]
 PLACES = (".", "docs", "docs/internals", "docs/decisions", "pool_configs", "engine_configs", "launch", "tests/data")
@@ -134,6 +134,16 @@ def test_versions_of_engines_are_in_the_support_matrix_and_on_benchmark_pages_al
             assert any(version in each for each in (*since, support_page.PROOFS["vllm"].real)), (
                 f"{name}: vLLM {version}"
             )
+
+
+def test_pages_print_the_options_by_which_servers_publish_events() -> None:
+    """As the engines' own definitions have them, which refusals and findings print."""
+    options = {kind.title: kind.events_option.partition(" --page-size")[0] for kind in server_kinds().values()}
+    guide, quickstart = ((DOCS / name).read_text(encoding="utf-8") for name in ("engine_servers.md", "quickstart.md"))
+
+    for title in ("vLLM", "SGLang"):
+        assert options[title] in guide
+    assert options["vLLM"] in quickstart
 
 
 def test_llms_txt_lists_every_page_with_its_first_sentence() -> None:
