@@ -32,8 +32,6 @@ SERVER = {
 }
 
 COUNTERS = (
-    "vllm:prefix_cache_queries",
-    "vllm:prefix_cache_hits",
     "vllm:request_success",
     "vllm:num_preemptions",
     "vllm:request_queue_time_seconds_sum",
