@@ -27,11 +27,12 @@ format:
 
 docs:  ## write what is generated
 	$(PYTHON) -m lab.website.configuration_page
-	$(PYTHON) -m lab.website.request_life_page > docs/request_life.md
+	$(PYTHON) -m lab.website.request_life_page > docs/internals/request_life.md
 	$(PYTHON) -m lab.website.support_page > docs/support_matrix.md
 	$(PYTHON) -m lab.attacks.page
 	$(PYTHON) -m lab.website.metrics_tables
 	$(PYTHON) -m lab.website.parser_tables
+	$(PYTHON) -m lab.website.figures
 
 boards:  ## write Grafana's dashboards in deploy/grafana from their code
 	$(PYTHON) -m lab.dashboards
@@ -66,7 +67,7 @@ long:  ## what CI does in short: the whole recorded trace on two pools, 10,000 m
 
 PARTS ?=
 
-attack:  ## every attack of docs/attacks.md on a fresh pool, or those of PARTS="guides slow-disk"
+attack:  ## every attack of docs/internals/attacks.md on a fresh pool, or those of PARTS="guides slow-disk"
 	$(PYTHON) -m lab.attacks $(PARTS)
 
 SUITES ?=
@@ -79,7 +80,7 @@ clients:  ## unmodified client frameworks against a fresh pool, or those of SUIT
 
 TRTLLM ?=
 
-trtllm-upstream:  ## our facts of TensorRT-LLM against its own Python files in the folder TRTLLM: see docs/trtllm.md
+trtllm-upstream:  ## our facts of TensorRT-LLM against its own Python files in the folder TRTLLM: see CONTRIBUTING.md
 	$(PYTHON) -m tests.trtllm_upstream $(TRTLLM)
 
 CASES ?= 200

@@ -46,7 +46,7 @@ class GlobalRouterSettings(ServingSettings):
     panel: ClassVar[str] = "Pools"
 
     config: InputFile = Field(
-        description="Read the pools and their grids from this pool-grid document (docs/pool_grids.md)."
+        description="Read the pools and their grids from this pool-grid document (docs/global_router.md#pool-grids)."
     )
     pool_url: tuple[str, ...] = Field(
         (),

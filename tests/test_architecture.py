@@ -1,6 +1,6 @@
 """The layout shows the architecture, and these rules keep it so: who may import whom, and what is banned where.
 
-``docs/architecture.md`` prints the same table; a test below compares the two. Both name packages as their directories
+``docs/architecture.md`` has a row for each package. Both name packages as their directories
 are, without the ``poolgrid`` before it: ``test_import_names.py`` sees to that name.
 """
 
@@ -435,23 +435,17 @@ def test_no_modules_import_each_other() -> None:
 def test_every_package_has_a_rule() -> None:
     packages = {path.parent.name for path in (*ROOT.glob("*/__init__.py"), *PACKAGE.glob("*/__init__.py"))}
 
-    assert not packages - OURS, f"say in MAY_IMPORT and docs/architecture.md what {sorted(packages - OURS)} may import"
+    assert not packages - OURS, (
+        f"say in MAY_IMPORT what {sorted(packages - OURS)} may import, and in docs/architecture.md what it is for"
+    )
 
 
-def test_the_page_prints_these_rules() -> None:
-    rows = re.findall(r"^\| `([\w/]+)/` \|.*\| ([^|]*) \|$", PAGE.read_text(), re.MULTILINE)
-    printed = {name.replace("/", "."): cell for name, cell in rows}
+def test_the_page_has_a_row_for_every_package() -> None:
+    printed = set(re.findall(r"^\| `(\w+)/` \|", PAGE.read_text(), re.MULTILINE))
 
-    for package, allowed in MAY_IMPORT.items():
-        if not (PACKAGE / package.replace(".", "/")).is_dir():
-            continue
-        assert package in printed, f"docs/architecture.md has no row for `{package.replace('.', '/')}/`"
-        if allowed == ANYTHING:
-            assert printed[package] == "everything"
-        else:
-            assert set(re.findall(r"`([\w.]+)`", printed[package])) == set(allowed), (
-                f"docs/architecture.md on {package}"
-            )
+    for package in {each.partition(".")[0] for each in MAY_IMPORT}:
+        if (PACKAGE / package).is_dir():
+            assert package in printed, f"docs/architecture.md has no row for `{package}/`"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from poolgrid.transport.security import is_loopback
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "security.md").read_text()
+PAGE = "\n".join((ROOT / name).read_text() for name in ("docs/security.md", "SECURITY.md"))
 
 ATTACKERS = ("Client without a key", "Tenant", "Operator", "Local process", "Worker", "Engine", "Document author")
 SHOWN_BY = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
@@ -38,7 +38,7 @@ def _tests_of(path: Path) -> frozenset[str]:
 def _section(heading: str) -> str:
     """What follows a heading, up to the next one of any level."""
     found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", PAGE, re.DOTALL | re.MULTILINE)
-    assert found is not None, f"docs/security.md has no section {heading!r}"
+    assert found is not None, f"docs/security.md and SECURITY.md have no section {heading!r}"
     return found[1]
 
 

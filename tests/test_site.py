@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from lab.website import support_page
+from lab.website import figures, support_page
 from lab.website.build import llms_text, openapi_page
 from lab.website.navigation import BELOW, HOME, NAVIGATION
 from lab.website.plots import DATE, DOCS, PAGE, PLOTS, PLOTTED, first_number, ratio_range, table_rows
-from poolgrid.workers.engines.registry import engines
+from poolgrid.workers.engines.registry import engines, server_kinds
 
 ROOT = Path(__file__).parents[1]
-PLACES = (".", "docs", "docs/decisions", "pool_configs", "engine_configs", "launch", "tests/data")
+PLACES = (".", "docs", "docs/internals", "docs/decisions", "pool_configs", "engine_configs", "launch", "tests/data")
 PAGES = [path for place in PLACES for path in sorted((ROOT / place).glob("*.md"))]
 DIAGRAMS = ("flowchart", "sequenceDiagram")
 
@@ -27,6 +27,10 @@ def test_every_page_has_one_place_on_the_site() -> None:
 
     assert len(listed) == len(set(listed))
     assert set(listed) == found, "say in lab/website/navigation.py where a page is"
+
+
+def test_a_user_chooses_among_at_most_thirty_pages() -> None:
+    assert len(list(DOCS.glob("*.md"))) <= 30, "merge it into a page of its subject, or put it into docs/internals"
 
 
 def test_the_index_has_every_page_under_its_group() -> None:
@@ -96,6 +100,14 @@ def test_the_plot_of_event_planes_shows_the_numbers_of_its_table() -> None:
         assert f">{first_number(row[6]):,.0f}<" in drawn, f"run: make plots ({row})"
 
 
+def test_figures_on_several_pages_are_those_of_their_table() -> None:
+    pages = figures.pages()
+
+    assert {path.name for path in pages} >= {"README.md", "CHANGELOG.md", "benchmarks.md", "comparison.md"}
+    for path, text in pages.items():
+        assert path.read_text(encoding="utf-8") == text, "run: make docs"
+
+
 def test_a_table_that_is_gone_is_named() -> None:
     with pytest.raises(ValueError, match="no table whose head begins with 'nothing'"):
         table_rows(PAGE, "nothing")
@@ -122,6 +134,16 @@ def test_versions_of_engines_are_in_the_support_matrix_and_on_benchmark_pages_al
             assert any(version in each for each in (*since, support_page.PROOFS["vllm"].real)), (
                 f"{name}: vLLM {version}"
             )
+
+
+def test_pages_print_the_options_by_which_servers_publish_events() -> None:
+    """As the engines' own definitions have them, which refusals and findings print."""
+    options = {kind.title: kind.events_option.partition(" --page-size")[0] for kind in server_kinds().values()}
+    guide, quickstart = ((DOCS / name).read_text(encoding="utf-8") for name in ("engine_servers.md", "quickstart.md"))
+
+    for title in ("vLLM", "SGLang"):
+        assert options[title] in guide
+    assert options["vLLM"] in quickstart
 
 
 def test_llms_txt_lists_every_page_with_its_first_sentence() -> None:

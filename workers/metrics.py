@@ -1,4 +1,4 @@
-"""What a worker measures of itself: ``poolgrid_worker_*``, each described here and in ``docs/worker.md``."""
+"""What a worker measures of itself: ``poolgrid_worker_*``, each described here and in ``docs/metrics.md``."""
 
 from __future__ import annotations
 

@@ -1,43 +1,23 @@
-"""Writes the table of parts into docs/attacks.md: ``python -m lab.attacks.page`` (`make docs`)."""
+"""Writes the table of parts into docs/internals/attacks.md: ``python -m lab.attacks.page`` (`make docs`)."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from pathlib import Path
 
-from lab.attacks.attack import Attack
 from lab.attacks.catalogue import PARTS
 
-VARIANTS_FROM = 3
-"""So many attacks of one name are shown in one row, with the action of the first."""
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "attacks.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "internals" / "attacks.md"
 BEGIN, END = "<!-- generated: python -m lab.attacks.page -->", "<!-- /generated -->"
 
 
 def tables() -> str:
-    """Return the parts and their attacks as Markdown."""
-    lines: list[str] = []
+    """Return the parts with the number of their attacks as Markdown."""
+    lines = ["| part | attacks by | number | of them in CI |", "|---|---|--:|--:|"]
     for part in PARTS.values():
-        lines += [f"### {part.name}: {part.title}", "", "| attack | action | in CI |", "|---|---|---|"]
-        families = Counter(_family(each) for each in part.attacks)
-        shown: set[str] = set()
-        for each in part.attacks:
-            family = _family(each)
-            if families[family] < VARIANTS_FROM:
-                lines.append(f"| {each.name} | {each.does} | {'yes' if each.short else ''} |")
-            elif family not in shown:
-                shown.add(family)
-                short = any(other.short for other in part.attacks if _family(other) == family)
-                lines.append(f"| {family}, {families[family]} variants | {each.does} | {'yes' if short else ''} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _family(attack: Attack) -> str:
-    """Return the name up to its first comma: attacks that share it differ in their parameters."""
-    return attack.name.partition(", ")[0]
+        short = sum(1 for each in part.attacks if each.short)
+        lines.append(f"| `{part.name}` | {part.title} | {len(part.attacks)} | {short} |")
+    return "\n".join([*lines, ""])
 
 
 def with_tables(page: str) -> str:

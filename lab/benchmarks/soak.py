@@ -7,7 +7,7 @@
 A whole pool is started (consolidator, router, simulated workers), loaded by clients that finish, leave, stall, reset,
 send nonsense or sit idle, and looked at all the while: memory, descriptors, sockets, threads, tasks, requests and
 blocks of each process. Afterwards everything has to be as it was before. The exit status says whether it was: 0 it
-held, 1 it did not, 2 it could not be run. See docs/bench.md.
+held, 1 it did not, 2 it could not be run. See docs/measuring.md#bench.
 """
 
 from __future__ import annotations

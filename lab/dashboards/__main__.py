@@ -17,7 +17,7 @@ METRICS_PAGE = ROOT / "docs" / "metrics.md"
 WRITTEN = ROOT / "deploy" / "grafana" / "dashboards"
 
 
-_METRIC = re.compile(r"^\| `(poolgrid_\w+)` \| (\w+) \|([^|]*)\|", re.MULTILINE)
+_METRIC = re.compile(r"^\| `(poolgrid_\w+)(?:\{([a-z_,]+)\})?` \| (Histogram\.)?", re.MULTILINE)
 
 
 def known_series() -> Known:
@@ -27,9 +27,9 @@ def known_series() -> Known:
     they differ (``lab/website/metrics_tables.py``).
     """
     known: dict[str, frozenset[str]] = {**FOREIGN, **RECORDED}
-    for name, kind, cell in _METRIC.findall(METRICS_PAGE.read_text(encoding="utf-8")):
-        labels = frozenset(re.findall(r"`(\w+)`", cell))
-        if kind == "histogram":
+    for name, named, is_histogram in _METRIC.findall(METRICS_PAGE.read_text(encoding="utf-8")):
+        labels = frozenset(named.split(",") if named else ())
+        if is_histogram:
             known |= {f"{name}_{ending}": labels for ending in ("sum", "count")}
             known[f"{name}_bucket"] = labels | {"le"}
         else:

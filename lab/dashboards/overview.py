@@ -266,7 +266,7 @@ OVERVIEW = Board(
                             "{{component}}",
                         ),
                     ),
-                    "Resident memory. Every store is bounded: docs/operations.md, Memory of a router.",
+                    "Resident memory. Every store is bounded: docs/production.md, Size.",
                     "If it grows without limit, report it with `poolgrid_event_loop_tasks`.",
                     "target-down",
                     no_value="nothing is scraped",

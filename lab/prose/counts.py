@@ -43,6 +43,7 @@ read 180,000 words for the same."""
 _CLAUSE = re.compile(r"#+ (?:What|Who|Where|Which|How|When|Why)\b(?!.*\?)")
 _SENTENCE_END = re.compile(r"(?<=[.!?:])\s+(?=[A-Z*`\[(])")
 _LINK_TARGET = re.compile(r"\]\([^)]*\)")
+_MARK = re.compile(r"<!-- /?[a-z].*? ?-->")
 
 
 def every_finding() -> list[Finding]:
@@ -70,7 +71,7 @@ def _own_findings(name: str, text: str) -> Iterator[Finding]:
         words = len(block.split())
         if name == "CHANGELOG.md" and block.startswith("- ") and words > CHANGELOG_WORDS + 1:
             yield Finding(name, number, "ChangelogEntry", f"{words - 1} words: {block[:60]}")
-        for sentence in _SENTENCE_END.split(_LINK_TARGET.sub("]", block)):
+        for sentence in _SENTENCE_END.split(_MARK.sub("", _LINK_TARGET.sub("]", block))):
             if len(sentence.split()) > SENTENCE_WORDS:
                 yield Finding(name, number, "SentenceLength", f"{len(sentence.split())} words: {sentence[:60]}")
 

@@ -16,7 +16,6 @@ from pydantic.fields import FieldInfo
 
 from poolgrid.cli.local_pool import UpSettings
 from poolgrid.cli.main import app
-from poolgrid.cli.options import environment_name
 from poolgrid.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from poolgrid.discovery.settings import DiscoverySettings
 from poolgrid.frontend.media.settings import MediaSettings
@@ -38,15 +37,14 @@ from poolgrid.workers.settings import WorkerProcessSettings
 SOURCE_ROOT = Path(__file__).resolve().parents[2]
 DOCS = SOURCE_ROOT / "docs"
 
-BOUNDS = (
-    ("ge", "≥"),
-    ("gt", ">"),
-    ("le", "≤"),
-    ("lt", "<"),
-    ("min_length", "length ≥"),
-    ("max_length", "length ≤"),
-)
-"""How the rules of a field are spelled, and how the page writes them."""
+WORDS_MAX = 12
+"""Longest list of allowed words: the formats of models have a page."""
+
+UNSET = ("none", "empty", "off")
+"""Defaults that the page leaves out."""
+
+BOUNDS = ("ge", "gt", "le", "lt")
+"""Rules of a field that the page writes."""
 
 
 class Section(NamedTuple):
@@ -98,7 +96,7 @@ SECTIONS = (
         "Global router",
         "global-router",
         (ServerSettings, ServingSettings, GlobalRouterSettings),
-        "`--config` names a document: [pool grids](pool_grids.md). The options of the HTTP API apply too.",
+        "`--config` names a [pool grid](global_router.md#pool-grids). The options of the HTTP API apply too.",
     ),
     Section(
         "Consolidator",
@@ -126,20 +124,20 @@ SECTIONS = (
         "router",
         (EventPlaneSettings, NatsSettings),
         "`router`, `worker`, `consolidator` and `up` have the same options, which must agree within a pool. "
-        "`global-router` has the connection options only: [a pool on NATS](nats.md).",
+        "`global-router` has the connection options only: [a pool on NATS](several_hosts.md#a-journal-on-nats).",
     ),
     Section(
         "Service discovery",
         "router",
         (DiscoverySettings,),
         "`router`, `worker`, `consolidator` and `global-router` have the same options: "
-        "[service discovery](operations.md#service-discovery).",
+        "[service discovery](several_hosts.md#service-discovery).",
     ),
     Section(
         "Traces",
         "router",
         (TraceSettings,),
-        "`router`, `global-router` and `worker` have the same options: [traces](traces_and_logs.md#traces).",
+        "`router`, `global-router` and `worker` have the same options: [traces](observability.md#traces).",
     ),
     Section(
         "HTTP connection limits",
@@ -148,44 +146,53 @@ SECTIONS = (
         "`router`, `global-router`, `worker` and `consolidator` have the same options, which apply per process: "
         "[security](security.md#http-connection-limits).",
     ),
-    Section("Load generator", "bench", (BenchSettings,), "Modes and report: [bench](bench.md)."),
+    Section("Load generator", "bench", (BenchSettings,), "Modes and report: [bench](measuring.md#bench)."),
     Section(
         "Check of an engine server",
         "engine-check",
         (EngineCheckSettings,),
-        "Checks and findings: [engine check](engine_check.md).",
+        "Checks and findings: [engine check](engine_servers.md#check-a-server).",
     ),
-    Section("Simulator", "simulate", (SimulationSettings,), "Procedure and output: [simulate](simulate.md)."),
+    Section("Simulator", "simulate", (SimulationSettings,), "Procedure and output: [simulate](measuring.md#simulate)."),
     Section(
         "Recorded traffic with other settings",
         "what-if",
         (EngineSettings, WhatIfSettings),
-        "Procedure: [what-if](what_if.md).",
+        "Procedure: [what-if](measuring.md#recorded-traffic).",
     ),
 )
 
 MODELS: Mapping[str, type[Settings]] = {model.__name__: model for section in SECTIONS for model in section.models}
 
 HEAD = """\
-# Configuration
+# Commands and options
 
 <!-- Generated: python -m lab.website.configuration_page -->
 
-The settings of every command, generated from the code. `poolgrid COMMAND --help` lists the same options.
+The options of every command, generated from the code, each with its default; an option without one is unset or off.
+`poolgrid COMMAND --help` lists the basic ones, `--help PANEL` one group, `--help-all` every option.
+
+**Environment variables.** Every option has one: `--max-queue-requests` is `POOLGRID_MAX_QUEUE_REQUESTS`, the same for
+every command. Set `POOLGRID_HOST` and similar variables per process, not per machine.
 
 **Precedence.** Command line, environment variable, `--settings-file` (TOML; `poolgrid router`, and `poolgrid up` for
 its routers), default.
 
-**Environment variables.** `POOLGRID_` and the option's name in capitals, the same for every command with that option.
-Set `POOLGRID_HOST` and similar variables per process, not per machine.
+**Exit status.** 0 for success; 1 for a check that failed or a result that is not sound; 2 for wrong arguments, with a
+line that names the option.
 
-**Invalid values** end the command with exit status 2 and a line that names the option.
+**Output of commands.** Results go to standard output, remarks and progress to standard error. `--json` prints JSON in
+place of tables, `--out FILE` writes it. A table in a pipe has all columns and one line per row; set `COLUMNS` to get
+the layout of a terminal.
+
+**Completion.** `poolgrid completion SHELL` prints the script for bash, zsh or fish:
+`eval "$(poolgrid completion bash)"`.
 
 **Output of services.** `up`, `router`, `global-router`, `worker` and `consolidator` write one line that begins with
 `ready` to standard output when they answer, and their log to standard error. Each has `--log-level`
 (`POOLGRID_LOG_LEVEL`: debug, info, warning, error, and others for some loggers, as in `info,router=debug`) and
 `--log-format` (`POOLGRID_LOG_FORMAT`: text, json). The default level is info, and warning for `up`.
-See [logs](traces_and_logs.md#logs).
+See [logs](observability.md#logs).
 """
 
 
@@ -219,32 +226,36 @@ def table(names: list[str]) -> str:
 
 def page() -> str:
     """Return ``docs/configuration.md``."""
-    return "\n".join([HEAD, *(_section(section) for section in SECTIONS), _top()])
+    rows: dict[str, str] = {}
+    texts: set[tuple[str, str]] = set()
+    return "\n".join([HEAD, *(_section(section, rows, texts) for section in SECTIONS), _top()])
 
 
-def _section(section: Section) -> str:
+def _section(section: Section, above: dict[str, str], texts: set[tuple[str, str]]) -> str:
+    """Return a section without rows of tables above, and without their descriptions; both collections get its own."""
     options = command_options(section.command)
-    lines = [
-        f"## {section.title}: `poolgrid {section.command}`",
-        "",
-        section.text,
-        "",
-        "| option | environment | default | range | description |",
-        "|---|---|---|---|---|",
-    ]
     fields: dict[str, FieldInfo] = {}
     for model in section.models:
         fields.update(declared(model))
+    rows, same = [], []
     for name, field in fields.items():
-        cells = (
-            f"`{options[name]}`",
-            f"`{environment_name(name)}`",
-            shown_default(field),
-            shown_range(field),
-            description_cell(field.description),
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+        option = f"`{options[name]}`"
+        text = description_cell(field.description)
+        allowed = shown_range(field, text)
+        named = " ".join([option, *([] if (default := shown_default(field)) in UNSET else [default])])
+        row = f"| {named} | {text}{f' ({allowed})' if allowed else ''} |"
+        if above.get(option) == row:
+            same.append(option)
+        else:
+            rows.append(row.replace(text, "As above.") if (option, text) in texts else row)
+            above.setdefault(option, row)
+        texts.add((option, text))
+    lines = [f"## {section.title}: `poolgrid {section.command}`", "", section.text, ""]
+    if rows:
+        lines += ["| option, default | description (allowed) |", "|---|---|", *rows, ""]
+    if same:
+        lines += [f"As in a table above: {', '.join(same)}.", ""]
+    return "\n".join(lines)
 
 
 def declared(model: type[Settings]) -> dict[str, FieldInfo]:
@@ -263,16 +274,15 @@ def _top() -> str:
     lines = [
         "## Live view: `poolgrid top`",
         "",
-        "| option | environment | default | description |",
-        "|---|---|---|---|",
+        "| option, default | description |",
+        "|---|---|",
     ]
     for parameter in _parameters("top"):
         if parameter.name == "help":
             continue
-        variable = f"`{parameter.envvar}`" if parameter.envvar else "none"
-        default = f"`{parameter.default}`" if parameter.to_info_dict()["default"] else "off"
+        default = f" `{parameter.default}`" if parameter.to_info_dict()["default"] else ""
         text = parameter.help.partition(" [default:")[0]
-        lines.append(f"| `{parameter.opts[0]}` | {variable} | {default} | {text} |")
+        lines.append(f"| `{parameter.opts[0]}`{default} | {text} |")
     return "\n".join([*lines, ""])
 
 
@@ -308,18 +318,27 @@ def shown_default(field: FieldInfo) -> str:
     return f"`{_number(value)}`"
 
 
-def shown_range(field: FieldInfo) -> str:
-    """Return the allowed values of a field as a cell: words, numbers, or lengths of a text."""
+def shown_range(field: FieldInfo, said: str = "") -> str:
+    """Return the allowed values of a field, words or a range of numbers, that its description does not have."""
     words = _literal(field.annotation)
+    if len(words) > WORDS_MAX:
+        return f"[{len(words)} names](internals/parsers.md#selection)"
+    if all(re.search(rf"\b{re.escape(word)}\b", said) for word in words) and words:
+        return ""
     if words:
         return ", ".join(f"`{word}`" for word in words)
-    parts = [
-        f"{sign} {_number(bound, grouped=True)}"
-        for rule in field.metadata
-        for attribute, sign in BOUNDS
-        if (bound := getattr(rule, attribute, None)) is not None and (sign, bound) != ("length ≥", 0)
-    ]
-    return ", ".join(parts) or "any"
+    bounds: dict[str, Any] = {}
+    for rule in field.metadata:
+        bounds |= {name: bound for name in BOUNDS if (bound := getattr(rule, name, None)) is not None}
+    if not bounds:
+        return ""
+    low = f"above {_number(bounds['gt'], grouped=True)}" if "gt" in bounds else ""
+    if "ge" in bounds:
+        low = _number(bounds["ge"], grouped=True)
+    high = next((_number(bounds[name], grouped=True) for name in ("le", "lt") if name in bounds), "")
+    if low and high:
+        return f">{low.removeprefix('above ')}–{high}" if "gt" in bounds else f"{low}–{high}"
+    return f"from {low}" if low and "ge" in bounds else low or f"to {high}"
 
 
 def _literal(annotation: Any) -> tuple[str, ...]:

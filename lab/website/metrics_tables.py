@@ -2,8 +2,9 @@
 
 ``python -m lab.website.metrics_tables`` writes them (``make docs``); a test fails while a page differs. A table stands
 between ``<!-- metrics: poolgrid_worker_ -->`` and ``<!-- /metrics -->``. It holds the metrics whose names begin with
-one of the words of its mark. The text of a row is the metric's own help; ``FURTHER`` adds links to where more is said.
-Rows keep their order: a new metric goes below those that begin like it, and a row leaves with its metric.
+one of the words of its mark. A row has the labels of its metric in braces, and the metric's own help; ``FURTHER`` adds
+links to where more is said. Rows keep their order: a new metric goes below those that begin like it, and a row leaves
+with its metric.
 """
 
 from __future__ import annotations
@@ -22,26 +23,29 @@ EVERY_METRIC = "metrics.md"
 PAGES = (EVERY_METRIC,)
 
 FURTHER = {
-    "poolgrid_consolidator_source_state": "[States](consolidator.md#stream-states).",
+    "poolgrid_consolidator_source_state": "[States](internals/consolidator.md#stream-states).",
     "poolgrid_frontend_media_refused_total": "[Codes](multimodal.md).",
     "poolgrid_frontend_refusals_total": "[Codes](http_api.md#refusals).",
     "poolgrid_http_certificate_stale": "[TLS](security.md#tls).",
     "poolgrid_http_refused_total": "[Reasons](security.md#http-connection-limits).",
     "poolgrid_plane_refused_peers_total": "[CURVE](security.md#curve).",
-    "poolgrid_router_further_sources": "[Further sources](consolidator.md#further-sources-of-a-worker).",
-    "poolgrid_router_recorded_decisions_total": "[Decision journal](replay.md).",
+    "poolgrid_router_further_sources": "[Further sources](internals/consolidator.md#further-sources-of-a-worker).",
+    "poolgrid_router_recorded_decisions_total": "[Decision journal](measuring.md#replay).",
 }
 """Where more is said of a metric: a help is plain text, which has no links."""
 
-HEAD = "| metric | type | labels | description |\n|---|---|---|---|\n"
+HEAD = "| metric | description |\n|---|---|\n"
 
 _TABLE = re.compile(r"(<!-- metrics: ([a-z_ ]+) -->\n)(.*?)(<!-- /metrics -->)", re.DOTALL)
-_NAME = re.compile(r"^\| `(poolgrid_\w+)` \|", re.MULTILINE)
+_NAME = re.compile(r"^\| `(poolgrid_\w+)(?:\{[a-z_,]+\})?` \|", re.MULTILINE)
 
 
 def with_tables(page: str, metrics: Sequence[Exported]) -> str:
     """Return the page with its tables as the metrics are."""
-    return _TABLE.sub(lambda table: f"{table[1]}{_table(table[3], _belonging(table[2], metrics))}{table[4]}", page)
+    shown: dict[str, str] = {}
+    return _TABLE.sub(
+        lambda table: f"{table[1]}{_table(table[3], _belonging(table[2], metrics), shown)}{table[4]}", page
+    )
 
 
 def without_table(page: str, metrics: Sequence[Exported]) -> list[str]:
@@ -54,12 +58,12 @@ def _belonging(beginnings: str, metrics: Sequence[Exported]) -> dict[str, Export
     return {each.name: each for each in metrics if each.name.startswith(tuple(beginnings.split()))}
 
 
-def _table(written: str, metrics: dict[str, Exported]) -> str:
+def _table(written: str, metrics: dict[str, Exported], shown: dict[str, str]) -> str:
     names = [name for name in dict.fromkeys(_NAME.findall(written)) if name in metrics]
     for name in metrics:
         if name not in names:
             names.insert(_place_of(name, names), name)
-    return HEAD + "".join(_row(metrics[name]) for name in names)
+    return HEAD + "".join(_row(metrics[name], shown) for name in names)
 
 
 def _place_of(name: str, names: Sequence[str]) -> int:
@@ -73,10 +77,14 @@ def _place_of(name: str, names: Sequence[str]) -> int:
     return len(names)
 
 
-def _row(metric: Exported) -> str:
-    labels = ", ".join(f"`{label}`" for label in metric.labels)
-    words = " ".join(filter(None, (metric.family.documentation, FURTHER.get(metric.name))))
-    return f"| `{metric.name}` | {metric.family.type} | {labels}{' ' if labels else ''}| {words} |\n"
+def _row(metric: Exported, shown: dict[str, str]) -> str:
+    """Return a row; a help that ``shown`` has of a metric above is named by that metric."""
+    labels = f"{{{','.join(metric.labels)}}}" if metric.labels else ""
+    kind = "Histogram." if metric.family.type == "histogram" else ""
+    first = shown.setdefault(metric.family.documentation, metric.name)
+    text = metric.family.documentation if first == metric.name else f"As `{first}`."
+    words = " ".join(filter(None, (kind, text, FURTHER.get(metric.name))))
+    return f"| `{metric.name}{labels}` | {words} |\n"
 
 
 if __name__ == "__main__":

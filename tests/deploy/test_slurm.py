@@ -50,7 +50,7 @@ def test_a_command_that_fails_is_started_again_and_one_that_ended_in_order_is_no
 
 
 def test_the_page_and_the_scripts_name_the_same_variables() -> None:
-    page = (ROOT / "docs" / "slurm.md").read_text()
+    page = (ROOT / "docs" / "bare_metal.md").read_text()
     cells = re.findall(r"^\| (`[A-Z].*?) \|", page, re.MULTILINE)
     named = {name for cell in cells for name in re.findall(r"`([A-Z_]+)`", cell)} | {"CONFIG", "POOLS", "POOLGRID"}
     text = "\n".join(path.read_text() for path in SCRIPTS)

@@ -148,6 +148,23 @@ def test_the_credentials_are_what_every_part_has_options_for(drop_in: Path, comm
     assert {value.removeprefix("%d/") for value in given.values()} == loaded
 
 
+def test_every_variable_that_the_page_shows_is_one_of_its_unit() -> None:
+    page = (ROOT / "docs" / "bare_metal.md").read_text().partition("\n## Slurm\n")[0]
+    units = {"consolidator.env": "consolidator", "router.env": "router", "worker.env": "worker"}
+    shown: dict[str, set[str]] = {command: set() for command in units.values()}
+    for block in re.findall(r"^```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        command = ""
+        for line in block.splitlines():
+            if line.startswith("#"):
+                command = next((unit for name, unit in units.items() if name in line), "")
+            elif command and line.startswith("POOLGRID_"):
+                shown[command].add(line.partition("=")[0])
+
+    for command, names in shown.items():
+        assert names
+        assert names <= variables_of(command)
+
+
 def test_the_settings_of_a_pool_on_nats_that_the_page_shows_are_taken() -> None:
     page = (ROOT / "docs" / "bare_metal.md").read_text()
     shown = page.partition("## A pool on NATS")[2].partition("```text\n")[2].partition("```")[0]

@@ -504,6 +504,6 @@ def test_every_key_of_the_format_is_documented() -> None:
     schema = json.loads((ROOT / "docs" / "schemas" / "pool_grid.schema.json").read_text())
     objects = [schema, *schema["$defs"].values()]
     keys = {key for part in objects for key in part.get("properties", {})}
-    text = (ROOT / "docs" / "pool_grids.md").read_text()
+    text = (ROOT / "docs" / "global_router.md").read_text()
 
     assert sorted(key for key in keys if f"`{key}`" not in text) == []

@@ -1,4 +1,4 @@
-"""Users of a real server who may do what ``docs/nats.md`` says of their part, and nothing else."""
+"""Users of a real server who may do what ``docs/several_hosts.md`` says of their part, and nothing else."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.nats.servers import BINARY, MISSING, NatsServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not BINARY, reason=MISSING)]
 
-PAGE = Path(__file__).parents[2] / "docs" / "nats.md"
+PAGE = Path(__file__).parents[2] / "docs" / "several_hosts.md"
 ROLES = ("consolidator", "router", "worker", "command")
 LOOKS, REGISTERS = "names, read", "names, register"
 SIZE = 1024 * 1024

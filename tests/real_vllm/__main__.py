@@ -8,7 +8,7 @@
     python -m tests.real_vllm upstream --vllm-source DIR
                                                  vLLM's own tests, from its source of the version that is installed
 
-``POOLGRID_VLLM`` names the environment that has vLLM (``docs/stock_engines.md`` says how to make one); without it
+``POOLGRID_VLLM`` names the environment that has vLLM (``CONTRIBUTING.md`` says how to make one); without it
 nothing is run, and the status is 0. ``POOLGRID_PEERS`` names a Python that has vllm-router and smg; without it they are
 left out of the comparison. What moves KV between servers (``apart``) needs NIXL in the environment that has vLLM, and
 is skipped without it, and ``upstream`` needs pytest, pytest-asyncio, pytest-timeout and tblib there. Everything ends
@@ -90,9 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     names = options.checks or [name for name in CHECKS if name != "upstream" or options.vllm_source is not None]
     vllm = os.environ.get("POOLGRID_VLLM", "")
     if not vllm:
-        console.print(
-            "skipped: POOLGRID_VLLM names no environment with vLLM; docs/stock_engines.md says how to make one"
-        )
+        console.print("skipped: POOLGRID_VLLM names no environment with vLLM; CONTRIBUTING.md says how to make one")
         return 0
     if not (Path(vllm) / "bin" / "vllm").exists():
         console.print(f"POOLGRID_VLLM is {vllm}, which has no bin/vllm")

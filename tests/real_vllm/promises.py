@@ -121,9 +121,7 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(soft_wrap=True)
     vllm = os.environ.get("POOLGRID_VLLM", "")
     if not vllm:
-        console.print(
-            "skipped: POOLGRID_VLLM names no environment with vLLM; docs/stock_engines.md says how to make one"
-        )
+        console.print("skipped: POOLGRID_VLLM names no environment with vLLM; CONTRIBUTING.md says how to make one")
         return 0
     if unknown := set(arguments) - set(LEAST):
         console.print(f"{', '.join(sorted(unknown))} is no model; there are {', '.join(LEAST)}")

@@ -293,7 +293,7 @@ def test_every_standing_of_a_leg_has_a_row_for_whatever_a_worker_can_do() -> Non
 
 
 def test_the_page_prints_this_table() -> None:
-    printed = (Path(__file__).parents[2] / "docs" / "request_life.md").read_text()
+    printed = (Path(__file__).parents[2] / "docs" / "internals" / "request_life.md").read_text()
 
     assert printed == page(), "make docs writes it"
 

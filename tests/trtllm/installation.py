@@ -1,7 +1,7 @@
 """Which facts of the contract an installed TensorRT-LLM contradicts: one line each, never a failure at the first.
 
 ``POOLGRID_TRTLLM_MODEL`` names a model's directory. With it, ``pytest -m trtllm`` asks the ``tensorrt_llm`` that is
-installed, with that model; without, the fake. ``docs/trtllm.md`` says how to run it.
+installed, with that model; without, the fake. ``docs/trtllm.md`` (First runs on GPUs) says how to run it.
 """
 
 from __future__ import annotations

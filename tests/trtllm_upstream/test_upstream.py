@@ -14,7 +14,7 @@ from tests.trtllm_upstream.files import EVENTS, HASH, PUBLISHER, UpstreamFiles
 
 FOLDER = os.environ.get("POOLGRID_TRTLLM_UPSTREAM", "")
 pytestmark = pytest.mark.skipif(
-    not FOLDER, reason="needs TensorRT-LLM's own files: POOLGRID_TRTLLM_UPSTREAM=DIR, see docs/trtllm.md"
+    not FOLDER, reason="needs TensorRT-LLM's own files: POOLGRID_TRTLLM_UPSTREAM=DIR, see CONTRIBUTING.md"
 )
 
 

@@ -1,4 +1,4 @@
-"""``docs/wire.md`` says what ``wire`` is: every message with its fields in order, every limit with its value."""
+"""``docs/internals/wire.md`` says what the definitions do not: frames of the feed, numbers of enumerations, vectors."""
 
 from __future__ import annotations
 
@@ -7,49 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from poolgrid.wire import feed, hashing, identifiers, limits
-from tests.cases import for_each
-from tests.wire.messages import messages
+from poolgrid.wire import feed, hashing, identifiers
 
-PAGE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
-
-# By what they are called on the wire.
-STRUCTS = {str(value.__struct_config__.tag or value.__name__): value for value in messages()}
-LIMITS = {name: value for name, value in vars(limits).items() if name.isupper() and isinstance(value, int)}
-
-
-def _row(name: str) -> list[str]:
-    """The cells of the one table row whose first cell is ``name``."""
-    rows = [line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |")]
-    assert len(rows) == 1, f"docs/wire.md: {len(rows)} table rows begin with `{name}`, wanted is one"
-    return [cell.strip() for cell in rows[0].strip("|").split(" | ")]
-
-
-@for_each("name", sorted(STRUCTS))
-def test_every_message_has_a_row_with_its_fields_in_wire_order(name: str) -> None:
-    fields = re.findall(r"`(\w+)`", _row(name)[1])
-
-    assert tuple(fields) == STRUCTS[name].__struct_fields__
-
-
-@for_each("name", sorted(STRUCTS))
-def test_optional_fields_are_marked(name: str) -> None:
-    marked = re.findall(r"`(\w+)`\?", _row(name)[1])
-    fields = STRUCTS[name].__struct_fields__
-    defaults = STRUCTS[name].__struct_defaults__
-
-    assert tuple(marked) == (fields[-len(defaults) :] if defaults else ())
-
-
-@for_each("name", sorted(LIMITS))
-def test_every_limit_has_a_row_with_its_value(name: str) -> None:
-    assert _row(name)[1].replace(",", "") == str(LIMITS[name])
-
-
-def test_no_row_speaks_of_what_does_not_exist() -> None:
-    named = re.findall(r"^\| `([A-Z]\w+)` \|", PAGE, re.MULTILINE)
-
-    assert set(named) <= set(STRUCTS) | set(LIMITS)
+PAGE = (Path(__file__).parents[2] / "docs" / "internals" / "wire.md").read_text()
 
 
 def _frames(name: str) -> tuple[list[str], bool]:
@@ -109,6 +69,5 @@ def test_the_printed_vectors_are_what_the_code_computes() -> None:
         *hashing.sequence_hashes(plain),
         *(hashing.block_hashes(tokens, 16, seed)[0] for seed in seeds),
         hashing.block_hashes(tokens, 16, multimodal_hashes={0: [5]})[0],
-        limits.U64_MAX,
     } == printed
     assert hashing.HASH_SPEC in PAGE

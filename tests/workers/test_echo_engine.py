@@ -1,11 +1,9 @@
-"""An engine is a directory and one line: the example of ``docs/engines.md`` runs as a worker; the page prints it."""
+"""An engine is a directory and one line: the example of ``docs/internals/engines.md`` runs as a worker."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 from importlib.metadata import EntryPoint
-from pathlib import Path
 
 import httpx
 import pytest
@@ -18,9 +16,6 @@ from poolgrid.workers.engines.registry import GROUP, engine_definition, engines
 from tests.workers.builders import make_request
 from tests.workers.echo_engine.definition import EchoSettings
 from tests.workers.fakes import PATIENCE_S, FakeConsolidator, Journal, fake_router
-
-HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "engines.md"
 
 
 @pytest.fixture
@@ -71,9 +66,3 @@ def test_installation_without_entry_points_says_what_to_do(monkeypatch: pytest.M
     monkeypatch.setattr(registry, "installed_plugins", lambda group: ())
     with pytest.raises(RuntimeError, match="install it again"):
         engines.__wrapped__()
-
-
-@pytest.mark.parametrize("name", ["definition", "engine"])
-def test_the_page_prints_the_example(name: str) -> None:
-    printed = re.findall(rf"<!-- {name}.py -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert printed == [(HERE / "echo_engine" / f"{name}.py").read_text()]

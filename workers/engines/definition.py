@@ -1,4 +1,4 @@
-"""The facts of an engine in its directory, and what a worker process lends it. ``docs/engines.md`` shows one."""
+"""Facts of an engine, and what a worker process lends it. ``docs/internals/engines.md`` shows one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which engines there are: the entry points of group ``poolgrid.engines``, by the name that ``--engine`` takes.
 
-Ours are in ``pyproject.toml``; another distribution adds its own in the same way (``docs/engines.md``). An entry point
-names the ``EngineDefinition``. Only the engine that is asked for is imported.
+Ours are in ``pyproject.toml``; another distribution adds its own in the same way (``docs/internals/engines.md``). An
+entry point names the ``EngineDefinition``. Only the engine that is asked for is imported.
 """
 
 from __future__ import annotations

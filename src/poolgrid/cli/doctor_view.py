@@ -12,7 +12,7 @@ from poolgrid.process.terminal_table import Heading, TerminalTable
 from poolgrid.wire.answers import ModelFinding, VerdictRow
 
 RUNBOOK = "docs/runbooks/reuse-parted.md"
-MODELS_PAGE = "docs/doctor.md#models"
+MODELS_PAGE = "docs/troubleshooting.md#models"
 
 
 def uncached_line(tokens: Mapping[str, int]) -> str:

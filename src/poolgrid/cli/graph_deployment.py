@@ -6,7 +6,7 @@ engine options, replicas, GPUs, requests, shared memory and autoscaling. Facts a
 
 What has no place in the chart is named, one remark each, and nothing is left out in silence. A worker is carried over
 when poolgrid runs its engine inside the worker (TensorRT-LLM, the mocker). Servers of vLLM and SGLang stay as they
-are, and workers run next to them (docs/stock_engines.md).
+are, and workers run next to them (docs/engine_servers.md).
 
 An engine file is carried over with its content, as ``engineArgs``: it comes out of a ConfigMap of the same file, or by
 ``read_file``. A name on a hub becomes the chart's model cache, an engine over several nodes a group with ``nodes``.
@@ -256,7 +256,7 @@ def _frontend(component: _Component, made: Conversion) -> None:
         made.remarks.append(f"{component.name}: the variable {name} is not carried over")
     for key in sorted(options):
         word = f"--no-{key}" if options[key] is False else f"--{key}"
-        made.remarks.append(f"{component.name}: {word} is not carried over: docs/migration.md names ours")
+        made.remarks.append(f"{component.name}: {word} is not carried over: docs/comparison.md#switch names ours")
     _remark_rest(component, unread, made)
     made.values["router"] = router
 
@@ -282,7 +282,7 @@ def _worker(
     engine = ENGINES.get(program)
     if engine is None:
         if program in BESIDE:
-            why = f"{BESIDE[program]} servers stay as they are, and workers run next to them: docs/stock_engines.md"
+            why = f"{BESIDE[program]} servers stay as they are, and workers run next to them: docs/engine_servers.md"
         else:
             why = f"its program {program or 'is not to be seen in its command'}; known are {', '.join(ENGINES)}"
         made.remarks.append(f"{name}: not carried over: {why}")

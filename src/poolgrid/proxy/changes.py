@@ -1,4 +1,4 @@
-"""What is cut into a client's bytes, and taken out of the answer again: a table in ``docs/stock_engines.md``. Pure."""
+"""What is cut into a client's bytes, and taken out of the answer again: a table in ``docs/engine_servers.md``. Pure."""
 
 from __future__ import annotations
 

@@ -618,13 +618,13 @@ ROWS = (
         (LegState.KEPT,),
         LegEvent.LOST,
         (release,),
-        "the worker that takes what it left has it already, or will report that it has not",
+        "the decode worker already has the KV, or reports that it is missing",
     ),
     Row(
         (LegState.KEPT,),
         LegEvent.LEFT,
         (release,),
-        "the worker that takes what it left has it already, or will report that it has not",
+        "the decode worker already has the KV, or reports that it is missing",
     ),
     Row(
         (LegState.KEPT,),

@@ -6,7 +6,7 @@
 ``seed``           1337 + XXH3-64(lora name, seed 0) + XXH3-64(cache salt, seed 1), wrapping u64; empty = absent.
 
 Only whole blocks are hashed; a trailing partial block gives nothing. Source: Dynamo's documented scheme
-(the test vectors of ``docs/wire.md`` were computed with its published bindings).
+(the test vectors of ``docs/internals/wire.md`` were computed with its published bindings).
 """
 
 from __future__ import annotations

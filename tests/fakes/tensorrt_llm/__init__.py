@@ -2,7 +2,7 @@
 
 It pretends to be 1.2.1 unless ``TRTLLM_FAKE`` names another version (``_fake/profile.py``).
 
-No line of it is TensorRT-LLM's. What it reproduces, and what it does not, is in ``docs/trtllm.md``.
+No line of it is TensorRT-LLM's. ``CONTRIBUTING.md`` says how to use it.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def server_engine(
         settings=settings,
         open=partial(_open, kind),
         shortest_timeout_ms=lambda settings: min(settings.health_timeout_ms, settings.progress_timeout_ms),
-        about=f"With `--engine {name}`: a worker [in front of {about}](stock_engines.md).{'' if tables else OTHERS}",
+        about=f"With `--engine {name}`: a worker [in front of {about}](engine_servers.md).{'' if tables else OTHERS}",
         tables=(*tables, settings),
         serves=EngineServerSettings.serves,
         loads=EngineServerSettings.loads,
@@ -91,7 +91,7 @@ SERVER: EngineDefinition[Any] = EngineDefinition(
     open=_open_any,
     shortest_timeout_ms=lambda settings: min(settings.health_timeout_ms, settings.progress_timeout_ms),
     about=(
-        "With `--engine server`: [follows engine servers](stock_engines.md#following-servers) of any kind, which come "
+        "With `--engine server`: [follows engine servers](engine_servers.md#following-servers) of any kind, which come "
         "and go while it runs."
     ),
     tables=(FollowerSettings, FollowedServersSettings, FollowedServerSettings),

@@ -64,7 +64,7 @@ ENGINE = EngineDefinition(
     open=_open,
     shortest_timeout_ms=_shortest_timeout_ms,
     about="With `--engine trtllm`. `--print-engine-args` prints what the engine would get and where each value came "
-    "from ([what wins](engine_configs.md)), and starts nothing.",
+    "from ([what wins](trtllm_configuration.md#precedence)), and starts nothing.",
     tables=(TrtllmSettings, TrtllmWorkerSettings, TensorSettings, StepTimesSettings),
     serves=lambda settings: (settings.model_name, settings.role.name.lower()),
     loads=lambda settings: settings.model_path,

@@ -1,1 +1,1 @@
-"""The journal: records in checksummed segments with snapshots, on disk or in memory (format: docs/journal.md)."""
+"""The journal: records in checksummed segments with snapshots, on disk or in memory (docs/internals/journal.md)."""

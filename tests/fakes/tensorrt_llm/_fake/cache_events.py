@@ -1,6 +1,6 @@
 """KV cache events as TensorRT-LLM emits them, from what the simulated block pool says.
 
-Rules (``contract_1_2_1.json``, ``events._rules``; ``docs/trtllm.md``):
+Rules (``contract_1_2_1.json``, ``events._rules``):
 
 1. One ``event_id`` sequence per rank, from 0, over all windows and types.
 2. Removals that follow each other in one window are one event.

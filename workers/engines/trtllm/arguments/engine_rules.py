@@ -2,7 +2,7 @@
 
 The contract (``poolgrid.workers.engines.trtllm.arguments.contract``) knows fields one at a time; these rules know them
 together. All functions are pure, take well-typed arguments, and return every fault with its path. Sources of the rules:
-TensorRT-LLM 1.2.1, as collected in ``docs/trtllm.md``.
+TensorRT-LLM 1.2.1, as collected in ``tests/trtllm_upstream``.
 """
 
 from __future__ import annotations
