@@ -6,7 +6,8 @@
 
 Each run: empty caches, a fresh router with its defaults, the sessions of the seed, then the engines' own counters. The
 level of ``--disturb`` is played once more for each router and each of ``--disturbances``: ``restart`` kills its process
-after a third of the time and starts it again, ``kill`` does so with the first engine. Tables, figures and plots go to
+after a third of the time and starts it again, ``kill`` does so with the first engine, and for ``attach`` the engines
+have served other sessions before the router starts. Tables, figures and plots go to
 ``--output``.
 """
 
@@ -39,8 +40,8 @@ KV_BYTES = 36_000_000_000
 """244,000 tokens of a model like Qwen3-8B: several working sets of a server at ``peak``, a third of one at
 ``eviction``."""
 
-RESTART, KILL = "router restarted", "engine killed"
-DISTURBANCES = {"restart": RESTART, "kill": KILL}
+RESTART, KILL, ATTACH = "router restarted", "engine killed", "engines with history"
+DISTURBANCES = {"restart": RESTART, "kill": KILL, "attach": ATTACH}
 
 
 class Plan(NamedTuple):
@@ -79,6 +80,7 @@ class Comparison:
         self.engines = Engines(
             command, model, options.gpus, options.kv_bytes, options.block_size, arguments, self._output
         )
+        self.engines.share_gpu = options.share_gpu
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         words_file = model / "words.json"
         words = msgspec.json.decode(words_file.read_bytes(), type=list[str]) if words_file.is_file() else []
@@ -90,10 +92,14 @@ class Comparison:
         """Make one run; raises ``RuntimeError`` when its router does not start."""
         self.engines.start(LEVELS[plan.level].kv_share)
         self.engines.warm_up()
+        if plan.disturbance == ATTACH:
+            self.engines.empty()
+            self._make_history(plan.level)
         logs, size = self._output / _name(plan), self._options.block_size
         router = Router(plan.router, self.engines.addresses, self._model, size, self._python, logs)
         try:
-            self.engines.empty()
+            if plan.disturbance != ATTACH:
+                self.engines.empty()
             before, spent_s = self.engines.counters(), router.cpu_s()
             began_s = time.monotonic()
             records = self._play(plan, router)
@@ -122,7 +128,7 @@ class Comparison:
         file.write_bytes(msgspec.json.encode(spec))
         load = subprocess.Popen([sys.executable, "-m", "lab.comparison.load", str(file)])
         try:
-            if plan.disturbance:
+            if plan.disturbance in (RESTART, KILL):
                 time.sleep(seconds / 3)  # noqa: TID251 - the load runs in another process
                 self._disturb(plan.disturbance, router)
             if load.wait(seconds * 2 + 60):
@@ -131,6 +137,19 @@ class Comparison:
             load.kill()
             load.wait()
         return msgspec.json.decode(records.read_bytes(), type=list[Record])
+
+    def _make_history(self, level: str) -> None:
+        """Play sessions of another seed straight to the engines, so that their caches are full of them."""
+        addresses, seconds = self.engines.addresses, self._options.seconds
+        sessions = self._traffic.sessions(level, max(self._options.seeds) + 1, seconds, len(addresses))
+        loads = []
+        for number, address in enumerate(addresses):
+            file = self._output / f"history-{number}.json"
+            spec = LoadSpec(address.url, MODEL, sessions[number :: len(addresses)], seconds, seconds / 2, f"{file}.out")
+            file.write_bytes(msgspec.json.encode(spec))
+            loads.append(subprocess.Popen([sys.executable, "-m", "lab.comparison.load", str(file)]))
+        for load in loads:
+            load.wait(seconds * 2 + 60)
 
     def _disturb(self, disturbance: str, router: Router) -> None:
         if disturbance == RESTART:
@@ -153,6 +172,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--serve", default="", help="the command that serves a model as `vllm serve` does")
     parser.add_argument("--model", type=Path, help="directory of the model")
     parser.add_argument("--gpus", type=int, default=2, help="engine servers, one on each GPU")
+    parser.add_argument("--share-gpu", action="store_true", help="all servers on the first GPU")
     parser.add_argument("--kv-bytes", type=int, default=KV_BYTES, help="KV cache of each server")
     parser.add_argument("--block-size", type=int, default=16, help="tokens of a block of KV cache")
     parser.add_argument("--engine-arguments", default="", help="further arguments of each server")

@@ -72,6 +72,8 @@ class Engines:
         self._transfer_ports = [free_port() for _ in range(count)]
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._share = 0.0
+        self.share_gpu = False
+        """Whether all are on the first GPU; one on each otherwise."""
 
     @property
     def addresses(self) -> list[Address]:
@@ -116,7 +118,7 @@ class Engines:
                 [*command, *arguments],
                 env={
                     **(SERVER | caches | os.environ),
-                    "CUDA_VISIBLE_DEVICES": str(number),
+                    "CUDA_VISIBLE_DEVICES": "0" if self.share_gpu else str(number),
                     "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self._transfer_ports[number]),  # read with a KV connector
                 },
                 stdout=log,

@@ -42,7 +42,7 @@ class LoadSpec(msgspec.Struct):
 
 
 class Record(msgspec.Struct):
-    """What became of one request. Times are in ms; those of a failed request are 0."""
+    """What became of one request. Times are in ms. A failed request has only ``e2e_ms``: when it failed."""
 
     session: int
     turn: int
@@ -86,12 +86,12 @@ class Player:
         messages = [{"role": "system", "content": session.system}]
         header = self._spec.session_header
         headers = [f"{header}: s{number}"] if header else []
-        pause_s = session.at_s
         for at, turn in enumerate(session.turns):
-            await asyncio.sleep(turn.think_s if at else pause_s)
-            at_s = (self._clock.monotonic_ms() - began_ms) / 1000
-            if at_s >= self._spec.seconds:
+            pause_s = turn.think_s if at else session.at_s
+            if (self._clock.monotonic_ms() - began_ms) / 1000 + pause_s >= self._spec.seconds:
                 return
+            await asyncio.sleep(pause_s)
+            at_s = (self._clock.monotonic_ms() - began_ms) / 1000
             messages.append({"role": "user", "content": turn.user})
             record = Record(number, at, round(at_s, 3), turn.answer_tokens)
             self.records.append(record)
@@ -119,6 +119,7 @@ class Player:
             except RequestFailed as error:
                 if exchange.status != 429 or attempt == RETRIES:
                     record.fault = str(error)[:300]
+                    record.e2e_ms = self._clock.monotonic_ms() - began_ms
                     return
                 attempt += 1
                 await asyncio.sleep(float(exchange.retry_after or 1))

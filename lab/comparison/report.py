@@ -45,12 +45,16 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def figures(run: Run) -> dict[str, Any]:
-    """Return what a run came to; times in ms."""
+    """Return what a run came to; times in ms.
+
+    Reuse is what the engines report for each request. Their counters of queries and hits are not: vLLM asks its cache
+    again for a request that waits, in every step.
+    """
     good = [each for each in run.records if not each.fault]
     ttft = [each.ttft_ms for each in good]
     gaps = [gap_ms for each in good for gap_ms, count in each.gaps_ms for _ in range(count)]
     tokens = sum(each.answer_tokens for each in good)
-    prompts = sum(each.prompt_tokens for each in good)
+    prompt_tokens = sum(each.prompt_tokens for each in good)
     served = [each["vllm:request_success"] for each in run.engines]
     return {
         "level": run.level,
@@ -67,8 +71,7 @@ def figures(run: Run) -> dict[str, Any]:
         "gap_p99_ms": quantile(gaps, 0.99),
         "e2e_mean_ms": _mean([each.e2e_ms for each in good]),
         "tokens_per_s": tokens / run.wall_s,
-        # Not vLLM's hits over queries: a request that waits for cache is asked for again in each step.
-        "reused_share": sum(each.cached_tokens for each in good) / prompts if prompts else 0.0,
+        "reused_share": sum(each.cached_tokens for each in good) / prompt_tokens if prompt_tokens else 0.0,
         "later_turns_whole_share": whole_share(run.records),
         "most_to_mean": max(served) * len(served) / sum(served) if sum(served) else 0.0,
         "served": served,

@@ -1,12 +1,13 @@
 """Each router of the comparison: how it is started before the same engine servers, with its own defaults.
 
-    ours, ours-POLICY   this checkout: a router with the consolidator in it, and one process with all workers
+    ours, ours-POLICY   this checkout: ``poolgrid up --engine-url`` for each server
     legs, apart         the same, half of the servers for prefill and half for decode: one leg or two by expected time,
                         and always two
     before              0a211ed, from a Python that has it: a process for each worker, and the consolidator's
     smg                 SGLang's gateway, ``--policy cache_aware``; ``-ids``: and a server for each session id
     vllm-router         its ``cache_aware``; ``-events`` and ``-robin`` behind the name: ``kv_aware``, round robin;
-                        ``-ids``: ``consistent_hash`` over session ids; ``-programs``: scheduling of agents' programs
+                        ``-affinity``: ``kv_aware`` with session affinity; ``-ids``: ``consistent_hash`` over session
+                        ids; ``-programs``: scheduling of agents' programs, named by their session ids
 
 Peers run from another Python, which has their wheels.
 """
@@ -17,13 +18,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 
 from lab.benchmarks.fleet import Fleet, free_port
-from lab.benchmarks.http_load import cpu_s, rss_mb
+from lab.benchmarks.http_load import cpu_s, family, rss_mb
 from lab.benchmarks.peers import MODULE_OF, import_fault, smg_command, vllm_router_command
 from lab.comparison.engines import MODEL, Address
 
@@ -31,15 +32,23 @@ START_TIMEOUT_S = 90.0
 SESSION_HEADER = "x-session-id"
 """One that every router here knows or can be told."""
 
+PROGRAM_SCHEDULING = (
+    "--enable-program-scheduling",
+    "--program-scheduling-config-json",
+    '{"program_scheduling_enable_key":"auto"}',
+)
+"""Without the key it schedules no program of a session id, and its diagnostics show none."""
+
 SMG_OPTIONS = {"smg": (), "smg-ids": ("--routing-key-override", "--routing-key-headers", SESSION_HEADER)}
 VLLM_ROUTER_OPTIONS = {
     "vllm-router": ("cache_aware",),
     "vllm-router-events": ("kv_aware",),
     "vllm-router-robin": ("round_robin",),
+    "vllm-router-affinity": ("kv_aware", "--kv-aware-session-affinity-ttl-secs", "60"),
     "vllm-router-ids": ("consistent_hash",),
-    "vllm-router-programs": ("cache_aware", "--enable-program-scheduling"),
+    "vllm-router-programs": ("cache_aware", *PROGRAM_SCHEDULING),
 }
-TWO_LEGS = {"legs": (), "apart": ("--legs", "two")}
+TWO_LEGS = {"legs": (), "apart": ("legs=two",)}
 NAMES = ("ours", *TWO_LEGS, "before", *SMG_OPTIONS, *VLLM_ROUTER_OPTIONS)
 
 
@@ -91,11 +100,11 @@ class Router:
             self._command = self._before(python.before)
         elif name in TWO_LEGS:
             half = len(engines) // 2
-            groups = {"prefill": engines[:half], "decode": engines[half:]}
-            self._command = self._ours(groups, TWO_LEGS[name])
+            roles = ["prefill="] * half + ["decode="] * (len(engines) - half)
+            self._command = self._up(roles, [f"--part-option=router.{each}" for each in TWO_LEGS[name]])
         elif self._is_ours:
             policy = name.partition("-")[2]
-            self._command = self._ours({"both": engines}, ("--policy", policy) if policy else ())
+            self._command = self._up([""] * len(engines), ["--policy", policy] if policy else [])
         elif name in SMG_OPTIONS:
             self._command = smg_command(python.peers, self.port, [each.url for each in engines])
             self._command += SMG_OPTIONS[name]
@@ -119,21 +128,14 @@ class Router:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def _ours(self, engines_by_role: Mapping[str, Sequence[Address]], options: Sequence[str]) -> list[str]:
-        """Start the workers, those of a role in one process; return the command of the router, with the consolidator
-        in it."""
-        ingest = free_port()
-        for role, engines in engines_by_role.items():
-            worker = [sys.executable, "-m", "poolgrid", "worker", "--engine", "vllm", "--worker-id", role]
-            worker += [] if role == "both" else ["--role", role]
-            for engine in engines:
-                worker += ["--engine-url", engine.url, "--kv-events-endpoint", engine.events]
-                worker += ["--kv-events-replay-endpoint", engine.replay]
-            self._fleet.start(f"workers-{role}", [*worker, "--consolidator", f"tcp://127.0.0.1:{ingest}"])
-        return [
-            *(sys.executable, "-m", "poolgrid", "router", "--port", str(self.port), "--ingest-port", str(ingest)),
-            *("--model-path", str(self._model), "--served-model-name", MODEL, *options),
-        ]
+    def _up(self, roles: Sequence[str], options: Sequence[str]) -> list[str]:
+        """Return the command before engines of these roles; vLLM before 0.26 does not report where its events are."""
+        command = [sys.executable, "-m", "poolgrid", "up", "--port", str(self.port), *options]
+        for role, engine in zip(roles, self._engines, strict=True):
+            command += ["--engine-url", f"{role}{engine.url}"]
+            command += ["--part-option", f"worker.kv-events-endpoint={engine.events}"]
+            command += ["--part-option", f"worker.kv-events-replay-endpoint={engine.replay}"]
+        return command
 
     def _before(self, python: str) -> list[str]:
         """Start what stood between the engines and a router of ours at 0a211ed; return the router's command."""
@@ -176,7 +178,12 @@ class Router:
             time.sleep(0.1 if answered else 0.3)  # noqa: TID251 - another project's process, which announces nothing
 
     def restart(self) -> None:
-        """Kill -9 the process that takes requests and start it again, on the same port."""
+        """Kill -9 the process that takes requests; start it again on the same port, where its parent does not."""
+        if self._is_ours and self.name != "before":
+            child = next(pid for pid in family(self._process.pid)[1:] if b"\0router\0" in _command_line(pid))
+            self._spent_s += cpu_s(child)
+            os.kill(child, 9)
+            return
         self._spent_s += cpu_s(self._process.pid)
         os.kill(self._process.pid, 9)
         self._process.wait()
@@ -193,3 +200,10 @@ class Router:
     def stop(self) -> None:
         """End all of it."""
         self._fleet.close()
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""  # it ended meanwhile

@@ -60,12 +60,18 @@ class Level(NamedTuple):
     repeats another, as in the run of two legs on four H200."""
 
 
+# At `full` the open sessions need what all servers of a model like Qwen3-1.7B with 22 GB of KV cache have, at `crowd`
+# 1.3 times as much.
 LEVELS = {
     "light": Level(0.45, 0.4),
     "heavy": Level(1.375, 0.4),
     "peak": Level(2.25, 0.4),
     "eviction": Level(1.375, 0.4, kv_share=0.3),
     "agents": Level(0.9, 1.0),
+    "full": Level(0.5, 1.0, kv_share=0.3),
+    "full-ids": Level(0.5, 1.0, kv_share=0.3, sends_ids=True),
+    "crowd": Level(0.9, 1.0, kv_share=0.3),
+    "crowd-ids": Level(0.9, 1.0, kv_share=0.3, sends_ids=True),
     "tight": Level(0.3, 0.0, kv_share=0.25, sends_ids=True, kind="coding"),
     "long": Level(1.25, 0.0, kind="long"),
 }
@@ -107,8 +113,9 @@ class Traffic:
 
     def sessions(self, level: str, seed: int, seconds: float, engines: int) -> list[Session]:
         """Return the sessions that arrive within ``seconds``, in order."""
-        draw = random.Random(f"{level}/{seed}")
         shape = LEVELS[level]
+        level = level.removesuffix("-ids")  # the same sessions, named
+        draw = random.Random(f"{level}/{seed}")
         systems = {
             kind: [self._words(f"{level}/{seed}/system/{name}/{at}", draw, kind.system) for at in range(kind.systems)]
             for name, kind in ([(shape.kind, KINDS[shape.kind])] if shape.kind else [("chat", CHAT), ("agent", AGENT)])

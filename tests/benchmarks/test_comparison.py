@@ -24,6 +24,7 @@ def test_every_router_gets_the_same_sessions_of_a_seed(level: str) -> None:
     once, again = (traffic(0.1).sessions(level, 3, 10.0, 4) for _ in range(2))
 
     assert once == again
+    assert once == traffic(0.1).sessions(level.removesuffix("-ids"), 3, 10.0, 4)
     assert once != traffic(0.1).sessions(level, 4, 10.0, 4)
     assert [each.at_s for each in once] == sorted(each.at_s for each in once)
 
@@ -76,7 +77,10 @@ def test_every_router_comes_first_once_and_engines_with_less_cache_last() -> Non
         ([], "give --rehearse, or --serve and --model"),
         (["--rehearse", "--levels", "calm"], "there is no level 'calm'"),
         (["--rehearse", "--routers", "nginx"], "there is no router 'nginx'"),
-        (["--rehearse", "--disturbances", "flood"], "there is no disturbance 'flood', allowed are restart, kill"),
+        (
+            ["--rehearse", "--disturbances", "flood"],
+            "there is no disturbance 'flood', allowed are restart, kill, attach",
+        ),
     ],
 )
 def test_a_wrong_option_is_named(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
