@@ -59,7 +59,7 @@ COMPRESSION_LEVEL = 1
 WINDOW_BITS, MEMORY_LEVEL = 12, 5
 """Most columns have some hundreds of bytes: the tables of zlib's usual window take twice their time to prepare."""
 
-INPUTS_VERSION = 11
+INPUTS_VERSION = 12
 """Which inputs a router's state is made of, and what they mean: higher than what a reader knows, it cannot replay.
 
 A kind of input more, or one that does something else to the state, is a new version. An entry that no decision depends
