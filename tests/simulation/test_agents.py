@@ -16,7 +16,7 @@ from poolgrid.tools.simulation.agent_workload import AgentArrivals, AgentWorkloa
 from poolgrid.tools.simulation.agents import PAUSES, PREFIX_TOKENS, AgentDraws
 from poolgrid.tools.simulation.pool import SimulatedPool
 from poolgrid.tools.simulation.recording import policy_report
-from poolgrid.tools.simulation.session_line import Sticky, line_of
+from poolgrid.tools.simulation.session_line import PEERS, line_of
 from poolgrid.tools.simulation.workload import RecordedRequest, recorded_workload
 from poolgrid.workers.core.timing import timing_model
 from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
@@ -45,7 +45,7 @@ def play(load: AgentWorkload, policy: str, admission: str, pressure: float) -> d
     needed = AGENTS * load.plan.own_tokens_mean() + 4 * PREFIX_TOKENS * SCALE * WORKERS
     blocks = int(needed / pressure / WORKERS / BLOCK)
     limit = SimulatedLimits(BLOCK, blocks, 0, 256, 8192, load.longest + 1, 10**6)
-    chosen = Sticky(KvAware()) if policy == "sticky" else make_policy(policy)
+    chosen = PEERS[policy]() if policy in PEERS else make_policy(policy)
     pool = SimulatedPool(load, chosen, WORKERS, limit, SlowPrefill(), line=line_of(admission, BLOCK))
     report = policy_report(pool.run(), WORKERS)
     assert report["requests"] == len(load.requests), "all calls were served"

@@ -297,6 +297,7 @@ class SimulatedPool:
             -(-request.isl // block_size),
             request.priority,
             ttft_target_ms=target_ms if self._targets is not None and self._targets.told else 0.0,
+            session="" if request.session is None else request.session.session_id,
             is_later=not self._tails.isdisjoint(request.path),
         )
         return WorkerWanted(routing, request.path, now, int(now), unavailable, behind=behind)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
+from poolgrid.router.core.engine_times import Engines, FewEngines
+from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.learned_speeds import LearnedSpeeds
-from poolgrid.router.core.policy import Candidates, Choice, RoutingRequest
+from poolgrid.router.core.policy import Candidates, Choice, IndexArray, RoutingRequest
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.working_set import AGE_MS, OfferedTurn, WorkingSet
 from poolgrid.serving.fair_queue import FairQueue, QueuedRequest, QueueOrder
@@ -128,25 +131,57 @@ def line_of(admission: str, block_size: int) -> SessionLine | None:
     return SessionLine(block_size, admission == "smallest-first") if admission else None
 
 
-class Sticky:
-    """Every call goes to the worker of its session's first one, which ``kv`` chooses: affinity by session id."""
+class SpeedsAt(LearnedSpeeds):
+    """Learned speeds that keep the time at which they were asked for last."""
 
-    name = "sticky"
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_ms = 0.0
+
+    def describe_few(self, workers: Sequence[Worker], rows: Sequence[int] | None, now_ms: float) -> FewEngines:
+        self.now_ms = now_ms
+        return super().describe_few(workers, rows, now_ms)
+
+    def describe(self, workers: Sequence[Worker], rows: IndexArray, now_ms: float) -> Engines:
+        self.now_ms = now_ms
+        return super().describe(workers, rows, now_ms)
+
+
+class Sticky:
+    """A turn goes to the worker of its session's last one, whatever waits there; ``kv`` chooses the first."""
+
     compares_numbers = True
     needs_overlap = True
 
-    def __init__(self, kv: KvAware) -> None:
+    def __init__(self, kv: KvAware, kept_ms: float = NEVER) -> None:
+        """A session that has been silent for ``kept_ms`` has no worker any more."""
+        self.name = "sticky" if kept_ms == NEVER else "affinity"
         self._kv = kv
-        self._homes: dict[str, WorkerKey] = {}
+        self._kept_ms = kept_ms
+        self._homes: dict[str, tuple[WorkerKey, float]] = {}
+        self._speeds = SpeedsAt()
 
     def observer(self, index: PrefixIndex) -> LearnedSpeeds:
-        return LearnedSpeeds()
+        self._speeds = SpeedsAt()
+        return self._speeds
 
     def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
-        session = request.request_id.rpartition("-")[0]
-        home = self._homes.get(session)
-        if home in candidates.workers:
-            return Choice(candidates.workers.index(home), "sticky", None, {})
-        choice = self._kv.choose(request, candidates)
-        self._homes[session] = candidates.workers[choice.row]
+        home, used_ms = self._homes.get(request.session, (None, 0.0))
+        now_ms = self._speeds.now_ms
+        if home in candidates.workers and now_ms - used_ms <= self._kept_ms:
+            choice = Choice(candidates.workers.index(home), "sticky", None, {})
+        else:
+            choice = self._kv.choose(request, candidates)
+        if request.session:
+            self._homes[request.session] = candidates.workers[choice.row], now_ms
         return choice
+
+
+AFFINITY_MS: Final = 60_000.0
+"""As vllm-router's ``--kv-aware-session-affinity-ttl-secs 60``."""
+
+PEERS: Final[Mapping[str, Callable[[], Sticky]]] = {
+    "sticky": lambda: Sticky(KvAware()),
+    "affinity": lambda: Sticky(KvAware(), AFFINITY_MS),
+}
+"""Policies of other routers that know sessions."""

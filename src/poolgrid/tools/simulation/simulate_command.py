@@ -13,17 +13,16 @@ from poolgrid.cli.journal_directory import UsageError, journal_errors
 from poolgrid.cli.options import with_settings
 from poolgrid.process.figures import number, percent
 from poolgrid.process.terminal_table import Heading, TerminalTable
-from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.policy import Policy
 from poolgrid.router.policy_loading import PolicyError, make_policy
 from poolgrid.tools.simulation.pool import RouterFleet
 from poolgrid.tools.simulation.recording import load_agents, load_trace, show_report
-from poolgrid.tools.simulation.session_line import Sticky, split_admission
+from poolgrid.tools.simulation.session_line import PEERS, split_admission
 from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, SimulationSettings
 from poolgrid.tools.simulation.workload import SpeedError, WorkerSpeeds
 
 TRACE_POLICIES = "kv,round-robin,least-loaded"
-AGENT_POLICIES = "kv,sticky,kv+smallest-first,kv+sessions"
+AGENT_POLICIES = "kv,sticky,affinity,kv+smallest-first,kv+sessions"
 
 BASICS = (
     "agents",
@@ -91,11 +90,11 @@ def _policies(settings: SimulationSettings) -> dict[str, Policy]:
     given = default if settings.policy is None else settings.policy
     for name in [each.strip() for each in given.split(",") if each.strip()] or [""]:
         policy, _ = split_admission(name)
-        if policy == Sticky.name:
-            policies[name] = Sticky(KvAware())
+        if policy in PEERS:
+            policies[name] = PEERS[policy]()
             continue
         if policy not in SIMULATED_POLICIES and ":" not in policy:
-            allowed = f"{', '.join(SIMULATED_POLICIES)}, sticky, or module:Class"
+            allowed = f"{', '.join((*SIMULATED_POLICIES, *PEERS))}, or module:Class"
             raise UsageError(f"policy {name!r} is unknown, allowed are {allowed}, each also with +sessions behind it")
         try:
             policies[name] = make_policy(policy)
