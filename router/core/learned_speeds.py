@@ -103,7 +103,7 @@ class Arrivals(msgspec.Struct, array_like=True):
         return self.count / (ARRIVALS_MEMORY_MS + max(0.0, now_ms - self.last_ms))
 
 
-class Evidence(msgspec.Struct):
+class Observations(msgspec.Struct):
     """Observed and predicted times until first tokens."""
 
     observed_ms: float = 0.0
@@ -130,7 +130,7 @@ class Evidence(msgspec.Struct):
         return (self.observed_ms * MEMORY_MS + filled * prior) / (self.unit_ms * MEMORY_MS + filled)
 
 
-class WorkerPace(Evidence):
+class WorkerPace(Observations):
     """What is known of one worker."""
 
     served_ms: float = 0.0
@@ -139,7 +139,7 @@ class WorkerPace(Evidence):
     """By dispatch, in order of choice."""
     recent: Arrivals = msgspec.field(default_factory=Arrivals)
     """Requests that it was chosen for."""
-    idle: Evidence = msgspec.field(default_factory=Evidence)
+    idle: Observations = msgspec.field(default_factory=Observations)
     """Of choices for which the engine had nothing else to do."""
 
 
@@ -156,7 +156,7 @@ class SpeedEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
     awaited: list[tuple[str, Awaited]]
     recent: Arrivals = msgspec.field(default_factory=Arrivals)
     idle: tuple[float, float, float] = (PRIOR_MS, PRIOR_MS, 0.0)
-    """The fields of ``Evidence``."""
+    """The fields of ``Observations``."""
 
 
 class SpeedsState(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -190,7 +190,7 @@ class LearnedSpeeds(Observer):
 
     def __init__(self) -> None:
         self._workers: dict[WorkerKey, WorkerPace] = {}
-        self._pool = WorkerPace(PRIOR_MS, PRIOR_MS, idle=Evidence(PRIOR_MS, PRIOR_MS))
+        self._pool = WorkerPace(PRIOR_MS, PRIOR_MS, idle=Observations(PRIOR_MS, PRIOR_MS))
         self._arrivals = Arrivals()
         self._awaited = 0
         self._latest_ms = 0.0
@@ -215,7 +215,7 @@ class LearnedSpeeds(Observer):
         self._latest_ms = now_ms
         known = self._workers.get(worker)
         if known is None:
-            idle = Evidence(PRIOR_MS * self._pool.idle.ratio(1.0, now_ms), PRIOR_MS, now_ms)
+            idle = Observations(PRIOR_MS * self._pool.idle.ratio(1.0, now_ms), PRIOR_MS, now_ms)
             pace_ms = PRIOR_MS * self.pool_pace(now_ms)
             known = self._workers[worker] = WorkerPace(pace_ms, PRIOR_MS, now_ms, now_ms, idle=idle)
         self._arrivals.add(own_ms, now_ms)
@@ -396,7 +396,7 @@ class LearnedSpeeds(Observer):
                 each.served_ms,
                 dict(each.awaited),
                 each.recent,
-                Evidence(*each.idle),
+                Observations(*each.idle),
             )
             for each in known.workers
         }

@@ -255,6 +255,8 @@ class TurnJudged(JournalEntry, frozen=True):
     """Workers without room for it."""
     displaced: list[tuple[int, str]]
     """Tenant and name of the sessions that lost their places to it."""
+    is_behind: bool = False
+    """Whether others had waited for long."""
 
 
 class DecisionBooked(JournalEntry, frozen=True):
@@ -610,6 +612,7 @@ class InputReader:
                     entry.time_ms,
                     tuple(Role(role) for role in entry.roles),
                     entry.waited_ms,
+                    entry.is_behind,
                 )
             case DecisionBooked():
                 decided = self.decided
@@ -681,6 +684,7 @@ def judged_of(offered: TurnOffered, admission: Admission, number_of: Mapping[Wor
         admission.admitted,
         [number_of[worker] for worker in admission.crowded],
         list(admission.displaced),
+        offered.is_behind,
     )
 
 

@@ -126,7 +126,9 @@ def test_sessions_that_do_not_fit_evict_each_other_without_admission_and_do_not_
     assert reuse(ours, seed) >= 0.9
     assert ours["turns_per_minute"] >= 1.5 * kv["turns_per_minute"]
     assert ours["waited_turns"] > 0
-    assert ours["first_turn_ms"]["max"] <= 3 * ours["first_turn_ms"]["p50"]
+    assert ours["ttft_ms"]["mean"] <= 0.7 * kv["ttft_ms"]["mean"]
+    for name in ("p50", "max"):
+        assert ours["first_turn_ms"][name] <= kv["first_turn_ms"][name], "first turns do not wait"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -149,15 +151,6 @@ def test_agents_that_say_the_same_are_never_taken_for_each_other() -> None:
 
     assert load.joins.wrong == 0
     assert load.joins.found >= load.joins.later
-
-
-def test_no_session_waits_as_long_as_with_the_smallest_first() -> None:
-    first, smallest = (
-        played("kv", "sessions", 2.0)["first_turn_ms"],
-        played("kv", "smallest-first", 2.0)["first_turn_ms"],
-    )
-
-    assert first["max"] / first["p50"] < smallest["max"] / smallest["p50"] / 3
 
 
 def test_admission_changes_nothing_where_all_sessions_fit() -> None:

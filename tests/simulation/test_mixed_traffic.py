@@ -66,3 +66,13 @@ def test_affinity_ends_with_a_pause(pause_ms: float, stays: bool, monkeypatch: p
     monkeypatch.setattr(Sticky, "choose", noting)
     SimulatedPool(load, PEERS["affinity"](), 2, limits(load)).run()
     assert [each == "sticky" for each in reasons] == [False, stays]
+
+
+@pytest.mark.parametrize(("pressure", "gain"), [(1.0, 1.1), (4.0, 0.25)])
+def test_session_admission_slows_neither_single_requests_nor_agents(pressure: float, gain: float) -> None:
+    kv, ours = played("kv", pressure), play(mixed_traffic(1), KvAware(), pressure, "sessions")
+
+    assert ours.single_mean <= 1.05 * kv.single_mean
+    assert ours.agent_mean <= 1.01 * kv.agent_mean
+    assert ours.later_p50 <= gain * kv.later_p50
+    assert ours.reuse >= kv.reuse

@@ -275,9 +275,11 @@ class SimulatedPool:
 
     def _place_sessions(self, line: SessionLine, now: float) -> None:
         """Hand on the turns that have room in the working set."""
-        while (due := line.pop(self._keys, self._overlap_blocks, now)) is not None:
-            request, crowded = due
+
+        def send(request: SimulatedRequest, crowded: Mapping[WorkerKey, str]) -> None:
             self._send(0, request, self._choose(0, request, now, crowded), now)
+
+        line.place_turns(self._keys, self._overlap_blocks, now, send)
 
     def _wanted(
         self,

@@ -58,7 +58,7 @@ class SimulationSettings(EngineSettings):
     )
     policy: str | None = Field(
         None,
-        examples=[*SIMULATED_POLICIES, "sticky", "affinity", "kv+sessions", "kv+smallest-first"],
+        examples=[*SIMULATED_POLICIES, "sticky", "affinity", "kv+sessions"],
         description=(
             "Compare these policies, separated by commas: built-in ones, your module:Class, or a policy with "
             "+sessions. Unset = some of them."

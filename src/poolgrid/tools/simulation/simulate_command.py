@@ -22,7 +22,7 @@ from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, SimulationSet
 from poolgrid.tools.simulation.workload import SpeedError, WorkerSpeeds
 
 TRACE_POLICIES = "kv,round-robin,least-loaded"
-AGENT_POLICIES = "kv,sticky,affinity,kv+smallest-first,kv+sessions"
+AGENT_POLICIES = "kv,sticky,affinity,kv+sessions"
 
 BASICS = (
     "agents",
