@@ -56,6 +56,9 @@ class SimulationSettings(EngineSettings):
         le=4096,
         description="Simulate this many open agent sessions instead of a trace.",
     )
+    mixed: bool = Field(
+        False, description="With --agents: add people in chats, retrieval, batches and single requests."
+    )
     policy: str | None = Field(
         None,
         examples=[*SIMULATED_POLICIES, "sticky", "affinity", "kv+sessions"],
