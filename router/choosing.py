@@ -240,10 +240,10 @@ class Chooser:
 
     # -- sessions --------------------------------------------------------------------------------------------------
 
-    def admits(self, routed: LocalRequest, is_first: bool, waited_ms: float = 0.0) -> bool:
+    def admits(self, routed: LocalRequest, waited_ms: float = 0.0, is_behind: bool = False) -> bool:
         """Tell whether a turn of a session may go to a worker now, or waits for room in the pool's working set.
 
-        Without ``is_first`` others wait already, and only turns of sessions that have their place continue.
+        ``is_behind``: others have waited for long, and it takes no room from them.
         """
         request, sessions = routed.machine.request, self._state.sessions
         if request.turn is None:
@@ -251,17 +251,15 @@ class Chooser:
         if not routed.block_size:
             self._hash(routed)
         size = TOKEN_BYTES * routed.block_size
-        if is_first and (not size or sessions.working_set.is_free(len(request.token_ids) // size + 1)):
+        if not is_behind and (not size or sessions.working_set.is_free(len(request.token_ids) // size + 1)):
             return True
         now_ms = self._clock.monotonic_ms()
         leg, wanted = self._next(routed, now_ms)
         routed.crowded = {}
         if leg.stage not in PROMPT_STAGES:
             return True
-        if not is_first and not sessions.belongs(wanted.request):
-            return False
         found = self._state.offer(
-            TurnOffered(wanted.request, wanted.path, now_ms, wanted.time_ms, wanted.roles, waited_ms)
+            TurnOffered(wanted.request, wanted.path, now_ms, wanted.time_ms, wanted.roles, waited_ms, is_behind)
         )
         if found.admitted and found.crowded:
             routed.crowded = dict.fromkeys(found.crowded, CROWDED)

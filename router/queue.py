@@ -13,10 +13,10 @@ Rules
        (``core.selector.Planner``): at the end of a turn of the event loop in which one came, a worker has computed all
        its prompts, or has room again. A plan is forgotten at once. No request is refused because others are deferred:
        where that takes the room, those whose turn it is go to workers whose engines have not enough.
-    7. Turns of sessions for which the pool's working set has no room wait in a lane of their own for each model, by
-       when their session first asked; a turn that has waited ``AGE_MS`` goes before other tenants. A client that was
-       refused after ``queue_timeout_ms`` keeps that place for ``ASKED_KEPT_MS``. Turns of sessions that have a place
-       pass them, and are charged to their tenants.
+    7. With ``session_admission``, turns of sessions for which the pool's working set has no room wait in a lane of
+       their own for each model, by when their session first asked (``core.lane_placer``). A client that was refused
+       after ``queue_timeout_ms`` keeps that place for ``ASKED_KEPT_MS``. Turns that pass them are charged to their
+       tenants.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Final, NamedTuple
 from poolgrid.inference import InferenceRequest, Refused
 from poolgrid.process.clock import Clock, within
 from poolgrid.router.choosing import Chooser
-from poolgrid.router.core.lane_placer import LanePlacer, Tried
+from poolgrid.router.core.lane_placer import LanePlacer, Tried, is_long, place_turns
 from poolgrid.router.core.policy import HELD_MAX
 from poolgrid.router.core.working_set import AGE_MS
 from poolgrid.router.metrics import RouterMetrics
@@ -104,6 +104,7 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
             self._order,
         )
         self._chooser = chooser
+        self._admits_sessions = settings.session_admission
         self._place = place
         self._give_up = give_up
         self._pumping = False
@@ -127,13 +128,14 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
     def must_wait(self, routed: LocalRequest) -> bool:
         """Return whether a new request has to wait for room in the pool's working set."""
         request = routed.machine.request
-        if request.turn is None:
+        if request.turn is None or not self._admits_sessions:
             return False
         lane = request.model + SESSIONS
-        is_first = not self._queue.waiting(lane)
-        if not self._chooser.admits(routed, is_first):
+        first_ms = self._queue.first_entered_ms(lane)
+        is_behind = first_ms is not None and is_long(first_ms, self._clock.monotonic_ms())
+        if not self._chooser.admits(routed, is_behind=is_behind):
             return True
-        if not is_first:
+        if first_ms is not None:
             tokens = len(request.token_ids) // 4
             self._queue.charge(lane, request.payer, request.tenant_weight, request.priority, tokens)
         return False
@@ -305,26 +307,30 @@ class RouterQueue(AdmissionQueue[LocalRequest]):
         self.pump_soon()
 
     def _place_sessions(self, lane: str) -> None:
-        """Place turns of sessions, the one whose turn it is first, as long as the working set has room for them."""
-        chooser = self._chooser
-        now_ms = self._clock.monotonic_ms()
-        while (head := self._queue.aged_head(lane, now_ms - AGE_MS)) is not None:
-            changes, retry_ms = self._offered.get(lane, (-1, 0.0))
-            if changes == chooser.place_changes and now_ms < retry_ms and not head.item.is_over:
-                return
-            waited_ms = max(now_ms - head.entered_ms, SESSION_TICK_MS)
-            if not head.item.is_over and not chooser.admits(head.item, True, waited_ms):
-                aged_ms = head.entered_ms + AGE_MS
-                retry_ms = min(chooser.next_place_ms(), aged_ms if aged_ms > now_ms else math.inf)
-                self._offered[lane] = (chooser.place_changes, retry_ms)
-                self._pump_at(now_ms, retry_ms)
-                return
-            turn = head.item.machine.request.turn
-            head.item.has_place = True
-            if self._try(head.item) is not None:
-                return
-            if turn is not None:
-                self._asked_ms.pop((turn.tenant, turn.session), None)
+        """Place turns of sessions as long as the working set has room for them."""
+        chooser, now_ms = self._chooser, self._clock.monotonic_ms()
+        changes, retry_ms = self._offered.get(lane, (-1, 0.0))
+        if changes == chooser.place_changes and now_ms < retry_ms:
+            return
+        place_turns(self._queue, lane, now_ms, self._offer_place)
+        first_ms = self._queue.first_entered_ms(lane)
+        if first_ms is not None:
+            retry_ms = min(chooser.next_place_ms(), first_ms + AGE_MS)
+            self._offered[lane] = (chooser.place_changes, retry_ms)
+            self._pump_at(now_ms, retry_ms)
+
+    def _offer_place(self, queued: QueuedRequest[LocalRequest]) -> bool:
+        """Place a turn for which the working set has room; return whether it waits no longer."""
+        routed, turn = queued.item, queued.item.machine.request.turn
+        waited_ms = max(self._clock.monotonic_ms() - queued.entered_ms, SESSION_TICK_MS)
+        if not routed.is_over and not self._chooser.admits(routed, waited_ms):
+            return False
+        routed.has_place = True
+        if self._try(routed) is not None:
+            return False
+        if turn is not None:
+            self._asked_ms.pop((turn.tenant, turn.session), None)
+        return True
 
     def _pump_at(self, now_ms: float, retry_ms: float) -> None:
         if self._place_timer is not None:

@@ -113,6 +113,13 @@ class RouterSettings(ServingSettings, EventPlaneSettings, EndpointPickerSettings
             "Order requests of one priority and tenant by arrival, or by fewest prompt tokens to compute (with ageing)."
         ),
     )
+    session_admission: bool = Field(
+        False,
+        description=(
+            "Let turns of agents wait in this router while KV caches are full of other sessions: for one router whose "
+            "agents do not fit."
+        ),
+    )
     hold_limit_ms: ClassVar[float] = HOLD_LIMIT_MS
     """How long policy kv holds a request for its best worker at most; 0 = never."""
     legs: Literal["expected-time", "two"] = Field(

@@ -188,6 +188,12 @@ class Engines(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What a prompt took of them at pace 1, on average."""
     loads: FloatArray
     """Requests that each was sent per millisecond of late, times its pace."""
+    idle_paces: FloatArray
+    """Speed factor of each while it has nothing to do."""
+
+    def paces_at(self, requests: FloatArray) -> FloatArray:
+        """Return the speed factor of each, which has so many requests."""
+        return np.where(requests > 0.0, self.paces, self.idle_paces)
 
     def prompt_ms(self, tokens: FloatArray) -> FloatArray:
         """Return how long each would take at pace 1 to compute so many prompt tokens: one number a worker, or a row
@@ -233,8 +239,8 @@ class FewEngines(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The same of a few candidates, in plain numbers."""
 
     kinds: tuple[EngineKind, ...]
-    learned: tuple[tuple[float, float, float, float], ...]
-    """Of each its pace, milliseconds done, waiting requests and load."""
+    learned: tuple[tuple[float, float, float, float, float], ...]
+    """Of each its pace, milliseconds done, waiting requests, load and pace while it has nothing to do."""
     choices_per_ms: float
     typical_ms: float
 

@@ -68,6 +68,8 @@ class TurnOffered(msgspec.Struct, frozen=True, gc=False):
     roles: tuple[Role, ...] = (Role.AGGREGATED,)
     waited_ms: float = 0.0
     """How long it has waited for that at the router."""
+    is_behind: bool = False
+    """Whether others have waited for long: it takes no room from them."""
 
 
 class Booked(msgspec.Struct, frozen=True, gc=False):

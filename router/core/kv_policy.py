@@ -37,6 +37,10 @@ EARLY_WORTH, LATE_WORTH = 0.1, 10.0
 AGAIN_WORTH: Final = 1.0
 """What a millisecond is worth that computes again what another worker holds: it displaces as much of what is cached."""
 
+LEFT_WORTH: Final = 8.0
+"""The same for a later turn, which leaves its history: what it displaces where it goes is the history of others, who
+return for it."""
+
 LEAVE_WORTH: Final = 2.0
 """How many typical prompts it costs a later turn to leave the worker that holds most: what it holds of the conversation
 is never used again. At 0 every twenty-fifth later turn of a simulated peak load leaves, at 2 every seventieth."""
@@ -65,7 +69,8 @@ class KvAware:
         cost     = expected + own + joined + decoding              of the worker alone: ``prompt_cost``
                    + crowding + again + next + behind
         crowding = rate · (after² − before²) / 2                   who would have been free of a queue
-        again    = AGAIN_WORTH · (own − own of the worker that holds most), of a later turn + LEAVE_WORTH · typical
+        again    = AGAIN_WORTH · (own − own of the worker that holds most)
+                   or, of a later turn, LEFT_WORTH · (the same) + LEAVE_WORTH · typical
         next     = NEXT_WORTH · typical · (where its load of late is between EVEN and UNEVEN times the mean: 0 to 1)
         behind   = pace · own · (requests queued at the router, to be computed behind it)
 
@@ -105,7 +110,7 @@ class KvAware:
         if isinstance(engines, FewEngines):
             return _choice_of_few(request, candidates, engines)
         assert isinstance(engines, Engines), "it is what the policy's observer describes"
-        paces, blocks = engines.paces, candidates.active_blocks
+        paces, blocks = engines.paces_at(candidates.requests), candidates.active_blocks
         if request.stage is Stage.DECODE:
             step = paces * engines.decode_ms(blocks + request.blocks)
             row, reason = lowest(step, request)
@@ -140,7 +145,7 @@ class KvAware:
             ]
         )
         costs, terms = _costs(requests, uncached, candidates[0])
-        return WaitingPrompts(costs.tolist(), (terms[OWN_MS] * engines.paces).tolist(), uncached.tolist())
+        return WaitingPrompts(costs.tolist(), (terms[OWN_MS] * terms[PACE]).tolist(), uncached.tolist())
 
 
 def _costs(
@@ -153,7 +158,7 @@ def _costs(
     """
     engines = candidates.engines
     assert isinstance(engines, Engines), "it is what the policy's observer describes"
-    paces, blocks = engines.paces, candidates.active_blocks
+    paces, blocks = engines.paces_at(candidates.requests), candidates.active_blocks
     ahead = candidates.prefill_tokens + uncached
     own = engines.prompt_ms(uncached)
     queue = np.maximum(own, engines.prompt_ms(ahead) - engines.done_ms)
@@ -169,8 +174,8 @@ def _costs(
     fixed = np.ceil(uncached / engines.step_tokens) * engines.least_ms()
     decoding = DECODING_WORTH * paces * generating * np.maximum(0.0, own - fixed)
     least = np.broadcast_to(uncached.min(axis=-1, keepdims=True), uncached.shape)
-    more = AGAIN_WORTH * np.maximum(0.0, own - engines.prompt_ms(least))
     later, first = (np.array([[each.is_later is known] for each in requests]) for known in (True, False))
+    more = np.where(later, LEFT_WORTH, AGAIN_WORTH) * np.maximum(0.0, own - engines.prompt_ms(least))
     next_worth = np.where(first, NEXT_WORTH, np.where(later, 0.0, UNNAMED_WORTH))
     leaving = np.where(later, LEAVE_WORTH * engines.typical_ms, 0.0)
     again = np.where(uncached > least, more + leaving, 0.0)
@@ -230,7 +235,7 @@ class PromptCost(Forecast, frozen=True, gc=False):
 
 def prompt_cost(
     kind: EngineKind,
-    learned: tuple[float, float, float, float],
+    learned: tuple[float, float, float, float, float],
     queued: float,
     active_blocks: float,
     requests: float,
@@ -248,13 +253,14 @@ def prompt_cost(
     An idle worker that holds nothing of a prompt costs what the prompt takes to compute, twice: for itself, and for the
     next one.
 
-    ``learned`` is its pace, the milliseconds at pace 1 of its queue that are done, and the requests that wait for their
-    first token there. ``queued`` are prompt tokens that it has accepted and not computed, ``requests`` its active ones,
-    waiting ones included; ``own`` is how long the prompt takes at pace 1.
+    ``learned`` is its pace, the milliseconds at pace 1 of its queue that are done, the requests that wait for their
+    first token there, its load, and its pace while it has nothing to do. ``queued`` are prompt tokens that it has
+    accepted and not computed, ``requests`` its active ones, waiting ones included; ``own`` is how long the prompt takes
+    at pace 1.
     """
-    pace, done_ms, waiting, _ = learned
+    pace, done_ms, waiting, _, idle_pace = learned
     if not requests:
-        return PromptCost(pace * own, own, pace, uncached_tokens)
+        return PromptCost(idle_pace * own, own, idle_pace, uncached_tokens)
     curve, step_tokens, total_blocks = kind
     before = curve.one_prompt_ms(queued, step_tokens) if queued else 0.0
     ahead = queued + uncached_tokens
@@ -295,7 +301,16 @@ def _choice_of_few(request: RoutingRequest, candidates: Candidates, engines: Few
 def _steps_of_few(request: RoutingRequest, candidates: Candidates, engines: FewEngines) -> list[float]:
     return [
         pace * kind.curve.one_decode_ms((blocks + request.blocks) / kind.total_blocks)
-        for (pace, *_), kind, blocks in zip(engines.learned, engines.kinds, candidates.active_blocks, strict=True)
+        for pace, kind, blocks in zip(
+            _paces_of_few(candidates, engines), engines.kinds, candidates.active_blocks, strict=True
+        )
+    ]
+
+
+def _paces_of_few(candidates: Candidates, engines: FewEngines) -> list[float]:
+    return [
+        pace if requests else idle_pace
+        for (pace, *_, idle_pace), requests in zip(engines.learned, candidates.requests, strict=True)
     ]
 
 
@@ -326,13 +341,13 @@ def _costs_of_few(
     following = _next_of_few(request, candidates, engines)
     again, least = [0.0] * len(prompts), min(uncached)
     if max(uncached) > least:
-        leaving_ms = LEAVE_WORTH * typical_ms if request.is_later else 0.0
+        again_worth, leaving_ms = (LEFT_WORTH, LEAVE_WORTH * typical_ms) if request.is_later else (AGAIN_WORTH, 0.0)
         before = None
         for row, (kind, prompt) in enumerate(zip(engines.kinds, prompts, strict=True)):
             if prompt.uncached_tokens > least:
                 if kind is not before:
                     before, own = kind, kind.curve.one_prompt_ms(least, kind.step_tokens)
-                again[row] = AGAIN_WORTH * max(0.0, prompt.own_ms - own) + leaving_ms
+                again[row] = again_worth * max(0.0, prompt.own_ms - own) + leaving_ms
     costs = []
     for prompt, crowd, extra, next_ms in zip(prompts, crowding, again, following, strict=True):
         expected = prompt.expected_ms
@@ -364,7 +379,7 @@ def _crowding_of_few(prompts: Sequence[PromptCost], engines: FewEngines) -> list
 
 
 def _next_of_few(request: RoutingRequest, candidates: Candidates, engines: FewEngines) -> list[float]:
-    loads = [load for _, _, _, load in engines.learned]
+    loads = [load for _, _, _, load, _ in engines.learned]
     if not request.is_later:
         even, span = _even_load(sum(loads), len(loads))
         if any(load <= even and not queued for load, queued in zip(loads, candidates.prefill_tokens, strict=True)):
@@ -384,7 +399,7 @@ class TermsOfFew(msgspec.Struct, frozen=True, eq=False, gc=False):
         request, candidates, engines = self.request, self.candidates, self.engines
         if request.stage is Stage.DECODE:
             steps = _steps_of_few(request, candidates, engines)
-            return {"step_ms": steps, PACE: [pace for pace, *_ in engines.learned]}
+            return {"step_ms": steps, PACE: _paces_of_few(candidates, engines)}
         prompts, crowding, again, following, _ = _costs_of_few(request, candidates, engines)
         expected = [prompt.expected_ms for prompt in prompts]
         others = {EXPECTED_MS: expected, "crowding_ms": crowding, "again_ms": again, "next_ms": following}

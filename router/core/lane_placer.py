@@ -9,6 +9,10 @@ Rules
        before theirs. Where none of these can go, all are planned together. A plan knows no tenants: where one of
        several has more than ``BACKLOG_REQUESTS``, the limit is ``PASSED_MS``.
 
+Turns that wait for places in caches:
+    4. The turn that asked first is offered one, and after it others in the fair order, up to ``OFFERED_MAX``.
+    5. Once the first has waited ``HEAD_MS``, no other is: places that end one by one would all go to small turns.
+
 Nothing here reads a clock.
 """
 
@@ -32,6 +36,13 @@ BACKLOG_REQUESTS: Final = PLANNED_MAX // 2
 
 PASSED_MS: Final = BACKLOG_MS
 """How long a request waits at most for a plan together with such a tenant: as long as prompts may wait in an engine."""
+
+HEAD_MS: Final = 60_000.0
+"""Simulated at two to four times the capacity: without a limit single requests wait a third longer at the 99th
+percentile, with half of it agents gain less."""
+
+OFFERED_MAX: Final = 64
+"""Places that are offered each time that one may be free."""
 
 T = TypeVar("T")
 
@@ -107,3 +118,25 @@ class LanePlacer(Generic[T]):
         while len(taken) < PLANNED_MAX and (queued := self._queue.take(lane)) is not None:
             taken.append(queued)
             yield queued
+
+
+def place_turns(queue: FairQueue[T], lane: str, now_ms: float, offer: Callable[[QueuedRequest[T]], bool]) -> None:
+    """Offer places in caches to the turns of a lane until none goes; ``offer`` returns whether one went."""
+    moved = True
+    while moved and (head := queue.first(lane)) is not None:
+        moved = offer(head)
+        if moved or is_long(head.entered_ms, now_ms):
+            continue
+        taken: list[QueuedRequest[T]] = []
+        try:
+            while not moved and len(taken) < OFFERED_MAX and (each := queue.take(lane)) is not None:
+                taken.append(each)
+                moved = each is not head and offer(each)
+        finally:
+            for each in taken:
+                queue.put_back(each)
+
+
+def is_long(entered_ms: float, now_ms: float) -> bool:
+    """Return whether a turn has waited for a place so long that none behind it may take one."""
+    return now_ms - entered_ms >= HEAD_MS

@@ -4,16 +4,18 @@ Rules
     1. A choice leaves what was predicted for it at pace 1: until its first token, the queue included, and for its own
        prompt alone. Its first token shows how long it really took. A worker's pace is the ratio of the two sums, in
        which old observations count less (``KEPT``) and so do all when time passes (``MEMORY_MS``).
-    2. A worker begins with ``PRIOR_MS`` worth of the pool's pace, which its observations replace, and what time takes
+    2. A pace is relative to the load under which it was learned: engines that are full delay first tokens for reasons
+       that no step time has. An engine with nothing to do has a pace of its own, from choices that found it so.
+    3. A worker begins with ``PRIOR_MS`` worth of the pool's pace, which its observations replace, and what time takes
        from these is filled up with it again. So a worker without recent requests returns to the pool's pace,
        and a slow worker is tried again. The pool's own begins with 1, the value of the cards.
-    3. A worker that does not answer gives no observation, and must count as slow all the same. It is never taken to be
+    4. A worker that does not answer gives no observation, and must count as slow all the same. It is never taken to be
        faster than its oldest request without a first token allows, once that is late beyond doubt.
-    4. One observation changes a pace by a factor of ``INFLUENCE_MAX`` at most: a first token can be late for reasons
+    5. One observation changes a pace by a factor of ``INFLUENCE_MAX`` at most: a first token can be late for reasons
        that are not its engine's, and a worker taken for slow gets few requests to show otherwise. One that is reported
        behind a replay of cache events teaches nothing, because its time is that of its reading.
-    5. A request that ends without a first token teaches nothing, unless it had waited longer than was predicted.
-    6. It is a fold like the projection it belongs to: choices, events and their times decide, nothing else. All
+    6. A request that ends without a first token teaches nothing, unless it had waited longer than was predicted.
+    7. It is a fold like the projection it belongs to: choices, events and their times decide, nothing else. All
        operations are those of IEEE, so the same inputs give the same bits on every machine.
 """
 
@@ -62,6 +64,9 @@ NOISE, CERTAIN = 1.2, 1.5
 """Below the first a worker counts as equal to the pool, above the second its own pace counts in full. Single times
 are off by a tenth, and treating equal workers as different sends prompts away from where they are cached."""
 
+ROUNDED = 1.0 + 1e-9
+"""What a quotient may be off by."""
+
 GRACE_MS = 250.0
 """How much later than predicted a first token may come before it counts as late: a full step that had begun."""
 
@@ -76,6 +81,8 @@ class Awaited(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The part of it that computes its own prompt."""
     pace: float
     """With which the choice reckoned."""
+    is_idle: bool = False
+    """Whether the engine had nothing else to do."""
 
 
 class Arrivals(msgspec.Struct, array_like=True):
@@ -96,20 +103,14 @@ class Arrivals(msgspec.Struct, array_like=True):
         return self.count / (ARRIVALS_MEMORY_MS + max(0.0, now_ms - self.last_ms))
 
 
-class WorkerPace(msgspec.Struct):
-    """What is known of one worker."""
+class Observations(msgspec.Struct):
+    """Observed and predicted times until first tokens."""
 
     observed_ms: float = 0.0
     unit_ms: float = 0.0
     """What was predicted, at pace 1, for what was observed."""
     seen_ms: float = 0.0
     """When the last observation was made."""
-    served_ms: float = 0.0
-    """Since when the engine is at the oldest of ``awaited``: the last first token."""
-    awaited: dict[str, Awaited] = {}
-    """By dispatch, in order of choice."""
-    recent: Arrivals = msgspec.field(default_factory=Arrivals)
-    """Requests that it was chosen for."""
 
     def add(self, observed_ms: float, unit_ms: float, prior: float, now_ms: float) -> None:
         """Take an observation, after what time has made of those before, as far as one may change the ratio."""
@@ -129,6 +130,19 @@ class WorkerPace(msgspec.Struct):
         return (self.observed_ms * MEMORY_MS + filled * prior) / (self.unit_ms * MEMORY_MS + filled)
 
 
+class WorkerPace(Observations):
+    """What is known of one worker."""
+
+    served_ms: float = 0.0
+    """Since when the engine is at the oldest of ``awaited``: the last first token."""
+    awaited: dict[str, Awaited] = {}
+    """By dispatch, in order of choice."""
+    recent: Arrivals = msgspec.field(default_factory=Arrivals)
+    """Requests that it was chosen for."""
+    idle: Observations = msgspec.field(default_factory=Observations)
+    """Of choices for which the engine had nothing else to do."""
+
+
 class SpeedEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What was learned of the speed of one worker, or of the pool as a whole."""
 
@@ -141,6 +155,8 @@ class SpeedEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
     served_ms: float
     awaited: list[tuple[str, Awaited]]
     recent: Arrivals = msgspec.field(default_factory=Arrivals)
+    idle: tuple[float, float, float] = (PRIOR_MS, PRIOR_MS, 0.0)
+    """The fields of ``Observations``."""
 
 
 class SpeedsState(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -174,7 +190,7 @@ class LearnedSpeeds(Observer):
 
     def __init__(self) -> None:
         self._workers: dict[WorkerKey, WorkerPace] = {}
-        self._pool = WorkerPace(PRIOR_MS, PRIOR_MS)
+        self._pool = WorkerPace(PRIOR_MS, PRIOR_MS, idle=Observations(PRIOR_MS, PRIOR_MS))
         self._arrivals = Arrivals()
         self._awaited = 0
         self._latest_ms = 0.0
@@ -199,13 +215,15 @@ class LearnedSpeeds(Observer):
         self._latest_ms = now_ms
         known = self._workers.get(worker)
         if known is None:
-            known = self._workers[worker] = WorkerPace(PRIOR_MS * self.pool_pace(now_ms), PRIOR_MS, now_ms, now_ms)
+            idle = Observations(PRIOR_MS * self._pool.idle.ratio(1.0, now_ms), PRIOR_MS, now_ms)
+            pace_ms = PRIOR_MS * self.pool_pace(now_ms)
+            known = self._workers[worker] = WorkerPace(pace_ms, PRIOR_MS, now_ms, now_ms, idle=idle)
         self._arrivals.add(own_ms, now_ms)
         known.recent.add(own_ms, now_ms)
         if self._awaited >= AWAITED_MAX and dispatch_id not in known.awaited:
             return
         self._awaited += dispatch_id not in known.awaited
-        known.awaited[dispatch_id] = Awaited(now_ms, unit_ms, own_ms, pace)
+        known.awaited[dispatch_id] = Awaited(now_ms, unit_ms, own_ms, pace, unit_ms <= own_ms * ROUNDED)
 
     def on_first_token(self, worker: WorkerKey, dispatch_id: str, now_ms: float) -> None:
         """Learn from a first token; one that was not chosen here teaches nothing but that the engine is at the next."""
@@ -261,8 +279,12 @@ class LearnedSpeeds(Observer):
 
     def _learn(self, known: WorkerPace, awaited: Awaited, now_ms: float) -> None:
         observed_ms = max(0.0, now_ms - awaited.chosen_ms)
-        known.add(observed_ms, awaited.unit_ms, self.pool_pace(now_ms), now_ms)
-        self._pool.add(observed_ms, awaited.unit_ms, 1.0, now_ms)
+        unit_ms, pool = awaited.unit_ms, self._pool
+        if awaited.is_idle:
+            known.idle.add(observed_ms, unit_ms, pool.idle.ratio(1.0, now_ms), now_ms)
+            pool.idle.add(observed_ms, unit_ms, 1.0, now_ms)
+        known.add(observed_ms, unit_ms, self.pool_pace(now_ms), now_ms)
+        pool.add(observed_ms, unit_ms, 1.0, now_ms)
 
     # -- estimates -------------------------------------------------------------------------------------------------
 
@@ -277,17 +299,19 @@ class LearnedSpeeds(Observer):
     def _ratio(self, known: WorkerPace, now_ms: float) -> float:
         return known.ratio(self.pool_pace(now_ms), now_ms)
 
-    def believed(self, workers: Sequence[WorkerKey], now_ms: float) -> tuple[tuple[float, float, float, float], ...]:
-        """Return each worker's pace, the milliseconds at pace 1 of its queue that are done, how many it awaits, and the
-        requests that it was sent per millisecond, times its pace.
+    def believed(
+        self, workers: Sequence[WorkerKey], now_ms: float
+    ) -> tuple[tuple[float, float, float, float, float], ...]:
+        """Return each worker's pace, the milliseconds at pace 1 of its queue that are done, how many it awaits, the
+        requests that it was sent per millisecond, times its pace, and its pace while it has nothing to do.
 
         The engine has been at its oldest request since that was chosen, or since the last first token.
         """
-        prior = self.pool_pace(now_ms)
+        prior, idle_prior = self.pool_pace(now_ms), self._pool.idle.ratio(1.0, now_ms)
         believed = []
         for known in map(self._workers.get, workers):
             if known is None:
-                believed.append((prior, 0.0, 0.0, 0.0))
+                believed.append((prior, 0.0, 0.0, 0.0, idle_prior))
                 continue
             pace = _told_apart(known.ratio(prior, now_ms), prior)
             done_ms, waiting, awaited = 0.0, 0.0, known.awaited
@@ -299,7 +323,8 @@ class LearnedSpeeds(Observer):
                     pace = age_ms / (oldest.unit_ms + GRACE_MS)
                 since_ms = max(oldest.chosen_ms, known.served_ms)
                 done_ms = min(max(0.0, now_ms - since_ms) / pace, oldest.own_ms)
-            believed.append((pace, done_ms, waiting, known.recent.load(now_ms) * pace))
+            idle_pace = pace if awaited else _told_apart(known.idle.ratio(idle_prior, now_ms), idle_prior)
+            believed.append((pace, done_ms, waiting, known.recent.load(now_ms) * pace, idle_pace))
         return tuple(believed)
 
     def _columns_of(self, workers: Sequence[Worker]) -> EngineColumns:
@@ -312,8 +337,8 @@ class LearnedSpeeds(Observer):
 
     def describe(self, workers: Sequence[Worker], rows: IndexArray, now_ms: float) -> Engines:
         columns = self._columns_of(workers)
-        believed = np.array(self.believed([columns.keys[row] for row in rows], now_ms), np.float64).reshape(-1, 4)
-        paces, done_ms, waiting, loads = believed.T
+        believed = np.array(self.believed([columns.keys[row] for row in rows], now_ms), np.float64).reshape(-1, 5)
+        paces, done_ms, waiting, loads, idle_paces = believed.T
         choices_per_ms, typical_ms = self.arrivals(now_ms)
         return Engines(
             columns.curves,
@@ -326,6 +351,7 @@ class LearnedSpeeds(Observer):
             choices_per_ms,
             typical_ms,
             loads,
+            idle_paces,
         )
 
     def describe_few(self, workers: Sequence[Worker], rows: Sequence[int] | None, now_ms: float) -> FewEngines:
@@ -352,6 +378,7 @@ class LearnedSpeeds(Observer):
                     pace.served_ms,
                     list(pace.awaited.items()),
                     msgspec.structs.replace(pace.recent),
+                    msgspec.structs.astuple(pace.idle),
                 )
                 for worker, pace in [(_POOL, pool), *self._workers.items()]
             ],
@@ -363,7 +390,13 @@ class LearnedSpeeds(Observer):
             return
         paces = {
             WorkerKey(WorkerId(each.worker_id), each.dp_rank): WorkerPace(
-                each.observed_ms, each.unit_ms, each.seen_ms, each.served_ms, dict(each.awaited), each.recent
+                each.observed_ms,
+                each.unit_ms,
+                each.seen_ms,
+                each.served_ms,
+                dict(each.awaited),
+                each.recent,
+                Observations(*each.idle),
             )
             for each in known.workers
         }

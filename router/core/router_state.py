@@ -69,11 +69,9 @@ class RouterState:
         """
         sessions, request = self.sessions, given.request
         workers = self.selector.groups.of(request.model, given.roles).workers
-        common = 0
-        if not sessions.working_set.is_member((request.tenant, request.session)):
-            common = self.selector.best_overlap_blocks(request.model, given.roles, given.path)
+        held = self.selector.best_overlap_blocks(request.model, given.roles, given.path)
         changes = sessions.working_set.changes
-        found = sessions.offer(request, workers, given.path[:common], given.now_ms, given.waited_ms)
+        found = sessions.offer(request, workers, given.path[:held], given.now_ms, given.waited_ms, given.is_behind)
         matters = bool(found.crowded or found.displaced or given.waited_ms) if found.admitted else not given.waited_ms
         # A lease that is over now need not be over by a later offer's.
         if self.log is not None and (matters or sessions.working_set.changes != changes):

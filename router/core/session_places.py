@@ -48,10 +48,6 @@ class SessionPlaces(Observer):
         self._refill_times: dict[WorkerKey, tuple[WorkerCard, float]] = {}
         """By the card of each worker: how long it takes to compute a cache full, at pace 1."""
 
-    def belongs(self, request: RoutingRequest) -> bool:
-        """Return whether a turn never waits behind others: its session or the one that it forked from has a place."""
-        return self.working_set.belongs(turn_of(request))
-
     def offer(
         self,
         request: RoutingRequest,
@@ -59,10 +55,11 @@ class SessionPlaces(Observer):
         held: Sequence[int],
         now_ms: float,
         waited_ms: float,
+        is_behind: bool,
     ) -> Admission:
-        """``held`` are the leading blocks of its prompt that some worker holds, for a session that is not known."""
+        """``held`` are the leading blocks of its prompt that some worker holds."""
         prefix = held[-1] if held else 0
-        return self.working_set.offer(turn_of(request), workers, len(held), prefix, now_ms, waited_ms)
+        return self.working_set.offer(turn_of(request), workers, len(held), prefix, now_ms, waited_ms, is_behind)
 
     def _refill_ms(self, worker: WorkerKey, card: WorkerCard) -> float:
         known = self._refill_times.get(worker)

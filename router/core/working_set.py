@@ -12,9 +12,12 @@ Rules
     2. Turns of resident sessions always proceed. Where a grown footprint no longer fits, idle residents of that worker
        lose their place, the one that was used longest ago first, which is the order in which engines evict.
     3. A turn of another session needs a worker with room for its footprint within ``FILL_MAX``. Workers without room
-       are *crowded* for it. Where all are, it waits; a footprint above a worker's size counts as that size.
-    4. Idle residents of a lower priority give way to it. Once it has waited ``AGE_MS``, so does each idle session that
-       has been resident that long: sessions without an end take turns.
+       are *crowded* for it. Where all are, it waits; a footprint above a worker's size counts as that size. Idle
+       residents of a lower priority give way to it. Once it has waited ``AGE_MS``, so does each idle session that has
+       been resident that long: sessions without an end take turns.
+    4. These turns never wait, and go where their policy sends them: the first of a session without a parent, which may
+       be a single request; a small one (``SMALL_SHARE``); and one of whose blocks a worker still holds ``HELD_SHARE``,
+       because they would be evicted while it waits.
     5. A subagent belongs to its parent's session: while that is resident, its turns proceed, to a worker with room.
     6. The lease is the 95th percentile of the pauses up to ``LEASE_MAX_MS``. Above ``LEASE_MIN_MS`` it is at most what
        a worker takes to compute what its running sessions hold, ``RUNNING_SHARE`` of its cache: computing a footprint
@@ -44,6 +47,12 @@ TIGHT_SHARE: Final = 0.7
 
 FILL_MAX: Final = 0.95
 """Newcomers leave a twentieth free: residents grow from call to call."""
+
+SMALL_SHARE: Final = 0.05
+"""Of the smallest worker's blocks: what newcomers leave free."""
+
+HELD_SHARE: Final = 0.5
+"""Of its own blocks, without those that were there before its session."""
 
 AGE_MS: Final = 105_000.0
 """A place changes hands at most this often: a footprint of 60,000 tokens takes 3 to 6 s to compute again, 6 % of it."""
@@ -133,13 +142,12 @@ class Member(msgspec.Struct, eq=False, gc=False):
 class WorkingSet:
     """The resident sessions of one pool."""
 
-    def __init__(self, age_ms: float = AGE_MS, members_max: int = MEMBERS_MAX) -> None:
+    def __init__(self, members_max: int = MEMBERS_MAX) -> None:
         self.lease_ms = LEASE_START_MS
         self.slow_share = 0.0
         """How many of the latest pauses were longer than any lease."""
         self.return_share = 1.0
         """How many new sessions had a second turn: each first end lowers it, each first return counts twice."""
-        self._age_ms = age_ms
         self._members_max = members_max
         self._rooms: dict[WorkerKey, CacheRoom] = {}
         self._least = 0
@@ -210,32 +218,34 @@ class WorkingSet:
     def is_member(self, session: SessionKey) -> bool:
         return self._member(session) is not None
 
-    def belongs(self, turn: OfferedTurn) -> bool:
-        """Return whether a turn never waits behind others: it or its parent is resident."""
-        return self.is_resident(turn.session) or (turn.parent is not None and self.is_resident(turn.parent))
-
     def offer(
         self,
         turn: OfferedTurn,
         workers: Sequence[WorkerKey],
-        common: int,
+        held: int,
         prefix: int,
         now_ms: float,
         waited_ms: float,
+        is_behind: bool = False,
     ) -> Admission:
         """Return whether a turn may go to one of ``workers`` now.
 
-        For a session that is not known, ``common`` are the leading blocks of its prompt that some worker holds, and
-        ``prefix`` is the hash of the last of them.
+        ``held`` are the leading blocks of its prompt that some worker holds, and ``prefix`` is the hash of the last of
+        them. ``is_behind``: others have waited for room for long, and it takes none.
         """
         self._expire(now_ms)
         member = self._member(turn.session)
         if member is not None and member.is_resident:
             return Admission(True, (), self._shed(member, turn.blocks - member.common))
-        if member is not None:
-            common, prefix = member.common, member.prefix
         parent = None if turn.parent is None else self._member(turn.parent)
         belongs = parent is not None and parent.is_resident
+        if not belongs and self._never_waits(turn, member or parent, held):
+            return ADMITTED
+        if is_behind and not belongs:
+            return Admission(False)
+        common = held
+        if member is not None:
+            common, prefix = member.common, member.prefix
         home = parent.room if parent is not None and belongs else None
 
         def missing_in(room: CacheRoom) -> int:
@@ -262,6 +272,13 @@ class WorkingSet:
             self._send_away(session)
         others = tuple(worker for worker in workers if worker != chosen)
         return Admission(chosen is not None, others, tuple(displaced))
+
+    def _never_waits(self, turn: OfferedTurn, known: Member | None, held: int) -> bool:
+        """Tell whether a turn of a session without a place goes anywhere; ``known`` is its session, or its parent."""
+        if (known is None and turn.parent is None) or turn.blocks <= SMALL_SHARE * self._least:
+            return True
+        own = turn.blocks - (0 if known is None else known.common)
+        return turn.blocks - held <= (1.0 - HELD_SHARE) * own
 
     def next_ms(self) -> float:
         return next(iter(self._idle.values())).used_ms + self.held_ms if self._idle else math.inf
@@ -470,14 +487,14 @@ class WorkingSet:
         self, worker: WorkerKey, missing: int, turn: OfferedTurn, now_ms: float, waited_ms: float
     ) -> list[SessionKey]:
         """Return who would give way to a turn on a worker, the longest resident first; none where that is too few."""
-        is_aged = waited_ms >= self._age_ms
+        is_aged = waited_ms >= AGE_MS
         idle = [
             (member.since_ms, session, member.blocks)
             for session, member in self._idle.items()
             if member.worker == worker
             and (
                 member.priority < turn.priority
-                or (is_aged and member.priority == turn.priority and now_ms - member.since_ms >= self._age_ms)
+                or (is_aged and member.priority == turn.priority and now_ms - member.since_ms >= AGE_MS)
             )
         ]
         givers: list[SessionKey] = []

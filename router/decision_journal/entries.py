@@ -59,7 +59,7 @@ COMPRESSION_LEVEL = 1
 WINDOW_BITS, MEMORY_LEVEL = 12, 5
 """Most columns have some hundreds of bytes: the tables of zlib's usual window take twice their time to prepare."""
 
-INPUTS_VERSION = 11
+INPUTS_VERSION = 12
 """Which inputs a router's state is made of, and what they mean: higher than what a reader knows, it cannot replay.
 
 A kind of input more, or one that does something else to the state, is a new version. An entry that no decision depends
@@ -255,6 +255,8 @@ class TurnJudged(JournalEntry, frozen=True):
     """Workers without room for it."""
     displaced: list[tuple[int, str]]
     """Tenant and name of the sessions that lost their places to it."""
+    is_behind: bool = False
+    """Whether others had waited for long."""
 
 
 class DecisionBooked(JournalEntry, frozen=True):
@@ -610,6 +612,7 @@ class InputReader:
                     entry.time_ms,
                     tuple(Role(role) for role in entry.roles),
                     entry.waited_ms,
+                    entry.is_behind,
                 )
             case DecisionBooked():
                 decided = self.decided
@@ -681,6 +684,7 @@ def judged_of(offered: TurnOffered, admission: Admission, number_of: Mapping[Wor
         admission.admitted,
         [number_of[worker] for worker in admission.crowded],
         list(admission.displaced),
+        offered.is_behind,
     )
 
 

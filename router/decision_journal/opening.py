@@ -26,6 +26,7 @@ DECIDING_SETTINGS = (
     "ledger_budget_bytes",
     "worker_queue_factor",
     "reservation_ttl_ms",
+    "session_admission",
 )
 """Settings and constants that a decision depends on, besides its inputs."""
 

@@ -165,3 +165,37 @@ def test_the_table_has_a_line_per_policy_and_shows_no_share_of_nothing() -> None
         "kv", "20.0%", "50.0%", "12", "30", "12.0", "30.0", "50%", "1.25",
     ]  # fmt: skip
     assert "–" in next(line for line in second.splitlines() if "random" in line)
+
+
+MIXED = ("--agents", "4", "--mixed", "--workers", "2", "--total-kv-blocks", "2200", "--timing", "h100-qwen3-8b")
+
+
+def test_mixed_traffic_is_reported_by_class_and_tenant() -> None:
+    done = simulate(*MIXED, "--policy", "kv,affinity", "--json")
+    assert done.exit_code == 0, done.output
+    kv, affinity = json.loads(done.stdout)["policies"].values()
+
+    assert set(kv["classes"]) == set(affinity["classes"]) == {"agent", "batch", "chat", "retrieval", "single"}
+    assert set(kv["tenants"]) == {f"tenant-{number}" for number in range(4)}
+    for groups in (kv["classes"], kv["tenants"]):
+        assert sum(each["requests"] for each in groups.values()) == kv["requests"]
+        for each in groups.values():
+            assert each["p50"] <= each["p99"] <= each["max"]
+    singles = [affinity["classes"][kind]["requests"] for kind in ("batch", "retrieval", "single")]
+    assert singles == [kv["classes"][kind]["requests"] for kind in ("batch", "retrieval", "single")]
+    turns = kv["classes"]["agent"]["requests"] + kv["classes"]["chat"]["requests"]
+    assert kv["requests"] - sum(singles) == turns
+    assert 0.9 < json.loads(done.stdout)["ideal_cached_token_ratio"] < 1.0
+
+
+def test_mixed_traffic_comes_to_several_routers_round_robin() -> None:
+    done = simulate(*MIXED, "--policy", "kv", "--routers", "2")
+    assert done.exit_code == 0, done.output
+    assert "retrieval" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [("--mixed", CONVERSATION), (*MIXED, "--requests", "10")])
+def test_mixed_traffic_that_cannot_be_played_is_refused(arguments: Sequence[str | Path]) -> None:
+    done = simulate(*arguments)
+    assert done.exit_code == 2
+    assert "--mixed" in done.output

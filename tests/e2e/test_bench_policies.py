@@ -60,7 +60,10 @@ def run(*arguments: object) -> str:
 
 
 def test_sessions_that_do_not_fit_wait_and_their_turns_replay(tmp_path: Path) -> None:
-    pool = ("--data-dir", str(tmp_path / "data"), "--part-option", f"worker.total-kv-blocks={BLOCKS}")
+    pool = (
+        *("--data-dir", str(tmp_path / "data"), "--part-option", f"worker.total-kv-blocks={BLOCKS}"),
+        *("--part-option", "router.session-admission"),
+    )
     with running_pool(*pool, workers=2, speedup=4.0) as up:
         shape = ("--turns", TURNS, "--isl", 150, "--osl", 34, "--think-time-s", 0.5, "--shared-prefix", 800)
         load = ("--concurrency", OPEN, "--requests", 2 * OPEN * TURNS, *shape)

@@ -44,6 +44,8 @@ class Pool:
     policies: tuple[str, str] = ("kv", "round-robin")
     router_options: tuple[str, ...] = ()
     """Of both."""
+    first_options: tuple[str, ...] = ()
+    """Of ``router``."""
     lost_share: float = LOST_SHARE
     wires: list[LossyWire] = field(default_factory=list)
     stack: ExitStack = field(default_factory=ExitStack)
@@ -78,7 +80,11 @@ class Pool:
             *planes,
             *self.router_options,
         )
-        routers = [self._part("router", *common, "--policy", each) for each in self.policies]
+        first, second = self.policies
+        routers = [
+            self._part("router", *common, "--policy", first, *self.first_options),
+            self._part("router", *common, "--policy", second),
+        ]
         self.router, self.turns = (each.wait_ready().url for each in routers)
         for each in workers:
             each.wait_ready()

@@ -113,11 +113,10 @@ def small_servers(vllm: Path, model: Path, directory: Path, blocks: int = BLOCKS
 def sessions(vllm: Path, model: Path, directory: Path) -> Found:
     """Agents need twice the blocks that two servers have: vLLM's hit rate with admission of sessions, and without."""
     runs: dict[str, list[Run]] = {"plain": [], "sessions": []}
-    policies = ("kv", "tests.real_vllm.plain_kv:PlainKv")
-    options = ("--queue-timeout-ms", "600000")
+    options, admission = ("--queue-timeout-ms", "600000"), ("--session-admission",)
     with (
         small_servers(vllm, model, directory) as servers,
-        Pool(servers, model, vllm, policies, options, lost_share=0.0) as pool,
+        Pool(servers, model, vllm, ("kv", "kv"), options, admission, lost_share=0.0) as pool,
     ):
         urls = {"sessions": pool.router, "plain": pool.turns}
         for number, kind in enumerate(ROUNDS):

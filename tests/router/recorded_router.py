@@ -176,6 +176,8 @@ class RecordedRouter:
         if self._scale > 1 and self.requests % 2:
             conversation = 10 * self.requests
         path = [1000 * self._scale * conversation + block for block in range(blocks)]
+        if self.requests % 7 == 3:  # its client has rewritten the history
+            path = [10**6 * self.requests + block for block in range(blocks)]
         request_id = f"request-{self.requests}"
         session = f"session-{conversation}" if self.requests % 5 else ""
         parent = "session-0" if conversation == 1 else ""
@@ -188,7 +190,11 @@ class RecordedRouter:
         behind = {worker_key(NAMES[self.requests % len(NAMES)]): 3} if self.requests % 3 == 0 else {}
         queued_ms = WAITED_MS * (self.requests % 3)
         if session:
-            admission = self.state.apply(TurnOffered(routing, path, now_ms, self.clock.wall_ms(), waited_ms=queued_ms))
+            is_behind = self.requests % 4 == 0
+            offered = TurnOffered(
+                routing, path, now_ms, self.clock.wall_ms(), waited_ms=queued_ms, is_behind=is_behind
+            )  # fmt: skip
+            admission = self.state.apply(offered)
             self.admissions[admission.admitted] += 1
             if not admission.admitted:
                 return

@@ -72,6 +72,40 @@ def test_what_was_given_up_after_a_long_wait_is_remembered() -> None:
     assert pace(paces, A, now_ms + 9_000.0) >= CERTAIN * 0.99
 
 
+def idle_pace(paces: LearnedSpeeds, worker: WorkerKey, now_ms: float) -> float:
+    [(*_, found)] = paces.believed([worker], now_ms)
+    return found
+
+
+def test_first_tokens_of_an_overload_do_not_slow_the_idle_worker() -> None:
+    paces = LearnedSpeeds()
+    now_ms = serve(paces, A, 1.0, 0.0, 10, 1000.0)
+    for number in range(30):
+        paces.expect(A, f"queued-{number}", 400.0, 200.0, 1.0, now_ms)
+        now_ms += 4_000.0
+        paces.on_first_token(A, f"queued-{number}", now_ms)
+
+    assert pace(paces, A, now_ms) > 5.0
+    assert idle_pace(paces, A, now_ms) == pytest.approx(1.0, rel=0.01)
+
+
+def test_idle_worker_that_is_slow_is_known_as_slow() -> None:
+    paces = LearnedSpeeds()
+    now_ms = serve(paces, B, 1.0, 0.0, 20, 1000.0)
+    serve(paces, A, 4.0, 0.0, 20, 1000.0)
+
+    assert idle_pace(paces, A, now_ms) > 2.5
+    assert idle_pace(paces, B, now_ms) < 1.2
+
+
+def test_overdue_first_token_counts_for_the_idle_pace_until_it_arrives() -> None:
+    paces = LearnedSpeeds()
+    now_ms = serve(paces, A, 1.0, 0.0, 20, 1000.0)
+    paces.expect(A, "silent", 200.0, 200.0, 1.0, now_ms)
+
+    assert idle_pace(paces, A, now_ms + 4_500.0) == pytest.approx(10.0)
+
+
 def test_the_work_that_the_engine_has_done_already_shortens_its_queue() -> None:
     paces = LearnedSpeeds()
     paces.expect(A, "first", 400.0, 400.0, 1.0, 0.0)

@@ -25,13 +25,27 @@ def cost(
     queued: float = 0.0,
     active_blocks: float = 0.0,
     requests: float = 0.0,
+    idle_pace: float | None = None,
 ) -> PromptCost:
     own = LINE.one_prompt_ms(tokens, KIND.step_tokens)
-    return prompt_cost(KIND, (pace, done_ms, waiting, 0.0), queued, active_blocks, requests, tokens, own)
+    return prompt_cost(
+        KIND,
+        (pace, done_ms, waiting, 0.0, pace if idle_pace is None else idle_pace),
+        queued,
+        active_blocks,
+        requests,
+        tokens,
+        own,
+    )
 
 
 def test_idle_worker_costs_the_computation_for_the_request_and_for_the_next_one() -> None:
     assert cost(501.0) == PromptCost(60.0, 60.0, 1.0, 501.0)
+
+
+def test_idle_worker_has_its_own_pace() -> None:
+    assert cost(501.0, pace=10.0, idle_pace=1.0).expected_ms == 60.0
+    assert cost(501.0, pace=10.0, idle_pace=1.0, requests=1.0).expected_ms > 600.0
 
 
 def test_streams_of_a_busy_worker_are_delayed_by_what_the_prompt_adds_to_their_steps() -> None:

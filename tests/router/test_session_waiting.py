@@ -13,7 +13,9 @@ import pytest
 from poolgrid.inference import InferenceRequest, Refused, SessionHint
 from poolgrid.router.choosing import CROWDED
 from poolgrid.router.core import working_set
+from poolgrid.router.core.lane_placer import HEAD_MS
 from poolgrid.router.http_api import waiting_row
+from poolgrid.router.settings import RouterSettings
 from poolgrid.wire.card import WorkerLimits
 from poolgrid.wire.events import RequestFinished, RequestStarted, WorkerJoined, WorkerLeft
 from poolgrid.wire.hashing import pack_tokens
@@ -40,8 +42,8 @@ def join(router: Routed, worker: WorkerKey = A, endpoint: str = AT_A) -> None:
     router.bring_up(endpoint)
 
 
-def call(session: str, number: int = 0, blocks: int = 40, parent: str = "", **more: object) -> InferenceRequest:
-    """A call of a session, whose prompt nobody else has the beginning of."""
+def call(session: str, number: int = 0, blocks: int = 40, parent: str = "unknown", **more: object) -> InferenceRequest:
+    """A call of a session, whose prompt nobody else has the beginning of; it forked, so it is no first turn."""
     tokens = pack_tokens([hash_of(session)] * 16 * blocks)
     hint = SessionHint(session, parent)
     return like(REQUEST, request_id=f"{session}-{number}", token_ids=tokens, session=hint, **more)
@@ -70,7 +72,7 @@ async def finish(router: Routed, request_id: str, worker: WorkerKey = A, endpoin
 @asynccontextmanager
 async def full_pool(**settings: Any) -> AsyncIterator[Routed]:
     """A worker with room for two sessions, which two have."""
-    async with routed(**settings) as router:
+    async with routed(session_admission=True, **settings) as router:
         join(router)
         for session in ("one", "two"):
             await asyncio.gather(*await submit(router, call(session)))
@@ -100,6 +102,44 @@ async def test_a_third_session_waits_and_turns_of_the_two_pass_it() -> None:
         await end(third)
         assert not router.service.queue.turns_without_place()
         assert causes(router)["working_set"] == 1
+
+
+async def test_no_turn_waits_without_session_admission() -> None:
+    async with full_pool() as router:
+        router.service.queue._admits_sessions = RouterSettings().session_admission
+        [third] = await submit(router, call("three"))
+
+        assert third.done()
+
+
+async def test_first_and_small_turns_pass_turns_that_wait() -> None:
+    async with full_pool() as router:
+        tasks = await submit(router, call("three"), call("first", parent=""), call("small", blocks=5))
+
+        assert [task.done() for task in tasks] == [False, True, True]
+        await end(*tasks)
+
+
+async def test_turn_behind_a_large_one_is_offered_a_place_until_that_has_waited_long() -> None:
+    async with full_pool() as router:
+        places = router.service.chooser._state.sessions.working_set
+        large, *small = await submit(
+            router, call("large", blocks=60), call("small", blocks=30), call("late", blocks=30)
+        )
+        assert not any(task.done() for task in (large, *small))
+        places._send_away((0, "one"))
+        router.service.queue.pump()
+        await settled()
+        assert on_workers(router) == ["small-0"]
+
+        await finish(router, "small-0")
+        places._send_away((0, "small"))
+        router.service.queue.turns_without_place()[0].entered_ms -= HEAD_MS
+        router.service.queue._offered.clear()
+        router.service.queue.pump()
+        await settled()
+        assert on_workers(router) == [], "only the large one is offered a place"
+        await end(large, *small)
 
 
 async def test_a_waiting_session_gets_the_place_of_one_whose_lease_is_over() -> None:
@@ -164,7 +204,7 @@ async def test_a_subagent_does_not_wait_behind_strangers() -> None:
 
 
 async def test_a_roomy_pool_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with routed() as router:
+    async with routed(session_admission=True) as router:
         join(router)
         await asyncio.gather(*await submit(router, call("one", blocks=10)))
         await finish(router, "one-0")

@@ -13,6 +13,7 @@ from poolgrid.router.core.working_set import (
     LEASE_MAX_MS,
     LEASE_MIN_MS,
     LEASE_START_MS,
+    SMALL_SHARE,
     Admission,
     OfferedTurn,
     WorkingSet,
@@ -25,7 +26,8 @@ REFILL_MS = 600_000
 """So slow to compute that pauses alone decide how long a place is kept."""
 
 
-def turn(name: str, blocks: int = 400, priority: int = 0, parent: str = "") -> OfferedTurn:
+def turn(name: str, blocks: int = 400, priority: int = 0, parent: str = "unknown") -> OfferedTurn:
+    """Return a turn that needs room: its session forked from one that is not known, so it is no first turn."""
     return OfferedTurn((1, name), blocks, priority, (1, parent) if parent else None)
 
 
@@ -51,10 +53,14 @@ def run(places: WorkingSet, given: OfferedTurn, now_ms: float = 0.0, worker: Wor
 
 
 def offer(
-    places: WorkingSet, given: OfferedTurn, now_ms: float = 0.0, waited_ms: float = 0.0, common: int = 0
+    places: WorkingSet, given: OfferedTurn, now_ms: float = 0.0, waited_ms: float = 0.0, held: int = 0
 ) -> Admission:
-    """Offer a turn whose first ``common`` blocks some worker holds; block N has the hash N in ``run``."""
-    return places.offer(given, sorted(places.workers()), common, max(0, common - 1), now_ms, waited_ms)
+    """Offer a turn whose first ``held`` blocks some worker holds; block N has the hash N in ``run``."""
+    return places.offer(given, sorted(places.workers()), held, max(0, held - 1), now_ms, waited_ms)
+
+
+def has_place(places: WorkingSet, name: str) -> bool:
+    return places.is_resident((1, name))
 
 
 def test_a_session_waits_while_the_places_of_others_leave_no_room() -> None:
@@ -73,8 +79,8 @@ def test_turns_of_resident_sessions_always_go_on() -> None:
     run(places, turn("two"))
 
     assert offer(places, turn("one", 500)).admitted
-    assert places.belongs(turn("one"))
-    assert not places.belongs(turn("three"))
+    assert has_place(places, "one")
+    assert not has_place(places, "three")
 
 
 def test_a_resident_that_grows_takes_the_place_of_the_one_used_longest_ago() -> None:
@@ -83,24 +89,24 @@ def test_a_resident_that_grows_takes_the_place_of_the_one_used_longest_ago() -> 
         run(places, turn(name, 300), float(at))
 
     assert offer(places, turn("three", 600), 3.0) == Admission(True, (), ((1, "one"),))
-    assert not places.belongs(turn("one"))
+    assert not has_place(places, "one")
 
 
 def test_blocks_that_several_sessions_share_count_once() -> None:
     places = one_worker()
     run(places, turn("first", 200))
     for name in ("second", "third", "fourth", "fifth"):
-        assert offer(places, turn(name, 250), common=100).admitted, name
+        assert offer(places, turn(name, 250), held=100).admitted, name
         run(places, turn(name, 250), overlap=100)
 
-    assert not offer(places, turn("sixth", 250), common=100).admitted
+    assert not offer(places, turn("sixth", 250), held=100).admitted
 
 
 def test_a_session_that_a_restarted_router_does_not_know_needs_room_for_all_of_its_blocks() -> None:
     places = restarted()
 
-    assert not offer(places, turn("three"), common=390).admitted, "what its worker holds is of its own turns before"
-    assert offer(places, turn("three"), LEASE_START_MS + 1, common=390).admitted, "the leases of the others are over"
+    assert not offer(places, turn("three"), held=150).admitted, "what its worker holds is of its own turns before"
+    assert offer(places, turn("three"), LEASE_START_MS + 1, held=150).admitted, "the leases of the others are over"
 
 
 def test_a_session_that_comes_back_needs_room_for_what_the_worker_held_before_it() -> None:
@@ -118,8 +124,8 @@ def test_a_subagent_needs_no_room_at_its_parents_worker_for_what_its_parent_coun
     places.know(B, BLOCKS, REFILL_MS)
     run(places, turn("parent", 400))
 
-    assert offer(places, turn("child", 900, parent="parent"), common=400) == Admission(True)
-    assert offer(places, turn("stranger", 900), common=400) == Admission(True, (A,))
+    assert offer(places, turn("child", 900, parent="parent"), held=400) == Admission(True)
+    assert offer(places, turn("stranger", 900), held=400) == Admission(True, (A,))
 
 
 def test_blocks_of_a_parent_without_a_place_count_for_its_subagent() -> None:
@@ -195,16 +201,64 @@ def test_who_waited_long_takes_the_place_of_who_had_it_long() -> None:
     assert offer(places, turn("new", 200), now_ms, AGE_MS) == Admission(True, (), ((1, "endless"),))
 
 
+def full() -> WorkingSet:
+    """Return a worker without room, whose only session never pauses longer than its lease."""
+    places = one_worker()
+    run(places, turn("endless", 900))
+    return places
+
+
+def test_first_turn_of_a_session_without_a_parent_never_waits() -> None:
+    places = full()
+    first = turn("shot", 900, parent="")
+
+    assert offer(places, first) == Admission(True)
+    run(places, first)
+    places._send_away(first.session)
+    run(places, turn("endless", 900))
+    assert not offer(places, first).admitted, "its second turn does"
+
+
+def test_small_turn_never_waits() -> None:
+    places = full()
+    most = int(SMALL_SHARE * BLOCKS)
+
+    assert offer(places, turn("chat", most)) == Admission(True)
+    assert not offer(places, turn("chat", most + 1)).admitted
+
+
+def test_turn_of_whose_own_blocks_a_worker_holds_half_never_waits() -> None:
+    places = one_worker()
+    run(places, turn("back", 400), overlap=200)
+    places._send_away((1, "back"))
+    run(places, turn("endless", 900))
+
+    assert offer(places, turn("back", 600), held=400) == Admission(True)
+    assert not offer(places, turn("back", 600), held=399).admitted, "200 were there before it"
+    assert offer(places, turn("fork", 600, parent="back"), held=400).admitted
+    assert not offer(places, turn("fork", 600, parent="back"), held=399).admitted
+
+
+def test_turn_behind_others_that_waited_long_takes_no_room() -> None:
+    places = one_worker()
+    run(places, turn("endless", 400))
+
+    assert offer(places, turn("new", 300)).admitted
+    assert not places.offer(turn("new", 300), (A,), 0, 0, 0.0, 0.0, is_behind=True).admitted
+    assert places.offer(turn("endless", 500), (A,), 0, 0, 0.0, 0.0, is_behind=True).admitted
+    assert places.offer(turn("child", 500, parent="endless"), (A,), 0, 0, 0.0, 0.0, is_behind=True).admitted
+
+
 def test_a_subagent_goes_on_while_its_parent_has_its_place() -> None:
     places = one_worker()
     run(places, turn("parent", 900))
 
-    assert offer(places, turn("child", 900, parent="parent"), common=850).admitted
-    assert not offer(places, turn("stranger", 900, parent="unknown"), common=0).admitted
+    assert offer(places, turn("child", 900, parent="parent"), held=850).admitted
+    assert not offer(places, turn("stranger", 900), held=0).admitted
     places.begin(turn("child", 900, parent="parent"), A, list(range(900)), 850, 5000.0)
     places.end((1, "child"), 920, 9000.0)
     assert offer(places, turn("parent", 940), 9000.0 + LEASE_START_MS / 2).admitted
-    assert places.belongs(turn("parent")), "its lease began again when its subagent answered"
+    assert has_place(places, "parent"), "its lease began again when its subagent answered"
 
 
 def test_the_lease_covers_nearly_all_pauses_of_agents() -> None:
@@ -225,10 +279,10 @@ def test_sessions_of_people_hold_no_place_between_their_turns() -> None:
     places = one_worker()
     for minute in range(1, 40):
         run(places, turn("person", 500), minute * (LEASE_MAX_MS + 1000.0))
-        assert places.belongs(turn("person")) == (minute == 1)
+        assert has_place(places, "person") == (minute == 1)
 
     run(places, turn("other person", 500), 1e9)
-    assert not places.belongs(turn("other person")), "most pauses are long here"
+    assert not has_place(places, "other person"), "most pauses are long here"
 
 
 def test_requests_that_nothing_follows_hold_no_place_once_they_are_over() -> None:
@@ -243,7 +297,7 @@ def test_requests_that_nothing_follows_hold_no_place_once_they_are_over() -> Non
     for number in range(40):  # agents come, and return
         for call in range(2):
             run(places, turn(f"agent {number}", 10), now_ms + call)
-    assert places.belongs(turn("agent 39"))
+    assert has_place(places, "agent 39")
 
 
 def test_a_worker_that_left_holds_nothing() -> None:
@@ -302,7 +356,8 @@ def test_places_add_up_to_what_members_hold_and_newcomers_never_overfill(deeds: 
         if found.admitted:
             worker = next(each for each in (A, B) if each not in found.crowded)
             others = places._rooms[worker].used
-            assert was_resident or others + min(blocks, FILL_MAX * BLOCKS) <= FILL_MAX * BLOCKS + 1
+            is_small = blocks <= SMALL_SHARE * BLOCKS
+            assert was_resident or is_small or others + min(blocks, FILL_MAX * BLOCKS) <= FILL_MAX * BLOCKS + 1
             places.begin(given, worker, [], 0, now_ms)
             running.append(given.session)
     for worker in (A, B):

@@ -437,17 +437,17 @@ def test_there_is_room_where_nobody_has_to_give_way_and_not_more_wait_than_are_w
     assert not queue.has_room(QueuedRequest("another", "m", prompt_tokens=1), 1)
 
 
-def test_who_waited_long_goes_before_tenants_that_were_served_less() -> None:
+def test_first_request_of_the_highest_priority_is_that_which_entered_first() -> None:
     queue: FairQueue[str] = FairQueue(100, NO_BOUND)
     for number, tenant in enumerate(("busy", "busy", "quiet", "quiet")):
         queue.enter(request(f"{tenant}-{number}", tenant, tokens=100, entered_ms=10.0 * number))
-    head = queue.aged_head("m", -1.0)
-    assert head is not None
-    assert head.item == "busy-0"
-    queue.leave(head, dispatched=True)
+    first = queue.first("m")
+    assert first is not None
+    assert first.item == "busy-0"
+    queue.leave(first, dispatched=True)
 
-    assert [queue.aged_head("m", due_ms).item for due_ms in (-1.0, 9.0, 10.0)] == ["quiet-2", "quiet-2", "busy-1"]  # type: ignore[union-attr]
+    assert queue.first("m").item == "busy-1"  # type: ignore[union-attr]
     urgent = request("urgent", "quiet", priority=1, entered_ms=40.0)
     queue.enter(urgent)
-    assert queue.aged_head("m", 30.0) is urgent
-    assert queue.aged_head("other", 30.0) is None
+    assert queue.first("m") is urgent
+    assert queue.first("other") is None

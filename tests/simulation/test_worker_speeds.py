@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from random import Random
+
 import pytest
 
 from poolgrid.router.policy_loading import make_policy
@@ -9,13 +12,18 @@ from poolgrid.tools.bench.trace import read_trace
 from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool
 from poolgrid.tools.simulation.recording import policy_report
 from poolgrid.tools.simulation.workload import (
+    RecordedRequest,
     SpeedChange,
     SpeedError,
     TtftTargets,
     WorkerSpeeds,
     Workload,
     build_workload,
+    recorded_workload,
 )
+from poolgrid.wire.hashing import stable_u64
+from poolgrid.workers.core.timing import timing_model
+from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 from tests.simulation.builders import CONVERSATION, limits, row
 
 
@@ -68,6 +76,31 @@ def test_kv_finds_slow_workers_out_and_who_learns_nothing_does_not(conversations
     assert report["requests"] == 300
     assert report["error"] < 0.4
     assert policy_report(others, 4)["predicted_ttft"] is None
+
+
+def test_idle_workers_share_light_traffic_after_an_overload() -> None:
+    draw, at_ms, light_ms = Random(1), 0.0, 200_000.0
+    recorded: list[RecordedRequest] = []
+    while (at_ms := at_ms + draw.expovariate(0.008)) < 60_000.0:
+        recorded.append(prompt(len(recorded), at_ms, 8_000, 300))
+    for number in range(60):
+        recorded.append(prompt(len(recorded), light_ms + 1_200.0 * number, 2_000, 20))
+    load = recorded_workload(recorded, 64)
+    fleet = RouterFleet(requests_per_worker_factor=1.25)
+    engines = SimulatedLimits(64, 1500, 0, 64, 8192, 40_000, 10_000)
+
+    result = SimulatedPool(load, make_policy("kv"), 5, engines, timing_model("h100-qwen3-8b"), routers=fleet).run()
+
+    late = [real / expected for chosen_ms, _, expected, real in result.predicted if chosen_ms < light_ms]
+    assert max(late) > 5.0, "caches are full, and first tokens late"
+    chosen = Counter(worker for chosen_ms, worker, _, _ in result.predicted if chosen_ms >= light_ms)
+    assert len(chosen) == 5
+    assert max(chosen.values()) < 20, "of 60, one of five"
+
+
+def prompt(number: int, at_ms: float, isl: int, osl: int) -> RecordedRequest:
+    """Return a request whose prompt no other begins with."""
+    return RecordedRequest(at_ms, isl, osl, [stable_u64(f"{number} {block}") for block in range(isl // 64)])
 
 
 def test_what_is_expected_on_equal_workers_is_nearly_what_comes(conversations: Workload) -> None:

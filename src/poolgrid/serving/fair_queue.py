@@ -427,15 +427,13 @@ class FairQueue(Generic[T]):
                 return band.backlogs[tenant].first()
         return None
 
-    def aged_head(self, lane: str, due_ms: float) -> QueuedRequest[T] | None:
-        """Return the request of a lane that entered first, of the highest priority, if that was by ``due_ms``; else
-        whose turn it is. Nothing may be taken in the lane."""
+    def first(self, lane: str) -> QueuedRequest[T] | None:
+        """Return the request of a lane that entered first, of the highest priority. Nothing may be taken there."""
         head = self.head(lane)
         if head is None:
             return None
         firsts = [backlog.oldest() for backlog in self._lanes[lane][head.priority].backlogs.values()]
-        oldest = min(firsts, key=lambda each: (each.entered_ms, each.arrival))
-        return oldest if oldest.entered_ms <= due_ms else head
+        return min(firsts, key=lambda each: (each.entered_ms, each.arrival))
 
     def has_backlog(self, lane: str, requests: int) -> bool:
         """Return whether several tenants wait, and one of them with more than

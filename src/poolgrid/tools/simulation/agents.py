@@ -70,6 +70,8 @@ class AgentSession:
     """Tokens that it begins with: its tenant's shared prefix; for a subagent, what its parent's prompt had."""
     calls: tuple[AgentCall, ...]
     parent_id: str = ""
+    kind: str = "agent"
+    """What it is in a report; of a request without a session that of the request."""
 
     def prompts(self) -> Iterator[tuple[int, AgentCall]]:
         tokens = self.prefix_tokens

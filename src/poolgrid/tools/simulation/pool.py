@@ -31,6 +31,7 @@ from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.selector import Selector
 from poolgrid.tools.simulation.agent_workload import AgentWorkload
+from poolgrid.tools.simulation.mixed_traffic import MixedWorkload
 from poolgrid.tools.simulation.session_line import SessionLine
 from poolgrid.tools.simulation.waiting import LANE, ROLES, WaitingRequests
 from poolgrid.tools.simulation.workload import NEVER, SimulatedRequest, TtftTargets, WorkerSpeeds, Workload, changing
@@ -94,6 +95,8 @@ class RunResult:
     steps: int = 0
     first_turn_ms: list[float] = field(default_factory=list)
     """TTFT of the first call of each agent, without subagents."""
+    classes: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    """TTFT of requests of sessions by kind and tenant."""
     waited: int = 0
     """Turns of sessions that waited at the router for room in the working set."""
 
@@ -133,7 +136,7 @@ class SimulatedPool:
 
     def __init__(
         self,
-        workload: Workload | AgentWorkload,
+        workload: Workload | AgentWorkload | MixedWorkload,
         policy: Policy,
         workers: int,
         limits: SimulatedLimits,
@@ -275,9 +278,11 @@ class SimulatedPool:
 
     def _place_sessions(self, line: SessionLine, now: float) -> None:
         """Hand on the turns that have room in the working set."""
-        while (due := line.pop(self._keys, self._overlap_blocks, now)) is not None:
-            request, crowded = due
+
+        def send(request: SimulatedRequest, crowded: Mapping[WorkerKey, str]) -> None:
             self._send(0, request, self._choose(0, request, now, crowded), now)
+
+        line.place_turns(self._keys, self._overlap_blocks, now, send)
 
     def _wanted(
         self,
@@ -297,6 +302,7 @@ class SimulatedPool:
             -(-request.isl // block_size),
             request.priority,
             ttft_target_ms=target_ms if self._targets is not None and self._targets.told else 0.0,
+            session="" if request.session is None else request.session.session_id,
             is_later=not self._tails.isdisjoint(request.path),
         )
         return WorkerWanted(routing, request.path, now, int(now), unavailable, behind=behind)
@@ -381,8 +387,11 @@ class SimulatedPool:
                 result.ttft_ms.append(ttft_ms)
                 if self._targets is not None:
                     result.targets_met += ttft_ms <= self._targets.of(fact.request_id)
-                if arrived.session is not None and not arrived.turn and not arrived.session.parent_id:
-                    result.first_turn_ms.append(ttft_ms)
+                session = arrived.session
+                if session is not None:
+                    result.classes.setdefault((session.kind, session.tenant), []).append(ttft_ms)
+                    if session.calls and not arrived.turn and not session.parent_id:
+                        result.first_turn_ms.append(ttft_ms)
                 if arrived.isl < SHORT_PROMPT_TOKENS:
                     result.short_ttft_ms.append(ttft_ms)
                 expected = self._expected_ms.pop(fact.request_id, None)
@@ -416,7 +425,7 @@ class SimulatedPool:
 
 
 def play_workload(
-    workload: Workload | AgentWorkload,
+    workload: Workload | AgentWorkload | MixedWorkload,
     pools: Sequence[SimulatedPool],
     choose: Callable[[SimulatedRequest, float], int],
     on_progress: Callable[[int], None] = lambda _: None,

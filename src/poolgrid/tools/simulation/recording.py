@@ -21,7 +21,8 @@ from poolgrid.router.decision_journal.entries import RouterSettingsNoted
 from poolgrid.router.decision_journal.traffic import RecordedTraffic, Recording, read_recording
 from poolgrid.tools.bench.trace import TraceError, read_trace
 from poolgrid.tools.simulation.agent_workload import AgentWorkload, agent_workload
-from poolgrid.tools.simulation.agents import PREFIX_TOKENS, AgentDraws
+from poolgrid.tools.simulation.agents import PREFIX_TOKENS, AgentDraws, AgentPlan
+from poolgrid.tools.simulation.mixed_traffic import SINGLE_KINDS, MixedDraws, MixedWorkload
 from poolgrid.tools.simulation.pool import RouterFleet, RunResult, SimulatedPool
 from poolgrid.tools.simulation.session_line import line_of
 from poolgrid.tools.simulation.settings import EngineSettings
@@ -89,6 +90,8 @@ def prediction_summary(predicted: Sequence[tuple[float, int, float, float]]) -> 
 def policy_report(result: RunResult, workers: int) -> dict[str, Any]:
     """Return the figures of one policy."""
     tokens = result.worker_tokens
+    singles = sum(len(each) for (kind, _), each in result.classes.items() if kind in SINGLE_KINDS)
+    turns = result.requests - singles
     return {
         "requests": result.requests,
         "cached_token_ratio": result.cached_tokens / result.prompt_tokens if result.prompt_tokens else 0.0,
@@ -102,13 +105,25 @@ def policy_report(result: RunResult, workers: int) -> dict[str, Any]:
         "itl_ms": latency_summary([gap for gap, _ in result.itl_ms], [count for _, count in result.itl_ms]),
         "busy_ratio": result.busy_ms / (workers * result.span_ms) if result.span_ms else 0.0,
         "worker_tokens_max_over_mean": max(tokens) / (sum(tokens) / len(tokens)) if sum(tokens) else 0.0,
-        "turns_per_minute": 60_000 * result.requests / result.span_ms if result.span_ms else 0.0,
+        "turns_per_minute": 60_000 * turns / result.span_ms if result.span_ms else 0.0,
         "first_turn_ms": {**latency_summary(result.first_turn_ms), "max": max(result.first_turn_ms, default=0.0)},
+        "classes": _classes(result, 0),
+        "tenants": _classes(result, 1),
         "waited_turns": result.waited,
         "preemptions": result.preemptions,
         "crowded": result.crowded,
         "output_tokens": result.output_tokens,
         "engine_steps": result.steps,
+    }
+
+
+def _classes(result: RunResult, place: int) -> dict[str, dict[str, float]]:
+    """Return TTFTs by the kind of session (place 0) or by tenant (1)."""
+    found: dict[str, list[float]] = {}
+    for key, ttft_ms in result.classes.items():
+        found.setdefault(key[place], []).extend(ttft_ms)
+    return {
+        name: {"requests": len(each), **latency_summary(each), "max": max(each)} for name, each in sorted(found.items())
     }
 
 
@@ -120,7 +135,7 @@ class RecordingStage:
     """Traffic, and the engines that it is played on."""
 
     name: str
-    workload: Workload | AgentWorkload
+    workload: Workload | AgentWorkload | MixedWorkload
     workers: int
     limits: SimulatedLimits
     timing: TimingModel
@@ -202,10 +217,26 @@ def load_agents(agents: int, settings: EngineSettings, block_size: int) -> Recor
     given = {} if settings.total_kv_blocks is None else {"total_kv_blocks": settings.total_kv_blocks}
     limits = _limits(workload, given)
     workers = settings.workers or TRACE_WORKERS
-    needed = agents * plan.own_tokens_mean() + AGENT_TENANTS * PREFIX_TOKENS * workers
-    share = needed / (workers * limits.total_kv_blocks * block_size)
-    remark = f"the open sessions hold {share:.2f} times what the KV caches of the pool have room for, in the mean"
+    remark = _pressure(plan, agents, workers, limits, block_size)
     return RecordingStage(f"{agents} agents", workload, workers, limits, timing_of(settings), remarks=[remark])
+
+
+def load_mixed(sessions: int, settings: EngineSettings, block_size: int) -> RecordingStage:
+    """Return agents and other traffic, ready to be played; raises ``UsageError``."""
+    if settings.speed != 1.0 or settings.requests is not None:
+        raise UsageError("--mixed: sessions follow each other; leave out --speed and --requests")
+    workload = MixedDraws(AGENT_SEED, AGENT_TENANTS, block_size).workload(sessions)
+    given = {} if settings.total_kv_blocks is None else {"total_kv_blocks": settings.total_kv_blocks}
+    limits, workers = _limits(workload, given), settings.workers or TRACE_WORKERS
+    remark = _pressure(workload.plan, sessions, workers, limits, block_size)
+    name = f"{sessions} sessions and other traffic"
+    return RecordingStage(name, workload, workers, limits, timing_of(settings), remarks=[remark])
+
+
+def _pressure(plan: AgentPlan, sessions: int, workers: int, limits: SimulatedLimits, block_size: int) -> str:
+    needed = sessions * plan.own_tokens_mean() + AGENT_TENANTS * PREFIX_TOKENS * workers
+    share = needed / (workers * limits.total_kv_blocks * block_size)
+    return f"the open sessions hold {share:.2f} times what the KV caches of the pool have room for, in the mean"
 
 
 def load_trace(path: Path, settings: EngineSettings, block_size: int) -> RecordingStage:
@@ -268,7 +299,7 @@ def _recorded(each: RecordedTraffic, begin_ms: int) -> RecordedRequest:
     )
 
 
-def _limits(workload: Workload | AgentWorkload, given: dict[str, int]) -> SimulatedLimits:
+def _limits(workload: Workload | AgentWorkload | MixedWorkload, given: dict[str, int]) -> SimulatedLimits:
     """Return limits under which every request of a workload fits; what is ``given`` is taken as it is."""
     blocks = workload.total_tokens // workload.block_size + 2 * len(workload.requests) + 1
     values = {"total_kv_blocks": blocks, "max_sequence_length": workload.longest + 1, **given}

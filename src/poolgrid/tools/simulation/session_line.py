@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
+from poolgrid.router.core.engine_times import Engines, FewEngines
+from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.kv_policy import KvAware
+from poolgrid.router.core.lane_placer import is_long, place_turns
 from poolgrid.router.core.learned_speeds import LearnedSpeeds
-from poolgrid.router.core.policy import Candidates, Choice, RoutingRequest
+from poolgrid.router.core.policy import Candidates, Choice, IndexArray, RoutingRequest
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.working_set import AGE_MS, OfferedTurn, WorkingSet
-from poolgrid.serving.fair_queue import FairQueue, QueuedRequest, QueueOrder
+from poolgrid.serving.fair_queue import FairQueue, QueuedRequest
 from poolgrid.tools.simulation.workload import NEVER, SimulatedRequest
 from poolgrid.wire.identifiers import WorkerKey
 
@@ -22,15 +26,12 @@ Overlap = Callable[[SimulatedRequest], int]
 class SessionLine:
     """The working set of a pool, and the turns that wait for room in it."""
 
-    def __init__(self, block_size: int, smallest_first: bool = False) -> None:
-        """``smallest_first`` admits the least footprint first, without ageing, as ThunderAgent does."""
+    def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._age_ms = NEVER if smallest_first else AGE_MS
-        self.working_set = WorkingSet(self._age_ms)
-        order = QueueOrder.SHORTEST_UNCACHED_WORK_FIRST if smallest_first else QueueOrder.ARRIVAL
+        self.working_set = WorkingSet()
         self._tried = (-1, 0.0)
-        """Changes of the working set when the first one found no room, and when to try again without any."""
-        self._queue: FairQueue[SimulatedRequest] = FairQueue(10**9, 2**60, order, aging_tokens_per_s=0.0)
+        """Changes of the working set when turns were last offered places, and when to offer again without any."""
+        self._queue: FairQueue[SimulatedRequest] = FairQueue(10**9, 2**60)
 
     @property
     def holds(self) -> bool:
@@ -41,12 +42,13 @@ class SessionLine:
     ) -> Mapping[WorkerKey, str] | None:
         """Return the workers that a turn must leave alone, or ``None`` where it waits."""
         turn = self._turn(request)
-        if turn is None or (self._queue.is_empty and self.working_set.is_free(turn.blocks)):
+        first_ms = self._queue.first_entered_ms(LANE)
+        is_behind = first_ms is not None and is_long(first_ms, now)
+        if turn is None or (not is_behind and self.working_set.is_free(turn.blocks)):
             return _NONE_CROWDED
-        if self._queue.is_empty or self.working_set.belongs(turn):
-            crowded = self._offer(request, turn, workers, overlap, now, 0.0)
-            if crowded is not None:
-                return crowded
+        crowded = self._offer(request, turn, workers, overlap, now, 0.0, is_behind)
+        if crowded is not None:
+            return crowded
         assert request.session is not None, "it has a turn"
         tokens = turn.blocks * self._block_size
         queued = QueuedRequest(
@@ -62,21 +64,31 @@ class SessionLine:
         self._tried = (-1, 0.0)  # it may be its turn
         return None
 
-    def pop(
-        self, workers: Sequence[WorkerKey], overlap: Overlap, now: float
-    ) -> tuple[SimulatedRequest, Mapping[WorkerKey, str]] | None:
-        """Return the next that waits and now has room, and the workers that it must leave alone."""
-        head = self._queue.aged_head(LANE, now - self._age_ms)
-        if head is None or (self._tried[0] == self.working_set.changes and now < self._tried[1]):
-            return None
-        turn = self._turn(head.item)
-        assert turn is not None, "it is of a session"
-        crowded = self._offer(head.item, turn, workers, overlap, now, now - head.entered_ms)
-        if crowded is None:
-            self._tried = (self.working_set.changes, min(self.working_set.next_ms(), head.entered_ms + AGE_MS))
-            return None
-        self._queue.leave(head, dispatched=True)
-        return head.item, crowded
+    def place_turns(
+        self,
+        workers: Sequence[WorkerKey],
+        overlap: Overlap,
+        now: float,
+        send: Callable[[SimulatedRequest, Mapping[WorkerKey, str]], None],
+    ) -> None:
+        """Send those that wait and now have room; ``send`` is also told which workers they must leave alone."""
+        if self._tried[0] == self.working_set.changes and now < self._tried[1]:
+            return
+
+        def offer(queued: QueuedRequest[SimulatedRequest]) -> bool:
+            turn = self._turn(queued.item)
+            assert turn is not None, "it is of a session"
+            crowded = self._offer(queued.item, turn, workers, overlap, now, now - queued.entered_ms)
+            if crowded is None:
+                return False
+            self._queue.leave(queued, dispatched=True)
+            send(queued.item, crowded)
+            return True
+
+        place_turns(self._queue, LANE, now, offer)
+        first_ms = self._queue.first_entered_ms(LANE)
+        if first_ms is not None:
+            self._tried = (self.working_set.changes, min(self.working_set.next_ms(), first_ms + AGE_MS))
 
     def place(self, request: SimulatedRequest, worker: WorkerKey, overlap_blocks: int, now: float) -> None:
         turn = self._turn(request)
@@ -96,10 +108,11 @@ class SessionLine:
         overlap: Overlap,
         now: float,
         waited_ms: float,
+        is_behind: bool = False,
     ) -> Mapping[WorkerKey, str] | None:
-        common = overlap(request)
-        prefix = request.path[common - 1] if common else 0
-        found = self.working_set.offer(turn, workers, common, prefix, now, waited_ms)
+        held = overlap(request)
+        prefix = request.path[held - 1] if held else 0
+        found = self.working_set.offer(turn, workers, held, prefix, now, waited_ms, is_behind)
         if not found.admitted:
             return None
         return dict.fromkeys(found.crowded, CROWDED) if found.crowded else _NONE_CROWDED
@@ -113,7 +126,7 @@ class SessionLine:
         return OfferedTurn((0, session.session_id), blocks, 0, parent)
 
 
-ADMISSIONS = ("sessions", "smallest-first")
+ADMISSIONS = ("sessions",)
 """What may follow a policy behind a plus: whose turns wait while sessions would evict each other."""
 
 
@@ -125,28 +138,60 @@ def split_admission(name: str) -> tuple[str, str]:
 
 def line_of(admission: str, block_size: int) -> SessionLine | None:
     """Return where turns wait by an admission; ``None`` for an empty one, by which none waits."""
-    return SessionLine(block_size, admission == "smallest-first") if admission else None
+    return SessionLine(block_size) if admission else None
+
+
+class SpeedsAt(LearnedSpeeds):
+    """Learned speeds that keep the time at which they were asked for last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_ms = 0.0
+
+    def describe_few(self, workers: Sequence[Worker], rows: Sequence[int] | None, now_ms: float) -> FewEngines:
+        self.now_ms = now_ms
+        return super().describe_few(workers, rows, now_ms)
+
+    def describe(self, workers: Sequence[Worker], rows: IndexArray, now_ms: float) -> Engines:
+        self.now_ms = now_ms
+        return super().describe(workers, rows, now_ms)
 
 
 class Sticky:
-    """Every call goes to the worker of its session's first one, which ``kv`` chooses: affinity by session id."""
+    """A turn goes to the worker of its session's last one, whatever waits there; ``kv`` chooses the first."""
 
-    name = "sticky"
     compares_numbers = True
     needs_overlap = True
 
-    def __init__(self, kv: KvAware) -> None:
+    def __init__(self, kv: KvAware, kept_ms: float = NEVER) -> None:
+        """A session that has been silent for ``kept_ms`` has no worker any more."""
+        self.name = "sticky" if kept_ms == NEVER else "affinity"
         self._kv = kv
-        self._homes: dict[str, WorkerKey] = {}
+        self._kept_ms = kept_ms
+        self._homes: dict[str, tuple[WorkerKey, float]] = {}
+        self._speeds = SpeedsAt()
 
     def observer(self, index: PrefixIndex) -> LearnedSpeeds:
-        return LearnedSpeeds()
+        self._speeds = SpeedsAt()
+        return self._speeds
 
     def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
-        session = request.request_id.rpartition("-")[0]
-        home = self._homes.get(session)
-        if home in candidates.workers:
-            return Choice(candidates.workers.index(home), "sticky", None, {})
-        choice = self._kv.choose(request, candidates)
-        self._homes[session] = candidates.workers[choice.row]
+        home, used_ms = self._homes.get(request.session, (None, 0.0))
+        now_ms = self._speeds.now_ms
+        if home in candidates.workers and now_ms - used_ms <= self._kept_ms:
+            choice = Choice(candidates.workers.index(home), "sticky", None, {})
+        else:
+            choice = self._kv.choose(request, candidates)
+        if request.session:
+            self._homes[request.session] = candidates.workers[choice.row], now_ms
         return choice
+
+
+AFFINITY_MS: Final = 60_000.0
+"""As vllm-router's ``--kv-aware-session-affinity-ttl-secs 60``."""
+
+PEERS: Final[Mapping[str, Callable[[], Sticky]]] = {
+    "sticky": lambda: Sticky(KvAware()),
+    "affinity": lambda: Sticky(KvAware(), AFFINITY_MS),
+}
+"""Policies of other routers that know sessions."""

@@ -56,9 +56,12 @@ class SimulationSettings(EngineSettings):
         le=4096,
         description="Simulate this many open agent sessions instead of a trace.",
     )
+    mixed: bool = Field(
+        False, description="With --agents: add people in chats, retrieval, batches and single requests."
+    )
     policy: str | None = Field(
         None,
-        examples=[*SIMULATED_POLICIES, "sticky", "kv+sessions", "kv+smallest-first"],
+        examples=[*SIMULATED_POLICIES, "sticky", "affinity", "kv+sessions"],
         description=(
             "Compare these policies, separated by commas: built-in ones, your module:Class, or a policy with "
             "+sessions. Unset = some of them."

@@ -13,20 +13,20 @@ from poolgrid.cli.journal_directory import UsageError, journal_errors
 from poolgrid.cli.options import with_settings
 from poolgrid.process.figures import number, percent
 from poolgrid.process.terminal_table import Heading, TerminalTable
-from poolgrid.router.core.kv_policy import KvAware
 from poolgrid.router.core.policy import Policy
 from poolgrid.router.policy_loading import PolicyError, make_policy
 from poolgrid.tools.simulation.pool import RouterFleet
-from poolgrid.tools.simulation.recording import load_agents, load_trace, show_report
-from poolgrid.tools.simulation.session_line import Sticky, split_admission
+from poolgrid.tools.simulation.recording import load_agents, load_mixed, load_trace, show_report
+from poolgrid.tools.simulation.session_line import PEERS, split_admission
 from poolgrid.tools.simulation.settings import SIMULATED_POLICIES, SimulationSettings
 from poolgrid.tools.simulation.workload import SpeedError, WorkerSpeeds
 
 TRACE_POLICIES = "kv,round-robin,least-loaded"
-AGENT_POLICIES = "kv,sticky,kv+smallest-first,kv+sessions"
+AGENT_POLICIES = "kv,sticky,affinity,kv+sessions"
 
 BASICS = (
     "agents",
+    "mixed",
     "workers",
     "policy",
     "timing",
@@ -61,8 +61,11 @@ def _simulate(trace: Path | None, settings: SimulationSettings) -> None:
         raise UsageError(f"--out: {fault}; nothing was simulated")
     if (trace is None) == (settings.agents is None):
         raise UsageError("TRACE or --agents is needed, and not both; nothing was simulated")
+    if settings.mixed and settings.agents is None:
+        raise UsageError("--mixed: needs --agents; nothing was simulated")
     if settings.agents is not None:
-        stage = load_agents(settings.agents, settings, settings.kv_block_size)
+        load = load_mixed if settings.mixed else load_agents
+        stage = load(settings.agents, settings, settings.kv_block_size)
     else:
         assert trace is not None, "one of the two is given"
         stage = load_trace(trace, settings, settings.kv_block_size)
@@ -80,7 +83,7 @@ def _simulate(trace: Path | None, settings: SimulationSettings) -> None:
     }
     for remark in stage.remarks:
         click.echo(remark, err=True)
-    make_table = result_table if settings.agents is None else agent_table
+    make_table = result_table if settings.agents is None else mixed_table if settings.mixed else agent_table
     table = make_table(stage.workload.ideal_cached_token_ratio, reports)
     show_report(stage.report(settings.speed, reports, routers), table, settings.as_json, settings.out)
 
@@ -91,11 +94,11 @@ def _policies(settings: SimulationSettings) -> dict[str, Policy]:
     given = default if settings.policy is None else settings.policy
     for name in [each.strip() for each in given.split(",") if each.strip()] or [""]:
         policy, _ = split_admission(name)
-        if policy == Sticky.name:
-            policies[name] = Sticky(KvAware())
+        if policy in PEERS:
+            policies[name] = PEERS[policy]()
             continue
         if policy not in SIMULATED_POLICIES and ":" not in policy:
-            allowed = f"{', '.join(SIMULATED_POLICIES)}, sticky, or module:Class"
+            allowed = f"{', '.join((*SIMULATED_POLICIES, *PEERS))}, or module:Class"
             raise UsageError(f"policy {name!r} is unknown, allowed are {allowed}, each also with +sessions behind it")
         try:
             policies[name] = make_policy(policy)
@@ -125,6 +128,31 @@ def agent_table(ideal: float, policies: Mapping[str, Mapping[str, Any]]) -> Term
             number(report["waited_turns"], 0),
             percent(report["busy_ratio"], 0),
         )
+    return table
+
+
+def mixed_table(ideal: float, policies: Mapping[str, Mapping[str, Any]]) -> TerminalTable:
+    """Return what each class of clients would see of the policies."""
+    names = ("cached", "requests", "turns/min", "TTFT mean", "p50", "p99", "longest", "waited")
+    table = TerminalTable(
+        [Heading("policy", numeric=False), *map(Heading, names)],
+        f"an infinite shared cache would reuse {percent(ideal)} of the prompt tokens",
+        "times in s; waited: turns that waited for room for their session",
+    )
+
+    def times(report: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple(number(report[name] / 1000, 2) for name in ("mean", "p50", "p99", "max"))
+
+    for name, report in policies.items():
+        classes = report["classes"]
+        longest = max(each["max"] for each in classes.values())
+        requests, turns = number(report["requests"], 0), number(report["turns_per_minute"], 1)
+        values = times({**report["ttft_ms"], "max": longest})
+        table.add(
+            name, percent(report["cached_token_ratio"]), requests, turns, *values, number(report["waited_turns"], 0)
+        )
+        for kind, each in classes.items():
+            table.add(f"  {kind}", "", number(each["requests"], 0), "", *times(each), "")
     return table
 
 

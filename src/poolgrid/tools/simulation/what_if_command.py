@@ -34,8 +34,6 @@ FIGURES: tuple[tuple[float, tuple[str, ...]], ...] = (
 """Factor of each column of the table, and the place of its figure in a report."""
 
 RECORDED = "recorded"
-ADMITTED = "sessions"
-"""A router admits sessions by itself; where none are recorded that changes nothing."""
 
 BASICS = (
     "policy",
@@ -65,8 +63,11 @@ def run_what_if(directory: str, settings: WhatIfSettings) -> int:
             raise UsageError(f"--out: {fault}; nothing was simulated")
         stage = load_recording(directory, settings.decisions, settings)
         reports: dict[str, dict[str, Any]] = {}
+        # Routers that do not name the setting admitted sessions.
+        was_on = stage.noted is None or bool(stage.noted.settings.get("session_admission", True))
+        recorded = "sessions" if was_on else ""
         for name, policy in variants_of(settings, stage).items():
-            played = stage.play(name, policy, admission=ADMITTED if name == RECORDED else split_admission(name)[1])
+            played = stage.play(name, policy, admission=recorded if name == RECORDED else split_admission(name)[1])
             reports[name] = {**played, "settings": {"policy": policy.name}}
         for remark in stage.remarks:
             click.echo(remark, err=True)

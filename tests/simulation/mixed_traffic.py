@@ -1,0 +1,101 @@
+"""Agents, chats, retrieval, batches and single requests on four workers, and what clients see of a policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from poolgrid.router.core.policy import Policy
+from poolgrid.tools.simulation.agents import PREFIX_TOKENS
+from poolgrid.tools.simulation.mixed_traffic import SINGLE_KINDS, MixedDraws, MixedWorkload
+from poolgrid.tools.simulation.pool import SimulatedPool
+from poolgrid.tools.simulation.session_line import line_of
+from poolgrid.tools.simulation.workload import SimulatedRequest
+from poolgrid.wire.events import PrefillCompleted, RequestFinished
+from poolgrid.workers.core.timing import timing_model
+from poolgrid.workers.engines.simulated.core.engine import Fact, SimulatedLimits
+
+BLOCK = 16
+SCALE = 1 / 16
+"""A token stands for sixteen."""
+TENANTS, SLOTS, WORKERS = 4, 64, 4
+
+
+class SlowPrefill:
+    """Step times of an H100 for tokens that stand for sixteen each."""
+
+    def __init__(self) -> None:
+        self._model = timing_model("h100-qwen3-8b")
+
+    def prefill_ms(self, new_tokens: int) -> float:
+        return self._model.prefill_ms(round(new_tokens / SCALE))
+
+    def decode_ms(self, used_share: float) -> float:
+        return self._model.decode_ms(used_share) / SCALE
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What clients saw; times in seconds."""
+
+    reuse: float
+    turns_per_minute: float
+    output_tokens: int
+    """Of answers that were complete before the last arrival."""
+    all_mean: float
+    single_mean: float
+    single_p99: float
+    agent_mean: float
+    chat_mean: float
+    later_p50: float
+    """Of agents, without their first turns."""
+    longest: float
+    """Of sessions."""
+    waited: int
+
+
+def mixed_traffic(seed: int) -> MixedWorkload:
+    return MixedDraws(seed, TENANTS, BLOCK, SCALE).workload(SLOTS)
+
+
+def blocks_of_worker(traffic: MixedWorkload, pressure: float) -> int:
+    """Return the blocks with which open sessions need so many times what the pool has."""
+    needed = SLOTS * traffic.plan.own_tokens_mean() + TENANTS * PREFIX_TOKENS * SCALE * WORKERS
+    return int(needed / pressure / WORKERS / BLOCK)
+
+
+def play(traffic: MixedWorkload, policy: Policy, pressure: float, admission: str = "") -> Outcome:
+    arrived: dict[str, SimulatedRequest] = {}
+    ttft_s: dict[str, float] = {}
+    ended_ms: dict[str, float] = {}
+
+    def note(fact: Fact, now_ms: float) -> None:
+        if isinstance(fact, PrefillCompleted):
+            request = arrived[fact.request_id] = pool._arrived[fact.request_id]
+            ttft_s[fact.request_id] = (now_ms - request.arrival_ms) / 1000
+        elif isinstance(fact, RequestFinished):
+            ended_ms[fact.request_id] = now_ms
+
+    def of(*kinds: str) -> list[float]:
+        return [ttft for request_id, ttft in ttft_s.items() if request_id.startswith(kinds)]
+
+    limits = SimulatedLimits(BLOCK, blocks_of_worker(traffic, pressure), 0, 256, 512, traffic.longest + 1, 10**6)
+    line = line_of(admission, BLOCK)
+    pool = SimulatedPool(traffic, policy, WORKERS, limits, SlowPrefill(), on_fact=note, line=line)
+    result = pool.run()
+    in_time = [request_id for request_id, at_ms in ended_ms.items() if at_ms <= traffic.duration_ms]
+    later = [ttft_s[each] for each in ttft_s if each.startswith("agent") and arrived[each].turn]
+    return Outcome(
+        result.cached_tokens / result.prompt_tokens,
+        60_000 * sum(not each.startswith(SINGLE_KINDS) for each in in_time) / traffic.duration_ms,
+        sum(arrived[each].osl for each in in_time),
+        float(np.mean(list(ttft_s.values()))),
+        float(np.mean(of(*SINGLE_KINDS))),
+        float(np.percentile(of(*SINGLE_KINDS), 99)),
+        float(np.mean(of("agent"))),
+        float(np.mean(of("chat"))),
+        float(np.median(later)),
+        max(of("agent", "chat")),
+        result.waited,
+    )

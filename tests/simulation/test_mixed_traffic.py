@@ -1,0 +1,78 @@
+"""Sessions, chats and single requests share pools that are too small for them, and nobody pays for the gain."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from poolgrid.router.core import kv_policy
+from poolgrid.router.core.kv_policy import KvAware
+from poolgrid.router.core.policy import Candidates, Choice, RoutingRequest
+from poolgrid.tools.simulation.pool import SimulatedPool
+from poolgrid.tools.simulation.recording import policy_report
+from poolgrid.tools.simulation.session_line import AFFINITY_MS, PEERS, Sticky
+from poolgrid.tools.simulation.workload import RecordedRequest, recorded_workload
+from poolgrid.workers.core.timing import timing_model
+from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
+from tests.simulation.builders import limits
+from tests.simulation.mixed_traffic import Outcome, mixed_traffic, play
+from tests.simulation.sessions import sessions, workload_of
+
+
+@cache
+def played(policy: str, pressure: float, seed: int = 1) -> Outcome:
+    return play(mixed_traffic(seed), PEERS[policy]() if policy in PEERS else KvAware(), pressure)
+
+
+@pytest.mark.parametrize("pressure", [1.0, 2.0, 4.0])
+def test_kv_reuses_and_generates_at_least_as_much_as_session_affinity(pressure: float) -> None:
+    kv, affinity = (played(name, pressure) for name in ("kv", "affinity"))
+
+    assert kv.reuse >= affinity.reuse
+    assert kv.all_mean <= affinity.all_mean
+    assert kv.output_tokens >= affinity.output_tokens
+
+
+def test_later_turns_that_stay_have_their_first_tokens_sooner_where_caches_are_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load = workload_of(sessions(1, 5.0, 60.0))
+    engines = SimulatedLimits(load.block_size, 3000, 0, 256, 8192, load.longest + 1, 10**6)
+
+    def mean_ms() -> float:
+        pool = SimulatedPool(load, KvAware(), 4, engines, timing_model("h200-qwen3-8b"))
+        return float(policy_report(pool.run(), 4)["ttft_ms"]["mean"])
+
+    dear = mean_ms()
+    monkeypatch.setattr(kv_policy, "LEFT_WORTH", kv_policy.AGAIN_WORTH)
+    assert dear < 0.8 * mean_ms()
+
+
+@pytest.mark.parametrize(("pause_ms", "stays"), [(0.9 * AFFINITY_MS, True), (1.1 * AFFINITY_MS, False)])
+def test_affinity_ends_with_a_pause(pause_ms: float, stays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = [
+        RecordedRequest(0.0, 64, 1, range(4), "1 s", finished_ms=0.0),
+        RecordedRequest(pause_ms, 64, 1, range(4), "1 s"),
+    ]
+    load, reasons = recorded_workload(recorded, 16), list[str]()
+    choose = Sticky.choose
+
+    def noting(policy: Sticky, request: RoutingRequest, candidates: Candidates) -> Choice:
+        choice = choose(policy, request, candidates)
+        reasons.append(choice.reason)
+        return choice
+
+    monkeypatch.setattr(Sticky, "choose", noting)
+    SimulatedPool(load, PEERS["affinity"](), 2, limits(load)).run()
+    assert [each == "sticky" for each in reasons] == [False, stays]
+
+
+@pytest.mark.parametrize(("pressure", "gain"), [(1.0, 1.1), (4.0, 0.25)])
+def test_session_admission_slows_neither_single_requests_nor_agents(pressure: float, gain: float) -> None:
+    kv, ours = played("kv", pressure), play(mixed_traffic(1), KvAware(), pressure, "sessions")
+
+    assert ours.single_mean <= 1.05 * kv.single_mean
+    assert ours.agent_mean <= 1.01 * kv.agent_mean
+    assert ours.later_p50 <= gain * kv.later_p50
+    assert ours.reuse >= kv.reuse
