@@ -361,14 +361,14 @@ def marked(*special: str, template: str = "{{ messages[-1].content }}", window: 
     """Return the tiny model with further special tokens; ``window``: without its table of bytes."""
     tokenizer = Tokenizer.from_str(TINY.tokenizer.to_str())
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
-    table = None if window or TINY.byte_table is None else (*TINY.byte_table, *(b"" for _ in special))
+    table = None if window or TINY.byte_table is None else (*TINY.byte_table(), *(b"" for _ in special))
     return PromptModel(
         name="tiny",
         tokenizer=tokenizer,
         vocab_size=tokenizer.get_vocab_size(),
         max_position_embeddings=4096,
         template=ChatTemplate(template),
-        byte_table=table,
+        byte_table=None if table is None else lambda: table,
     )
 
 

@@ -162,7 +162,7 @@ def test_a_step_of_the_window_decodes_a_bounded_number_of_tokens() -> None:
 def test_a_table_of_bytes_and_the_tokenizer_agree(text: str) -> None:
     assert TINY.byte_table is not None
     token_ids = unpack_tokens(TINY.encode(text))
-    assert fed(ByteLevelDetokenizer(TINY.byte_table), token_ids, range(len(token_ids))) == text
+    assert fed(ByteLevelDetokenizer(TINY.byte_table()), token_ids, range(len(token_ids))) == text
     assert TINY.decode(pack_tokens(token_ids)) == text
 
 

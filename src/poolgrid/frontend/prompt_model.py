@@ -17,8 +17,9 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -64,6 +65,11 @@ class ModelDirectoryError(OptionError):
     """A model directory cannot be used; the message names the file and what is wrong in it."""
 
 
+ByteTable = Callable[[], tuple[bytes, ...]]
+"""Returns the bytes of every token, special tokens empty. To work them out takes a quarter of a second for a vocabulary
+of 150,000; a router in front of engine servers has no use for them."""
+
+
 @dataclass(frozen=True, slots=True)
 class PromptModel:
     """Tokenizer, template and limits of one model; immutable, and safe to use from tokenizer threads."""
@@ -76,8 +82,8 @@ class PromptModel:
     template: ChatTemplate | None = field(default=None, repr=False)
     tool_template: ChatTemplate | None = field(default=None, repr=False)
     """Template for requests with tools, when the model has one of its own."""
-    byte_table: tuple[bytes, ...] | None = field(default=None, repr=False)
-    """Bytes of every token of a byte-level tokenizer, special tokens empty; ``None`` for other kinds."""
+    byte_table: ByteTable | None = field(default=None, repr=False)
+    """That of a byte-level tokenizer; ``None`` for other kinds."""
     shown_tokens: Mapping[int, str] = field(default_factory=dict, repr=False)
     """Special tokens that output shows by their text: none, but for models made by ``showing``."""
     encoder: PromptEncoder | None = field(default=None, repr=False)
@@ -135,7 +141,7 @@ class PromptModel:
         try:
             text = tokenizer_file.read_bytes()
             tokenizer = Tokenizer.from_buffer(text)
-            decoder = read_document(text).decoder or {}
+            document = read_document(text)
         except Exception as error:  # the library raises bare Exception
             raise ModelDirectoryError(f"loading {tokenizer_file}: {error}") from error
         # A tokenizer.json can carry the lengths of its training: prompts are never cut or padded here.
@@ -148,6 +154,23 @@ class PromptModel:
         special_tokens = _special_tokens(tokenizer_config)
         template, tool_template = _templates(directory, tokenizer_config, special_tokens, chat_template)
         where = directory / "config.json"
+        byte_table, encoder = None, None
+        if prompts:
+            byte_table = cache(partial(_byte_table, tokenizer)) if _is_byte_level(document.decoder or {}) else None
+            encoder = PromptEncoder(
+                tokenizer,
+                template_text="".join(each.source for each in (template, tool_template) if each is not None),
+                cache_bytes=tokenization_cache_bytes,
+                word_cache=word_cache,
+                proves_later=proves_later,
+                text="" if document.truncation or document.padding else text.decode(),
+            )
+            if proves_later:
+                # No daemon: native code that finds the interpreter gone aborts the process. Its end waits for a second
+                # or two.
+                threading.Thread(target=_finish, args=(encoder, byte_table), name="choice of a tokenizer").start()
+            else:
+                _say(encoder)
         vocab_size = max(tokenizer.get_vocab_size(), _limit(config, ("vocab_size",), where) or 0)
         max_length = _limit(config, ("max_position_embeddings", "n_positions", "max_sequence_length"), where)
         return cls(
@@ -158,12 +181,8 @@ class PromptModel:
             eos_token_ids=_eos_token_ids(tokenizer, config, generation_config, special_tokens),
             template=template,
             tool_template=tool_template,
-            byte_table=_byte_table(tokenizer, decoder) if prompts else None,
-            encoder=(
-                _encoder(tokenizer, (template, tool_template), tokenization_cache_bytes, word_cache, proves_later)
-                if prompts
-                else None
-            ),
+            byte_table=byte_table,
+            encoder=encoder,
             special_tokens=special_tokens,
         )
 
@@ -201,7 +220,7 @@ class PromptModel:
     def detokenizer(self, prompt: bytes = b"") -> Detokenizer:
         """Return a fresh incremental decoder for what follows ``prompt`` (u32 little-endian)."""
         if self.byte_table is not None:
-            return ByteLevelDetokenizer(self.byte_table)
+            return ByteLevelDetokenizer(self.byte_table())
         window = WindowDetokenizer(self.tokenizer, unpack_tokens(prompt[-4 * CONTEXT_TOKENS :]))
         return MarkedDetokenizer(window, self.shown_tokens) if self.shown_tokens else window
 
@@ -214,11 +233,8 @@ class PromptModel:
         }
         if not special:
             return self
-        table = self.byte_table
-        if table is not None:
-            table = tuple(
-                special[token_id].encode() if token_id in special else raw for token_id, raw in enumerate(table)
-            )
+        known = self.byte_table
+        table = None if known is None else cache(partial(_with_shown, known, special))
         return replace(self, byte_table=table, shown_tokens=special)
 
     def added_tokens(self) -> frozenset[str]:
@@ -227,10 +243,9 @@ class PromptModel:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return what one token stands for, special tokens by their name, for log probabilities."""
-        if self.byte_table is not None and token_id < len(self.byte_table):
-            known = self.byte_table[token_id]
-            if known:
-                return known
+        table = () if self.byte_table is None else self.byte_table()
+        if token_id < len(table) and table[token_id]:
+            return table[token_id]
         return (self.tokenizer.decode([token_id], skip_special_tokens=False) or "").encode()
 
 
@@ -380,30 +395,11 @@ def _compiled(source: _Source, special_tokens: Mapping[str, str]) -> ChatTemplat
         raise ModelDirectoryError(f"{source.what}: {failure}") from failure
 
 
-def _encoder(
-    tokenizer: Tokenizer,
-    templates: Sequence[ChatTemplate | None],
-    cache_bytes: int,
-    word_cache: bool,
-    proves_later: bool,
-) -> PromptEncoder:
-    encoder = PromptEncoder(
-        tokenizer,
-        template_text="".join(template.source for template in templates if template is not None),
-        cache_bytes=cache_bytes,
-        word_cache=word_cache,
-        proves_later=proves_later,
-    )
-    if proves_later:
-        # No daemon: native code that finds the interpreter gone aborts the process. Its end waits for a second or two.
-        threading.Thread(target=_prove, args=(encoder,), name="choice of a tokenizer").start()
-    else:
-        _say(encoder)
-    return encoder
-
-
-def _prove(encoder: PromptEncoder) -> None:
+def _finish(encoder: PromptEncoder, byte_table: ByteTable | None) -> None:
+    """Do what takes long and can be done later, before anybody needs it."""
     encoder.prove()
+    if byte_table is not None:
+        byte_table()
     if threading.main_thread().is_alive():  # the last line of a process that ends is its reason
         _say(encoder)
 
@@ -423,13 +419,20 @@ def _bytes_in_latin_1() -> dict[int, str]:
     return others | {ord(character): chr(byte) for character, byte in alphabet.items()}
 
 
-def _byte_table(tokenizer: Tokenizer, decoder: Mapping[str, Any]) -> tuple[bytes, ...] | None:
-    """Return the bytes of every token when the tokenizer decodes byte by byte, else ``None``."""
+def _is_byte_level(decoder: Mapping[str, Any]) -> bool:
+    """Return whether a tokenizer decodes byte by byte."""
     if decoder.get("type") == "Sequence":
         parts = decoder.get("decoders") or []
         decoder = parts[0] if len(parts) == 1 else {}
-    if decoder.get("type") != "ByteLevel":
-        return None
+    return decoder.get("type") == "ByteLevel"
+
+
+def _with_shown(table: ByteTable, shown: Mapping[int, str]) -> tuple[bytes, ...]:
+    return tuple(shown[token_id].encode() if token_id in shown else raw for token_id, raw in enumerate(table()))
+
+
+def _byte_table(tokenizer: Tokenizer) -> tuple[bytes, ...]:
+    """Return the bytes of every token of a byte-level tokenizer."""
     in_latin_1 = _bytes_in_latin_1()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocabulary.values(), default=-1) + 1)
