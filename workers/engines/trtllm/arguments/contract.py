@@ -93,10 +93,16 @@ class Contract:
     """The facts of one TensorRT-LLM version."""
 
     def __init__(
-        self, facts: Mapping[str, Any], later: Mapping[str, Any], unions: Mapping[str, Any] = MappingProxyType({})
+        self,
+        facts: Mapping[str, Any],
+        later: Mapping[str, Any],
+        unions: Mapping[str, Any] = MappingProxyType({}),
+        newest: str = "",
     ) -> None:
-        """``later`` has further fields of sections, ``unions`` further kinds and fields of unions."""
+        """``later`` has further fields of sections, ``unions`` further kinds and fields of unions, up to ``newest``."""
         self.version: str = facts["version"]
+        self.covers = f"{self.version} to {newest}" if newest else self.version
+        """The versions whose arguments pass."""
         self._sections: dict[str, dict[str, Any]] = {
             name: {**facts["sections"].get(name, {}), **later.get(name, {})} for name in {*facts["sections"], *later}
         }
@@ -233,7 +239,7 @@ def contract() -> Contract:
         for name, fields in each.items():
             if not name.startswith("_"):
                 sections[name] = {**sections.get(name, {}), **fields}
-    return Contract(facts, sections, unions)
+    return Contract(facts, sections, unions, later[-1]["_version"])
 
 
 @cache
