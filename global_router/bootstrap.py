@@ -18,7 +18,7 @@ import httpx
 
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router.configuration import Configuration
-from poolgrid.global_router.core.document.grid_document import GridDocument, GridDocumentError
+from poolgrid.global_router.core.document.grid_document import GridDocument, GridDocumentError, TargetDefaults
 from poolgrid.global_router.core.document.history import Reload
 from poolgrid.global_router.core.document.reader import LoadedDocument
 from poolgrid.global_router.document_file import read_document_file
@@ -126,7 +126,8 @@ async def serve(
         awake = process.start_clock(settings.worker_timeout_ms, TIMINGS.select_timeout_ms, TIMINGS.connect_timeout_ms)
         key, trusted = _pool_key(settings.pool_api_key), client_context(settings.pool_ca, settings.tls_pair())
         client = await _open_client(opened, key, trusted)
-        configuration = Configuration(loaded, settings.config, awake)
+        targets = TargetDefaults(ttft_target_ms=frontend.ttft_target_ms, itl_target_ms=frontend.itl_target_ms)
+        configuration = Configuration(loaded, settings.config, awake, targets)
         await process.open_names()
         names = process.names
         network = PoolNetwork(context, discovery(client), awake, TIMINGS.status_interval_ms, TIMINGS.status_timeout_ms)

@@ -18,7 +18,7 @@ from pathlib import Path
 from poolgrid.global_router.core.choice.closed_loop import ClosedLoop
 from poolgrid.global_router.core.choice.grid import Grid
 from poolgrid.global_router.core.choice.request_hints import OutputLengths
-from poolgrid.global_router.core.document.grid_document import DOCUMENT_BYTES_MAX, GridDocument
+from poolgrid.global_router.core.document.grid_document import DOCUMENT_BYTES_MAX, GridDocument, TargetDefaults
 from poolgrid.global_router.core.document.history import DocumentHistory, Reload
 from poolgrid.global_router.core.document.reader import LoadedDocument
 from poolgrid.process.clock import Clock
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 RELOADS_KEPT = 100
 """Outcomes kept for ``/v1/config``."""
 
+
+NO_DEFAULTS = TargetDefaults()
 
 Version = tuple[int, int, int]
 """State of a file: time of change, size, inode."""
@@ -48,7 +50,11 @@ class Active:
 class Configuration:
     """Holds the revisions of one document."""
 
-    def __init__(self, loaded: LoadedDocument, path: Path, clock: Clock) -> None:
+    def __init__(
+        self, loaded: LoadedDocument, path: Path, clock: Clock, defaults: TargetDefaults = NO_DEFAULTS
+    ) -> None:
+        """``defaults`` count where the document has none of its own."""
+        self._defaults = defaults
         self._history = DocumentHistory(loaded, clock.wall_ms())
         self._path = path
         self._clock = clock
@@ -69,7 +75,8 @@ class Configuration:
         keep = before is not None and before.document.output_length == document.output_length
         outputs = before.outputs if before is not None and keep else OutputLengths(document.output_length)
         loop = ClosedLoop(document, before=None if before is None else before.loop)
-        return Active(revision.number, revision.loaded.source, document, Grid(document), loop, outputs)
+        grid = Grid(document.with_defaults(self._defaults))
+        return Active(revision.number, revision.loaded.source, document, grid, loop, outputs)
 
     async def watch(self, interval_s: float, wake: asyncio.Event) -> None:
         """Look at the file at an interval, and at once when ``wake`` is set; runs until it is cancelled."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from poolgrid.forwarding.hop import OWN_HEADERS, WORKER_HEADER
@@ -32,7 +32,7 @@ from poolgrid.global_router.pools import PoolConnection, Pools, model_status
 from poolgrid.global_router.queue import NEW, Attempt, GlobalRouterQueue, Place, WaitingFlight
 from poolgrid.global_router.settings import TIMINGS, GlobalRouterSettings, Timings
 from poolgrid.global_router.tracker import Flight, ForwardedLeg, GlobalRouterTracker
-from poolgrid.inference import OUTPUT_LIMIT, InferenceRequest, Refused, ServedModel
+from poolgrid.inference import OUTPUT_LIMIT, InferenceRequest, Refused, ServedModel, header_priority
 from poolgrid.process.clock import Clock
 from poolgrid.process.tasks import detached
 from poolgrid.proxy.changes import POOLGRID
@@ -241,10 +241,13 @@ class GlobalRouterService:
             raise Refused(503, "not_ready", SHUTTING_DOWN)
         if request.request_id in self.tracker.requests:
             raise Refused(409, "duplicate_request", f"request {request.request_id!r} is already being served")
+        headers = request.hints.get("headers")
         try:
-            hints = read_hints(request.hints.get("nvext"), request.hints.get("headers"))
+            hints = read_hints(request.hints.get("nvext"), headers)
         except HintError as error:
             raise Refused(400, "invalid_value", f"{error}. The request was not run.", param=error.field) from None
+        if (priority := header_priority(headers)) is not None:
+            hints = replace(hints, priority=priority)
         session = request.session
         if session.name:  # lineage is for the routers of pools, which know what their workers hold
             key = tenant_key(request.tenant)

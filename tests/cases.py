@@ -13,6 +13,8 @@ def for_each(names: str, values: Iterable[Any]) -> Callable[[Callable[..., None]
     listed = names.split(", ")
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        assert not inspect.iscoroutinefunction(test), "a coroutine would never be awaited: parametrize the test"
+
         def every_case(**others: Any) -> None:
             failures: list[Exception] = []
             for case in cases:

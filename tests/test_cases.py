@@ -25,6 +25,13 @@ def test_every_case_runs_and_those_that_fail_are_named(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4
 
 
+def test_coroutine_is_refused_which_would_pass_unawaited() -> None:
+    async def test(number: int) -> None: ...
+
+    with pytest.raises(AssertionError, match="never be awaited"):
+        for_each("number", [1])(test)  # type: ignore[arg-type]
+
+
 def test_no_cases_are_a_failure() -> None:
     with pytest.raises(AssertionError, match="there are no cases"):
         for_each("number", [])(lambda number: None)()

@@ -36,6 +36,10 @@ MODEL_PATH_HELP = (
     "Use this model: a directory, or a hub name where the engine loads weights. Arguments after -- go to a server "
     "that is started with it."
 )
+ENGINE_ARGUMENT_HELP = (
+    "Pass this argument to the engine: to its server as those after -- are, to one in this process as NAME=VALUE. "
+    "Repeat for more."
+)
 ROLE_HELP = (
     "Choose the role: whole requests and any leg, prefill only, decode and whole requests, or encode images "
     "(some engines)."

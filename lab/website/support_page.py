@@ -71,7 +71,7 @@ FEATURES: Sequence[tuple[str, str, str, str, str]] = (
     ("migration of a running stream", "real", "stand-in", "stand-in", "stand-in"),
     ("disaggregated prefill and decode", "real (NIXL, CPU)", "stand-in", "stand-in", "stand-in"),
     ("prompt ids with the text", "real", "stand-in", "no", "its only form"),
-    ("structured output, tools, reasoning", "its own: real", "its own", "its own", "stand-in"),
+    ("structured output, tools, reasoning", "its own: real", "its own", "its own", "stand-in that applies guides"),
     ("log probabilities", "its own: real", "its own", "its own", "stand-in"),
     ("LoRA adapters", "its own, to a server that has it", "the same", "the same", "stand-in"),
     ("cache salt (tenants)", "real", "from 0.5.23", "its own", "stand-in"),

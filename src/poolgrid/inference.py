@@ -6,6 +6,7 @@ into HTTP. Tokens cross this line as packed u32 little-endian bytes; text never 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
@@ -204,8 +205,23 @@ class StreamDelta(msgspec.Struct):
     """Of a task, with the last delta."""
 
 
-HINT_HEADERS = ("x-ttft-target-ms", "x-itl-target-ms")
+PRIORITY_HEADER = "x-dynamo-request-priority"
+"""The priority of a request in Dynamo's header, which wins over ``nvext.agent_hints.priority``."""
+
+HINT_HEADERS = ("x-ttft-target-ms", "x-itl-target-ms", PRIORITY_HEADER)
 """Request headers that are handed to the router; a router that has no use for them ignores them."""
+
+
+def header_priority(headers: Mapping[str, str] | None) -> int | None:
+    """Return the priority that a request's headers ask for; ``None`` where they ask for none or for no 32-bit number,
+    which Dynamo ignores too."""
+    text = headers.get(PRIORITY_HEADER, "") if headers else ""
+    if not _PRIORITY.fullmatch(text):
+        return None
+    return value if -(2**31) <= (value := int(text)) < 2**31 else None
+
+
+_PRIORITY = re.compile(r"[+-]?[0-9]{1,10}")
 
 
 OUTPUT_LIMIT = "output_limit"

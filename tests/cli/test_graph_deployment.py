@@ -14,6 +14,9 @@ from click.testing import CliRunner
 
 from poolgrid.cli.graph_deployment import GraphDeploymentError, convert_graph
 from poolgrid.cli.main import app
+from poolgrid.global_router.core.choice.grid import Grid, GridRequest
+from poolgrid.global_router.core.choice.request_hints import read_hints
+from poolgrid.global_router.core.document.reader import load_document
 from tests.kubernetes.chart import CHART
 
 TRTLLM = {"model-path", "served-model-name", "disaggregation-mode", "extra-engine-args", "kv-block-size"}
@@ -114,7 +117,7 @@ def test_roles_models_gpus_and_replicas_are_carried_over() -> None:
             },
         ],
     }
-    assert yaml.safe_load(made.text()) == made.values
+    assert [yaml.safe_load(each) for each in made.texts().values()] == [made.values]
     for named in (
         "OTHER",
         "--their-own",
@@ -286,6 +289,8 @@ def test_variables_from_fields_options_of_the_frontend_and_fields_of_the_contain
         ("--router-mode kv", "kv"),
         ("--router-mode=kv --no-kv-events", "approximate"),
         ("--no-kv-events --router-mode kv", "approximate"),
+        ("--router-mode kv --no-router-kv-events", "approximate"),
+        ("--router-mode round-robin --no-kv-events", "round-robin"),
         ("--router-mode least-loaded", "least-loaded"),
         ("--router-mode round-robin", "round-robin"),
     ],
@@ -294,3 +299,125 @@ def test_routing_mode_becomes_the_policy_that_it_is(frontend: str, policy: str) 
     made = scripted("python3 -m dynamo.trtllm --model-path /m", frontend=frontend)
     assert made.values["router"]["options"] == {"policy": policy}
     assert not [remark for remark in made.remarks if "Frontend" in remark]
+
+
+@pytest.mark.parametrize(
+    ("variables", "policy"),
+    [
+        ({"DYN_ROUTER_MODE": "least-loaded"}, "least-loaded"),
+        ({"DYN_ROUTER_MODE": "kv", "DYN_ROUTER_USE_KV_EVENTS": "false"}, "approximate"),
+        ({"DYN_ROUTER_MODE": "kv", "DYN_ROUTER_USE_KV_EVENTS": "true"}, "kv"),
+    ],
+)
+def test_variables_of_the_frontend_choose_the_policy(variables: dict[str, str], policy: str) -> None:
+    listed = ", ".join(f'{{name: {name}, value: "{value}"}}' for name, value in variables.items())
+    made = convert_graph(re.sub(r"envs: .*", f"envs: [{listed}]", FIRST_FORM), TRTLLM, ())
+    assert made.values["router"]["options"] == {"policy": policy}
+    assert not [remark for remark in made.remarks if "Frontend" in remark]
+
+
+def test_options_of_the_frontend_are_carried_over_or_answered_with_ours() -> None:
+    made = scripted(
+        "python3 -m dynamo.trtllm --model-path /m",
+        frontend="--router-mode kv --migration-limit 3 --router-kv-overlap-score-credit 0.5 --router-replica-sync",
+    )
+    assert made.values["router"]["options"] == {"policy": "kv", "migration-limit": "3"}
+    assert [each for each in made.remarks if "Frontend" in each] == [
+        "Frontend: --router-kv-overlap-score-credit: Costs are milliseconds, which have no weights."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("frontend", "said"),
+    [("", "no routing mode is given, which is round-robin there"), ("--router-mode direct", "routing mode direct")],
+)
+def test_routing_that_changes_is_remarked(frontend: str, said: str) -> None:
+    made = scripted("python3 -m dynamo.trtllm --model-path /m", frontend=frontend)
+    assert "options" not in made.values["router"]
+    assert [remark for remark in made.remarks if said in remark]
+
+
+SELECTOR: dict[str, Any] = {
+    "poolLabel": "example.com/pool",
+    "poolLabels": ["tp1", "tp2", "tp4"],
+    "sizeMin": 0,
+    "sizeMax": 3000.0,
+    "sizeResolution": 3,
+    "latencyMinMs": 0.0,
+    "latencyMaxMs": 300,
+    "latencyResolution": 3,
+    "mapping": [[0, 0, 0], [2, 1, 0], [2, 2, 1]],
+    "priorityOverrides": [{"minPriority": 10, "maxPriority": 20, "targetPool": 2}],
+}
+
+
+def behind_a_picker(selector: dict[str, Any], programs: dict[str, str], config_map: bool = False) -> str:
+    """Return a graph with an endpoint picker and a worker in each pool."""
+    config = {"plugins": [{"type": "max-score-picker"}, {"type": "pool-selector", "parameters": selector}]}
+    services: dict[str, Any] = {
+        "Epp": {
+            "componentType": "epp",
+            "eppConfig": {"configMapRef": {"name": "picker", "key": "epp.yaml"}} if config_map else {"config": config},
+        }
+    }
+    for pool, program in programs.items():
+        main = {"command": ["python3", "-m", program], "args": ["--model-path", "/m", "--tensor-parallel-size", "2"]}
+        services[f"Worker{pool}"] = {
+            "componentType": "worker",
+            "subComponentType": "decode",
+            "extraPodMetadata": {"labels": {"example.com/pool": pool}},
+            "extraPodSpec": {"mainContainer": main},
+        }
+    documents: list[dict[str, Any]] = [{"kind": "DynamoGraphDeployment", "spec": {"services": services}}]
+    if config_map:
+        documents.append({"kind": "ConfigMap", "data": {"epp.yaml": yaml.safe_dump(config)}})
+    return yaml.safe_dump_all(documents)
+
+
+@pytest.mark.parametrize("config_map", [False, True])
+def test_grid_of_the_gateway_becomes_a_global_router_and_a_release_for_each_pool(config_map: bool) -> None:
+    programs = dict.fromkeys(("tp1", "tp2"), "dynamo.trtllm") | {"tp4": "dynamo.vllm"}
+
+    made = convert_graph(behind_a_picker(SELECTOR, programs, config_map), {"tensor-parallel-size"}, ())
+
+    checked(made.values)
+    document = load_document(json.dumps(made.values["globalRouter"]["document"])).document
+    assert made.values["pool"] == {"enabled": False}
+    assert document.aggregated is not None
+    assert [pool.url for pool in document.aggregated.pools] == [f"http://tp{n}-router:8000" for n in (1, 2, 4)]
+    grid = Grid(document)
+    for row, cells in enumerate(SELECTOR["mapping"]):
+        for column, pool in enumerate(cells):
+            hints = read_hints({"router": {"ttft_target": column * 100 + 50}})
+            asked = GridRequest(row * 1000 + 500, hints)
+            assert grid.select("aggregated", asked).pool == SELECTOR["poolLabels"][pool]
+    high = GridRequest(500, read_hints({"agent_hints": {"priority": 15}}))
+    assert grid.select("aggregated", high).pool == "tp4"
+    assert set(made.pools) == {"tp1", "tp2"}
+    for values in made.pools.values():
+        [group] = checked(values)["workers"]
+        assert (group["role"], group["options"]) == ("aggregated", {"tensor-parallel-size": "2"})
+    assert [remark for remark in made.remarks if "pool tp4" in remark]
+    assert not [remark for remark in made.remarks if "epp" in remark]
+
+
+def test_releases_of_a_gateways_graph_are_written_next_to_each_other(tmp_path: Path) -> None:
+    graph, out = tmp_path / "graph.yaml", tmp_path / "values.yaml"
+    graph.write_text(behind_a_picker(SELECTOR, dict.fromkeys(("tp1", "tp2", "tp4"), "dynamo.trtllm")))
+
+    found = CliRunner().invoke(app, ["config", "convert", str(graph), "--out", str(out)])
+
+    assert found.exit_code == 0, found.output
+    assert {each.name for each in tmp_path.iterdir()} == {
+        "graph.yaml",
+        "values.yaml",
+        *(f"values.tp{n}.yaml" for n in (1, 2, 4)),
+    }
+
+
+def test_faulty_grid_of_a_gateway_is_refused_with_the_place() -> None:
+    faulty = behind_a_picker({**SELECTOR, "mapping": [[9, 0, 0], [2, 1, 0], [2, 2, 1]]}, {"tp1": "dynamo.trtllm"})
+    with pytest.raises(
+        GraphDeploymentError, match=r"pool-selector: \$\.mapping\[0\]\[0\].*: is 9, pools of this stage"
+    ):
+        convert_graph(faulty, TRTLLM, ())

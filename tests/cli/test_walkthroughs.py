@@ -1,8 +1,8 @@
 """What a reader of Dynamo's TensorRT-LLM documents types: it works, or is refused by name with the alternative.
 
-One row for each command, option, variable, field, endpoint, health check and page. Tables of their own have all options
-(``test_dynamo_options``) and all fields (``tests.frontend.test_dynamo_fields``); each script is planned in
-``test_launch_plan`` and run in ``tests.e2e.test_launch``.
+One row for each command, option, variable, field, file, endpoint, header, health check and page. Tables of their own
+have all options and variables (``test_dynamo_options``) and all fields (``tests.frontend.test_dynamo_fields``); each
+script is planned in ``test_launch_plan`` and run in ``tests.e2e.test_launch``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -58,18 +59,79 @@ def request(method: str, path: str, body: dict[str, Any] | None, status: int, te
     return check
 
 
+def health(pattern: str) -> Check:
+    """Look for what the documents' own scripts grep for in plain ``/health``."""
+
+    def check() -> None:
+        answer = asyncio.run(_asked("GET", "/health", None))
+        assert answer.status_code == 200
+        assert re.search(pattern, answer.text), answer.text
+
+    return check
+
+
+def with_priority_header() -> None:
+    backend = FakeBackend()
+    asyncio.run(_asked("POST", "/v1/chat/completions", CHAT, {"X-Dynamo-Request-Priority": "7"}, backend))
+    assert [request.priority for request in backend.requests] == [7]
+
+
+def engine_file(text: str, said: str, status: int = 0) -> Check:
+    def check() -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "agg.yaml"
+            path.write_text(text)
+            command(f"engine-config check {path}", said, status)()
+
+    return check
+
+
+def converted(frontend: str, said: str) -> Check:
+    """Convert a graph whose frontend has arguments; the values or the remarks have ``said``."""
+
+    def check() -> None:
+        graph = {
+            "kind": "DynamoGraphDeployment",
+            "spec": {
+                "services": {
+                    "Frontend": program_of("frontend", "dynamo.frontend", frontend),
+                    "Worker": program_of("worker", "dynamo.trtllm", "--model-path m"),
+                }
+            },
+        }
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "graph.json"
+            path.write_text(json.dumps(graph, indent=1))
+            command(f"config convert {path}", said)()
+
+    return check
+
+
+def program_of(kind: str, module: str, words: str) -> dict[str, Any]:
+    main = {"command": ["python3", "-m", module], "args": words.split()}
+    return {"componentType": kind, "extraPodSpec": {"mainContainer": main}}
+
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+
+
 def chat(fields: dict[str, Any], status: int = 200, text: str = "") -> Check:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **fields}
-    return request("POST", "/v1/chat/completions", body, status, text)
+    return request("POST", "/v1/chat/completions", {**CHAT, **fields}, status, text)
 
 
-async def _asked(method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
+async def _asked(
+    method: str,
+    path: str,
+    body: dict[str, Any] | None,
+    headers: dict[str, str] | None = None,
+    backend: FakeBackend | None = None,
+) -> httpx.Response:
     served = [
-        EndpointRow(endpoint=f"ns.{name}.generate", model="tiny", role=role, workers=1, ready=1, instances=[])
+        EndpointRow(endpoint=f"poolgrid.{name}.generate", model="tiny", role=role, workers=1, ready=1, instances=[])
         for name, role in (("prefill", "prefill"), ("worker", "aggregated"), ("encode", "encode"))
     ]
-    async with in_process(application(FakeBackend(), endpoints=lambda: served)) as client:
-        return await client.request(method, path, json=body)
+    async with in_process(application(backend or FakeBackend(), endpoints=lambda: served)) as client:
+        return await client.request(method, path, json=body, headers=headers)
 
 
 def script(name: str) -> Check:
@@ -164,8 +226,65 @@ ROWS: dict[str, Check] = {
     "--allowed-local-media-path of a worker": worker("--allowed-local-media-path /tmp", "to poolgrid router", 2),
     "--modality video_diffusion": worker("--modality video_diffusion", "model: m"),
     "--endpoint dyn://": worker("--endpoint dyn://ns.tensorrt_llm_encode.generate", "trust_remote_code: false"),
-    "--default-ttft-target": command("global-router --default-ttft-target 9", "default_ttft_target in the document", 2),
-    "--default-itl-target": command("global-router --default-itl-target 9", "default_itl_target in the document", 2),
+    "--expert-parallel-size": worker(
+        "--tensor-parallel-size 4 --expert-parallel-size 4", "moe_expert_parallel_size: 4 # command line"
+    ),
+    "--pipeline-parallel-size": worker("--pipeline-parallel-size 2", "pipeline_parallel_size: 2"),
+    "--max-beam-width": worker("--max-beam-width 1", "max_beam_width: 1"),
+    "--gpus-per-node": worker("--gpus-per-node 8", "gpus_per_node: 8"),
+    "--load-format": worker("--load-format dummy", "load_format: dummy"),
+    "--load-format of no release": worker("--load-format gmz", 'load_format: is "GMZ", allowed is', 1),
+    **{
+        f"DYN_TRTLLM_{name}": worker("", f"{argument}: {value}", 0, **{f"DYN_TRTLLM_{name}": value})
+        for name, argument, value in (
+            ("EXPERT_PARALLEL_SIZE", "moe_expert_parallel_size", "4"),
+            ("PIPELINE_PARALLEL_SIZE", "pipeline_parallel_size", "2"),
+            ("MAX_BEAM_WIDTH", "max_beam_width", "1"),
+            ("GPUS_PER_NODE", "gpus_per_node", "8"),
+            ("LOAD_FORMAT", "load_format", "dummy"),
+            ("TENSOR_PARALLEL_SIZE", "tensor_parallel_size", "4"),
+            ("KV_BLOCK_SIZE", "tokens_per_block", "64"),
+            ("MAX_NUM_TOKENS", "max_num_tokens", "4096"),
+            ("MAX_SEQ_LEN", "max_seq_len", "4096"),
+            ("FREE_GPU_MEMORY_FRACTION", "free_gpu_memory_fraction", "0.5"),
+        )
+    },
+    "prefill line of the gpt-oss guide": worker(
+        f"--served-model-name gpt --extra-engine-args {CONFIGS}/gpt-oss-120b/prefill.yaml "
+        "--dyn-reasoning-parser gpt_oss --dyn-tool-call-parser harmony --disaggregation-mode prefill "
+        "--max-num-tokens 20000 --max-batch-size 32 --free-gpu-memory-fraction 0.9 "
+        "--tensor-parallel-size 4 --expert-parallel-size 4",
+        "moe_expert_parallel_size",
+    ),
+    "--disaggregation-mode aggregated": worker("--disaggregation-mode aggregated", "trust_remote_code: false"),
+    "--dyn-endpoint-types": worker("--dyn-endpoint-types chat", "--dyn-endpoint-types: A model is served at", 2),
+    "--event-buffer-max-size": worker("--event-buffer-max-size 9", "kv_cache_config.event_buffer_max_size", 2),
+    "--default-ttft-target": command(
+        f"global-router --config {ROOT}/none.json --default-ttft-target x", "'--ttft-target-ms'", 2
+    ),
+    "--default-itl-target": command(
+        f"global-router --config {ROOT}/none.json --default-itl-target x", "'--itl-target-ms'", 2
+    ),
+    "--model-name of a global router": command("global-router --model-name m", "--model-name: Use --model-path", 2),
+    **{
+        option: command(f"router {option} 1", f"{option}: {answer}", 2)
+        for option, answer in (
+            ("--router-policy", "Use --policy"),
+            ("--router-policy-config", "Use --policy"),
+            ("--router-session-affinity-ttl-secs", "Policy kv sends a session's turns"),
+            ("--router-session-affinity-mode", "Policy kv sends a session's turns"),
+            ("--router-kv-overlap-score-credit", "Costs are milliseconds"),
+            ("--router-kv-overlap-score-weight", "Costs are milliseconds"),
+            ("--router-prefill-load-scale", "Costs are milliseconds"),
+            ("--router-host-cache-hit-weight", "A block on the host counts 0.75"),
+            ("--router-disk-cache-hit-weight", "A block on the host counts 0.75"),
+            ("--router-temperature", "Policy kv takes the least cost"),
+            ("--router-ttl-secs", "Policy approximate assumes for 120 s"),
+            ("--router-queue-threshold", "Use --max-queue-requests"),
+            ("--router-queue-policy", "Use --max-queue-requests"),
+            ("--kv-cache-block-size", "The block size is that of the workers"),
+        )
+    },
     "--override-engine-args that is no JSON": worker('--override-engine-args {"a":1,,}', "line 1, column 8", 1),
     "--extra-engine-args of upstream's examples": worker(
         "--extra-engine-args ./examples/backends/trtllm/engine_configs/qwen3/agg.yaml", "no such file", 2
@@ -183,6 +302,26 @@ ROWS: dict[str, Check] = {
     ),
     "config check of Dynamo's JSON": check_of_dynamos_document,
     "engine-config check": command(f"engine-config check {CONFIGS}", "0 with faults"),
+    "wide_ep YAML whose eplb.yaml is not there": engine_file(
+        "moe_config: {backend: WIDEEP, load_balancer: /mnt/engine_configs/eplb.yaml}",
+        "/mnt/engine_configs/eplb.yaml",
+        1,
+    ),
+    "engine file of 1.4": engine_file(
+        "iter_perf_stats_interval: 10\nattention_dp_config: {kv_cache_routing_conversation_affinity: true}\n"
+        "cache_transceiver_config: {backend: NIXL, agent_bounce_params: {max_chunk_size: 32MB}}\n",
+        "0 with faults",
+    ),
+    "backend: _autodeploy": engine_file("backend: _autodeploy", "run trtllm-serve MODEL --backend _autodeploy", 1),
+    # graphs of Kubernetes
+    "graph with --no-kv-events": converted("--router-mode kv --no-kv-events", "policy: approximate"),
+    "graph with least-loaded": converted("--router-mode least-loaded", "policy: least-loaded"),
+    "graph with --router-temperature": converted(
+        "--router-mode kv --router-temperature 0.5", "--router-temperature: Policy kv takes the least cost."
+    ),
+    "graph with --kv-cache-block-size": converted(
+        "--router-mode kv --kv-cache-block-size 128", "--kv-cache-block-size: The block size is that of the workers."
+    ),
     # requests
     "chat_template_args": chat({"chat_template_args": {"reasoning_effort": "low"}}),
     "reasoning_effort": chat({"reasoning_effort": "low"}),
@@ -201,14 +340,11 @@ ROWS: dict[str, Check] = {
     "GET /v1/models": request("GET", "/v1/models", None, 200, "tiny"),
     "GET /live": request("GET", "/live", None, 200, ""),
     "GET /metrics": request("GET", "/metrics", None, 200, "poolgrid_"),
-    'health: grep "healthy"': request("GET", "/health?form=dynamo", None, 200, '"healthy"'),
-    "health: grep of prefill": request("GET", "/health?form=dynamo", None, 200, '"dyn://ns.prefill.generate"'),
-    "health: grep of tensorrt_llm": request(
-        "GET", "/health?form=dynamo", None, 200, '"dyn://ns.tensorrt_llm.generate"'
-    ),
-    "health: grep of encode": request(
-        "GET", "/health?form=dynamo", None, 200, '"dyn://ns.tensorrt_llm_encode.generate"'
-    ),
+    "x-dynamo-request-priority": with_priority_header,
+    'health: grep "healthy"': health('"status":"healthy"'),
+    "health: grep of prefill": health(r'"endpoints":\[[^]]*"dyn://dynamo\.prefill\.generate"'),
+    "health: grep of tensorrt_llm": health(r'"endpoints":\[[^]]*"dyn://dynamo\.tensorrt_llm\.generate"'),
+    "health: grep of encode": health(r'"endpoints":\[[^]]*"dyn://dynamo\.tensorrt_llm_encode\.generate"'),
     # pages
     "bench.sh": page("docs/measuring.md", "poolgrid bench", "aiperf profile"),
     "KVBM": page("docs/trtllm.md", "DYN_KVBM_CPU_CACHE_GB", "DYN_KVBM_DISK_CACHE_GB", "--connector kvbm"),

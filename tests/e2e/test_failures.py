@@ -272,7 +272,7 @@ def test_a_full_disk_stops_no_request_is_said_and_is_caught_up(tmp_path: Path) -
 
         for writer in writers:
             let_files_grow(writer, resource.RLIM_INFINITY)
-        eventually("the state is current", lambda: httpx.get(f"{up.url}/health").json()["status"] == "ok")
+        eventually("the state is current", lambda: httpx.get(f"{up.url}/health").json()["status"] == "healthy")
         eventually("the index is true", lambda: is_settled(up.url))
         verified_load(up.url)
         assert httpx.get(f"{up.url}/v1/pool").json()["journal"]["offset"] > stalled_at

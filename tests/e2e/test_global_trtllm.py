@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -92,7 +93,8 @@ def test_a_repeated_prompt_finds_its_blocks_and_nothing_is_kept(fleet: Process) 
     found = pools(fleet.url)
     assert set(found) == {*PREFILL, "gp-decode-0"}
     guided = {**body, "prompt": "x", "guided_regex": "[ab]{3}", "frequency_penalty": 0.5}
-    assert httpx.post(f"{fleet.url}/v1/completions", json=guided, timeout=60).status_code == 200
+    answer = httpx.post(f"{fleet.url}/v1/completions", json=guided, timeout=60).json()
+    assert re.fullmatch("[ab]{3}", answer["choices"][0]["text"]), answer
     for row in found.values():
         rows = httpx.get(f"{row['url']}/v1/workers").json()["data"]
         assert [each["engine"] for each in rows] == ["TensorRT-LLM 1.4.0rc4"]

@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -244,7 +245,7 @@ def test_a_chain_answers_as_one_worker_does_token_for_token(name: str, aggregate
         if "router" in name:
             assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
         health = httpx.get(f"{script.url}/health").json()
-        assert {row["role"] for row in health["endpoints"]} == (
+        assert {row["role"] for row in health["served"]} == (
             {"prefill", "decode"} if "disagg" in name else {"aggregated"}
         )
         eventually("the index is what the engines hold", partial(indexes_are_true, script.url, silent))
@@ -256,21 +257,34 @@ def test_a_chain_answers_as_one_worker_does_token_for_token(name: str, aggregate
 
 def asks_what_agents_ask(url: str) -> None:
     """See that the fields work that agents and the documents' clients send on first contact."""
-    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
-    for fields in (
-        {"response_format": {"type": "json_object"}},
-        {"tools": [tool], "tool_choice": "required"},
-        {"seed": 3, "temperature": 0.7},
-        {"frequency_penalty": 0.5, "presence_penalty": 0.5},
-        {"nvext": {"ignore_eos": True}, "chat_template_args": {"reasoning_effort": "low"}},
-    ):
-        (model,) = (each["id"] for each in httpx.get(f"{url}/v1/models").json()["data"])
-        body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, **fields}
+    properties = {"at": {"type": "boolean"}}
+    at = {"type": "object", "properties": properties, "required": ["at"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "look", "parameters": at}}
+    (model,) = (each["id"] for each in httpx.get(f"{url}/v1/models").json()["data"])
+
+    def answer_of(**fields: Any) -> Any:
+        body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 300, **fields}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
         assert answer.status_code == 200, (fields, answer.text)
-    health = httpx.get(f"{url}/health?form=dynamo").text
-    assert '"healthy"' in health
-    assert '"dyn://poolgrid.tensorrt_llm.generate"' in health
+        return answer.json()
+
+    guided = answer_of(response_format={"type": "json_object"})["choices"][0]["message"]["content"]
+    assert isinstance(json.loads(guided), dict)
+    assert re.fullmatch("[ab]{3}", answer_of(guided_regex="[ab]{3}")["choices"][0]["message"]["content"])
+    required = answer_of(tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    (call,) = required["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "look"
+    assert json.loads(call["function"]["arguments"]) in ({"at": True}, {"at": False})
+    ignoring = {"nvext": {"ignore_eos": True}, "chat_template_args": {"reasoning_effort": "low"}, "max_tokens": 9}
+    for fields in (
+        {"seed": 3, "temperature": 0.7, "max_tokens": 9},
+        {"frequency_penalty": 0.5, "presence_penalty": 0.5, "max_tokens": 9},
+        ignoring,
+    ):
+        assert answer_of(**fields)["usage"]["completion_tokens"] == 9
+    health = httpx.get(f"{url}/health").text
+    assert '"status":"healthy"' in health
+    assert re.search(r'"endpoints":\[[^]]*"dyn://dynamo\.tensorrt_llm\.generate"', health)
 
 
 def png(color: str) -> bytes:

@@ -94,7 +94,7 @@ def test_a_pool_is_found_by_its_name_and_serves(pool: NamedPool) -> None:
     assert_serves(pool.front.url)
 
     assert pools(pool.front.url)[POOL]["url"] in {router.url for router in pool.routers}
-    [row] = httpx.get(f"{pool.routers[0].url}/health").json()["endpoints"]
+    [row] = httpx.get(f"{pool.routers[0].url}/health").json()["served"]
     assert row["endpoint"] == f"{POOL}.worker.generate"
 
 

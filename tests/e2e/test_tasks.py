@@ -111,7 +111,7 @@ def test_the_official_client_is_served_every_kind_of_task(studio: Studio) -> Non
     assert Image.open(io.BytesIO(base64.b64decode(pictures.data[0].b64_json or ""))).size == (64, 32)
     assert (film[4:8], film.count(b"\x89PNG")) == (b"ftyp", 24)
     assert studio.metric("poolgrid_router_decisions_total", policy="fewest-requests") >= 3
-    roles = {row["role"] for row in httpx.get(f"{studio.url}/health").json()["endpoints"]}
+    roles = {row["role"] for row in httpx.get(f"{studio.url}/health").json()["served"]}
     assert roles == {"embedding", "image", "video"}
 
 

@@ -78,6 +78,18 @@ def test_latency_targets_of_extra_args_reach_the_router(fields: dict[str, Any], 
     assert backend.requests[0].hints["nvext"]["router"] == router
 
 
+@pytest.mark.parametrize(
+    ("header", "fields", "priority"),
+    [("50", {}, 50), ("50", {"nvext": {"agent_hints": {"priority": 7}}}, 50), ("soon", {}, 0)],
+)
+def test_priority_header_reaches_the_router(header: str, fields: dict[str, Any], priority: int) -> None:
+    backend = FakeBackend()
+    headers = {"X-Dynamo-Request-Priority": header}
+    body = {"model": "tiny", "prompt": "hi", **fields}
+    assert post_once(backend, COMPLETIONS, headers=headers, json=body).status_code == 200
+    assert backend.requests[0].priority == priority
+
+
 @pytest.mark.parametrize(("fields", "param"), REFUSED)
 def test_a_field_that_is_not_served_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
     answer = post(FakeBackend(), COMPLETIONS, prompt="hi", **fields)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from poolgrid.global_router.core.document.axis import AXIS, TARGETS
-from poolgrid.inference import HINT_HEADERS, Refused
+from poolgrid.inference import HINT_HEADERS, PRIORITY_HEADER, Refused
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, in_process
 from tests.frontend.test_inference import COMPLETIONS, post
@@ -32,7 +32,7 @@ def test_headers_are_handed_over_by_lower_case_name() -> None:
 
 
 def test_the_names_are_those_that_the_global_router_reads() -> None:
-    assert tuple(kind.hint_header for kind in TARGETS) == HINT_HEADERS
+    assert (*(kind.hint_header for kind in TARGETS), PRIORITY_HEADER) == HINT_HEADERS
 
 
 def test_every_choice_of_a_request_has_the_same_hints() -> None:

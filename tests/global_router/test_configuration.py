@@ -11,6 +11,7 @@ import pytest
 
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.core.choice.grid import GridRequest
+from poolgrid.global_router.core.document.grid_document import TargetDefaults
 from poolgrid.global_router.core.document.history import Reload
 from poolgrid.global_router.document_file import read_document_file
 from tests.clock import HandClock
@@ -50,6 +51,18 @@ async def test_a_changed_file_is_noticed_and_put_in_force(tmp_path: Path) -> Non
     assert scene.configuration.active.revision == 2
     assert before.revision == 1, "what a request holds does not change"
     assert scene.configuration.active.outputs is before.outputs, "what was learned is kept"
+
+
+def test_targets_of_the_process_count_where_the_document_has_none(tmp_path: Path) -> None:
+    path = tmp_path / "grid.json"
+    path.write_text(json.dumps(changed(aggregated(), DEFAULT, {"ttft_target_ms": 900})))
+    defaults = TargetDefaults(ttft_target_ms=1.0, itl_target_ms=2.0)
+
+    active = Configuration(read_document_file(path), path, HandClock(), defaults).active
+
+    readings = active.grid.select("aggregated", GridRequest(0)).readings
+    assert [reading.value for reading in readings if reading.axis.name in ("ttft", "itl")] == [900.0, 2.0]
+    assert active.document.defaults.itl_target_ms is None, "the document in force stays what the file says"
 
 
 async def test_a_signal_reads_the_file_at_once(tmp_path: Path) -> None:

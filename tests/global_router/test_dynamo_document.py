@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from poolgrid.global_router.core.choice.grid import Grid, GridRequest
 from poolgrid.global_router.core.choice.request_hints import ExpectedOutput, RequestHints, Target
+from poolgrid.global_router.core.document.grid_document import GridDocumentError
 from poolgrid.global_router.core.document.history import document_text
 from poolgrid.global_router.core.document.reader import load_document
 from tests.global_router.documents import (
@@ -203,6 +204,45 @@ def test_a_fault_is_named_by_its_place_in_dynamos_form(path: tuple[str | int, ..
     found = problems(changed(dynamo_disagg(), path, value))
 
     assert any(problem.startswith(expected) for problem in found), "\n".join(found)
+
+
+SELECTOR: dict[str, Any] = {
+    "poolLabel": "example.com/pool",
+    "poolLabels": ["tp1", "tp2", "tp4"],
+    "sizeMin": 0,
+    "sizeMax": 3000.0,
+    "sizeResolution": 3,
+    "latencyMinMs": 0.0,
+    "latencyMaxMs": 300,
+    "latencyResolution": 3,
+    "mapping": [[0, 0, 0], [2, 1, 0], [2, 2, 1]],
+}
+
+
+def test_grid_of_a_pool_selector_is_read_with_faster_pools_for_tighter_targets() -> None:
+    loaded = load_document(json.dumps(SELECTOR))
+
+    assert (loaded.form, loaded.warnings) == ("dynamo", ())
+    assert loaded.document.stages["aggregated"].speed_ranks() == {"tp1": 2, "tp2": 1, "tp4": 0}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"mapping": None}, "$.mapping: is null, must be an array of rows, one per size"),
+        ({"mapping": [[0, 0, 0], [2, "tp2", 0], [2, 2, 1]]}, '$.mapping[1][1]: is "tp2", must be a pool\'s index'),
+        ({"sizeMax": 0}, "$.sizeMin: is 0, must be less than"),
+        ({"poolLabels": "tp1"}, '$.poolLabels: is "tp1", must be an array of labels'),
+        ({"sizemin": 1}, '$.sizemin: is not a key of Dynamo\'s form; did you mean "sizeMin"?'),
+        ({"priorityOverrides": [{"minPrio": 1}]}, "$.priorityOverrides[0].minPrio: is not a key of Dynamo's form"),
+        ({"priorityOverrides": 3}, "$.priorityOverrides: is 3, must be an array of objects"),
+    ],
+)
+def test_fault_in_a_pool_selector_is_named_by_its_place(change: dict[str, Any], expected: str) -> None:
+    with pytest.raises(GridDocumentError) as refused:
+        load_document(json.dumps({**SELECTOR, **change}))
+    found = [str(each) for each in refused.value.problems]
+    assert [each for each in found if each.startswith(expected)], found
 
 
 def test_a_missing_strategy_is_one_problem() -> None:

@@ -98,6 +98,23 @@ class TestTheGrid:
         assert (explained.outcome, explained.output_tokens) == ("length", 6)
 
     @pytest.mark.parametrize(
+        ("headers", "priority", "pool"),
+        [
+            ({}, 5, "c"),
+            ({"x-dynamo-request-priority": "50"}, 5, "a"),
+            ({"x-dynamo-request-priority": "5"}, 50, "c"),
+            ({"x-dynamo-request-priority": "soon"}, 50, "a"),
+            ({"x-dynamo-request-priority": "9999999999"}, 50, "a"),
+        ],
+    )
+    async def test_priority_header_wins_over_the_body(self, headers: dict[str, str], priority: int, pool: str) -> None:
+        override = {"min_priority": 10, "max_priority": 100, "target_pool": "a"}
+        fleet = FakeFleet(changed(aggregated(), ("aggregated", "priority_overrides"), [override]))
+        slow = targets(2000, 100, priority=priority)
+
+        assert (await answer(fleet, hints={**slow, "headers": headers}))[2] == pool
+
+    @pytest.mark.parametrize(
         ("hints", "field"),
         [
             (targets(-1), "nvext.router.ttft_target"),

@@ -38,6 +38,13 @@ def test_hints_of_body_and_headers_are_told() -> None:
     assert {name: target.value_ms for name, target in hints.targets.items()} == {"ttft": 100.0, "itl": 20.0}
 
 
+@pytest.mark.parametrize(("header", "priority"), [(b"50", 50), (b"-1", -1), (b"1.5", 7), (b"", 7), (b"2147483648", 7)])
+def test_priority_header_of_dynamo_wins_where_it_is_a_number(header: bytes, priority: int) -> None:
+    request = told({b"x-dynamo-request-priority": header}, nvext={"agent_hints": {"priority": 7}})
+
+    assert request.priority == priority
+
+
 def test_a_request_without_hints_stays_as_it_is() -> None:
     request = told(model="m", messages=[])
 

@@ -151,7 +151,7 @@ async def test_a_router_is_not_ready_before_it_can_reach_a_prefill_worker_beside
             health = (await client.get("/health")).json()
             assert health["status"] == "degraded"
             assert health["troubles"] == ["model 'm' has no prefill worker any more"]
-            assert [(row["role"], row["ready"]) for row in health["endpoints"]] == [("prefill", 0), ("decode", 1)]
+            assert [(row["role"], row["ready"]) for row in health["served"]] == [("prefill", 0), ("decode", 1)]
             service.ready = False
             assert await asked("/ready?role=decode") == (503, "no decode worker takes requests")
             service.ready = True

@@ -7,6 +7,7 @@ from importlib import resources
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -110,9 +111,56 @@ OUTER["dynamic_batch_config"] = ("dynamic_batch_config", "scheduler_config")
 OUTER["moe_load_balancer_config"] = ("load_balancer", "moe_config")
 
 
+OF_1_4 = """
+iter_perf_stats_interval: 10
+load_format: gms
+attention_dp_config:
+  enable_packed_sync: true
+  enable_kv_balanced_admission: true
+  enable_kv_cache_aware_routing: true
+  kv_cache_routing_fair_share_multiplier: 2.0
+  kv_cache_routing_cold_start_warmup: true
+  kv_cache_routing_account_for_in_transfer: true
+  kv_cache_routing_conversation_affinity: true
+  kv_cache_routing_max_sessions: 1024
+  kv_cache_routing_new_conv_placement: least_prefill
+  kv_cache_routing_strict_conversation_affinity: true
+  kv_cache_routing_strict_affinity_max_wait_iters: 0
+cache_transceiver_config:
+  backend: NIXL
+  transceiver_runtime: PYTHON
+  kv_cache_bounce_size_mb: 64
+  agent_bounce_buffer_enable: true
+  agent_bounce_params: {max_chunk_size: 32MB}
+cuda_graph_config: {mode: decode, enable_padding: true}
+moe_config: {backend: MEGAMOE_DEEPGEMM}
+nvfp4_gemm_config: {allowed_backends: [marlin]}
+kv_connector_config: {connector: kvbm}
+lora_config: {overlap_lora_and_base: true}
+ray_placement_config: {defer_workers_init: true}
+speculative_config: {decoding_type: DFlash, max_draft_len: 3, block_size: 8, mask_token_id: 5}
+sparse_attention_config: {algorithm: deepseek_v4, index_topk: 512, indexer_k_dtype: fp4}
+"""
+
+
+def test_arguments_of_1_4_pass_without_the_package() -> None:
+    assert contract().check(yaml.safe_load(OF_1_4)) == []
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        ("backend: _autodeploy", "backend: run trtllm-serve MODEL --backend _autodeploy"),
+        ("iter_perf_stats_interval: 0", "iter_perf_stats_interval: greater than 0"),
+        ("load_format: gmz", "load_format: did you mean 'GMS'?"),
+        (
+            "attention_dp_config: {kv_cache_routing_new_conv_placement: least_token}",
+            "attention_dp_config.kv_cache_routing_new_conv_placement: did you mean 'least_tokens'?",
+        ),
+        (
+            "cache_transceiver_config: {agent_bounce_params: 3}",
+            "cache_transceiver_config.agent_bounce_params: a mapping",
+        ),
         ("cache_transceiver_config: {backend: ucx}", "cache_transceiver_config.backend: did you mean 'UCX'?"),
         ("max_batchsize: 3", "max_batchsize: did you mean 'max_batch_size'?"),
         ('max_batch_size: "3"', "max_batch_size: without quotes"),

@@ -102,6 +102,17 @@ BUFFER = "kv_cache_config.event_buffer_max_size"
             None,
             FILE,
         ),
+        ({"engine_argument": ("moe_expert_parallel_size=4",)}, None, None, "moe_expert_parallel_size", 4, COMMAND_LINE),
+        ({"engine_argument": ("kv_cache_config.dtype=fp8",)}, None, None, "kv_cache_config.dtype", "fp8", COMMAND_LINE),
+        (
+            {"engine_argument": ("kv_cache_config.dtype=fp8",), "kv_block_size": 64},
+            None,
+            None,
+            "kv_cache_config.tokens_per_block",
+            64,
+            COMMAND_LINE,
+        ),
+        ({"engine_argument": ("max_beam_width=1",)}, {"max_beam_width": 2}, None, "max_beam_width", 2, FILE),
         ({}, None, None, BUFFER, 100_000, DEFAULT),
         ({}, {"kv_cache_config": {"event_buffer_max_size": 500}}, None, BUFFER, 500, FILE),
         ({}, {"kv_cache_config": {"event_buffer_max_size": 0}}, None, BUFFER, 100_000, RUN),
@@ -383,9 +394,11 @@ def test_a_value_of_the_command_line_that_loses_to_a_file_is_told(tmp_path: Path
         disaggregation_mode="prefill",
         extra_engine_args=file,
         override_engine_args='{"kv_cache_config": {"free_gpu_memory_fraction": 0.6}}',
+        engine_argument=("kv_cache_config.dtype=fp8", "cache_transceiver_config.backend=UCX", "max_num_tokens=4095"),
     )
     told = [warning for warning in resolve_files(settings).warnings if "has no effect" in warning]
     assert told == [
+        f"--max-num-tokens is 4095 and has no effect: max_num_tokens is 4096 (from {file})",
         "--free-gpu-memory-fraction is 0.5 and has no effect: kv_cache_config.free_gpu_memory_fraction is 0.6 "
         "(from --override-engine-args)",
         f"--max-batch-size is 64 and has no effect: max_batch_size is 7 (from {file})",

@@ -316,12 +316,12 @@ def test_the_check_command_tells_every_fault_with_file_and_path(tmp_path: Path) 
     assert f'{tmp_path / "decode.yaml"}: kv_cache_config.dtype: is "fp8", the prefill side has "auto"' in text
     assert f"{tmp_path / 'agg.yaml'}: max_batchsize: is not a known argument" in text
     assert "broken.yaml" in text
-    assert text.splitlines()[-1] == "4 files checked against TensorRT-LLM 1.2.1, 3 with faults"
+    assert text.splitlines()[-1] == "4 files checked against TensorRT-LLM 1.2.1 to 1.4.0rc4, 3 with faults"
     text, status = check_command([CONFIGS])
-    assert (status, text) == (0, f"{len(FILES)} files checked against TensorRT-LLM 1.2.1, 0 with faults\n")
+    assert (status, text) == (0, f"{len(FILES)} files checked against TensorRT-LLM 1.2.1 to 1.4.0rc4, 0 with faults\n")
     assert check_command([tmp_path / "none"]) == (
         f"{tmp_path / 'none'}: reading engine arguments: {tmp_path / 'none'}: No such file or directory\n"
-        "1 file checked against TensorRT-LLM 1.2.1, 1 with faults\n",
+        "1 file checked against TensorRT-LLM 1.2.1 to 1.4.0rc4, 1 with faults\n",
         1,
     )
     assert check_files([tmp_path, tmp_path])[0] == check_files([tmp_path])[0]

@@ -8,6 +8,9 @@ same namespace twice. Facts: the source of ai-dynamo 1.6.1 and its README; no co
 
 The translation works on plain JSON and keeps the place each value came from, so that problems found afterwards name
 the place in Dynamo's document.
+
+The parameters of the gateway's ``pool-selector`` plugin are such a grid too: one stage, which routes a whole request by
+prompt length and TTFT target. They name no speed ranks: a pool that serves tighter targets counts as faster.
 """
 
 from __future__ import annotations
@@ -32,6 +35,17 @@ KINDS: dict[str, StageName] = {"prefill": "prefill", "decode": "decode", "agg": 
 
 _MODES = {"disagg": ("prefill", "decode"), "agg": ("agg",)}
 _OVERRIDE_KEYS = ("min_priority", "max_priority", "target_pool")
+_SELECTOR_AXES = {
+    "sizeMin": "isl_min",
+    "sizeMax": "isl_max",
+    "sizeResolution": "isl_resolution",
+    "latencyMinMs": "ttft_min_ms",
+    "latencyMaxMs": "ttft_max_ms",
+    "latencyResolution": "ttft_resolution",
+}
+_SELECTOR_OVERRIDES = {"minPriority": "min_priority", "maxPriority": "max_priority", "targetPool": "target_pool"}
+_SELECTOR_KEYS = (*_SELECTOR_AXES, "mapping", "priorityOverrides", "poolLabel", "poolLabels")
+_ONE_ITL_CELL = {"itl_min_ms": 0, "itl_max_ms": 1, "itl_resolution": 1}
 _COMMENT_KEYS = ("$schema", "comment", "description")
 
 
@@ -51,7 +65,9 @@ def is_dynamo_document(raw: dict[str, Any]) -> bool:
     """Return whether a document is in Dynamo's form: it has a key that only that form has, and none of our stages."""
     if any(stage in raw for stage in KINDS.values()):
         return False
-    return raw.get("mode") == "agg" or any(key in raw for kind in KINDS for key in _kind_keys(kind))
+    return (
+        raw.get("mode") == "agg" or "poolLabels" in raw or any(key in raw for kind in KINDS for key in _kind_keys(kind))
+    )
 
 
 @dataclass(slots=True)
@@ -86,6 +102,9 @@ class Translation:
 def translate_document(raw: dict[str, Any]) -> Translation:
     """Return Dynamo's document in our form."""
     made = Translation()
+    if "poolLabels" in raw:
+        _selector(made, raw)
+        return made
     mode = raw.get("mode", "disagg")
     if not isinstance(mode, str) or mode not in _MODES:
         made.error(("mode",), f'is {value_text(mode)}, must be "disagg" or "agg"')
@@ -106,6 +125,65 @@ def translate_document(raw: dict[str, Any]) -> Translation:
     for kind in kinds:
         made.data[KINDS[kind]] = _stage(made, raw, kind)
     return made
+
+
+def _selector(made: Translation, raw: dict[str, Any]) -> None:
+    """Translate the parameters of a pool-selector."""
+    stage: StageName = "aggregated"
+    for key in raw:
+        if key not in _SELECTOR_KEYS:
+            _unknown_key(made, (key,), key, _SELECTOR_KEYS)
+    data: dict[str, Any] = dict(_ONE_ITL_CELL)
+    for key, ours in _SELECTOR_AXES.items():
+        made.places[(stage, ours)] = (key,)
+        if key in raw:
+            data[ours] = _whole(raw[key])
+    made.places[(stage,)] = ()
+    for key, ours in (("poolLabels", "pools"), ("mapping", "mapping"), ("priorityOverrides", "priority_overrides")):
+        made.places[(stage, ours)] = (key,)
+    labels, mapping, overrides = raw["poolLabels"], raw.get("mapping"), raw.get("priorityOverrides") or []
+    if isinstance(labels, list):
+        ranks = _ranks(mapping, len(labels))
+        data["pools"] = [{"name": name, "priority": rank} for name, rank in zip(labels, ranks, strict=True)]
+        made.places |= {(stage, "pools", index, "name"): ("poolLabels", index) for index in range(len(labels))}
+    else:
+        _not_there(made, raw, "poolLabels", "an array of labels")
+    if isinstance(mapping, list):
+        data["mapping"] = [
+            [[_indices_only(made, cell, ("mapping", at, column))] for column, cell in enumerate(row)]
+            if isinstance(row, list)
+            else row
+            for at, row in enumerate(mapping)
+        ]
+    else:
+        _not_there(made, raw, "mapping", "an array of rows, one per size")
+    if not isinstance(overrides, list) or not all(isinstance(each, dict) for each in overrides):
+        made.error(("priorityOverrides",), f"is {value_text(overrides)}, must be an array of objects")
+        overrides = []
+    data["priority_overrides"] = [
+        {ours: each[key] for key, ours in _SELECTOR_OVERRIDES.items() if key in each} for each in overrides
+    ]
+    for index, each in enumerate(overrides):
+        for key in each:
+            if key not in _SELECTOR_OVERRIDES:
+                _unknown_key(made, ("priorityOverrides", index, key), key, tuple(_SELECTOR_OVERRIDES))
+    made.data.update({"mode": "aggregated", stage: data})
+
+
+def _whole(value: Any) -> Any:
+    """Return a number that JSON writes with a fraction of zero as an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _ranks(mapping: Any, pools: int) -> list[int]:
+    """Return the speed rank of each pool: of two pools in a row of the grid, that of the tighter target is faster."""
+    faster: set[tuple[int, int]] = set()
+    for row in mapping if isinstance(mapping, list) else []:
+        known = list(dict.fromkeys(pool for pool in row if is_integer(pool))) if isinstance(row, list) else []
+        faster |= {(left, right) for at, left in enumerate(known) for right in known[at + 1 :] if left != right}
+    score = [sum((pool == left) - (pool == right) for left, right in faster) for pool in range(pools)]
+    order = sorted(range(pools), key=lambda pool: -score[pool])
+    return [order.index(pool) for pool in range(pools)]
 
 
 def _unknown_key(made: Translation, path: JsonPath, key: str, known: tuple[str, ...]) -> None:

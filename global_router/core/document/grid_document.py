@@ -298,6 +298,11 @@ class GridDocument(DocumentModel):
     circuit_breaker: CircuitBreakerSettings = CircuitBreakerSettings()
     accept: tuple[Accepted, ...] = Field((), max_length=3, description="Rules that this document breaks knowingly.")
 
+    def with_defaults(self, defaults: TargetDefaults) -> GridDocument:
+        """Return the document with targets in the place of those that it has no default for."""
+        own = self.defaults.model_dump(exclude_none=True)
+        return self.model_copy(update={"defaults": defaults.model_copy(update=own)})
+
     @property
     def stages(self) -> dict[StageName, GridStage]:
         """Return the stages that there are, in the order in which a request passes them."""

@@ -126,7 +126,7 @@ def _grid_row(stage: GridStage) -> dict[str, Any]:
 def convert(path: Path, out: Path | None = None) -> int:
     """Write a document in our canonical form, to ``out`` or standard output; it reads back as an equal document.
 
-    Of a DynamoGraphDeployment the values of the Helm chart are written.
+    Of a DynamoGraphDeployment the values of the Helm chart are written, for each release in a file of its own.
     """
     try:
         text = read_bytes(path).decode("utf-8", "replace")
@@ -167,10 +167,17 @@ def _convert_graph(path: Path, text: str, out: Path | None) -> int:
         return 1
     for remark in made.remarks:
         _print(remark, to_stderr=True)
+    texts = made.texts()
     if out is None:
-        _print(made.text().rstrip("\n"))
+        _print("---\n".join(texts.values()).rstrip("\n"))
         return 0
-    return _write(out, made.text())
+    for name, values in texts.items():
+        place = out.with_name(f"{out.stem}.{name}{out.suffix}") if name else out
+        if status := _write(place, values):
+            return status
+        if name:
+            _print(f"{place}: helm install {name}", to_stderr=True)
+    return 0
 
 
 def build(profiles: Path, out: Path, strict: bool = False, evidence: Path | None = None, as_json: bool = False) -> int:

@@ -8,12 +8,15 @@ What has no place in the chart is named, one remark each, and nothing is left ou
 when poolgrid runs its engine inside the worker (TensorRT-LLM, the mocker). Servers of vLLM and SGLang stay as they
 are, and workers run next to them (docs/engine_servers.md).
 
+A gateway's endpoint picker with a ``pool-selector`` makes the grid of a global router, and a release for each pool.
+
 An engine file is carried over with its content, as ``engineArgs``: it comes out of a ConfigMap of the same file, or by
 ``read_file``. A name on a hub becomes the chart's model cache, an engine over several nodes a group with ``nodes``.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -23,6 +26,9 @@ from typing import Any
 import yaml
 
 from poolgrid.cli.dynamo_options import in_our_words
+from poolgrid.global_router.core.document.grid_document import GridDocumentError
+from poolgrid.global_router.core.document.history import document_text
+from poolgrid.global_router.core.document.reader import load_document
 
 KIND = "DynamoGraphDeployment"
 TEXT_BYTES_MAX = 4 * 1024 * 1024
@@ -55,6 +61,22 @@ ROUTING = {
 }
 """DYN_ROUTER_MODE, and our policy."""
 
+EVENT_OPTIONS = ("router-kv-events", "kv-events", "use-kv-events")
+EVENT_VARIABLES = ("DYN_ROUTER_USE_KV_EVENTS", "DYN_USE_KV_EVENTS", "DYN_KV_EVENTS")
+
+CARRIED = frozenset({"migration-limit", "reasoning-parser", "tool-call-parser"})
+"""Options of a frontend that become options of our routers."""
+
+REPEATED = "engine-argument"
+"""An option that may be given several times."""
+
+WORKERS = frozenset({"worker", "prefill", "decode", ""})
+"""Types of components that run an engine."""
+
+PICKER = "epp"
+SELECTOR = "pool-selector"
+"""Type of Dynamo's endpoint picker, and its plugin that has a pool grid."""
+
 CONTAINER_KEYS = frozenset({"name", "image", "imagePullPolicy", "command", "args", "env", "envFrom", "resources"})
 """Fields of a container that are read, or that the chart sets by itself."""
 
@@ -75,9 +97,13 @@ class Conversion:
 
     values: dict[str, Any] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
+    pools: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Values of the release of each pool, by its name, where ``values`` are a global router's."""
 
-    def text(self) -> str:
-        return yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True)
+    def texts(self) -> dict[str, str]:
+        """Return the YAML of each release by its name; the first has none."""
+        made = {"": self.values, **self.pools}
+        return {name: yaml.safe_dump(each, sort_keys=False, allow_unicode=True) for name, each in made.items()}
 
 
 @dataclass(slots=True)
@@ -107,6 +133,11 @@ class _Component:
                 others = [shlex.join(each) for each in commands if each is not main]
                 return [_filled(word, variables) for word in main], others
         return [_filled(word, variables) for word in words], []
+
+    def labels(self) -> dict[str, str]:
+        """Return the labels of its pods."""
+        metadata = _dict(self.raw.get("extraPodMetadata")) or _dict(_dict(self.raw.get("podTemplate")).get("metadata"))
+        return {**_dict(self.raw.get("labels")), **_dict(metadata.get("labels"))}
 
     def environment(self) -> dict[str, str]:
         return {str(each["name"]): str(each["value"]) for each in self._variables() if "value" in each}
@@ -199,11 +230,48 @@ def convert_graph(
     def engine_file(path: str) -> str | None:
         return mounted.get(path.rpartition("/")[2]) or read_file(path)
 
+    selector = _selector(components, mounted)
+    if selector is None:
+        _pool(components, made, engine_options, engine_file)
+        if not made.values.get("workers"):
+            raise GraphDeploymentError("; ".join(["no worker of it can be carried over", *made.remarks]))
+        return made
+    label, document = _grid(selector, made)
+    model: dict[str, Any] = {}
+    for pool in document["aggregated"]["pools"]:
+        name = str(pool["name"])
+        part = Conversion()
+        of_pool = [
+            each
+            for each in components
+            if each.kind != PICKER and (each.kind not in WORKERS or each.labels().get(label) == name)
+        ]
+        _pool(of_pool, part, engine_options, engine_file)
+        made.remarks += [each for each in part.remarks if each not in made.remarks]
+        pool["url"] = f"http://{_group_name(name)}-router:8000"
+        groups = part.values.get("workers", [])
+        if not any(group["role"] == "prefill" for group in groups):
+            # Dynamo's picker finds a worker of whole requests by the sub-component decode.
+            for group in groups:
+                group["role"] = "aggregated" if group["role"] == "decode" else group["role"]
+        if groups:
+            made.pools[_group_name(name)] = part.values
+            model = model or {"model": part.values["model"]}
+        else:
+            made.remarks.append(f"pool {name}: no worker with the label {label}={name} can be carried over")
+    made.values = {"pool": {"enabled": False}, "globalRouter": {"enabled": True, "document": document}, **model}
+    return made
+
+
+def _pool(
+    components: list[_Component], made: Conversion, engine_options: dict[str, Collection[str]], engine_file: ReadFile
+) -> None:
+    """Convert the components of one pool."""
     groups: list[dict[str, Any]] = []
     for component in components:
         if component.kind in ("frontend", "main"):
             _frontend(component, made)
-        elif component.kind in ("worker", "prefill", "decode", ""):
+        elif component.kind in WORKERS:
             group = _worker(component, made, engine_options, engine_file)
             if group is not None:
                 groups.append(group)
@@ -213,10 +281,34 @@ def convert_graph(
             )
         else:
             made.remarks.append(f"{component.name}: a component of the type {component.kind} is not carried over")
-    if not groups:
-        raise GraphDeploymentError("; ".join(["no worker of it can be carried over", *made.remarks]))
-    made.values["workers"] = groups
-    return made
+    if groups:
+        made.values["workers"] = groups
+
+
+def _selector(components: list[_Component], mounted: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return the parameters of the endpoint picker's pool-selector, if it has one."""
+    for component in components:
+        given = _dict(component.raw.get("eppConfig"))
+        config = _dict(given.get("config"))
+        if key := _dict(given.get("configMapRef")).get("key"):
+            try:
+                config = _dict(yaml.safe_load(mounted.get(str(key), "")))
+            except yaml.YAMLError:
+                continue
+        for plugin in map(_dict, _list(config.get("plugins"))):
+            if plugin.get("type") == SELECTOR:
+                return _dict(plugin.get("parameters"))
+    return None
+
+
+def _grid(parameters: dict[str, Any], made: Conversion) -> tuple[str, dict[str, Any]]:
+    """Return the label of pods that names their pool, and the document of a global router."""
+    try:
+        loaded = load_document(json.dumps({"poolLabels": [], **parameters}), SELECTOR)
+    except GridDocumentError as error:
+        raise GraphDeploymentError("; ".join(f"{SELECTOR}: {each}" for each in error.problems)) from None
+    made.remarks += [f"{SELECTOR}: {each}" for each in loaded.warnings]
+    return str(parameters.get("poolLabel", "")), json.loads(document_text(loaded.document))
 
 
 def _components(spec: dict[str, Any]) -> Iterator[_Component]:
@@ -241,22 +333,28 @@ def _pod(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _frontend(component: _Component, made: Conversion) -> None:
     router: dict[str, Any] = {"replicas": _number(component.raw.get("replicas", 1), component, "replicas")}
-    environment = component.environment()
-    mode = environment.pop("DYN_ROUTER_MODE", None)
-    words = component.words()
+    name, environment, words = component.name, component.environment(), component.words()
     options, unread = _options(words[words.index(FRONTEND) + 1 :] if FRONTEND in words else [])
+    mode = environment.pop("DYN_ROUTER_MODE", None)
     mode = options.pop("router-mode", mode)
-    if mode == "kv" and options.pop("kv-events", None) is False:
+    told = [environment.pop(each, "").lower() not in ("false", "0") for each in EVENT_VARIABLES]
+    told += [options.pop(each, None) is not False for each in EVENT_OPTIONS]
+    if mode == "kv" and not all(told):
         mode = WITHOUT_EVENTS
-    if mode is not None and mode in ROUTING:
+    if mode in ROUTING:
         router["options"] = {"policy": ROUTING[mode]}
-    elif mode is not None:
-        made.remarks.append(f"{component.name}: routing mode {mode} has no policy of ours; the default kv stays")
-    for name in sorted(environment):
-        made.remarks.append(f"{component.name}: the variable {name} is not carried over")
+    elif mode is None:
+        made.remarks.append(f"{name}: no routing mode is given, which is round-robin there; ours is kv")
+    else:
+        made.remarks.append(f"{name}: routing mode {mode} has no policy of ours; the default kv stays")
+    for key in sorted(environment):
+        made.remarks.append(f"{name}: the variable {key} is not carried over")
     for key in sorted(options):
-        word = f"--no-{key}" if options[key] is False else f"--{key}"
-        made.remarks.append(f"{component.name}: {word} is not carried over: docs/comparison.md#switch names ours")
+        ours = _in_our_words("router", name, {key: options[key]}, made)
+        if CARRIED.issuperset(ours):
+            router["options"] = {**router.get("options", {}), **ours}
+        else:
+            made.remarks.append(f"{name}: --{'no-' if options[key] is False else ''}{key} is not carried over")
     _remark_rest(component, unread, made)
     made.values["router"] = router
 
@@ -288,7 +386,7 @@ def _worker(
         made.remarks.append(f"{name}: not carried over: {why}")
         return None
     given, unread = _options(words[words.index(program) + 1 :])
-    options = given if engine != "trtllm" else _in_our_words(name, given, made)
+    options = given if engine != "trtllm" else _in_our_words("worker", name, given, made)
     engine_args = _engine_args(name, options, engine_file, made)
     mode = str(options.get("disaggregation-mode", component.raw.get("subComponentType") or "prefill_and_decode"))
     if mode not in ROLES:
@@ -337,15 +435,19 @@ def _options(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     return options, unread
 
 
-def _in_our_words(name: str, given: Mapping[str, Any], made: Conversion) -> dict[str, Any]:
-    """Return options of Dynamo's worker, old and newest, as ours; what is refused is remarked with the alternative."""
+def _in_our_words(command: str, name: str, given: Mapping[str, Any], made: Conversion) -> dict[str, Any]:
+    """Return options of Dynamo, old and newest, as ours; what is refused is remarked with the alternative."""
     ours: dict[str, Any] = {}
     for key, value in given.items():
         word = f"--no-{key}" if value is False else f"--{key}" if value is True else f"--{key}={value}"
         try:
-            ours.update(_options(in_our_words("worker", [word, "--engine=trtllm"], {}))[0])
+            made_of_it = _options(in_our_words(command, [word, "--engine=trtllm"], {}))[0]
         except ValueError as error:
             made.remarks.append(f"{name}: {error}")
+            continue
+        if argument := made_of_it.pop(REPEATED, None):
+            ours[REPEATED] = [*ours.get(REPEATED, []), argument]
+        ours.update(made_of_it)
     ours.pop("engine", None)
     return ours
 

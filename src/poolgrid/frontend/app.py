@@ -477,33 +477,27 @@ def _add_health(
         return {"status": "not ready", "reason": missing}
 
     @app.get("/health", tags=["health"], responses={503: {"description": "Not ready"}})
-    async def health(
-        response: Response,
-        form: Annotated[
-            Literal["poolgrid", "dynamo"],
-            Query(description="dynamo: as Dynamo's frontend answers."),
-        ] = "poolgrid",
-    ) -> dict[str, Any]:
-        """Answer as ``/ready`` does, with the models that are served, who serves them, and what is wrong meanwhile."""
-        missing = ready()
-        if form == "dynamo":
-            response.status_code = 200 if missing is None else 503
-            reason = {} if missing is None else {"message": missing}
-            status = "healthy" if missing is None else "unhealthy"
-            return {"status": status, **reason, "endpoints": dynamo_names(endpoints())}
+    async def health(response: Response) -> dict[str, Any]:
+        """Answer as ``/ready`` does, with the models that are served, who serves them, and what is wrong meanwhile.
+
+        ``status`` and ``endpoints`` are what checks written for Dynamo's frontend look for.
+        """
+        missing, rows = ready(), endpoints()
         served = {
-            "models": [served.name for served in backend.models()],
-            "endpoints": [row.to_json() for row in endpoints()],
+            "endpoints": dynamo_names(rows),
+            "models": [each.name for each in backend.models()],
+            "served": [row.to_json() for row in rows],
         }
         if missing is None:
             wrong = list(troubles())
-            return {"status": "degraded" if wrong else "ok", **served, **({"troubles": wrong} if wrong else {})}
+            return {"status": "degraded" if wrong else "healthy", **served, **({"troubles": wrong} if wrong else {})}
         response.status_code = 503
-        return {"status": "not ready", "reason": missing, **served}
+        return {"status": "unhealthy", "reason": missing, **served}
 
 
+DYNAMO_NAMESPACES = {"poolgrid": "dynamo"}
 DYNAMO_COMPONENTS = {"worker": "tensorrt_llm", "decode": "tensorrt_llm", "encode": "tensorrt_llm_encode"}
-"""Our default components by the names that Dynamo's TensorRT-LLM workers have by default."""
+"""Our default namespace and components, and the names that Dynamo's TensorRT-LLM workers have by default."""
 
 
 def dynamo_names(rows: Iterable[EndpointRow]) -> list[str]:
@@ -511,10 +505,12 @@ def dynamo_names(rows: Iterable[EndpointRow]) -> list[str]:
     names: dict[str, None] = {}
     for row in rows:
         if row.ready:
+            names[SCHEME + row.endpoint] = None
             namespace, _, rest = row.endpoint.partition(".")
             component, dot, endpoint = rest.partition(".")
-            for each in (component, DYNAMO_COMPONENTS.get(component, component)):
-                names[SCHEME + (f"{namespace}.{each}.{endpoint}" if dot else row.endpoint)] = None
+            if dot:
+                space, part = DYNAMO_NAMESPACES.get(namespace, namespace), DYNAMO_COMPONENTS.get(component, component)
+                names[f"{SCHEME}{space}.{part}.{endpoint}"] = None
     return list(names)
 
 

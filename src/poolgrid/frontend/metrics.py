@@ -79,9 +79,11 @@ class FrontendMetrics:
     def __init__(
         self,
         registry: CollectorRegistry,
-        ttft_target_ms: float = TTFT_TARGET_MS,
-        itl_target_ms: float = ITL_TARGET_MS,
+        ttft_target_ms: float | None = None,
+        itl_target_ms: float | None = None,
     ) -> None:
+        ttft_target_ms = TTFT_TARGET_MS if ttft_target_ms is None else ttft_target_ms
+        itl_target_ms = ITL_TARGET_MS if itl_target_ms is None else itl_target_ms
         counter = partial(Counter, registry=registry)
         gauge = partial(Gauge, registry=registry)
         histogram = partial(Histogram, registry=registry)

@@ -20,7 +20,7 @@ from poolgrid.frontend.schema import (
     LatencyTargets,
     Nvext,
 )
-from poolgrid.inference import NO_HINTS, InferenceRequest
+from poolgrid.inference import NO_HINTS, InferenceRequest, header_priority
 from poolgrid.wire.card import unmet
 from poolgrid.wire.hashing import TOKEN_BYTES, stable_u64
 from poolgrid.wire.identifiers import name_of
@@ -89,6 +89,8 @@ def sequences_of(
         hints = _hints(nvext, body.extra_args, headers)
     elif headers:
         hints = {"headers": headers}
+    if (asked := header_priority(headers)) is not None:
+        priority = asked
     seed = body.seed
     unable = job.served.inabilities
     if seed is None and len(request_ids) > 1 and all(name != "seed" for name, _ in unable):

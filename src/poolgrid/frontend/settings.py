@@ -86,20 +86,20 @@ class FrontendSettings(MediaSettings):
     metrics_need_key: bool = Field(
         default=False, description="Require an operator's API key for /metrics; needs api_keys."
     )
-    ttft_target_ms: float = Field(
-        default=TTFT_TARGET_MS,
-        gt=0,
+    ttft_target_ms: float | None = Field(
+        default=None,
+        ge=0,
         le=86_400_000,
         description=(
-            "Count requests whose TTFT is within this target (poolgrid_frontend_target_judgements_total), for "
-            "alerts on the error budget."
+            "Count requests within this TTFT for alerts (unset = 2000). On a global router: the target of requests "
+            "that name none."
         ),
     )
-    itl_target_ms: float = Field(
-        default=ITL_TARGET_MS,
-        gt=0,
+    itl_target_ms: float | None = Field(
+        default=None,
+        ge=0,
         le=86_400_000,
-        description="Count requests whose mean time between tokens is within this target, in the same metric.",
+        description="The same for the mean time between tokens (unset = 50).",
     )
     keep_alive_interval_s: ClassVar[float] = 15.0
     """A stream that is silent for so long gets a comment: proxies close what is silent for 30 to 60 s."""

@@ -1,6 +1,6 @@
 """What a forwarded request asks of routing: latency targets, priority, the output that is expected.
 
-They are in ``nvext`` and two headers, as in requests whose tokens poolgrid makes (``docs/http_api.md``).
+They are in ``nvext`` and in headers, as in requests whose tokens poolgrid makes (``docs/http_api.md``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Raw
 
 from poolgrid.frontend.inference_endpoint import hints_of_headers
-from poolgrid.inference import OUTPUT_LIMIT, InferenceRequest
+from poolgrid.inference import OUTPUT_LIMIT, InferenceRequest, header_priority
 
 NVEXT: Final = "nvext"
 
@@ -33,6 +33,8 @@ def tell_hints(request: InferenceRequest, values: Mapping[str, Raw], headers: Ma
             request.expected_output_tokens = _number(agent.get("osl"))
     if told := hints_of_headers(headers):
         hints["headers"] = told
+        if (priority := header_priority(told)) is not None:
+            request.priority = priority
     limits = (_number(_read(values[name])) for name in LIMIT_FIELDS if name in values)
     limit = next((each for each in limits if each is not None), None)
     if limit is not None and limit > 0:

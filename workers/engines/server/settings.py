@@ -14,7 +14,13 @@ from poolgrid.wire.addresses import ip_endpoint_problem
 from poolgrid.wire.limits import SERVING_ENDPOINTS_MAX
 from poolgrid.workers.engines.server.core.launching import check_arguments
 from poolgrid.workers.engines.server.core.server_list import SERVERS_MAX, ServerEntry, read_entry, role_and_url
-from poolgrid.workers.settings import MODEL_PATH_HELP, ROLE_HELP, StepTimesSettings, WorkerProcessSettings
+from poolgrid.workers.settings import (
+    ENGINE_ARGUMENT_HELP,
+    MODEL_PATH_HELP,
+    ROLE_HELP,
+    StepTimesSettings,
+    WorkerProcessSettings,
+)
 
 PORTS = 65_536
 
@@ -244,7 +250,7 @@ class EngineServerSettings(EngineServersSettings, StepTimesSettings, WorkerProce
     engine_argument: tuple[Argument, ...] = Field(
         (),
         max_length=1024,
-        description="Pass this argument to the server, as those after -- are. Repeat for more.",
+        description=ENGINE_ARGUMENT_HELP,
     )
     engine_port: int = Field(
         0, ge=0, le=65535, description="Start the server at this port of the loopback interface; 0 = any free port."

@@ -6,6 +6,7 @@ Which of them become engine arguments, and what overrides them, is
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
@@ -14,7 +15,13 @@ from poolgrid.process.settings import InputFile, Settings
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 from poolgrid.wire.tasks import MODALITIES, TASK_ROLES
-from poolgrid.workers.settings import MODALITY_HELP, MODEL_PATH_HELP, StepTimesSettings, check_task_role
+from poolgrid.workers.settings import (
+    ENGINE_ARGUMENT_HELP,
+    MODALITY_HELP,
+    MODEL_PATH_HELP,
+    StepTimesSettings,
+    check_task_role,
+)
 from poolgrid.workers.tensor_transfer.settings import TensorSettings
 
 DisaggregationMode = Literal["prefill_and_decode", "prefill", "decode", "encode"]
@@ -25,6 +32,9 @@ EVENT_BUFFER_MAX_SIZE = 100_000
 """KV events that the engine keeps until they are read. Events are small; TensorRT-LLM's reader may be late by seconds
 when a long prefill holds the interpreter, and an overflow costs the whole index of a rank. 1024 overflowed in the field
 (dynamo #711)."""
+
+ARGUMENT = re.compile(r"\w+(\.\w+)*=.*")
+"""An argument of TensorRT-LLM by its dotted name, with a value as YAML writes it on one line."""
 
 TIMEOUT_MS_MAX = 3_600_000.0
 """An hour: longer than any worker waits for KV."""
@@ -40,7 +50,7 @@ COMPONENTS: dict[str, str] = {
 }
 """Component of the default endpoint name, by disaggregation mode."""
 
-MODES_ELSEWHERE = {"agg": "prefill_and_decode", "pd": "prefill_and_decode"}
+MODES_ELSEWHERE = dict.fromkeys(("agg", "aggregated", "pd"), "prefill_and_decode")
 """What Dynamo calls the mode of workers that do the whole of a request."""
 
 ROLES: dict[str, Role] = {
@@ -63,6 +73,7 @@ OF_LANGUAGE_MODELS = (
     "connector",
     "encode_endpoint",
     "logits_processors",
+    "engine_argument",
 )
 """Settings that mean nothing to a diffusion model."""
 
@@ -161,6 +172,9 @@ class TrtllmSettings(Settings):
             "List this worker as namespace.component.endpoint in routers' /health. Unset = from namespace and mode."
         ),
     )
+    engine_argument: tuple[Annotated[str, StringConstraints(min_length=1, max_length=65_536)], ...] = Field(
+        (), max_length=1024, description=ENGINE_ARGUMENT_HELP
+    )
     extra_engine_args: InputFile | None = Field(
         None, description="Read TensorRT-LLM arguments from this YAML file; they override the options above."
     )
@@ -179,6 +193,14 @@ class TrtllmSettings(Settings):
     @classmethod
     def _without_scheme(cls, name: object) -> object:
         return name.removeprefix("dyn://") if isinstance(name, str) else name
+
+    @field_validator("engine_argument")
+    @classmethod
+    def _check_arguments(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
+        for each in arguments:
+            if not ARGUMENT.fullmatch(each):
+                raise ValueError(f"engine_argument is {each!r}, allowed is NAME=VALUE, as in an engine file")
+        return arguments
 
     @field_validator("namespace")
     @classmethod

@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from poolgrid.wire import codec
@@ -33,6 +34,7 @@ from . import opaque_state
 from .behaviour import Behaviour
 from .cache_events import EventBuffer, RankEvents, Tenant, groups_of
 from .event_publisher import RankPublisher
+from .guides import BackendGuides
 from .pictures import Picture
 from .profile import PROFILE
 from .second_cache_manager import BlockNames, spoken
@@ -83,6 +85,9 @@ class EngineShape:
     block_names: BlockNames = BlockNames.V1
     stream: Any = None
     """``KVEventsConfig`` of an engine that publishes its events by itself."""
+    guided_decoding_backend: str = ""
+    tokenizer: Path | None = None
+    """Of the model, without which nothing can be guided."""
 
 
 @dataclass(slots=True)
@@ -185,8 +190,12 @@ class Executor:
             kv_groups=groups_of(shape.windows),
         )
         vocabulary = Vocabulary(behaviour.vocabulary_size, 3, 2, behaviour.eos_probability)
+        guides = None
+        if shape.guided_decoding_backend and shape.tokenizer is not None:
+            guides = BackendGuides(shape.tokenizer, vocabulary, shape.guided_decoding_backend)
         self.engines = [
-            SimulatedEngine(limits, vocabulary, timing, recorder, takes_media=True) for recorder in self.recorders
+            SimulatedEngine(limits, vocabulary, timing, recorder, takes_media=True, guides=guides)
+            for recorder in self.recorders
         ]
         self._open: dict[int, Request] = {}
         """Requests that were given in and have not ended; guarded by ``_changed``."""

@@ -36,7 +36,7 @@ ADDED["1.4.0rc4"] = {
         **{name: {**each, "default": None} for name, each in FIELDS_OF_1_4.get(section, {}).items()},
         **ADDED["1.3.0"].get(section, {}),
     }
-    for section in {*ADDED["1.3.0"], *FIELDS_OF_1_4} - {"_provenance"}
+    for section in {*ADDED["1.3.0"], *FIELDS_OF_1_4} - {"_provenance", "_version", "enums", "unions"}
 }
 
 GONE: dict[str, dict[str, frozenset[str]]] = {"1.4.0rc4": {"kv_cache_config": frozenset({"onboard_blocks"})}}

@@ -27,6 +27,7 @@ from .._fake import opaque_state
 from .._fake.block_key import salt_id
 from .._fake.cache_events import MediaKey, Tenant
 from .._fake.executor import EngineShape, Executor, Request
+from .._fake.guides import guide_of
 from .._fake.pictures import Picture, SeeingModel, name_pictures, read_model
 from .._fake.profile import PROFILE
 from .._fake.second_cache_manager import BlockNames
@@ -282,6 +283,7 @@ class BaseLLM:
                 min_tokens=sampling.min_tokens or 0,
                 ignore_eos=sampling.ignore_eos,
                 logprobs=sampling.logprobs,
+                **guide_of(sampling.guided_decoding),
             ),
             end_id=None if sampling.end_id is None or sampling.end_id < 0 else sampling.end_id,
             stop_words=self._stop_words(sampling),
@@ -541,6 +543,7 @@ def _shape(args: Any, behaviour: behaviours.Behaviour) -> EngineShape:
     attention_dp = bool(getattr(args, "enable_attention_dp", False))
     tokens_per_block = getattr(args, "attn_page_size", kv_cache.tokens_per_block)
     max_seq_len = args.max_seq_len or behaviour.model_max_seq_len
+    tokenizer = Path(args.model) / "tokenizer.json"
     device = behaviour.device_blocks
     if kv_cache.max_tokens is not None:
         device = max(1, min(device, kv_cache.max_tokens // tokens_per_block))
@@ -564,6 +567,8 @@ def _shape(args: Any, behaviour: behaviours.Behaviour) -> EngineShape:
         rpc_orchestrator=getattr(args, "orchestrator_type", None) == "rpc",
         block_names=_block_names(kv_cache),
         stream=_stream(args, kv_cache),
+        guided_decoding_backend=getattr(args, "guided_decoding_backend", None) or "",
+        tokenizer=tokenizer if tokenizer.is_file() else None,
     )
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import (
@@ -45,6 +46,11 @@ SUGGESTION_CUTOFF = 0.6
 
 DEPTH_MAX = 6
 """Sections within each other whose fields are known by path."""
+
+_ELSEWHERE = {
+    "_autodeploy": "run trtllm-serve MODEL --backend _autodeploy and give its URL to poolgrid up --engine-url",
+}
+"""Values of ``backend`` that a worker does not take, and what does."""
 
 _ALLOWED = {
     "model_type": "a mapping",
@@ -86,12 +92,21 @@ class ContractError(ValueError):
 class Contract:
     """The facts of one TensorRT-LLM version."""
 
-    def __init__(self, facts: Mapping[str, Any], later: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        facts: Mapping[str, Any],
+        later: Mapping[str, Any],
+        unions: Mapping[str, Any] = MappingProxyType({}),
+        newest: str = "",
+    ) -> None:
+        """``later`` has further fields of sections, ``unions`` further kinds and fields of unions, up to ``newest``."""
         self.version: str = facts["version"]
+        self.covers = f"{self.version} to {newest}" if newest else self.version
+        """The versions whose arguments pass."""
         self._sections: dict[str, dict[str, Any]] = {
             name: {**facts["sections"].get(name, {}), **later.get(name, {})} for name in {*facts["sections"], *later}
         }
-        self._unions: Mapping[str, Any] = facts["unions"]
+        self._unions = {name: _widened(union, unions.get(name)) for name, union in facts["unions"].items()}
         self._refusals: Mapping[str, str] = facts["refusals"]
         self.fields: dict[str, dict[str, Any]] = {}
         """Facts of every argument, by dotted path."""
@@ -180,6 +195,8 @@ class Contract:
         allowed = _ALLOWED.get(kind) or said.removeprefix("Input should be ").removeprefix("Value error, ")
         message = f"is {shown(value)}, allowed is {re.sub('^(?=greater|less)', 'a value ', allowed)}"
         if isinstance(value, str):
+            if path == "backend" and value in _ELSEWHERE:
+                return f"{message}; {_ELSEWHERE[value]}"
             near = nearest(value, re.findall(r"'([^']*)'", allowed))
             if near:
                 message += f"; did you mean {near!r}?"
@@ -214,11 +231,15 @@ def contract() -> Contract:
         for name in ("arguments_1_2_1.json", "later_arguments.json", "arguments_1_4.json")
     )
     sections: dict[str, dict[str, Any]] = {}
+    unions: dict[str, Any] = {}
     for each in later:
+        unions |= each.pop("unions", {})
+        for name, members in each.pop("enums", {}).items():
+            facts["enums"][name] += members
         for name, fields in each.items():
             if not name.startswith("_"):
                 sections[name] = {**sections.get(name, {}), **fields}
-    return Contract(facts, sections)
+    return Contract(facts, sections, unions, later[-1]["_version"])
 
 
 @cache
@@ -292,6 +313,15 @@ def _model(
     config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     model: type[BaseModel] = create_model(name, __config__=config, **made)
     return model
+
+
+def _widened(union: Mapping[str, Any], later: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return a union with further kinds; of these it is not known which fields they have, so they have all."""
+    if later is None:
+        return union
+    variants = {kind: {**fields, **later["fields"]} for kind, fields in union["variants"].items()}
+    every = {name: {**facts, "default": None} for fields in variants.values() for name, facts in fields.items()}
+    return {**union, "variants": {**variants, **dict.fromkeys(later["kinds"], every)}}
 
 
 def _upper(value: Any) -> Any:

@@ -35,6 +35,7 @@ from poolgrid.workers.engines.trtllm.arguments.engine_config import (
     balancer_faults,
     balancer_warning,
     parse_json,
+    parse_yaml,
     read_yaml,
 )
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import (
@@ -212,6 +213,11 @@ def setting_layers(settings: TrtllmSettings) -> tuple[Layer, Layer]:
         defaults.pop("guided_decoding_backend", None)  # it makes no tokens
     if settings.publish_events_and_metrics and settings.disaggregation_mode != "encode":
         _put(defaults, "kv_cache_config.event_buffer_max_size", EVENT_BUFFER_MAX_SIZE)
+    for each in settings.engine_argument:
+        path, _, value = each.partition("=")
+        keys = (f"{'  ' * depth}{key}:" for depth, key in enumerate(path.split(".")))
+        text = "\n".join(keys) + f" {value}"
+        _merge_into(given, parse_yaml(text, f"--engine-argument {path}"), COMMAND_LINE, {}, "")
     return Layer(DEFAULT, defaults), Layer(COMMAND_LINE, given)
 
 
@@ -223,7 +229,7 @@ def resolve(settings: TrtllmSettings, file: Layer | None = None, override: Layer
     if not merged.values.get("model"):
         faults.insert(0, ArgumentFault("model", "is required and absent, give --model-path"))
     _raise(faults, merged)
-    warnings = _overridden(layers[1].values, merged)
+    warnings = _overridden(layers[1].values, merged, settings.engine_argument)
     merged, publishes = _require(settings, merged, warnings)
     encodes = settings.modality == "multimodal" and settings.disaggregation_mode in ("prefill_and_decode", "prefill")
     if encodes and look_up(merged.values, "kv_cache_config.enable_block_reuse"):
@@ -246,14 +252,16 @@ def _raise(faults: Sequence[ArgumentFault], arguments: EngineArguments) -> None:
         raise ContractError("checking engine arguments, the engine is not started", placed)
 
 
-def _overridden(given: Mapping[str, Any], merged: EngineArguments) -> list[str]:
+def _overridden(given: Mapping[str, Any], merged: EngineArguments, arguments: Sequence[str]) -> list[str]:
     """Return what was given on the command line and lost to a file or to ``--override-engine-args``, a line each."""
     lost = []
+    options = {path: f"--engine-argument {path}" for path, _, _ in (each.partition("=") for each in arguments)}
     for setting, path in {**_ARGUMENT_OF_SETTING, **_ARGUMENT_OF_OTHER_SETTING}.items():
+        options[path] = f"--{setting.replace('_', '-')}"
+    for path, option in options.items():
         wanted, found = _at(given, path), _at(merged.values, path)
         source = merged.source(path)
-        if _has(given, path) and wanted != found and source != COMMAND_LINE:
-            option = f"--{setting.replace('_', '-')}"
+        if _has(given, path) and wanted != found and COMMAND_LINE not in source:
             lost.append(f"{option} is {shown(wanted)} and has no effect: {path} is {shown(found)} (from {source})")
     return lost
 

@@ -266,7 +266,7 @@ def check_command(paths: Iterable[Path], model: str = "") -> tuple[str, int]:
     lines = [str(fault) for fault in faults]
     wrong = len({each.file for each in faults if not each.fault.warning})
     checked = "1 file" if len(files) == 1 else f"{len(files):,} files"
-    lines.append(f"{checked} checked against TensorRT-LLM {installed_contract().version}, {wrong:,} with faults")
+    lines.append(f"{checked} checked against TensorRT-LLM {installed_contract().covers}, {wrong:,} with faults")
     return "\n".join(lines) + "\n", 1 if wrong else 0
 
 
