@@ -48,6 +48,9 @@ TUPLE_BYTES: Final = 56
 TUPLE_VALUE_BYTES: Final = 22
 """What a column of plain numbers takes: a tuple, and for each row a place and, in half the columns, its own number."""
 
+LEARNED_BYTES: Final = 100
+"""What was known of the speed of a worker, where there are few: it is kept for the terms of the cost."""
+
 OTHER_BYTES: Final = 200
 """About what a worker that was no candidate takes, with the reason."""
 
@@ -128,7 +131,9 @@ class Decision(msgspec.Struct, eq=False, gc=False):
             columns += len(choice.given_terms)
         is_array = isinstance(self.candidates.prefill_tokens, np.ndarray)
         column_bytes = ARRAY_BYTES + 8 * rows if is_array else TUPLE_BYTES + TUPLE_VALUE_BYTES * rows
-        return DECISION_BYTES + columns * column_bytes + OTHER_BYTES * (len(self.filtered) + len(self.untrusted))
+        learned_bytes = 0 if is_array or self.candidates.engines is None else LEARNED_BYTES * rows
+        others = len(self.filtered) + len(self.untrusted)
+        return DECISION_BYTES + columns * column_bytes + learned_bytes + OTHER_BYTES * others
 
     def margin(self) -> float | None:
         """Return by how much the runner-up would have cost more; ``None`` without a cost or a runner-up."""

@@ -396,7 +396,7 @@ def _compiled(source: _Source, special_tokens: Mapping[str, str]) -> ChatTemplat
 
 
 def _finish(encoder: PromptEncoder, byte_table: ByteTable | None) -> None:
-    """Do what takes long and can be done later, before anybody needs it."""
+    """Do what takes long and is first needed by an answer."""
     encoder.prove()
     if byte_table is not None:
         byte_table()
