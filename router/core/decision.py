@@ -48,8 +48,9 @@ TUPLE_BYTES: Final = 56
 TUPLE_VALUE_BYTES: Final = 22
 """What a column of plain numbers takes: a tuple, and for each row a place and, in half the columns, its own number."""
 
+ENGINE_COLUMNS: Final = 8
 LEARNED_BYTES: Final = 100
-"""What was known of the speed of a worker, where there are few: it is kept for the terms of the cost."""
+"""What was known of the engines, kept for the terms of the cost: arrays, or for each of few workers a tuple."""
 
 OTHER_BYTES: Final = 200
 """About what a worker that was no candidate takes, with the reason."""
@@ -131,7 +132,9 @@ class Decision(msgspec.Struct, eq=False, gc=False):
             columns += len(choice.given_terms)
         is_array = isinstance(self.candidates.prefill_tokens, np.ndarray)
         column_bytes = ARRAY_BYTES + 8 * rows if is_array else TUPLE_BYTES + TUPLE_VALUE_BYTES * rows
-        learned_bytes = 0 if is_array or self.candidates.engines is None else LEARNED_BYTES * rows
+        has_engines = self.candidates.engines is not None
+        columns += ENGINE_COLUMNS if is_array and has_engines else 0
+        learned_bytes = LEARNED_BYTES * rows if has_engines and not is_array else 0
         others = len(self.filtered) + len(self.untrusted)
         return DECISION_BYTES + columns * column_bytes + learned_bytes + OTHER_BYTES * others
 
