@@ -29,6 +29,7 @@ SCALE = 1 / 16
 AGENTS, WORKERS = 64, 2
 OURS = "kv", "sessions", 2.0
 SEEDS = range(1, 1 + int(os.environ.get("POOLGRID_AGENT_SEEDS", "1")))  # `make long` plays five
+LONG = pytest.mark.skipif("POOLGRID_AGENT_SEEDS" not in os.environ, reason="a minute of simulation: make long")
 
 
 @cache
@@ -115,6 +116,7 @@ def test_a_call_comes_a_pause_after_the_one_before_and_after_its_subagents() -> 
     assert arrivals.pop().arrival_ms == now_ms + forking.calls[at].pause_ms
 
 
+@LONG
 @pytest.mark.parametrize("seed", SEEDS)
 def test_sessions_that_do_not_fit_evict_each_other_without_admission_and_do_not_with_it(seed: int) -> None:
     kv, sticky, ours = (
@@ -131,6 +133,7 @@ def test_sessions_that_do_not_fit_evict_each_other_without_admission_and_do_not_
         assert ours["first_turn_ms"][name] <= kv["first_turn_ms"][name], "first turns do not wait"
 
 
+@LONG
 @pytest.mark.parametrize("seed", SEEDS)
 def test_without_ids_sessions_have_the_same_gains_by_their_prompts_alone(seed: int) -> None:
     load = NamelessAgents.of(workload(seed))
