@@ -20,7 +20,6 @@ from tests.simulation.builders import limits
 from tests.simulation.mixed_traffic import Outcome, mixed_traffic, play
 from tests.simulation.sessions import sessions, workload_of
 
-
 IS_LONG = "POOLGRID_AGENT_SEEDS" in os.environ  # `make long`
 
 
