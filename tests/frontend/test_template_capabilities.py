@@ -174,7 +174,10 @@ def test_tools_are_completed_where_a_template_fails_without_description_or_param
         "{{ ('a' * 999999)|replace('a', 'b' * 999999) }}",
     ],
 )
-def test_a_template_that_shows_nothing_gets_messages_by_the_conventions(source: str) -> None:
+def test_a_template_that_shows_nothing_gets_messages_by_the_conventions(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("poolgrid.frontend.chat_template.STEPS_MAX", 10_000)
     ticks = itertools.count()
     found = probe(ChatTemplate(source), has_tools=True, monotonic=lambda: next(ticks) * TIME_LIMIT_MS / 1000 / 500)
 
