@@ -68,15 +68,21 @@ async def fill_segments(pusher: Pusher) -> None:
         await pusher.settle()
 
 
+CUT_AT = 100
+
+
 def spoil(directory: Path, cut: bool) -> int:
-    """Cut or delete every segment; return how many there were."""
+    """Cut or delete every segment; return how many have lost something: one that has just begun has nothing to cut."""
     segments = sorted(directory.glob("*.segment"))
+    spoiled = 0
     for segment in segments:
+        data = segment.read_bytes()
+        spoiled += not cut or len(data) > CUT_AT
         if cut:
-            segment.write_bytes(segment.read_bytes()[:100])
+            segment.write_bytes(data[:CUT_AT])
         else:
             segment.unlink()
-    return len(segments)
+    return spoiled
 
 
 def damage_oldest(directory: Path) -> None:

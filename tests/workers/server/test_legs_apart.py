@@ -162,6 +162,7 @@ async def test_a_prompt_is_computed_on_one_server_and_answered_on_another(engine
         assert not waiting.done()
         await pool.prefill.start()
         assert await waiting == LEGS
+        await until_ready(pool, 2)
         assert (await pool.client.get(f"{pool.url}/ready")).status_code == 200
         assert [len(each.bodies) for each in (pool.prefill, pool.decode)] == [6, 6]
 
