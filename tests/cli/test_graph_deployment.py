@@ -17,6 +17,7 @@ from poolgrid.cli.main import app
 from poolgrid.global_router.core.choice.grid import Grid, GridRequest
 from poolgrid.global_router.core.choice.request_hints import read_hints
 from poolgrid.global_router.core.document.reader import load_document
+from tests.global_router.pool_selector import SELECTOR as POOL_SELECTOR
 from tests.kubernetes.chart import CHART
 
 TRTLLM = {"model-path", "served-model-name", "disaggregation-mode", "extra-engine-args", "kv-block-size"}
@@ -338,15 +339,7 @@ def test_routing_that_changes_is_remarked(frontend: str, said: str) -> None:
 
 
 SELECTOR: dict[str, Any] = {
-    "poolLabel": "example.com/pool",
-    "poolLabels": ["tp1", "tp2", "tp4"],
-    "sizeMin": 0,
-    "sizeMax": 3000.0,
-    "sizeResolution": 3,
-    "latencyMinMs": 0.0,
-    "latencyMaxMs": 300,
-    "latencyResolution": 3,
-    "mapping": [[0, 0, 0], [2, 1, 0], [2, 2, 1]],
+    **POOL_SELECTOR,
     "priorityOverrides": [{"minPriority": 10, "maxPriority": 20, "targetPool": 2}],
 }
 

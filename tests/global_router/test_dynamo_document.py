@@ -25,6 +25,7 @@ from tests.global_router.documents import (
     problems,
     warnings,
 )
+from tests.global_router.pool_selector import SELECTOR
 
 STRATEGY = "prefill_pool_selection_strategy"
 NAN = float("nan")
@@ -204,19 +205,6 @@ def test_a_fault_is_named_by_its_place_in_dynamos_form(path: tuple[str | int, ..
     found = problems(changed(dynamo_disagg(), path, value))
 
     assert any(problem.startswith(expected) for problem in found), "\n".join(found)
-
-
-SELECTOR: dict[str, Any] = {
-    "poolLabel": "example.com/pool",
-    "poolLabels": ["tp1", "tp2", "tp4"],
-    "sizeMin": 0,
-    "sizeMax": 3000.0,
-    "sizeResolution": 3,
-    "latencyMinMs": 0.0,
-    "latencyMaxMs": 300,
-    "latencyResolution": 3,
-    "mapping": [[0, 0, 0], [2, 1, 0], [2, 2, 1]],
-}
 
 
 def test_grid_of_a_pool_selector_is_read_with_faster_pools_for_tighter_targets() -> None:

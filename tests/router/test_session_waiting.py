@@ -43,7 +43,7 @@ def join(router: Routed, worker: WorkerKey = A, endpoint: str = AT_A) -> None:
 
 
 def call(session: str, number: int = 0, blocks: int = 40, parent: str = "unknown", **more: object) -> InferenceRequest:
-    """A call of a session, whose prompt nobody else has the beginning of; it forked, so it is no first turn."""
+    """A call of a session whose prompt begins as no other does; it forked, so it is no first turn."""
     tokens = pack_tokens([hash_of(session)] * 16 * blocks)
     hint = SessionHint(session, parent)
     return like(REQUEST, request_id=f"{session}-{number}", token_ids=tokens, session=hint, **more)

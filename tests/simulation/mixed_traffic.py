@@ -13,26 +13,11 @@ from poolgrid.tools.simulation.pool import SimulatedPool
 from poolgrid.tools.simulation.session_line import line_of
 from poolgrid.tools.simulation.workload import SimulatedRequest
 from poolgrid.wire.events import PrefillCompleted, RequestFinished
-from poolgrid.workers.core.timing import timing_model
 from poolgrid.workers.engines.simulated.core.engine import Fact, SimulatedLimits
+from tests.simulation.slow_prefill import SCALE, SlowPrefill
 
 BLOCK = 16
-SCALE = 1 / 16
-"""A token stands for sixteen."""
 TENANTS, SLOTS, WORKERS = 4, 64, 4
-
-
-class SlowPrefill:
-    """Step times of an H100 for tokens that stand for sixteen each."""
-
-    def __init__(self) -> None:
-        self._model = timing_model("h100-qwen3-8b")
-
-    def prefill_ms(self, new_tokens: int) -> float:
-        return self._model.prefill_ms(round(new_tokens / SCALE))
-
-    def decode_ms(self, used_share: float) -> float:
-        return self._model.decode_ms(used_share) / SCALE
 
 
 @dataclass(frozen=True, slots=True)

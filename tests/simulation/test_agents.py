@@ -18,14 +18,12 @@ from poolgrid.tools.simulation.pool import SimulatedPool
 from poolgrid.tools.simulation.recording import policy_report
 from poolgrid.tools.simulation.session_line import PEERS, line_of
 from poolgrid.tools.simulation.workload import RecordedRequest, recorded_workload
-from poolgrid.workers.core.timing import timing_model
 from poolgrid.workers.engines.simulated.core.engine import SimulatedLimits
 from tests.simulation.builders import limits
 from tests.simulation.nameless_agents import NamelessAgents, twin_of
+from tests.simulation.slow_prefill import SCALE, SlowPrefill
 
 BLOCK = 16
-SCALE = 1 / 16
-"""Lengths and step times are divided by this: the blocks of one full-size block of 256 tokens."""
 AGENTS, WORKERS = 64, 2
 OURS = "kv", "sessions", 2.0
 SEEDS = range(1, 1 + int(os.environ.get("POOLGRID_AGENT_SEEDS", "1")))  # `make long` plays five
@@ -51,19 +49,6 @@ def play(load: AgentWorkload, policy: str, admission: str, pressure: float) -> d
     report = policy_report(pool.run(), WORKERS)
     assert report["requests"] == len(load.requests), "all calls were served"
     return report
-
-
-class SlowPrefill:
-    """Step times of an H100 for tokens that stand for sixteen each."""
-
-    def __init__(self) -> None:
-        self._model = timing_model("h100-qwen3-8b")
-
-    def prefill_ms(self, new_tokens: int) -> float:
-        return self._model.prefill_ms(round(new_tokens / SCALE))
-
-    def decode_ms(self, used_share: float) -> float:
-        return self._model.decode_ms(used_share) / SCALE
 
 
 def reuse(report: dict[str, Any], seed: int) -> float:

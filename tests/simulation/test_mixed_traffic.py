@@ -1,4 +1,4 @@
-"""Sessions, chats and single requests share pools that are too small for them, and nobody pays for the gain."""
+"""Sessions, chats and single requests share pools that are too small for them, and none is slower for the gain."""
 
 from __future__ import annotations
 

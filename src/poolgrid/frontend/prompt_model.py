@@ -66,8 +66,8 @@ class ModelDirectoryError(OptionError):
 
 
 ByteTable = Callable[[], tuple[bytes, ...]]
-"""Returns the bytes of every token, special tokens empty. To work them out takes a quarter of a second for a vocabulary
-of 150,000; a router in front of engine servers has no use for them."""
+"""Returns the bytes of every token, special tokens empty. For a vocabulary of 150,000 that is a quarter of a second of
+work, which a start does not wait for: only an answer of an own worker needs them."""
 
 
 @dataclass(frozen=True, slots=True)
